@@ -302,7 +302,7 @@ class Loop:
             replica=self.replica,
             task=task or Sums(),
             optimizer=self.optimizer,
-            schedule=schedule,
+            schedules={"": schedule},
             plan=plan,
             training=_open(training, batch, shuffle=True),
             evaluator=self.evaluator,

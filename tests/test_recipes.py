@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from launched import Ranks
 
+from ddpforge.app.build import build_without_ranks
 from ddpforge.components.registry import Registry
 from ddpforge.recipe import bundled, load_recipe
-from ddpforge.training.building import build_data_and_model
-from ddpforge.training.foreseeing import foresee
-from ddpforge.training.parts import Parts
 
 
 def header(recipe: str) -> str:
@@ -132,10 +130,7 @@ def test_a_large_gpt_takes_the_memory_and_the_groups_that_its_header_promises(
 ) -> None:
     assert f"{promise} of weights, gradients and optimizer state on each GPU" in header(recipe)
     registry = Registry.installed()
-    parts = Parts(load_recipe(recipe, registry=registry), registry)
-    foresee(parts, ranks=ranks, device="cuda")
-    build_data_and_model(parts, meta=True)
-    parts.report()
+    parts = build_without_ranks(load_recipe(recipe, registry=registry), registry, ranks=ranks, device="cuda")
     assert f"{16 * parts.size.all * copies / ranks / 1e9:.1f} GB" == promise
     assert parts.strategy.data_ranks(ranks) == data_ranks
     assert parts.batch.accumulation == 1

@@ -12,15 +12,16 @@ import torch.distributed.pipelining  # noqa: F401 (once, here, and not in every 
 from forked import in_ranks
 
 from ddpforge.app.attempt import checkpoints_of
-from ddpforge.app.run import join_ranks
+from ddpforge.app.build import build_checked, check_chosen, choose
+from ddpforge.app.run import join
 from ddpforge.components.registry import Registry
 from ddpforge.interfaces import Tracker
+from ddpforge.preflight import Problems
 from ddpforge.ranks.writers import Peers
-from ddpforge.recipe import load_recipe
+from ddpforge.recipe import LoadedRecipe, load_recipe
+from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.assemble import assemble
-from ddpforge.training.building import build_data_and_model
-from ddpforge.training.parts import Parts
 
 
 @dataclass
@@ -53,15 +54,17 @@ def trained(folder: Path, recipe: str, ranks: int) -> list[Trained]:
     try:
         registry = Registry.installed()
         loaded = load_recipe(path, registry=registry)
-        return in_ranks(ranks, lambda _: _train(Parts(loaded, registry), folder), timeout=120)
+        return in_ranks(ranks, lambda _: _train(loaded, registry, folder), timeout=120)
     finally:
         os.chdir(before)
 
 
-def _train(parts: Parts, folder: Path) -> Trained:
-    tracker, world = _Rows(), join_ranks(parts)
-    build_data_and_model(parts)
-    parts.report()
+def _train(loaded: LoadedRecipe, registry: Registry, folder: Path) -> Trained:
+    problems = Problems(loaded)
+    chosen = choose(loaded, registry, problems, ranks=world_size())
+    check_chosen(chosen, problems)
+    tracker, world = _Rows(), join(chosen)
+    parts = build_checked(chosen, world, problems, samples=False)
     run = RunFolder.of(parts.recipe, folder / "runs")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     (run.path / "metrics.jsonl").touch()

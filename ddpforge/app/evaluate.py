@@ -39,7 +39,7 @@ from ddpforge.training.prediction import INDEX, Predicted, in_order, predictions
 from ddpforge.training.stages import Chosen, Dealt, key_of
 from ddpforge.watchdog.watch import over
 
-__all__ = ["Evaluation", "Prediction", "evaluate", "predict"]
+__all__ = ["Evaluation", "Prediction", "check_sets", "evaluate", "predict"]
 
 log = logging.getLogger("ddpforge")
 
@@ -190,8 +190,22 @@ def _load(folder: RunFolder, sets: Sequence[str]) -> tuple[LoadedRecipe, Registr
     return load_recipe(folder.resolved, sets=sets, registry=registry), registry
 
 
+def check_sets(recipe: Recipe, only: Sequence[str]) -> None:
+    """Raises UsageError unless the recipe has evaluation sets, and every one in `only`."""
+    known = [name for name in recipe.data.evaluations if name]
+    if not recipe.data.evaluations:
+        raise UsageError("the recipe has no [data.eval] to evaluate on")
+    for name in only:
+        if name not in known:
+            there = [f"there are {', '.join(known)}"] if known else ["its one [data.eval] has no name"]
+            raise UsageError(
+                f"the recipe has no [data.eval.{name}] to evaluate on", hints=[*did_you_mean(name, known), *there]
+            )
+
+
 def _choose(loaded: LoadedRecipe, registry: Registry, only: Sequence[str]) -> tuple[Chosen, Problems]:
     """Chooses and checks the components of an evaluation."""
+    check_sets(loaded.recipe, only)
     problems = Problems(loaded)
     chosen = choose(loaded, registry, problems, ranks=world_size(), trains=False, only=only)
     check_chosen(chosen, problems)

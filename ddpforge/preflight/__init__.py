@@ -31,7 +31,6 @@ Check = tuple[str, Callable[[Any], Iterator[ForgeError] | None]]
 
 CHECKS: dict[type, Sequence[Check]] = {
     Chosen: (
-        ("data.eval", static.check_evaluations),
         ("optimizer", static.check_optimizer_options),
         ("optimizer", static.check_optimizers),
         ("task", static.check_turns),

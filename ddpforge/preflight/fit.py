@@ -120,8 +120,15 @@ def check_blocks(built: Built) -> None:
 
 def check_layers(built: Built) -> None:
     """Raises UsageError if the recipe asks for float8, and no layer would compute in it."""
+    train = built.recipe.train
+    if train.fp8 == "off":
+        return
+    try:
+        blocks = find_blocks(built.model, train.blocks)
+    except ValueError:
+        return  # see `check_blocks`
     with recipe_faults("train.fp8"):
-        check_float8(built.model, find_blocks(built.model, built.recipe.train.blocks), built.recipe.train)
+        check_float8(built.model, blocks, train)
 
 
 def check_parameter_groups(built: Built) -> None:

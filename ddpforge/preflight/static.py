@@ -32,7 +32,6 @@ __all__ = [
     "check_callbacks",
     "check_compile",
     "check_device",
-    "check_evaluations",
     "check_float8",
     "check_fused_loss",
     "check_initial_weights",
@@ -280,21 +279,6 @@ def check_strategy(chosen: Chosen) -> Errors:
 
 
 # ---------------------------------------------------------------------------------------------- [data] and weights
-def check_evaluations(chosen: Chosen) -> None:
-    """Raises UsageError for an evaluation set that the recipe does not have, if nothing is trained."""
-    if chosen.trains:
-        return
-    known = [name for name in chosen.recipe.data.evaluations if name]
-    if not chosen.recipe.data.evaluations:
-        raise UsageError("the recipe has no [data.eval] to evaluate on")
-    for name in chosen.only:
-        if name not in known:
-            there = [f"there are {', '.join(known)}"] if known else ["its one [data.eval] has no name"]
-            raise UsageError(
-                f"the recipe has no [data.eval.{name}] to evaluate on", hints=[*did_you_mean(name, known), *there]
-            )
-
-
 def check_stream(chosen: Chosen) -> Errors:
     """Yields an order, and lengths in epochs, of training data whose class says that it is a stream."""
     train = chosen.recipe.data.train

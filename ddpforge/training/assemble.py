@@ -86,7 +86,7 @@ def assemble(
         replica=replica,
         task=parts.task,
         optimizer=optimizer,
-        compares=_compares(parts),
+        compares=not trained and _compares(parts),
         schedules=parts.schedules,
         plan=parts.plan,
         training=parts.training,

@@ -99,6 +99,7 @@ class Trainer:
         # what the run is made of
         self.world, self.replica, self.task, self.optimizer = world, replica, task, optimizer
         self.plan, self.training, self.evaluator = plan, training, evaluator
+        self._workers = training.workers
         self.callbacks, self.tracker = callbacks, tracker
         self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.all)
         self._recipe = recipe
@@ -443,7 +444,7 @@ class Trainer:
             for name in self._adding_columns:
                 add_numbers(row, name, "on_log", self.callbacks[name].on_log(replace(info, metrics=dict(row))))
             self._log(info.step, row)
-            self.rows.finish_window(info.step, workers=self.training.workers)
+            self.rows.finish_window(info.step, workers=self._workers)
         found = self._wanted_by_callbacks("on_step", wishes) if wishes else ()
         for wish in found:
             if isinstance(wish, GoBack):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from inspect import getsourcefile
@@ -184,10 +185,11 @@ def check_sum_reduction(
     """Raises UsageError for a loss that is a mean: that of a batch of `samples` is then not the sum over its halves.
 
     A batch that cannot be cut is not checked, unless `fetch` gives halves of another one. Losses that are neither
-    (samples of a batch may be compared with each other) are their author's business. Give copies of model and task:
-    the model is put into evaluation mode, and both may keep something of what they see.
+    (samples of a batch may be compared with each other) are their author's business. Model and task are copied, as they
+    may keep something of what they see.
     """
     try:
+        model, task = copy.deepcopy((model, task))
         model.eval()  # samples must not depend on their neighbours
         *parts, samples = _cut(batch, samples, fetch)
         first, second, whole = (_loss(model, task, part) for part in parts)

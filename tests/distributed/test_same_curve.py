@@ -12,10 +12,10 @@ import torch
 from launched import Ranks
 from parts import RaggedTokens
 
+from ddpforge.app.build import WEIGHTS
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.orders.permutation import permute
 from ddpforge.data import mix
-from ddpforge.training.building import WEIGHTS
 
 RECIPE = """
 recipe = 1

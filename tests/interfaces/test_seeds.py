@@ -11,22 +11,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from doubles import Elsewhere, Plain
+from stages import staged
 from torch import Tensor, nn
 
 from ddpforge.builtin.orders.plain import Shuffled
-from ddpforge.components.registry import Registry
 from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.interfaces import Callback, PartedData, Pass, Task
-from ddpforge.recipe import load_recipe
 from ddpforge.strategies.fsdp.context import Cut
 from ddpforge.strategies.pipeline.stage import _seed_on
 from ddpforge.strategies.tensor.randomness import OwnNumbers
 from ddpforge.training.batchnorm import BatchNormAverager
-from ddpforge.training.building import build_data_and_model
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.foreseeing import foresee
-from ddpforge.training.parts import Parts
+from ddpforge.training.stages import Built
 from ddpforge.training.step import Stepper
 
 
@@ -253,16 +250,12 @@ class Teaches(Task):
 """
 
 
-def built(seed: int, ranks: int, drawn: int) -> Parts:
+def built(seed: int, ranks: int, drawn: int) -> Built:
     with TemporaryDirectory() as folder:
         (Path(folder) / "run.toml").write_text(RECIPE)
         (Path(folder) / "mine.py").write_text(CODE)
         torch.rand(drawn)
-        registry = Registry.installed()
-        parts = Parts(load_recipe(Path(folder) / "run.toml", sets=[f"train.seed={seed}"], registry=registry), registry)
-        foresee(parts, ranks=ranks, device="cpu")
-        build_data_and_model(parts)
-        return parts
+        return staged(Path(folder) / "run.toml", f"train.seed={seed}", ranks=ranks, meta=False).stage
 
 
 def weights(seed: int, ranks: int = 1, drawn: int = 0) -> float:

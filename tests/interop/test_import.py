@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.doubles import Bomb, same
-from interop.foreign_ranks import RANKS, STEPS, adamw, build, loss_of, save_all
 from forked import in_ranks
+from interop.foreign_ranks import RANKS, STEPS, adamw, build, loss_of, save_all
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp

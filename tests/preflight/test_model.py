@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
-from ddpforge.training.fitness import check_model, watch_batchnorm
+from ddpforge.preflight import CHECKS
+from ddpforge.training.batchnorm import watch_batchnorm
 
 
 class Model(nn.Module):
@@ -66,6 +67,11 @@ def test_state_that_is_no_tensor_is_refused_by_name() -> None:
 
     with pytest.raises(UsageError, match="`_extra_state` in the model's state_dict is a dict"):
         check_model(Counts())
+
+
+def check_model(model: nn.Module) -> None:
+    for _, check in CHECKS[nn.Module]:
+        check(model)
 
 
 class Tied(nn.Module):

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from doubles import Elsewhere
+from stages import chosen_with
 from torch import nn
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Strategy, World
+from ddpforge.preflight.static import check_compile
 from ddpforge.ranks import devices, join
 from ddpforge.ranks.devices import check, choose_device, device_type
 from ddpforge.recipe.schema import TrainSection
@@ -23,7 +25,6 @@ from ddpforge.strategies import ddp
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.deepspeed import DeepSpeed, zero
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.training.refusals import general_refusals
 
 
 def train(**options: Any) -> TrainSection:
@@ -295,7 +296,8 @@ def test_cuda_graphs_are_refused_where_memory_does_not_stay(
     mode: str, strategy: Strategy, ranks: int, device: str, options: dict[str, Any], refused: str | None
 ) -> None:
     settings = train(compile=mode, **options)
-    refusals = [*general_refusals(settings, ranks, device), *strategy.refusals(settings, ranks, device)]
+    chosen = chosen_with(settings, ranks=strategy.data_ranks(ranks), device=device)
+    refusals = [*check_compile(chosen), *strategy.refusals(settings, ranks, device)]
     messages = [refusal.message for refusal in refusals]
     found = [message for message in messages if "CUDA graphs" in message]  # ZeRO-3 has more to say with old torch
     assert len(found) == (refused is not None)

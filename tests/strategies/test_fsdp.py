@@ -7,6 +7,7 @@ import pytest
 import torch
 from forked import Training, in_ranks, refused, saved, set_up, train
 from saved import Saved
+from stages import chosen_with
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -15,10 +16,10 @@ from torch_versions import needs_torch
 
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.preflight.static import check_device
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.fsdp.units import refuse_form
-from ddpforge.training.refusals import general_refusals
 
 
 class Dot(nn.Module):
@@ -642,7 +643,8 @@ def test_options_that_cannot_be_or_have_no_effect(
     options: dict[str, Any], settings: dict[str, Any], ranks: int, device: str, key: str | None, said: str
 ) -> None:
     asked = train(**settings)
-    found = [*general_refusals(asked, ranks, device), *FSDP(**options).refusals(asked, ranks, device)]
+    of_device = check_device(chosen_with(asked, ranks=ranks, device=device))
+    found = [*of_device, *FSDP(**options).refusals(asked, ranks, device)]
     assert [each.key for each in found] == ([key] if key else [])
     assert not key or said in found[0].hints[0]
 

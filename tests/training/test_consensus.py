@@ -5,7 +5,7 @@ import torch
 
 from ddpforge.interfaces import Ranks, Total
 from ddpforge.testing.doubles import in_threads
-from ddpforge.training.agreement import Agreement, Ballot
+from ddpforge.training.consensus import Agreement, Ballot
 
 WISHES = ["stop", "end", "train.eval_every"]
 

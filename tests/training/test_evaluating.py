@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from stages import dealt
 
 from ddpforge.checkpoint.contents import Facts
-from ddpforge.components.registry import Registry
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, RunContext, World
 from ddpforge.ranks.collectives import Alone
-from ddpforge.recipe import load_recipe
 from ddpforge.training.assemble import evaluating
-from ddpforge.training.building import build_data_and_model
-from ddpforge.training.foreseeing import foresee
-from ddpforge.training.parts import Parts
+from ddpforge.training.stages import Dealt
 
 FOLDER = Path("runs/run")
 
@@ -57,7 +54,7 @@ class Hears(Callback):
 class Saved:
     """A checkpoint of the model that is evaluated, whose weights are all `value`; another's if `of` says so."""
 
-    def __init__(self, parts: Parts, value: float = 0.0, of: str = "") -> None:
+    def __init__(self, parts: Dealt, value: float = 0.0, of: str = "") -> None:
         self.model = {of + name: _Full(torch.full_like(x, value)) for name, x in parts.model.state_dict().items()}
         self.facts = Facts(step=3, samples=3, strategy="ddp", world_size=1, recipe="", position={}, loop={})
 
@@ -77,34 +74,29 @@ class _Full:
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> Parts:
+def parts(tmp_path: Path) -> Dealt:
     (tmp_path / "run.toml").write_text(RECIPE)
-    registry = Registry.installed()
-    built = Parts(load_recipe(tmp_path / "run.toml", registry=registry), registry, trains=False)
-    foresee(built, ranks=1, device="cpu")
-    build_data_and_model(built)
-    built.report()
-    return built
+    return dealt(tmp_path / "run.toml", trains=False)
 
 
 @pytest.fixture
-def world(parts: Parts) -> World:
+def world(parts: Dealt) -> World:
     alone = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
     return parts.strategy.setup(parts.recipe.train, alone)
 
 
-def watched(parts: Parts, **callbacks: Callback) -> None:
+def watched(parts: Dealt, **callbacks: Callback) -> Dealt:
     """Has the recipe name these callbacks, and no other."""
     component = next(iter(parts.recipe.callbacks.values()))
     named = dict.fromkeys(callbacks, component)
-    parts.loaded = replace(parts.loaded, recipe=parts.recipe.model_copy(update={"callbacks": named}))
-    parts.callbacks = callbacks
+    loaded = replace(parts.loaded, recipe=parts.recipe.model_copy(update={"callbacks": named}))
+    return replace(parts, loaded=loaded, callbacks=callbacks)
 
 
-def test_an_evaluator_has_the_weights_of_the_checkpoint_and_callbacks_their_state(parts: Parts, world: World) -> None:
+def test_an_evaluator_has_the_weights_of_the_checkpoint_and_callbacks_their_state(parts: Dealt, world: World) -> None:
     """With all weights zero every class is as likely: the loss is ln 10."""
     first, second = Hears(), Hears()
-    watched(parts, first=first, second=second)
+    parts = watched(parts, first=first, second=second)
     with evaluating(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
         assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
         assert (first.heard, second.heard) == ([{"n": 1}], [])
@@ -112,7 +104,7 @@ def test_an_evaluator_has_the_weights_of_the_checkpoint_and_callbacks_their_stat
 
 
 def test_averages_that_the_checkpoint_lacks_are_not_evaluated(
-    parts: Parts, world: World, caplog: pytest.LogCaptureFixture
+    parts: Dealt, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would be those of the initial weights; the checkpoint's have a loss of ln 10."""
     with evaluating(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
@@ -120,27 +112,27 @@ def test_averages_that_the_checkpoint_lacks_are_not_evaluated(
     assert "ema: there are no averages yet; this evaluation is of the weights themselves" in caplog.text
 
 
-def test_callbacks_hear_of_an_evaluation_that_fails(parts: Parts, world: World) -> None:
+def test_callbacks_hear_of_an_evaluation_that_fails(parts: Dealt, world: World) -> None:
     first, second = Hears(end=lambda: 1 / 0), Hears()
-    watched(parts, first=first, second=second)
+    parts = watched(parts, first=first, second=second)
     failure = RuntimeError("no memory")
     with pytest.raises(RuntimeError, match="no memory"), evaluating(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         raise failure
     assert first.heard[-1] is second.heard[-1] is failure
 
 
-def test_callbacks_that_have_started_hear_that_another_could_not(parts: Parts, world: World) -> None:
+def test_callbacks_that_have_started_hear_that_another_could_not(parts: Dealt, world: World) -> None:
     first, second = Hears(), Hears(start=lambda: {}["key"])
-    watched(parts, first=first, second=second)
+    parts = watched(parts, first=first, second=second)
     with pytest.raises(KeyError), evaluating(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         pytest.fail("there is nothing to lend")
     assert [type(error) for error in first.heard] == [KeyError]
     assert second.heard == []
 
 
-def test_callbacks_hear_that_the_checkpoint_is_of_another_model(parts: Parts, world: World) -> None:
+def test_callbacks_hear_that_the_checkpoint_is_of_another_model(parts: Dealt, world: World) -> None:
     first = Hears()
-    watched(parts, first=first)
+    parts = watched(parts, first=first)
     with (
         pytest.raises(CheckpointError, match="of another model"),
         evaluating(parts, world, Saved(parts, of="encoder."), FOLDER),  # type: ignore[arg-type]
@@ -149,9 +141,9 @@ def test_callbacks_hear_that_the_checkpoint_is_of_another_model(parts: Parts, wo
     assert [type(error) for error in first.heard] == [CheckpointError]
 
 
-def test_what_a_callback_raises_at_the_end_is_told_when_all_have_heard_of_it(parts: Parts, world: World) -> None:
+def test_what_a_callback_raises_at_the_end_is_told_when_all_have_heard_of_it(parts: Dealt, world: World) -> None:
     first, second = Hears(end=lambda: 1 / 0), Hears()
-    watched(parts, first=first, second=second)
+    parts = watched(parts, first=first, second=second)
     with pytest.raises(ZeroDivisionError), evaluating(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         pass
     assert second.heard == [None]

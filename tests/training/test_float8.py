@@ -6,6 +6,7 @@ A CPU computes the numbers of float8 in fp32, as torchao has it for tests; that 
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,19 +16,21 @@ from small_gpt import DDP, train
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from ddpforge import preflight
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.interfaces import Contract
+from ddpforge.preflight.static import check_float8 as check_float8_of
 from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe, TrainSection
 from ddpforge.strategies.ddp import DDP as Ddp
 from ddpforge.strategies.fsdp import FSDP as Fsdp
 from ddpforge.strategies.meta import materialise
 from ddpforge.strategies.pipeline import Pipeline
 from ddpforge.strategies.single import Single
-from ddpforge.training import assemble, foreseeing
+from ddpforge.training import assemble
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.float8 import check_float8, float8_layers, put_float8
-from ddpforge.training.refusals import refusals_of_float8
+from ddpforge.training.stages import Chosen
 
 IN_A_BLOCK = ("attention.qkv", "attention.projection", "mlp.0", "mlp.2")
 FSDP = 'use = "fsdp"'
@@ -162,7 +165,8 @@ def said(contract: Contract, device: str = "cuda", fp8: str = "rowwise") -> list
         optimizer=OptimizerComponent(use="adamw"),
         train=settings(fp8),
     )
-    found = list(refusals_of_float8(recipe, contract, device))
+    strategy = SimpleNamespace(contract=contract)
+    found = list(check_float8_of(SimpleNamespace(recipe=recipe, device=device, strategy=strategy)))
     assert {one.key for one in found} <= {"train.fp8"}
     return [one.message for one in found]
 
@@ -189,14 +193,15 @@ def test_strategies_that_do_not_call_whole_layers_are_refused() -> None:
 
 @pytest.mark.usefixtures("_gpu")
 def test_torchao_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpforge.training.refusals.find_spec", lambda name: None)
+    monkeypatch.setattr("ddpforge.preflight.static.find_spec", lambda name: None)
     assert said(Single.contract) == ['train.fp8 = "rowwise" computes with torchao, which is not installed']
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
 @pytest.fixture
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreseeing, "refusals_of_float8", lambda *_: [])
+    others = [one for one in preflight.CHECKS[Chosen] if one[1] is not check_float8_of]
+    monkeypatch.setitem(preflight.CHECKS, Chosen, others)
     monkeypatch.setattr(assemble, "put_float8", partial(put_float8, emulate=True))
 
 

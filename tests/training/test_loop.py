@@ -66,13 +66,13 @@ class Watcher(Callback):
 @pytest.fixture
 def _looks_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, norms are read only where ranks agree, or where something depends on it."""
-    monkeypatch.setattr(ddpforge.training.loop, "_looks_are_free", lambda device: False)
+    monkeypatch.setattr(ddpforge.training.loop, "_reading_is_free", lambda device: False)
 
 
 @pytest.fixture
 def _agrees_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks agree at steps that log, and every thousand."""
-    monkeypatch.setattr(ddpforge.training.agreement, "_AGREE_SECONDS", 1e9)
+    monkeypatch.setattr(ddpforge.training.consensus, "_AGREE_SECONDS", 1e9)
 
 
 # ---------------------------------------------------------------------------------------------- what happens when
@@ -165,7 +165,7 @@ def test_what_an_older_evaluation_found_is_not_saved_with_newer_weights() -> Non
 def test_speed_is_that_of_the_steps_since_the_last_row() -> None:
     """A second for each of steps 1 to 2, ten for 3 and 4; evaluations take none of it."""
     loop = Loop(steps=4, batch=5, track="2st")
-    loop.trainer._stopwatch = Stopwatch(loop.clock)
+    loop.trainer.rows.stopwatch = Stopwatch(loop.clock)
 
     def work(step: int) -> None:
         loop.clock.now += 1.0 if step <= 2 else 10.0
@@ -188,7 +188,7 @@ def test_speed_is_that_of_the_steps_since_the_last_row() -> None:
 
 def seconds_a_step(loop: Loop) -> Loop:
     """The loop, each of whose steps takes a second."""
-    loop.trainer._stopwatch = Stopwatch(loop.clock)
+    loop.trainer.rows.stopwatch = Stopwatch(loop.clock)
     real = loop.replica.step
 
     def step() -> Any:
@@ -259,7 +259,7 @@ def test_ranks_that_read_other_samples_of_a_stream_end_when_they_agree() -> None
 @pytest.mark.usefixtures("_agrees_seldom")
 def test_between_rows_ranks_do_not_talk() -> None:
     loop = Loop(steps=50, track="25st", evaluation=False)
-    loop.trainer._agree_every = 1000
+    loop.trainer.consensus.every = 1000
     loop.fit()
     names = 2  # a reduction that meets names which ranks have not agreed on is followed by a second one
     assert len(loop.replica.ranks.asked) == 1 + 3 + names  # one before the first step: whether to begin at all
@@ -272,7 +272,7 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loop], list[int]]:
     def found(loop: Loop) -> list[int]:
         agreed: list[int] = []
         agree = loop.trainer._agree
-        loop.trainer._pace = Stopwatch(loop.clock)
+        loop.trainer.consensus.pace = Stopwatch(loop.clock)
 
         def noted(*arguments: Any, logs: bool) -> Any:
             agreed.append(loop.trainer.progress.step)
@@ -320,7 +320,7 @@ def test_what_has_no_row_is_agreed_on_between_hosts() -> None:
             return real(*arguments)
 
         setattr(loop.trainer.world.all, name, noted)
-    loop.trainer._agree_every = 1
+    loop.trainer.consensus.every = 1
     loop.fit()
     rows = [(name, step) for name, step in said if step in (1, 3, 6, 7)]
     assert {name for name, step in rows if step} == {"mean"}
@@ -345,14 +345,6 @@ def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
     assert loop.trainer.progress.step == 4
     assert loop.tracker.steps("eval/loss") == [1, 2, 3]
     assert loop.checkpoints.steps() == [4]
-
-
-def test_whenever_ranks_agree_they_look_whether_others_hold_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    loop = Loop(steps=9)
-    monkeypatch.setattr("ddpforge.training.loop.look_for_others", lambda: looks.append(loop.trainer.progress.step))
-    loop.fit()
-    assert (looks[0], looks[-1]) == (0, 9)
 
 
 def test_a_request_that_came_while_the_run_started_is_met_before_its_first_step() -> None:
@@ -387,7 +379,7 @@ def test_a_request_during_an_evaluation_leaves_it_for_the_next_attempt(
     monkeypatch: pytest.MonkeyPatch, at: str, steps: int
 ) -> None:
     """Also the last one, after which the run would be done; callbacks leave it as they leave any."""
-    monkeypatch.setattr(ddpforge.training.agreement, "_AGREE_SECONDS", 0.0)  # ranks agree after every batch
+    monkeypatch.setattr(ddpforge.training.consensus, "_AGREE_SECONDS", 0.0)  # ranks agree after every batch
     watcher = Watcher()
     loop = Loop(steps=steps, train={"eval_every": at}, callbacks={"watch": watcher}, evaluation={"": 9})
     watcher.events = loop.events
@@ -420,7 +412,7 @@ def test_the_owner_of_a_run_stops_it_for_good(tmp_path: Path, monkeypatch: pytes
     verdict = tmp_path / "verdict"
     monkeypatch.setenv("DDPFORGE_VERDICT", str(verdict))
     loop = Loop(steps=9, evaluation=False)
-    loop.trainer.halt = owner = Owner(looks=3)
+    loop.trainer.consensus.halt = owner = Owner(looks=3)
     assert loop.fit() == "stopped"
     assert (loop.trainer.progress.step, loop.checkpoints.steps(), owner.heard) == (3, [3], 1)
     assert Words(verdict, 1).halted
@@ -479,7 +471,7 @@ def test_a_bad_step_between_rows_has_one_of_its_own() -> None:
 
 
 def test_skipping_a_hundred_steps_in_a_row_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddpforge.training.loop, "_MOST_SKIPS", 3)
+    monkeypatch.setattr("ddpforge.training.nonfinite._MOST_SKIPS", 3)
     loop = Loop(steps=9, bad=[2, 3, 5, 6, 7], train={"on_nonfinite": "skip"}, evaluation=False)
     with pytest.raises(Diverged, match="the gradient of step 7"):
         loop.fit()
@@ -496,7 +488,7 @@ def test_overflows_of_fp16_are_no_divergence() -> None:
 @pytest.mark.usefixtures("_looks_cost", "_agrees_seldom")
 def test_where_looking_costs_a_bad_step_is_found_when_ranks_agree() -> None:
     loop = Loop(steps=9, bad=[3, 5], track="6st", train={"on_nonfinite": "skip"}, evaluation=False)
-    loop.trainer._agree_every = 1000
+    loop.trainer.consensus.every = 1000
     loop.fit()
     assert loop.trainer.progress.skipped == 2
     assert [step for step, _ in loop.tracker.rows] == [1, 5, 6, 9]  # of several bad ones the newest
@@ -513,7 +505,7 @@ def test_what_a_bad_step_left_behind_is_neither_saved_nor_evaluated(due: str) ->
         train={"eval_every": "4st" if due == "evaluation" else "100st"},
         callbacks={"watch": Watcher(until=4)} if due == "end" else {},
     )
-    loop.trainer._agree_every = 1000
+    loop.trainer.consensus.every = 1000
     with pytest.raises(Diverged, match="the gradient of step 4"):
         loop.fit()
     assert loop.checkpoints.steps() == []

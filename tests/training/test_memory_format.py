@@ -12,8 +12,8 @@ from trained import Trained, trained
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.errors import StrategyError
-from ddpforge.training.fitness import check_model, is_dense
-from ddpforge.training.memory_format import check_channels_last, make_dense, put_channels_last
+from ddpforge.preflight.model import check_overlap
+from ddpforge.training.memory_format import check_channels_last, is_dense, make_dense, put_channels_last
 
 RECIPE = """
 recipe = 1
@@ -129,7 +129,7 @@ def test_gaps_are_closed_and_named(caplog: pytest.LogCaptureFixture) -> None:
     model = Gapped()
     before = {name: (tensor, tensor.clone()) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     place, strides = model.conv.bias.data_ptr(), model.conv.bias.stride()
-    check_model(model)
+    check_overlap(model)
     with caplog.at_level("INFO", "ddpforge"):
         make_dense(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

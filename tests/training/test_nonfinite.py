@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ddpforge.training.norms import GradientNorms
+from ddpforge.training.nonfinite import GradientNorms
 
 
 def noted(*values: float, first: int = 1) -> GradientNorms:

@@ -64,7 +64,7 @@ def test_a_group_may_have_another_optimizer() -> None:
     assert isinstance(found[""], AdamW)
     assert [group["names"] for group in found["matrices"].param_groups] == [["body.weight"]]
     assert [group["group"] for group in optimizer.param_groups] == ["", "head", "matrices"]
-    rates = Rates(optimizer, lambda step: 0.5, {})
+    rates = Rates(optimizer, {"": lambda step: 0.5})
     rates.set(0)
     assert rates.named() == {"head": 0.5, "matrices": 0.01}
     assert optimizer.param_groups[0]["lr"] == 0.05
@@ -76,7 +76,7 @@ def test_where_one_group_has_all_parameters_there_is_one_optimizer() -> None:
 
 def test_a_rate_that_is_that_of_all_is_not_told_twice() -> None:
     optimizer = built(head=(("head.*",), {"options": {"weight_decay": 0.0}}))
-    assert Rates(optimizer, lambda step: 1.0, {}).named() == {}
+    assert Rates(optimizer, {"": lambda step: 1.0}).named() == {}
 
 
 def test_muon_for_what_is_no_matrix_is_refused_by_name() -> None:
@@ -122,7 +122,7 @@ def test_layers_within_groups_and_their_optimizers() -> None:
     optimizer = build_optimizer(Registry.installed(), component, Deep(), ())
     found = {group["names"][0]: group["lr"] for name, one in members(optimizer) for group in one.param_groups if name}
     assert found == pytest.approx({"blocks.2.0.weight": 0.02, "blocks.1.0.weight": 0.01, "blocks.0.0.weight": 0.005})
-    rates = Rates(optimizer, lambda step: 1.0, {})
+    rates = Rates(optimizer, {"": lambda step: 1.0})
     assert rates.named() == pytest.approx({"matrices": 0.02})
 
 

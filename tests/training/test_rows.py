@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddpforge.ranks import phases
 from ddpforge.training.cadence import Stopwatch
-from ddpforge.training.spending import Spending
+from ddpforge.training.rows import Spending
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_row_has_the_shares_of_its_window(clock: Clock) -> None:
 def test_a_run_that_waits_for_data_is_told_once_what_to_do(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """A batch takes three seconds here, and an update one; a row is of two steps, but for those of steps 1 and 2."""
     loop = Loop(steps=8, track="2st", evaluation=False)
-    loop.trainer._stopwatch = Stopwatch(clock)
+    loop.trainer.rows.stopwatch = Stopwatch(clock)
     training: Any = loop.trainer.training
     fetch, update = training.training, loop.replica.step
 
@@ -128,7 +128,7 @@ class Words(Sums):
 
 def test_items_that_are_no_samples_are_counted_per_second() -> None:
     loop = Loop(steps=2, batch=4, track="1st", evaluation=False, task=Words())
-    loop.trainer._stopwatch = Stopwatch(loop.clock)
+    loop.trainer.rows.stopwatch = Stopwatch(loop.clock)
     update = loop.replica.step
 
     def step() -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Histogram, ShownKind, Task, Tracker
 from ddpforge.training.shows import Shows
-from ddpforge.training.sums import refuse_mean
+from ddpforge.training.task_checks import check_sum_reduction
 from ddpforge.training.trackers import TrackerGroup
 
 
@@ -166,7 +166,7 @@ def test_a_copy_of_a_task_shows_nothing_and_its_loss_is_still_found_to_be_a_mean
     with (tmp_path / "file").open("w") as screen.file:  # type: ignore[attr-defined]
         task.show = Shows(screen, is_main=True)  # type: ignore[method-assign]
         with pytest.raises(UsageError, match="returns a mean over the batch"):
-            refuse_mean(nn.Linear(2, 1), task, torch.rand(8, 2), 8)
+            check_sum_reduction(nn.Linear(2, 1), task, torch.rand(8, 2), 8)
     assert screen.all == []
 
 

@@ -30,7 +30,6 @@ from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
 from ddpforge.tools.simulation.fake import pretended
-from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.step import Stepper
 
 DEVICE = torch.device("meta")
@@ -110,15 +109,7 @@ def stepper(strategy: Strategy, ranks: Connected, optimizer: type[Optimizer], **
     replica: Any = strategy.prepare(model, optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
     if ranks.size > 1:
         replica.module.register_comm_hook(None, as_it_is)
-    return Stepper(
-        strategy.world,
-        replica,
-        LanguageModelling(),
-        replica.optimizer,
-        BatchNormAverager(None),
-        seed=0,
-        skips=False,
-    )
+    return Stepper(strategy.world, replica, LanguageModelling(), seed=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])
@@ -132,7 +123,7 @@ def test_a_step_reads_nothing_but_a_norm_for_optimizers_that_cannot(
         steps = stepper(strategy(), ranks, optimizer, **options)
         for number in range(1, 5):
             with counted() as found:
-                steps.train(number, micro(0), [micro(0), micro(1)], measure=number == 4)
+                steps.train_step(number, micro(0), [micro(0), micro(1)], measure=number == 4)
             if number > 2:  # the first one is looked at, and in the second DDP orders its buckets
                 assert (found["read"], found["sent, waiting"]) == (reads, 0), found
                 assert found["sent"] <= 6, found

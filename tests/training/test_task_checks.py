@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task, Total
-from ddpforge.training.first_look import FirstLook
+from ddpforge.training.task_checks import CheckedTask
 
 BATCH = (torch.ones(3, 2), torch.zeros(3, dtype=torch.int64))
 
@@ -34,21 +34,21 @@ def good() -> tuple[Tensor, None]:
     return torch.ones((), requires_grad=True) * 2, None
 
 
-def test_each_use_is_looked_at_once() -> None:
+def test_the_first_loss_of_each_use_is_checked() -> None:
     wrong = (torch.ones(3), None)
-    look = FirstLook(Returning(good(), wrong, wrong))
+    look = CheckedTask(Returning(good(), wrong), "training")
     model = nn.Linear(2, 1)
-    look.loss(model, BATCH, "training")
-    assert look.loss(model, BATCH, "training") is wrong
+    look.loss(model, BATCH)
+    assert look.loss(model, BATCH) is wrong
     with pytest.raises(UsageError, match=r"Returning\.loss returns a loss of shape \[3\], not one number"):
-        look.loss(model, BATCH, "evaluation")
+        CheckedTask(Returning(wrong), "evaluation").loss(model, BATCH)
 
 
 def test_an_evaluation_needs_no_gradients() -> None:
-    found = FirstLook(Returning((torch.ones(()), None))).loss(nn.Linear(2, 1), BATCH, "evaluation")
+    found = CheckedTask(Returning((torch.ones(()), None)), "evaluation").loss(nn.Linear(2, 1), BATCH)
     assert found[0] == 1
     with pytest.raises(UsageError, match="does not depend on any trainable parameter"):
-        FirstLook(Returning((torch.ones(()), None))).loss(nn.Linear(2, 1), BATCH, "training")
+        CheckedTask(Returning((torch.ones(()), None)), "training").loss(nn.Linear(2, 1), BATCH)
 
 
 def test_a_metric_that_cannot_take_the_outputs_says_so_in_words() -> None:
@@ -57,25 +57,25 @@ def test_a_metric_that_cannot_take_the_outputs_says_so_in_words() -> None:
             raise ValueError("top11 needs at least 11 classes")
 
     with pytest.raises(UsageError, match=r"Tops\.metrics: top11 needs at least 11 classes"):
-        FirstLook(Tops()).metrics(None, BATCH, "training")
+        CheckedTask(Tops(), "training").metrics(None, BATCH)
 
 
 def test_an_error_of_the_model_says_which_batch_it_was_given() -> None:
-    look = FirstLook(Returning(RuntimeError("mat1 and mat2"), RuntimeError("again")))
+    look = CheckedTask(Returning(RuntimeError("mat1 and mat2"), RuntimeError("again")), "training")
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
-        look.loss(nn.Linear(2, 1), BATCH, "training")
+        look.loss(nn.Linear(2, 1), BATCH)
     assert caught.value.__notes__ == [
         "in the first forward pass of training (Returning.loss), of a batch of a tuple (float32 [3, 2], int64 [3])"
     ]
-    look = FirstLook(Returning(RuntimeError("no attribute 'flatten'")))
+    look = CheckedTask(Returning(RuntimeError("no attribute 'flatten'")), "training")
     with pytest.raises(RuntimeError, match="flatten") as caught:
-        look.loss(nn.Linear(2, 1), [("one", "two"), BATCH[1]], "training")
+        look.loss(nn.Linear(2, 1), [("one", "two"), BATCH[1]])
     assert caught.value.__notes__ == [
         "in the first forward pass of training (Returning.loss), of a batch of a list (a tuple of 2 texts, int64 [3])",
         "the batch holds text; if the model was given it, make tensors of it in the dataset or its `collate(samples)`",
     ]
-    look = FirstLook(Returning(good(), RuntimeError("later")))
-    look.loss(nn.Linear(2, 1), BATCH, "training")
+    look = CheckedTask(Returning(good(), RuntimeError("later")), "training")
+    look.loss(nn.Linear(2, 1), BATCH)
     with pytest.raises(RuntimeError, match="later") as caught:
-        look.loss(nn.Linear(2, 1), BATCH, "training")
+        look.loss(nn.Linear(2, 1), BATCH)
     assert not hasattr(caught.value, "__notes__")

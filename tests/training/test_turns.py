@@ -16,11 +16,10 @@ from ddpforge.errors import PluginError
 from ddpforge.interfaces import Task, Total
 from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.strategies.several import InTurns, Several, members
-from ddpforge.training.first_look import name_of
-from ddpforge.training.turns import finished, of_turns, turns_of
 from ddpforge.training.parameter_groups import parameters_of_turns
 from ddpforge.training.rates import Rates
-from ddpforge.training.turns import Turns, draws_of
+from ddpforge.training.task_checks import name_of
+from ddpforge.training.turns import draws_of, finished, of_turns, step_function, turns_of
 
 
 def turn(**settings: Any) -> TurnComponent:
@@ -47,7 +46,7 @@ class Noted:
         yield
         self.now = "outside"
 
-    def train(
+    def train_step(
         self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int
     ) -> tuple[dict[str, Total], Tensor]:
         self.seen.append((self.now, update, [micro.data for micro in micro_batches]))
@@ -63,8 +62,9 @@ def batches(number: int) -> Iterator[tuple[MicroBatch, Iterator[MicroBatch]]]:
 
 def run(turns: dict[str, TurnComponent], norms: Iterable[float] = (3.0, 4.0, 12.0)) -> tuple[Noted, Any]:
     noted = Noted(norms)
-    steps: Any = Turns(noted, dict.fromkeys(turns, noted), turns)  # type: ignore[arg-type]
-    return noted, steps.train(1, batches(steps.draws), measure=True)
+    functions: Any = dict.fromkeys(turns, noted.train_step)
+    step = step_function(noted, functions, turns)  # type: ignore[arg-type]
+    return noted, step(1, batches(draws_of(turns)), measure=True)
 
 
 # ---------------------------------------------------------------------------------------------- updates and draws
@@ -193,7 +193,7 @@ def test_several_optimizers_look_like_one() -> None:
 
 def test_a_turn_may_have_a_schedule_of_its_own() -> None:
     _, optimizer = in_turns()
-    rates = Rates(optimizer, lambda step: 1.0, {"g": lambda step: 1 / (step + 1)})
+    rates = Rates(optimizer, {"": lambda step: 1.0, "g": lambda step: 1 / (step + 1)})
     rates.set(1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.25, 1.0]
     assert rates.named() == {"d": 0.1, "g": 0.25}
@@ -203,7 +203,7 @@ def test_a_turn_may_have_a_schedule_of_its_own() -> None:
 
 def test_one_optimizer_has_one_rate() -> None:
     optimizer = SGD(Pair().parameters(), lr=0.5)
-    rates = Rates(optimizer, lambda step: 0.5, {})
+    rates = Rates(optimizer, {"": lambda step: 0.5})
     rates.set(0)
     assert (optimizer.param_groups[0]["lr"], rates.named()) == (0.25, {})
 

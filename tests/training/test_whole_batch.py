@@ -7,22 +7,16 @@ from typing import Any
 import pytest
 import torch
 from doubles import Line, Plain
+from stages import staged
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.contrastive import Contrastive
-from ddpforge.components.registry import Registry
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.errors import RecipeError, UsageError
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Ranks, World
-from ddpforge.recipe import load_recipe
 from ddpforge.testing.doubles import in_threads
-from ddpforge.training.batchnorm import BatchNormAverager
-from ddpforge.training.building import build_data_and_model
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.foreseeing import foresee
-from ddpforge.training.parts import Parts
 from ddpforge.training.step import Stepper
-from ddpforge.training.trying import rehearse_training
 from ddpforge.training.whole_batch import Even
 
 SAMPLES = 21
@@ -153,16 +147,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
     Path("run.toml").write_text(RECIPE)
 
     def tell(*sets: str, ranks: int = 2) -> Mapping[str, str]:
-        registry = Registry.installed()
-        parts = Parts(load_recipe("run.toml", sets=sets, registry=registry), registry)
-        foresee(parts, ranks=ranks, device="cpu")
-        build_data_and_model(parts, meta=True)
-        rehearse_training(parts)
-        try:
-            parts.report()
-        except RecipeError as error:
-            return {problem.key: problem.message for problem in error.problems}
-        return {}
+        return staged("run.toml", *sets, ranks=ranks).errors()
 
     return tell
 
@@ -210,9 +195,6 @@ def test_a_batch_that_only_turns_out_to_be_broken_up_stops_training(micro: dict[
     """As the end of a stream, or a step of an order that is larger than the others."""
     batch = MicroBatch((torch.ones(1, 2), torch.ones(1, 2)), 1, 3, True, 0, 0)._replace(**micro)
     replica = Plain().holding(Line(), torch.optim.SGD([torch.zeros(1)], lr=0.1))
-    stepper = Stepper(
-        replica.world, replica, started(replica.ranks, Line()), replica.optimizer, BatchNormAverager(None),
-        seed=0, skips=False,
-    )  # fmt: skip
+    stepper = Stepper(replica.world, replica, started(replica.ranks, Line()), seed=0)
     with pytest.raises(UsageError, match="one of 3 samples is not one forward pass of every rank"):
-        stepper.train(1, batch, [batch], measure=False)
+        stepper.train_step(1, batch, [batch], measure=False)

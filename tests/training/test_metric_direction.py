@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from ddpforge.cli.check import choose_and_check
 from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.changes import recipe_changes
-from ddpforge.training.foreseeing import foresee
-from ddpforge.training.parts import Parts
+from ddpforge.training.stages import Chosen
 
 RECIPE = """
 recipe = 1
@@ -71,18 +71,16 @@ class Own(Task):
 
 
 @pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
     """The parts of the recipe under `sets`, as far as they are known before ranks join; raises what is wrong."""
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RECIPE)
     Path("mine.py").write_text(CODE)
 
-    def make(*sets: str) -> Parts:
-        registry = Registry.installed()
-        parts = Parts(load_recipe("run.toml", sets=sets, registry=registry), registry)
-        foresee(parts, ranks=1, device="cpu")
-        parts.report()
-        return parts
+    def make(*sets: str) -> Chosen:
+        chosen, problems = choose_and_check("run.toml", sets, 1, "cpu")
+        problems.raise_if_any()
+        return chosen
 
     return make
 
@@ -95,7 +93,7 @@ def reach(**options: bool) -> str:
 
 @pytest.mark.parametrize(("less", "mode"), [(True, "min"), (False, "max")])
 def test_what_a_metric_declares_is_part_of_the_resolved_recipe(
-    parts: Callable[..., Parts], less: bool, mode: str
+    parts: Callable[..., Chosen], less: bool, mode: str
 ) -> None:
     built = parts(reach(less=less))
     assert built.recipe.checkpoint.keep.mode == built.recipe.callbacks["early_stopping"].options["mode"] == mode
@@ -105,12 +103,12 @@ def test_what_a_metric_declares_is_part_of_the_resolved_recipe(
     assert again.tables == built.loaded.tables
 
 
-def _written(built: Parts) -> Path:
+def _written(built: Chosen) -> Path:
     Path("resolved.toml").write_text(built.loaded.dumps())
     return Path("resolved.toml")
 
 
-def test_one_of_several_numbers_and_of_several_sets_is_the_metrics(parts: Callable[..., Parts]) -> None:
+def test_one_of_several_numbers_and_of_several_sets_is_the_metrics(parts: Callable[..., Chosen]) -> None:
     Path("run.toml").write_text(
         RECIPE.replace("[data.eval]", "[data.eval.far]").replace("eval/reach", "eval/far/reach/most")
     )
@@ -118,22 +116,22 @@ def test_one_of_several_numbers_and_of_several_sets_is_the_metrics(parts: Callab
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_recipe_has_the_last_word(parts: Callable[..., Parts], mode: str) -> None:
+def test_the_recipe_has_the_last_word(parts: Callable[..., Chosen], mode: str) -> None:
     assert parts(f"checkpoint.keep.mode={mode}").recipe.checkpoint.keep.mode == mode
 
 
-def test_a_name_that_tells_needs_no_mode(parts: Callable[..., Parts]) -> None:
+def test_a_name_that_tells_needs_no_mode(parts: Callable[..., Chosen]) -> None:
     built = parts("checkpoint.keep.by=eval/accuracy", "callbacks.early_stopping.metric=eval/loss")
     assert built.recipe.checkpoint.keep.mode is None
     assert "mode" not in built.loaded.tables["callbacks"]["early_stopping"]
 
 
-def test_a_callback_without_a_mode_is_left_as_it_is(parts: Callable[..., Parts]) -> None:
+def test_a_callback_without_a_mode_is_left_as_it_is(parts: Callable[..., Chosen]) -> None:
     built = parts("callbacks.own={use='./mine.py:Shows', metric='eval/reach'}")
     assert built.recipe.callbacks["own"].options == {"metric": "eval/reach"}
 
 
-def test_where_nobody_tells_the_mode_is_required(parts: Callable[..., Parts]) -> None:
+def test_where_nobody_tells_the_mode_is_required(parts: Callable[..., Chosen]) -> None:
     silent = "task.metrics=['accuracy']"
     with pytest.raises(RecipeError) as refused:
         parts(silent)
@@ -142,13 +140,13 @@ def test_where_nobody_tells_the_mode_is_required(parts: Callable[..., Parts]) ->
     parts(silent, "checkpoint.keep.mode=max", "callbacks.early_stopping.mode=min")
 
 
-def test_a_metric_that_has_changed_its_mind_is_a_change_of_the_recipe(parts: Callable[..., Parts]) -> None:
+def test_a_metric_that_has_changed_its_mind_is_a_change_of_the_recipe(parts: Callable[..., Chosen]) -> None:
     before, after = (parts(reach(less=less)).loaded.tables for less in (True, False))
     changes = {change.path: (change.old, change.new) for change in recipe_changes(before, after)}
     assert changes["checkpoint.keep.mode"] == changes["callbacks.early_stopping.mode"] == ("min", "max")
 
 
-def test_a_task_must_say_who_finishes_what_is_no_mean(parts: Callable[..., Parts]) -> None:
+def test_a_task_must_say_who_finishes_what_is_no_mean(parts: Callable[..., Chosen]) -> None:
     """A plain mean needs nobody."""
     parts("task={use='./mine.py:Own', metrics=['./mine.py:Reach']}", "checkpoint.keep.mode=min",
           "callbacks.early_stopping.mode=min")  # fmt: skip

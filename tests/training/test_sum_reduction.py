@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task
-from ddpforge.training.sums import refuse_mean
+from ddpforge.training.task_checks import check_sum_reduction
 
 FOUR = torch.tensor([1.0, 2.0, 3.0, 6.0])
 
@@ -32,7 +32,7 @@ def refused(
     reduce: Callable[[Tensor], Tensor], batch: Tensor = FOUR, model: nn.Module | None = None, **more: Any
 ) -> bool:
     try:
-        refuse_mean(model or nn.Identity(), Given(reduce, **more), batch, len(batch))
+        check_sum_reduction(model or nn.Identity(), Given(reduce, **more), batch, len(batch))
     except UsageError:
         return True
     return False
@@ -43,7 +43,7 @@ def test_a_mean_is_refused_with_its_numbers_and_the_way_out() -> None:
         UsageError,
         match=r"^Given\.loss returns a mean over the batch: 3 for 4 samples, and 1\.5 and 4\.5 for its halves$",
     ) as caught:
-        refuse_mean(nn.Identity(), Given(torch.mean), FOUR, 4)
+        check_sum_reduction(nn.Identity(), Given(torch.mean), FOUR, 4)
     assert 'reduction="sum"' in caught.value.hints[0]
 
 
@@ -55,7 +55,7 @@ def test_means_of_any_sign_and_of_odd_numbers_of_samples_are_refused(batch: Tens
 
 def test_of_an_odd_number_of_samples_the_last_is_left_out() -> None:
     with pytest.raises(UsageError, match=r"1\.5 for 2 samples, and 1 and 2 for its halves"):
-        refuse_mean(nn.Identity(), Given(torch.mean), torch.tensor([1.0, 2.0, 100.0]), 3)
+        check_sum_reduction(nn.Identity(), Given(torch.mean), torch.tensor([1.0, 2.0, 100.0]), 3)
 
 
 def test_of_one_sample_nothing_can_be_told() -> None:
@@ -146,7 +146,7 @@ def test_model_and_task_are_copies_and_no_gradients_are_computed() -> None:
     model, task = nn.Linear(1, 1), Keeps()
     before = model.weight.clone()
     with pytest.raises(UsageError):
-        refuse_mean(model, task, FOUR, 4)
+        check_sum_reduction(model, task, FOUR, 4)
     assert (modes, task.seen) == ([False] * 4, [])
     assert torch.equal(model.weight, before)
 

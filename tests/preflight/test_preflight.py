@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 import torch
 from doubles import Plain
+from stages import Staged, staged
 
+from ddpforge import preflight
+from ddpforge.app.build import short_steps
+from ddpforge.app.evaluate import check_sets
 from ddpforge.builtin.orders.plain import Shuffled
-from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError, RecipeError, UsageError
-from ddpforge.interfaces import World
-from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import load_recipe
-from ddpforge.training.building import build_data_and_model, deal_out, short_steps
-from ddpforge.training.foreseeing import foresee
-from ddpforge.training.parts import Parts
-from ddpforge.training.trying import rehearse_training, try_out
+from ddpforge.training.stages import Chosen
 
 RECIPE = """
 recipe = 1
@@ -97,42 +95,27 @@ class Odd(Task):
 
 
 @pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Staged]:
     """`parts("model.inputs=5", …)`: the parts of a small recipe with local code, as `check --build` builds them."""
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RECIPE)
     Path("mine.py").write_text(CODE)
 
-    def make(*sets: str) -> Parts:
-        registry = Registry.installed()
-        parts = Parts(load_recipe("run.toml", sets=sets, registry=registry), registry)
-        foresee(parts, ranks=1, device="cpu")
-        build_data_and_model(parts, meta=True)
-        return parts
-
-    return make
+    return lambda *sets: staged("run.toml", *sets)
 
 
-def told(parts: Parts, *, strict: bool = False) -> dict[str, str]:
+def told(parts: Staged, *, strict: bool = False) -> dict[str, str]:
     """What is wrong, by key: what a run finds, or a check."""
-    if strict:
-        try_out(parts)
-    else:
-        rehearse_training(parts)
-    try:
-        parts.report()
-    except RecipeError as error:
-        return {problem.key: problem.message for problem in error.problems}
-    return {}
+    return parts.errors(strict=strict)
 
 
-def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None:
+def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Staged]) -> None:
     built = parts()
-    tried = try_out(built)
-    built.report()
+    tried = built.evaluate()
+    built.problems.raise_if_any()
     assert tried["train"].batch == "a list (float32 [8, 4], int64 [8])"
     assert tried["train"].metrics.keys() == {"loss", "accuracy"}
-    assert (built.size.all, built.plan.horizon.total, built.plan.batch.micro_batch) == (15, 4, 8)
+    assert (built.stage.size.all, built.stage.plan.horizon.total, built.stage.plan.batch.micro_batch) == (15, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -143,15 +126,15 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Parts]) -> None
     ],
 )
 def test_batches_that_are_no_columns_of_tensors_are_tried(
-    parts: Callable[..., Parts], uses: Sequence[str], form: str
+    parts: Callable[..., Staged], uses: Sequence[str], form: str
 ) -> None:
     shutil.copy(Path(__file__).parents[1] / "odd_batches.py", "mine.py")
     named = zip(("model", "data.train", "task"), uses, strict=True)
     sets = [f"{part}={{use='./mine.py:{use}'}}" for part, use in named]
     built = parts(*sets)
-    tried = try_out(built)
-    built.report()
-    model, task, data = copy.deepcopy((built.model, built.task, built.data["train"]))
+    tried = built.evaluate()
+    built.problems.raise_if_any()
+    model, task, data = copy.deepcopy((built.stage.model, built.stage.task, built.stage.data["train"]))
     loss, _ = task.loss(model, data.collate([data[i] for i in range(8)]))
     assert tried["train"].batch.startswith(form)
     assert tried["train"].metrics["loss"] == pytest.approx(loss.item() / 8)
@@ -184,7 +167,7 @@ def test_batches_that_are_no_columns_of_tensors_are_tried(
         ),
     ],
 )
-def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Parts], sets: list[str], said: str) -> None:
+def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Staged], sets: list[str], said: str) -> None:
     (message,) = told(parts(*sets), strict=True).values()
     assert said in message
     if sets[0].startswith("data.train.gives"):
@@ -205,7 +188,7 @@ def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Parts], s
     ],
 )
 def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
-    parts: Callable[..., Parts], how: str, said: str
+    parts: Callable[..., Staged], how: str, said: str
 ) -> None:
     found = told(
         parts(
@@ -216,16 +199,16 @@ def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
     assert all(said in message for message in found.values())
 
 
-def test_a_model_that_cannot_be_built_says_why(parts: Callable[..., Parts]) -> None:
+def test_a_model_that_cannot_be_built_says_why(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE + "\ndef broken():\n    raise ValueError('no wheels')\n")
     assert "no wheels" in told(parts("model={use='./mine.py:broken'}"))["model"]
 
 
-def test_a_sum_is_no_mean(parts: Callable[..., Parts]) -> None:
+def test_a_sum_is_no_mean(parts: Callable[..., Staged]) -> None:
     assert told(parts("task={use='./mine.py:Odd', how='sum'}"), strict=True) == {}
 
 
-def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Callable[..., Parts]) -> None:
+def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Callable[..., Staged]) -> None:
     assert told(parts("model.inputs=5")) == {}
     (message,) = told(parts("model.inputs=5"), strict=True).values()
     assert re.search(r"a batch of \[data.train\] cannot be evaluated: RuntimeError: .*mat1 and mat2 shapes", message)
@@ -250,7 +233,7 @@ def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Cal
     ],
 )
 def test_an_order_that_cannot_be_is_told_before_training(
-    parts: Callable[..., Parts], sets: list[str], key: str, said: str
+    parts: Callable[..., Staged], sets: list[str], key: str, said: str
 ) -> None:
     problems = told(parts(*sets))
     assert said in problems[key]
@@ -259,20 +242,19 @@ def test_an_order_that_cannot_be_is_told_before_training(
 
 @pytest.mark.parametrize(("length", "steps"), [("1ep", 5), ("2ep", 7), ("10ep", 23)])
 def test_whole_epochs_of_an_order_whose_steps_grow_are_a_length(
-    parts: Callable[..., Parts], length: str, steps: int
+    parts: Callable[..., Staged], length: str, steps: int
 ) -> None:
     """16 samples in steps of 1, 2, 4, 6 and 3, which is what is left; then of 8."""
     built = parts("data.order={use='growing', start=1, until='4st'}", f"train.length={length}")
     assert told(built) == {}
-    assert built.plan.horizon.total == steps
+    assert built.stage.plan.horizon.total == steps
 
 
-def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Parts]) -> None:
-    assert parts("train.length=2ep").plan.horizon.total == 4
-    assert parts("train.length=2ep", "data.order={use='repeated', times=3}").plan.horizon.total == 12
+def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Staged]) -> None:
+    assert parts("train.length=2ep").stage.plan.horizon.total == 4
+    assert parts("train.length=2ep", "data.order={use='repeated', times=3}").stage.plan.horizon.total == 12
 
 
-ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
 MLP = "model={use='mlp', inputs=%d, outputs=3, hidden=[4]}"
 LINEAR = "model={use='torch.nn:Linear', in_features=%d, out_features=3}"
 OWN = "task={use='./mine.py:Odd', how='sum'}"
@@ -285,17 +267,17 @@ OWN = "task={use='./mine.py:Odd', how='sum'}"
     [(MLP, "ValueError: MLP(inputs = 5) got samples of 4 values"), (LINEAR, "mat1 and mat2 shapes cannot be")],
 )
 def test_a_model_that_only_computes_is_told_to_have_another_shape_before_training(
-    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, model: str, task: str, said: str, device: str
+    parts: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch, model: str, task: str, said: str, device: str
 ) -> None:
     """Where ranks have GPUs, too: the model fails before it is on one."""
     built = parts(model % 5, task)
-    monkeypatch.setattr("ddpforge.training.trying.device_type", lambda train: device)
+    monkeypatch.setattr("ddpforge.preflight.samples.device_type", lambda train: device)
     (message,) = told(built).values()
     assert "a batch of [data.train] cannot be evaluated: " in message
     assert said in message
     assert told(parts(model % 4, task)) == {}
     opened = parts(model % 5, task, "train.global_batch=16")
-    deal_out(opened, ALONE)
+    opened.deal()
     assert told(opened).keys() == {"data.train"}
 
 
@@ -343,66 +325,62 @@ class Eights(Odd):
     ids=["a callback", "a strategy", "sync_batchnorm", "fp16", "an error of the task", "the first samples only"],
 )
 def test_what_may_work_in_training_is_left_to_it(
-    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, sets: list[str]
+    parts: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch, sets: list[str]
 ) -> None:
     Path("mine.py").write_text(CODE + MORE)
     # The strategy would refuse some of that.
-    monkeypatch.setattr("ddpforge.training.foreseeing._ask_strategy", lambda parts, ranks, device: None)
+    passing = [one for one in preflight.CHECKS[Chosen] if one[0] not in ("strategy", "train")]
+    monkeypatch.setitem(preflight.CHECKS, Chosen, passing)
     built = parts(OWN, *sets)
     assert told(built) == {}
-    deal_out(built, ALONE)
+    built.deal()
     assert told(built) == {}
 
 
-def test_a_stream_without_a_length_is_met_with_all_that_counts_epochs(parts: Callable[..., Parts]) -> None:
+def test_a_stream_without_a_length_is_met_with_all_that_counts_epochs(parts: Callable[..., Staged]) -> None:
     sets = ["data.train.use=./mine.py:Stream", "checkpoint.every=1ep", "track.every=1ep", "train.length=2ep"]
     assert told(parts(*sets)).keys() == {"checkpoint.every", "track.every", "train.length"}
 
 
-def test_random_numbers_are_what_they_were(parts: Callable[..., Parts]) -> None:
+def test_random_numbers_are_what_they_were(parts: Callable[..., Staged]) -> None:
     built = parts()
     torch.manual_seed(7)
     wanted = torch.get_rng_state()
-    try_out(built)
+    built.evaluate()
     assert torch.equal(torch.get_rng_state(), wanted)
 
 
-def test_a_stream_without_a_sample_is_told(parts: Callable[..., Parts]) -> None:
+def test_a_stream_without_a_sample_is_told(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE.replace("range(16))", "range(0))"))
     found = told(parts("data.eval={use='./mine.py:Stream'}"), strict=True)
     assert "the iterable dataset Stream holds no sample" in "".join(found.values())
 
 
-def test_initial_weights_that_are_not_there_do_not_matter_to_a_resume(parts: Callable[..., Parts]) -> None:
-    from ddpforge.runs.folder import RunFolder
-
-    built = parts()
-    loaded = load_recipe("run.toml", sets=["checkpoint.init_from=nowhere"])
-    for made in (True, False):
-        built = Parts(loaded, Registry.installed())
-        (Path("runs/run/checkpoints") / "step-000000001-0000").mkdir(parents=True, exist_ok=True)
-        foresee(built, ranks=1, device="cpu", folder=RunFolder.of(loaded.recipe) if made else None)
-        assert built.found is not made
+def test_initial_weights_that_are_not_there_do_not_matter_to_a_resume(parts: Callable[..., Staged]) -> None:
+    parts()
+    for resumes in (True, False):
+        found = staged("run.toml", "checkpoint.init_from=nowhere", resumes=resumes)
+        assert bool(found.problems) is not resumes
 
 
 # ---------------------------------------------------------------------------------------------- evaluation sets
 SETS = ["data.eval.one.use=./mine.py:Data", "data.eval.two={use='./mine.py:Data', top=1}"]
 
 
-def test_every_evaluation_set_is_tried_by_its_name(parts: Callable[..., Parts]) -> None:
+def test_every_evaluation_set_is_tried_by_its_name(parts: Callable[..., Staged]) -> None:
     built = parts(*SETS)
-    assert try_out(built).keys() == {"train", "eval.one", "eval.two"}
-    built.report()
+    assert built.evaluate().keys() == {"train", "eval.one", "eval.two"}
+    built.problems.raise_if_any()
 
 
-def test_a_set_that_cannot_be_built_is_blamed_and_no_other(parts: Callable[..., Parts]) -> None:
+def test_a_set_that_cannot_be_built_is_blamed_and_no_other(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE + "\ndef none(seed: int):\n    return []\n")
     found = told(parts(*SETS, "data.eval.three.use=./mine.py:none"), strict=True)
     assert found == {"data.eval.three": "list is empty: it has no samples"}
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_metric_that_recipes_decide_by_is_one_of_a_set(parts: Callable[..., Parts], strict: bool) -> None:
+def test_a_metric_that_recipes_decide_by_is_one_of_a_set(parts: Callable[..., Staged], strict: bool) -> None:
     Path("mine.py").write_text(CODE.replace("class Net(nn.Module)", "class Net_(nn.Module)"))  # local models wait
     net = "model={use='mlp', inputs=4, outputs=3, hidden=[2]}"
     stop = "callbacks.early_stopping={{metric='{}', patience=1}}"
@@ -430,14 +408,14 @@ class Measures(Callback):
 """
 
 
-def test_a_callback_of_an_older_contract_is_told_what_to_change(parts: Callable[..., Parts]) -> None:
+def test_a_callback_of_an_older_contract_is_told_what_to_change(parts: Callable[..., Staged]) -> None:
     Path("calls.py").write_text(CALLBACKS)
     found = told(parts("callbacks.old.use=./calls.py:Old"))
     assert found == {"callbacks.old": "callback `old`: Old.on_start takes other arguments than the run"}
 
 
 def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_show_them(
-    parts: Callable[..., Parts],
+    parts: Callable[..., Staged],
 ) -> None:
     Path("calls.py").write_text(CALLBACKS)
     reads = "callbacks.reads.use=./calls.py:Reads"
@@ -447,7 +425,7 @@ def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_sh
     assert found["callbacks.reads"] == said
 
 
-def test_a_callback_that_calls_the_model_is_refused_where_no_rank_has_all_of_it(parts: Callable[..., Parts]) -> None:
+def test_a_callback_that_calls_the_model_is_refused_where_no_rank_has_all_of_it(parts: Callable[..., Staged]) -> None:
     Path("calls.py").write_text(CALLBACKS)
     calls = "callbacks.calls.use=./calls.py:Calls"
     assert told(parts(calls)) == {}
@@ -455,7 +433,7 @@ def test_a_callback_that_calls_the_model_is_refused_where_no_rank_has_all_of_it(
     assert told(parts(calls, "strategy={use='pipeline'}"))["callbacks.calls"] == said
 
 
-def test_what_a_callback_measures_may_be_what_a_recipe_decides_by(parts: Callable[..., Parts]) -> None:
+def test_what_a_callback_measures_may_be_what_a_recipe_decides_by(parts: Callable[..., Staged]) -> None:
     Path("calls.py").write_text(CALLBACKS)
     measures = "callbacks.fid.use=./calls.py:Measures"
     stop = "callbacks.early_stopping={metric='eval/fid', patience=1, mode='min'}"
@@ -467,43 +445,43 @@ def test_what_a_callback_measures_may_be_what_a_recipe_decides_by(parts: Callabl
     assert told(parts(net, evaluates, measures, stop), strict=True) == {}
 
 
-def evaluated(*only: str, sets: Sequence[str] = SETS) -> Parts:
+def evaluated(*only: str, sets: Sequence[str] = SETS) -> Staged:
     """The parts of an evaluation: nothing else can be built, for their constructors raise."""
     Path("gone.py").write_text(
         "def gone(seed: int = 0, params: object = None, horizon: object = None):\n    raise OSError('gone')\n"
     )
     lost = [f"{kind}={{use='./gone.py:gone'}}" for kind in ("data.train", "optimizer", "schedule", "track.lost")]
-    registry = Registry.installed()
-    built = Parts(load_recipe("run.toml", sets=[*lost, *sets], registry=registry), registry, trains=False, only=only)
-    foresee(built, ranks=3, device="cpu")  # among which a batch of 8 cannot be dealt out
-    build_data_and_model(built)
-    built.report()
+    # among which a batch of 8 cannot be dealt out
+    built = staged("run.toml", *lost, *sets, ranks=3, meta=False, trains=False, only=only)
+    built.problems.raise_if_any()
     return built
 
 
 @pytest.mark.usefixtures("parts")
 def test_an_evaluation_needs_no_training_data_optimizer_schedule_or_tracker() -> None:
     built = evaluated()
-    assert built.data.keys() == {"eval.one", "eval.two"}
-    deal_out(built, Plain(ranks=3).world)
-    assert [len(micro.data[0]) for micro in built.evaluation["one"].evaluation()] == [2, 2, 1]  # of 16
+    assert built.stage.data.keys() == {"eval.one", "eval.two"}
+    built.deal(Plain(ranks=3).world)
+    assert [len(micro.data[0]) for micro in built.stage.evaluation["one"].evaluation()] == [2, 2, 1]  # of 16
 
 
 @pytest.mark.usefixtures("parts")
 def test_an_evaluation_may_be_on_some_of_the_sets() -> None:
-    assert evaluated("two").data.keys() == {"eval.two"}
+    assert evaluated("two").stage.data.keys() == {"eval.two"}
+    recipe = load_recipe("run.toml", sets=SETS).recipe
     with pytest.raises(UsageError, match=r"no \[data\.eval\.tow\] to evaluate on") as caught:
-        evaluated("tow")
+        check_sets(recipe, ["tow"])
     assert caught.value.hints == ("did you mean `two`?", "there are one, two")
 
 
 @pytest.mark.usefixtures("parts")
-def test_a_set_that_has_no_name_cannot_be_asked_for() -> None:
+def test_a_set_that_has_no_name_cannot_be_named() -> None:
+    recipe = load_recipe("run.toml", sets=["data.eval.use=./mine.py:Data"]).recipe
     with pytest.raises(UsageError, match=r"no \[data\.eval\.one\] to evaluate on") as caught:
-        evaluated("one", sets=["data.eval.use=./mine.py:Data"])
+        check_sets(recipe, ["one"])
     assert caught.value.hints == ("its one [data.eval] has no name",)
     with pytest.raises(UsageError, match=r"the recipe has no \[data\.eval\] to evaluate on"):
-        evaluated(sets=[])
+        check_sets(load_recipe("run.toml").recipe, [])
 
 
 # ---------------------------------------------------------------------------------------------- turns
@@ -537,19 +515,19 @@ UP, DOWN = "optimizer.turns.up={parameters=['*.weight']}", "optimizer.turns.down
         ),
     ],
 )
-def test_turns_that_do_not_fit(parts: Callable[..., Parts], sets: list[str], key: str, said: str) -> None:
+def test_turns_that_do_not_fit(parts: Callable[..., Staged], sets: list[str], key: str, said: str) -> None:
     Path("mine.py").write_text(CODE + TURNS)
     found = told(parts("~task.metrics", "task.use=./mine.py:Duel", *sets))
     assert any(place.startswith(key) and said in message for place, message in found.items()), found
 
 
-def test_a_loss_is_told_its_turn(parts: Callable[..., Parts]) -> None:
+def test_a_loss_is_told_its_turn(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE + TURNS.replace(', turn=""', ""))
     found = told(parts("~task.metrics", "task.use=./mine.py:Duel", UP, DOWN))
     assert "mine.py:Duel has the turns up, down, and its `loss` is not told which" in found["task"]
 
 
-def test_turns_of_a_task_that_has_none(parts: Callable[..., Parts]) -> None:
+def test_turns_of_a_task_that_has_none(parts: Callable[..., Staged]) -> None:
     found = told(parts(UP))
     assert "the task `classification` has no turn `up`" in found["optimizer.turns.up"]
 
@@ -567,7 +545,7 @@ def test_turns_of_a_task_that_has_none(parts: Callable[..., Parts]) -> None:
         ("{lr=0.1}", "optimizer.groups.g", "missing key `parameters`"),
     ],
 )
-def test_groups_that_do_not_fit(parts: Callable[..., Parts], group: str, key: str, said: str) -> None:
+def test_groups_that_do_not_fit(parts: Callable[..., Staged], group: str, key: str, said: str) -> None:
     try:
         found = told(parts(f"optimizer.groups.g={group}"))
     except RecipeError as error:
@@ -578,7 +556,7 @@ def test_groups_that_do_not_fit(parts: Callable[..., Parts], group: str, key: st
     assert bool(found) == bool(said)
 
 
-def test_another_optimizer_under_a_strategy_that_takes_one(parts: Callable[..., Parts]) -> None:
+def test_another_optimizer_under_a_strategy_that_takes_one(parts: Callable[..., Staged]) -> None:
     group = "optimizer.groups.g={parameters=['2d'], use='muon', lr=0.1}"
     found = told(parts(group, "strategy.use=deepspeed"))
     assert "takes one optimizer; [optimizer.groups.g] has another" in found["optimizer.groups.g.use"]
@@ -586,13 +564,13 @@ def test_another_optimizer_under_a_strategy_that_takes_one(parts: Callable[..., 
 
 
 # ---------------------------------------------------------------------------------------------- what else goes wrong
-def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Parts]) -> None:
+def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(
         CODE + "\nfrom ddpforge.errors import EnvironmentProblem\n"
         "def absent(seed: int):\n    raise EnvironmentProblem('no disk', hints=['mount it'])\n"
     )
     with pytest.raises(ForgeError, match="no disk") as caught:
-        parts("data.train.use=./mine.py:absent").report()
+        parts("data.train.use=./mine.py:absent").problems.raise_if_any()
     assert (caught.value.exit_code, caught.value.hints) == (3, ("mount it",))
 
 
@@ -633,7 +611,7 @@ def test_a_run_says_all_of_it_and_makes_no_folder(ddpforge: Callable[..., object
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_json_of_a_check_has_keys(parts: Callable[..., Parts]) -> None:
+def test_the_json_of_a_check_has_keys(parts: Callable[..., Staged]) -> None:
     found = told(parts("optimizer.no_decay=['biass']"))
     assert json.dumps(list(found)) == '["optimizer.no_decay"]'
 
@@ -673,11 +651,11 @@ def test_steps_that_the_data_cannot_fill_are_described(samples: int, note: str) 
     assert bool(short_steps(parts)) == bool(note)
 
 
-def test_a_loss_that_needs_gradients_is_tried_as_evaluations_call_it(parts: Callable[..., Parts]) -> None:
+def test_a_loss_that_needs_gradients_is_tried_as_evaluations_call_it(parts: Callable[..., Staged]) -> None:
     built = parts("task={use='./mine.py:Odd', how='derives'}", "data.eval={use='./mine.py:Data'}")
-    try_out(built)
+    built.evaluate()
     with pytest.raises(ForgeError) as caught:
-        built.report()
+        built.problems.raise_if_any()
     told = str(caught.value) + " ".join(getattr(caught.value, "hints", ()))
     problems = getattr(caught.value, "problems", [])
     told += " ".join(f"{one.message} {' '.join(one.hints)}" for one in problems)

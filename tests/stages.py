@@ -1,0 +1,82 @@
+"""The stages of a recipe in one process, as `ddpforge check --build` and a run make them, with all that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ddpforge import preflight
+from ddpforge.app.build import build, choose, deal
+from ddpforge.components.registry import Registry
+from ddpforge.errors import RecipeError
+from ddpforge.interfaces import World
+from ddpforge.preflight import FirstSamples, Problems
+from ddpforge.ranks.collectives import Alone
+from ddpforge.recipe import load_recipe
+from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.stages import Built, Chosen, Dealt
+
+ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
+
+
+@dataclass
+class Staged:
+    """A recipe as far as it is built; `fits` says that task and data do."""
+
+    stage: Built
+    problems: Problems
+    fits: bool
+
+    def evaluate(self) -> dict[str, FirstSamples]:
+        """Evaluates a few samples of every dataset, as a check does."""
+        return preflight.check_each_dataset(self.stage, self.problems) if self.fits else {}
+
+    def errors(self, *, strict: bool = False) -> dict[str, str]:
+        """Every message by key: of what a run finds in the first batch or, if `strict`, a check in every dataset."""
+        if strict:
+            self.evaluate()
+        elif self.fits:
+            preflight.check_first_batch(self.stage, self.problems)
+        try:
+            self.problems.raise_if_any()
+        except RecipeError as error:
+            return {problem.key: problem.message for problem in error.problems}
+        return {}
+
+    def deal(self, world: World = ALONE) -> Dealt:
+        """Deals the data out."""
+        self.stage = dealt = deal(self.stage, world)
+        return dealt
+
+
+def staged(source: Any, *sets: str, ranks: int = 1, device: str = "cpu", meta: bool = True, **options: Any) -> Staged:
+    """Builds and checks a recipe for `ranks` ranks; `options` are those of `choose`."""
+    registry = Registry.installed()
+    loaded = load_recipe(source, sets=sets, registry=registry)
+    problems = Problems(loaded)
+    chosen = choose(loaded, registry, problems, ranks=ranks, device=device, **options)
+    preflight.check(chosen, problems)
+    built = build(chosen, problems, meta=meta)
+    return Staged(built, problems, preflight.check_built(built, problems))
+
+
+def dealt(source: Any, world: World = ALONE, *, sets: Sequence[str] = (), **options: Any) -> Dealt:
+    """Builds a recipe that has no errors, and deals it out."""
+    found = staged(source, *sets, ranks=world.all.size, meta=False, **options)
+    found.problems.raise_if_any()
+    return found.deal(world)
+
+
+def chosen_with(
+    train: TrainSection, *, ranks: int = 1, device: str = "cpu", recipe: Mapping[str, Any] | None = None, **more: Any
+) -> Chosen:
+    """A stand-in for what is chosen, with one `[train]`, for checks that read little else."""
+    sections: Any = {"optimizer": SimpleNamespace(turns={}, groups={}, use="sgd"), **(recipe or {})}
+    stand_in = SimpleNamespace(train=train, **sections)
+    return SimpleNamespace(  # type: ignore[return-value]
+        recipe=stand_in, data_ranks=ranks, ranks=ranks, device=device, trains=True, **more
+    )
