@@ -88,7 +88,7 @@ def problems(*arguments: str) -> dict[str, str]:
         (["checkpoint.init_from=nowhere"], "checkpoint.init_from", "there is no run 'nowhere'"),
         (["train.sync_batchnorm=true"], "train.sync_batchnorm", "needs CUDA"),
         (["train.compile_blocks=true"], "train.compile_blocks", "has no effect"),
-        (["task.use=regression", "task.delta=2.0"], "task.delta", "delta belongs to"),
+        (["task.use=regression", "task.delta=2.0"], "task.delta", "it belongs to loss"),
         (
             ["callbacks.early_stopping.metric=eval/score", "callbacks.early_stopping.patience=1"],
             "callbacks.early_stopping",
@@ -121,7 +121,7 @@ def test_build_finds_what_only_data_and_model_tell_and_all_of_it_at_once() -> No
     }
     assert "the model has no Nope" in found["train.blocks"]
     assert "`biass` matches no parameter" in found["optimizer.no_decay"]
-    assert "set model.classes = 10" in found["model.classes"]
+    assert "the data has 10 classes and the model 5 outputs" in found["model.classes"]
 
 
 def test_build_finds_empty_evaluation_data_where_the_recipe_names_it() -> None:

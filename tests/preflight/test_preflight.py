@@ -661,3 +661,37 @@ def test_a_loss_that_needs_gradients_is_tried_as_evaluations_call_it(parts: Call
     told += " ".join(f"{one.message} {' '.join(one.hints)}" for one in problems)
     assert "a batch of [data.eval] cannot be evaluated" in told
     assert "with torch.enable_grad()" in told
+
+
+# ---------------------------------------------------------------------------------------------- the key at fault
+WORDS = """
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self, width: int = 4, depth: int = 2) -> None:
+        super().__init__(4, 3)
+        if depth % 2 == 0:
+            raise ValueError("{said}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("with this width, depth must be odd, not 2", "model"),
+        ("depth: it must be odd, not 2", "model.depth"),
+        ("depth = 2 is even", "model.depth"),
+        ("train: it must be odd", "model"),
+    ],
+)
+def test_an_error_is_at_the_key_with_which_it_begins_and_at_no_word_inside_it(
+    parts: Callable[..., Staged], said: str, key: str
+) -> None:
+    Path("words.py").write_text(WORDS.format(said=said))
+    assert told(parts("model={use='./words.py:Net', width=3, depth=2}")).keys() == {key}
+
+
+def test_a_model_with_too_few_outputs_is_at_its_own_option_or_its_table(parts: Callable[..., Staged]) -> None:
+    mlp = "model={use='mlp', inputs=64, outputs=7}"
+    found = told(parts(mlp, "data.train={use='digits', split='train'}"))
+    assert found == {"model": "the data has 10 classes and the model 7 outputs"}

@@ -280,7 +280,7 @@ class TextClasses:
 def _text_files(path: Path | None, suffixes: Sequence[str]) -> Sequence[Path]:
     """One file, the files below a folder, or the standard library's, in the order of their paths."""
     if suffixes and (path is None or path.is_file()):
-        raise ValueError(f"suffixes chooses among the files of a folder, but path is {path or 'absent'}")
+        raise ValueError(f"suffixes: they choose among the files of a folder, but path is {path or 'absent'}")
     if path is None:
         return _standard_library()
     if path.is_file():

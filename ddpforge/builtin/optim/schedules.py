@@ -66,9 +66,9 @@ def step(
     first = _warmup_steps(horizon, warmup)
     steps = [horizon.steps(milestone) for milestone in milestones]
     if any(later <= earlier for earlier, later in pairwise(steps)):
-        raise ValueError(f"milestones must increase, but in steps they are {steps}")
+        raise ValueError(f"milestones: they must increase, but in steps they are {steps}")
     if steps[0] < max(1, first):
-        raise ValueError(f"the first milestone is step {steps[0]}, but must be {max(1, first)} or later")
+        raise ValueError(f"milestones: the first is step {steps[0]}, but must be {max(1, first)} or later")
     if horizon.total is not None and steps[-1] >= horizon.total:
         late = ", ".join(str(one) for one in steps if one >= horizon.total)
         log.warning("schedule.milestones: the run ends at step %d, and does not reach %s", horizon.total, late)

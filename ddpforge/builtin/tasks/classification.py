@@ -17,6 +17,7 @@ from ddpforge.builtin.tasks.forms import (
     refuse_no_class,
     refuse_targets,
 )
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Data, Metric, Rows, Task, Total
 
 Batch = tuple[Tensor, Tensor]
@@ -97,12 +98,13 @@ class Classification(Task):
         return beside_targets(chosen(one_tensor(model(inputs), "classification")), classes)
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Compares `data.classes` with `model.outputs`, where both are known."""
+        """Raises UsageError if the data has more classes than the model has outputs, if both are known."""
         classes, outputs = getattr(data, "classes", None), getattr(model, "outputs", None)
         if classes is not None and outputs is not None and classes > outputs:
-            raise ValueError(
-                f"the data has {classes} classes and the model {outputs} outputs; set model.classes = {classes}, or "
-                "the option of the model that decides it"
+            raise UsageError(
+                f"the data has {classes} classes and the model {outputs} outputs",
+                hints=[f"set the option of [model] that decides its outputs (`classes`, `outputs`) to {classes}"],
+                key="model.classes",  # of a model that calls it otherwise, the error is at [model]
             )
 
 

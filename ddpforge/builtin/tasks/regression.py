@@ -35,7 +35,7 @@ class Regression(Task):
         metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
     ) -> None:
         if delta is not None and loss != "huber":
-            raise ValueError(f'delta belongs to loss = "huber", not to "{loss}"')
+            raise ValueError(f'delta: it belongs to loss = "huber", not to "{loss}"')
         self._errors: nn.Module = {
             "mse": nn.MSELoss(reduction="none"),
             "mae": nn.L1Loss(reduction="none"),

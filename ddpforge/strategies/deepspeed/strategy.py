@@ -71,7 +71,9 @@ class DeepSpeed(Strategy):
         ] = {},  # noqa: B006 (copied, never changed)
     ) -> None:
         if offload_parameters != "none" and stage != 3:
-            raise ValueError(f"offload_parameters needs stage 3: under stage {stage} every rank uses whole weights")
+            raise ValueError(
+                f'offload_parameters = "{offload_parameters}" needs stage 3: under stage {stage} every rank uses whole weights'
+            )
         if offload_optimizer == "nvme" and stage != 3:
             raise ValueError(
                 f'offload_optimizer = "nvme" needs stage 3: under stage {stage} DeepSpeed keeps the state in memory'

@@ -59,7 +59,7 @@ class LocalSGD(Strategy):
         nesterov: Annotated[bool, Field(description="Nesterov's outer momentum, as in DiLoCo.")] = False,
     ) -> None:
         if nesterov and not outer_momentum:
-            raise ValueError("nesterov needs outer_momentum")
+            raise ValueError("nesterov: it needs outer_momentum")
         self.period, self.outer_lr, self.outer_momentum, self.nesterov = period, outer_lr, outer_momentum, nesterov
 
     # -- before the loop

@@ -249,5 +249,5 @@ def test_what_cannot_work_is_refused(bench: Bench, train: str, message: str) -> 
 
 
 def test_nesterov_without_momentum() -> None:
-    with pytest.raises(ValueError, match="nesterov needs outer_momentum"):
+    with pytest.raises(ValueError, match="nesterov: it needs outer_momentum"):
         LocalSGD(nesterov=True)

@@ -163,7 +163,7 @@ def test_no_file_with_the_suffix_is_named(folder: Path) -> None:
 
 def test_suffixes_without_a_folder_are_refused(file: Path) -> None:
     for path in (file, None):
-        with pytest.raises(ValueError, match="suffixes chooses among the files of a folder"):
+        with pytest.raises(ValueError, match="suffixes: they choose among the files of a folder"):
             Text(path=path, split="train", suffixes=[".txt"], seed=0)
 
 

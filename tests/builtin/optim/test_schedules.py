@@ -140,7 +140,7 @@ def test_constant_and_step_need_no_total() -> None:
         (lambda: wsd(run(None), decay=st(1)), "needs the run's length in steps"),
         (lambda: constant(run(10, None), warmup=Duration(1, "ep")), "this data has no epochs of one length; use steps"),
         (lambda: step(run(), milestones=[st(3), st(3)]), r"must increase, but in steps they are \[3, 3\]"),
-        (lambda: step(run(), milestones=[st(0)]), "the first milestone is step 0, but must be 1 or later"),
+        (lambda: step(run(), milestones=[st(0)]), "milestones: the first is step 0, but must be 1 or later"),
         (lambda: step(run(), milestones=[st(1)], warmup=st(2)), "is step 1, but must be 2 or later"),
         (lambda: wsd(run(), decay=st(9), warmup=st(2)), "the decay takes 9 steps, but must take from 1 to 8"),
         (lambda: wsd(run(), decay=st(0)), "the decay takes 0 steps, but must take from 1 to 10"),
