@@ -59,20 +59,18 @@ class Problems:
 
     def add(self, path: KeyPath, error: ForgeError) -> None:
         """Adds an error in what the recipe has at `path`, or at the key that the error names."""
-        key = self._key(path, error.key) if error.key else self._key(path, leading_key(error.message), own=True)
+        key = self._key(path, error.key or leading_key(error.message))
         self._problems.append(self._loaded.problem(key, error.message, *error.hints, trace=error.trace))
         self._errors.append(error)
 
-    def _key(self, path: KeyPath, named: str, *, own: bool = False) -> KeyPath:
+    def _key(self, path: KeyPath, named: str) -> KeyPath:
         """Returns the key that an error names, in full or below `path`; of one that the recipe lacks, its table.
 
-        Without either, it is `path`; with `own`, a bare word is a key below `path` alone.
+        Without either, it is `path`. A bare word is a key below `path`.
         """
-        names = tuple(named.split(".")) if named else ()
-        if own and len(names) == 1:
-            return (*path, *names) if (*path, *names) in self._loaded.origins else path
+        names = tuple(named.split("."))
         above = (names[:end] for end in range(len(names) - 1, 0, -1))
-        candidates = ((*path, *names), names, *above) if names else ()
+        candidates = ((*path, *names), *((names, *above) if len(names) > 1 else ()))
         return next((key for key in candidates if key in self._loaded.origins), path)
 
     def raise_if_any(self) -> None:
