@@ -210,7 +210,9 @@ class Registry:
             if not on_purpose(error, function):
                 raise BuildFailed(kind, component.use, error) from error
             message = f"{kind} `{component.use}` cannot be built: {redact(str(error))}"
-            raise RefusedOptions(message, hints=where_raised(error), key=leading_key(str(error))) from error
+            key = leading_key(str(error))
+            own = key if key in component.options else ""
+            raise RefusedOptions(message, hints=where_raised(error), key=own) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
         from ddpforge.components.options import Nested

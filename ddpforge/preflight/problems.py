@@ -59,18 +59,19 @@ class Problems:
 
     def add(self, path: KeyPath, error: ForgeError) -> None:
         """Adds an error in what the recipe has at `path`, or at the key that the error names."""
-        key = self._key(path, error.key or leading_key(error.message))
+        named = error.key or leading_key(error.message)
+        key = self._key(path, named, is_own=not error.key and "." not in named)
         self._problems.append(self._loaded.problem(key, error.message, *error.hints, trace=error.trace))
         self._errors.append(error)
 
-    def _key(self, path: KeyPath, named: str) -> KeyPath:
+    def _key(self, path: KeyPath, named: str, *, is_own: bool) -> KeyPath:
         """Returns the key that an error names, in full or below `path`; of one that the recipe lacks, its table.
 
-        Without either, it is `path`. A bare word is a key below `path`.
+        Without either, it is `path`. One that `is_own` is a key below `path` alone.
         """
         names = tuple(named.split("."))
         above = (names[:end] for end in range(len(names) - 1, 0, -1))
-        candidates = ((*path, *names), *((names, *above) if len(names) > 1 else ()))
+        candidates = ((*path, *names), *(() if is_own else (names, *above)))
         return next((key for key in candidates if key in self._loaded.origins), path)
 
     def raise_if_any(self) -> None:

@@ -72,7 +72,8 @@ class DeepSpeed(Strategy):
     ) -> None:
         if offload_parameters != "none" and stage != 3:
             raise ValueError(
-                f'offload_parameters = "{offload_parameters}" needs stage 3: under stage {stage} every rank uses whole weights'
+                f'offload_parameters = "{offload_parameters}" needs stage 3: under stage {stage} every rank uses whole '
+                "weights"
             )
         if offload_optimizer == "nvme" and stage != 3:
             raise ValueError(
