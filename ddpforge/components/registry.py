@@ -211,8 +211,8 @@ class Registry:
                 raise BuildFailed(kind, component.use, error) from error
             message = f"{kind} `{component.use}` cannot be built: {redact(str(error))}"
             key = leading_key(str(error))
-            own = key if key in component.options else ""
-            raise RefusedOptions(message, hints=where_raised(error), key=own) from error
+            at = key if key in component.options else ""
+            raise RefusedOptions(message, hints=where_raised(error), key=at) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
         from ddpforge.components.options import Nested
