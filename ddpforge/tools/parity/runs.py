@@ -11,19 +11,20 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+from ddpforge import preflight
+from ddpforge.app.build import choose
 from ddpforge.checkpoint import retention
-from ddpforge.components.building import build
 from ddpforge.components.registry import Registry
-from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PluginError, RecipeError, UsageError
+from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.command import NO_GPUS, torchrun_command
-from ddpforge.recipe import LoadedRecipe, Problem, check_world, load_recipe
+from ddpforge.preflight import Problems
+from ddpforge.recipe import LoadedRecipe, Problem, load_recipe
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
 from ddpforge.tools.parity.specs import Spec, parse, split
 from ddpforge.training.contract import contract_of
-from ddpforge.training.optimizer_trial import check_optimizer
 
 __all__ = ["ParityReport", "RunFailed", "Verdict", "parity"]
 
@@ -242,32 +243,28 @@ def _plan(
         name = f"{number}-{label}"[:100]
         try:
             spec = parse(text, registry, ranks=ranks)
-            loaded, averages = _check(recipe, [*sets, *spec.sets], spec, registry)
-            overrides = [*sets, *spec.sets, *_overrides(loaded, name, steps)]
-            loaded = load_recipe(recipe, sets=overrides, registry=registry)
+            runs.append(_compared_run(recipe, [*sets, *spec.sets], spec, registry, name=name, steps=steps, out=out))
         except RecipeError as error:
             problems |= dict.fromkeys(error.problems)
-        else:
-            runs.append(_ComparedRun(spec, recipe, overrides, loaded, out, averages))
     if problems:
         raise RecipeError(list(problems))
     return runs
 
 
-def _check(recipe: str, sets: Sequence[str], spec: Spec, registry: Registry) -> tuple[LoadedRecipe, str]:
-    """The recipe under this strategy, if they fit together, and what ranks average."""
+def _compared_run(
+    recipe: str, sets: Sequence[str], spec: Spec, registry: Registry, *, name: str, steps: int, out: Path
+) -> _ComparedRun:
+    """Returns the run of a recipe under a strategy; raises RecipeError for what cannot work."""
     try:
-        loaded = load_recipe(recipe, sets=sets, registry=registry)
+        overrides = [*sets, *_overrides(load_recipe(recipe, sets=sets, registry=registry), name, steps)]
+        loaded = load_recipe(recipe, sets=overrides, registry=registry)
+        problems = Problems(loaded)
+        chosen = choose(loaded, registry, problems, ranks=spec.ranks)
+        preflight.check(chosen, problems)
+        problems.raise_if_any()
     except RecipeError as error:
         raise RecipeError([spec.own(problem) for problem in error.problems]) from error
-    check_optimizer(loaded, registry)
-    try:
-        strategy = build(registry, "strategy", loaded.recipe.strategy)
-        check_world(loaded, strategy.data_ranks(spec.ranks))
-        averages = contract_of(strategy).averages
-    except PluginError as error:
-        raise RecipeError([spec.problem(error.message, error.hints)]) from error
-    return loaded, averages
+    return _ComparedRun(spec, recipe, overrides, loaded, out, contract_of(chosen.strategy).averages)
 
 
 def _overrides(loaded: LoadedRecipe, name: str, steps: int) -> list[str]:
