@@ -22,6 +22,7 @@ from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.building import build as build_component
 from ddpforge.components.registry import Registry
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
+from ddpforge.data.order import Even
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PeerFailed, recipe_faults
 from ddpforge.interfaces import Beside, EpochOrder, Order, Schedule, Task, World
@@ -38,15 +39,14 @@ from ddpforge.training.beside import declared
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.contract import contract_of, count_parameters
 from ddpforge.training.fingerprint import DataPrint, compare_built
-from ddpforge.training.freezing import freeze
 from ddpforge.training.loaders import served
 from ddpforge.training.memory_format import make_dense
 from ddpforge.training.metric_direction import with_direction
 from ddpforge.training.optimizers import shares
+from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of
 from ddpforge.training.task_checks import SMALL
 from ddpforge.training.turns import draws_of, turns_of
-from ddpforge.training.whole_batch import Even
 
 __all__ = [
     "TEACHERS",

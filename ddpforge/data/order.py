@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import EpochOrder, Order
 
-__all__ = ["Dealer", "MicroBatch", "RankShare", "Request", "Terms", "end_of_epochs"]
+__all__ = ["Dealer", "Even", "MicroBatch", "RankShare", "Request", "Terms", "end_of_epochs"]
 
 _BLOCK = 1 << 12  # samples whose order is computed in one vectorised go
 _LONGEST = 1 << 40  # steps
@@ -220,3 +220,34 @@ class Dealer:
             )
         ids: list[int] = found.tolist()
         return ids
+
+
+class Even(EpochOrder):
+    """Every sample once, in the order of the data, in batches of nearly the same size and of `global_batch` at most.
+
+    So an evaluation compares the same samples with each other on any number of ranks, and leaves none for a small end.
+    """
+
+    once = True
+
+    def __init__(self, data: Any, global_batch: int) -> None:
+        super().__init__(len(data), global_batch=global_batch, drop_last=False)
+
+    @property
+    def smallest(self) -> int:
+        """The number of samples in the smallest batch."""
+        return self.places // self.steps_per_epoch
+
+    def size(self, step: int) -> int:
+        """The number of samples in a batch."""
+        first, end = (edge * self.places // self.steps_per_epoch for edge in (step, step + 1))
+        return end - first
+
+    def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """The samples at the given places within the given batches."""
+        found: NDArray[Any] = steps.astype("int64") * self.places // self.steps_per_epoch + places.astype("int64")
+        return found
+
+    def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """The places themselves."""
+        return places

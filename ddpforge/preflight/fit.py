@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ddpforge.data.order import Even
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
 from ddpforge.interfaces import EpochOrder
 from ddpforge.interop.initial import find_initial
@@ -17,7 +18,6 @@ from ddpforge.training.stages import Built
 from ddpforge.training.task_checks import name_of
 from ddpforge.training.task_state import NAME, has_state, refuse_parameters
 from ddpforge.training.turns import draws_of
-from ddpforge.training.whole_batch import Even
 
 __all__ = [
     "check_auxiliary",

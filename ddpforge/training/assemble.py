@@ -7,29 +7,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.errors import ForgeError, recipe_faults
-from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Tracker, World
+from ddpforge.errors import ForgeError, PluginError, recipe_faults
+from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Task, Tracker, World
 from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.leaving import nobody_leaves
+from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.batchnorm import watch_batchnorm
 from ddpforge.training.beside import place
 from ddpforge.training.blocks import find_blocks, rework_blocks
-from ddpforge.training.compiling import compile_losses
 from ddpforge.training.contract import contract_of, prove
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import compare_built, refuse_other_groups
 from ddpforge.training.float8 import put_float8
-from ddpforge.training.freezing import hold_statistics
 from ddpforge.training.left_out import has_left_out
 from ddpforge.training.loop import Trainer
 from ddpforge.training.memory_format import check_channels_last, put_channels_last
 from ddpforge.training.optimizers import build_optimizer
-from ddpforge.training.parameter_groups import here, parameter_groups
+from ddpforge.training.parameter_groups import here, hold_statistics, parameter_groups
 from ddpforge.training.restoring import restore_callbacks, restore_kept, restore_weights
 from ddpforge.training.shows import Shows
 from ddpforge.training.stages import Built, Dealt
@@ -38,7 +38,7 @@ from ddpforge.training.task_state import NAME, TaskState, Unsaved, has_state, re
 from ddpforge.training.turns import draws_of
 from ddpforge.training.whole import keep_whole
 
-__all__ = ["assemble", "ending", "evaluating"]
+__all__ = ["assemble", "compile_losses", "ending", "evaluating"]
 
 log = logging.getLogger("ddpforge")
 
@@ -239,3 +239,15 @@ def _compares(parts: Dealt) -> bool:
     """True if the first loss is still to be compared with that of its halves, in a copy of the model, in a moment."""
     whole = "weights" not in contract_of(parts.strategy).shards and parts.recipe.train.compile == "off"
     return parts.compares and not parts.task.whole_batch and whole and parts.size.all <= SMALL
+
+
+def compile_losses(task: Task, train: TrainSection) -> None:
+    """Compiles the methods in `task.compiles` where the recipe compiles the model; raises PluginError for no method.
+
+    Without CUDA graphs, whatever the mode: those of the model hold its outputs only until it is called again.
+    """
+    for name in task.compiles if train.compile != "off" else ():
+        method = getattr(task, name, None)
+        if not callable(method):
+            raise PluginError(f"{type(task).__name__}.compiles names `{name}`, which is no method of it")
+        setattr(task, name, torch.compile(method))

@@ -21,10 +21,9 @@ from ddpforge.training.callbacks import add_numbers
 from ddpforge.training.consensus import Interrupted, Looks
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.step import measure
-from ddpforge.training.task_checks import CheckedTask
+from ddpforge.training.task_checks import CheckedTask, check_whole
 from ddpforge.training.totals import add, items_of, loss_total
 from ddpforge.training.turns import finished, of_turn, of_turns, reports_of
-from ddpforge.training.whole_batch import check_whole
 
 __all__ = ["Evaluator", "prefix"]
 

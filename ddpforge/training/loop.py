@@ -37,9 +37,8 @@ from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.left_out import complete, without_state_of_frozen
 from ddpforge.training.nonfinite import NonfinitePolicy, RollBack
 from ddpforge.training.progress import Progress
-from ddpforge.training.rates import Rates
 from ddpforge.training.restoring import is_another, restore_callbacks
-from ddpforge.training.rows import RowBuilder
+from ddpforge.training.rows import Rates, RowBuilder
 from ddpforge.training.saving import Saving
 from ddpforge.training.shows import Shows
 from ddpforge.training.step import KeepsBuffers, Stepper, check_first_loss, update_of

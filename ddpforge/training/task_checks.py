@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddpforge.builtin.tasks.forms import described, holds_text
 from ddpforge.components.errors import where_raised
 from ddpforge.components.local_code import PREFIX
+from ddpforge.data import MicroBatch
 from ddpforge.data.nests import take
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import ForgeError, PluginError, UsageError
@@ -25,6 +26,7 @@ __all__ = [
     "CheckedTask",
     "Halves",
     "check_sum_reduction",
+    "check_whole",
     "checked_loss",
     "checked_metrics",
     "checked_quantity",
@@ -164,6 +166,16 @@ def name_of(part: object) -> str:
     if not kind.__module__.startswith(PREFIX):
         return kind.__qualname__
     return f"{os.path.basename(getsourcefile(kind) or '')}:{kind.__qualname__}"
+
+
+def check_whole(task: Task, micro: MicroBatch) -> None:
+    """Raises UsageError for a micro-batch that is not this rank's whole part, as streams and orders may give."""
+    if task.whole_batch and (micro.samples == 0 or micro.number or not micro.last):
+        raise UsageError(
+            f"{name_of(task)} compares all samples of a batch with each other, and one of {micro.step_samples} samples "
+            "is not one forward pass of every rank",
+            hints=['set train.last_batch = "drop", or let the order give every step train.global_batch samples'],
+        )
 
 
 # ---------------------------------------------------------------------------------------------- sum or mean

@@ -12,7 +12,7 @@ from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.builtin.tasks.segmentation import Segmentation
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Task
-from ddpforge.training.compiling import compile_losses
+from ddpforge.training.assemble import compile_losses
 
 TASKS = {
     "classification": (Classification(label_smoothing=0.1), (8, 10), (8,)),

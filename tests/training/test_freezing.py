@@ -12,8 +12,8 @@ from torch import nn
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, Part
 from ddpforge.ranks.collectives import Alone
-from ddpforge.training.freezing import freeze, hold_statistics
 from ddpforge.training.left_out import complete, measure, without_frozen, without_state_of_frozen
+from ddpforge.training.parameter_groups import freeze, hold_statistics
 
 
 def net() -> nn.Sequential:

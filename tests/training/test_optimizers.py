@@ -13,7 +13,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.recipe.schema import OptimizerComponent
 from ddpforge.strategies.several import members
 from ddpforge.training.optimizers import build_optimizer, check_parameters
-from ddpforge.training.rates import Rates
+from ddpforge.training.rows import Rates
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from ddpforge.interfaces import Task, Total
 from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.strategies.several import InTurns, Several, members
 from ddpforge.training.parameter_groups import parameters_of_turns
-from ddpforge.training.rates import Rates
+from ddpforge.training.rows import Rates
 from ddpforge.training.task_checks import name_of
 from ddpforge.training.turns import draws_of, finished, of_turns, step_function, turns_of
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.contrastive import Contrastive
 from ddpforge.data import MicroBatch, RankShare, open_data
+from ddpforge.data.order import Even
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Ranks, World
 from ddpforge.testing.doubles import in_threads
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.step import Stepper
-from ddpforge.training.whole_batch import Even
 
 SAMPLES = 21
 GENERATOR = torch.Generator().manual_seed(0)
