@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.components.registry import Registry
-from ddpforge.components.stand_ins import look, without_libraries
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
@@ -109,7 +108,7 @@ def prepare(
     seconds_of(max_time)  # raises UsageError
     if profile:
         Window.parse(profile)
-    folder, nproc = look(lambda: _checked(recipe, ranks, sets, out))
+    folder, nproc = _checked(recipe, ranks, sets, out)
     flags = list(ranks.flags)
     if not names_rendezvous(flags):
         flags = [*ranks.nodes.flags(ranks.run_id or default_id(folder.path.name)), *flags]
@@ -143,9 +142,7 @@ def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) ->
     """The run's folder and the number of ranks on this machine, of a recipe that can train on all of them."""
     from ddpforge.recipe import load_recipe
 
-    registry = Registry.installed()
-    if without_libraries():  # other people's code may import anything, which takes seconds: the ranks check that part
-        registry = registry.only_own()
+    registry = Registry.installed().only_own()  # plugins may import anything, which takes seconds: the ranks check them
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     if not any(flag.startswith("--nnodes") for flag in ranks.flags):

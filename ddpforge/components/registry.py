@@ -27,7 +27,6 @@ from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.loading import importing, is_file, local_file
 from ddpforge.components.local_code import import_file
-from ddpforge.components.stand_ins import need_libraries
 from ddpforge.confidential import SECRET, redact, reveal
 from ddpforge.errors import PluginError, leading_key
 
@@ -121,8 +120,6 @@ class Registry:
         entry = self.find(kind, use)
         if not self.imports(kind, use):
             raise NotImported(kind, use)
-        if not (entry and entry.is_own):
-            need_libraries()  # other people's code may do anything with them
         broken = partial(BrokenComponent, kind, use, entry=entry)
         location, _, attribute = (entry.target if entry else use).partition(":")
         if not attribute:

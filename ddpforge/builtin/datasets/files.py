@@ -12,13 +12,15 @@ from importlib import import_module
 from itertools import islice, pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from ddpforge.errors import EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["IMAGE_FORMATS", "Classes", "Lanes", "Shuffle", "Window", "find_files", "keep", "library", "numeric"]
 
@@ -54,6 +56,8 @@ def library(name: str, extra: str) -> ModuleType:
 
 def numeric(value: Any) -> Any:
     """A value of a table as `default_collate` takes it: lists and images as arrays; floats as models take them."""
+    import numpy as np
+
     if value is None:
         raise UsageError("columns: a row has no value (null) in one of them", hints=["fill it, or leave the row out"])
     if isinstance(value, float):
@@ -148,6 +152,8 @@ def _range(text: str) -> Iterable[str] | None:
 
 def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
     """The numbers that `find` finds in a file, or what `folder` keeps of them for the same `facts`."""
+    import numpy as np
+
     if folder is None:
         return find()
     digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()

@@ -1,22 +1,25 @@
 """Text as blocks of tokens for language models: held in memory, or streamed from disk."""
 
+from __future__ import annotations
+
 import functools
 import os
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from ddpforge.errors import EnvironmentProblem, UsageError
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 """Inputs and targets: int64, each [B, T]."""
 
 _BlockSize = Annotated[int, Field(ge=1, le=2**24, description="Tokens per sample.")]
@@ -24,7 +27,7 @@ _Suffixes = Annotated[
     Sequence[str],
     Field(description='Read only the files of a folder whose names end so, e.g. [".txt"]; empty: all.'),
 ]
-_Pieces = list[NDArray[np.integer]]
+_Pieces: TypeAlias = "list[NDArray[np.integer]]"
 
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
 _PACKAGES = (
@@ -74,6 +77,9 @@ class Text:
         ] = False,
         seed: int,
     ) -> None:
+        import numpy as np
+        import torch
+
         self.block_size, self.level = block_size, level
         self._random_offsets, self._seed = random_offsets, seed
 
@@ -116,6 +122,9 @@ class Text:
 
     def set_epoch(self, epoch: int) -> None:
         """Draws where in its block each sample begins, if that is random."""
+        import numpy as np
+        import torch
+
         if self._random_offsets:
             drawn = np.random.RandomState([self._seed & 0xFFFFFFFF, epoch]).randint(self.block_size, size=self._samples)
             drawn[-1] = 0  # nothing follows the last block
@@ -131,6 +140,8 @@ class Text:
 
     def __getitems__(self, ids: list[int]) -> Batch:
         """The whole batch at once."""
+        import torch
+
         rows = torch.tensor(ids)
         starts = rows * self.block_size + (self._offsets[rows] if self._random_offsets else 0)
         tokens = self._tokens[starts[:, None] + torch.arange(self.block_size + 1)].long()
@@ -197,6 +208,8 @@ class StreamedText:
 
     def collate(self, samples: Sequence[bytes]) -> Batch:
         """A batch out of samples."""
+        import torch
+
         tokens = torch.frombuffer(bytearray().join(samples), dtype=torch.uint8).view(len(samples), -1).long()
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -234,6 +247,8 @@ class TextClasses:
         ] = 0.2,
         suffixes: _Suffixes = (),
     ) -> None:
+        import torch
+
         if len(paths) == 1:
             raise ValueError("paths names one text, and classes are two or more")
         self.block_size = block_size
@@ -248,6 +263,9 @@ class TextClasses:
         self._classes = torch.cat([torch.full((len(each),), number) for number, each in enumerate(blocks)])
 
     def _blocks(self, path: Path, pieces: _Pieces) -> Tensor:
+        import numpy as np
+        import torch
+
         text = np.concatenate(pieces)
         if len(text) < self.block_size:
             raise ValueError(f"{path} holds {len(text)} bytes in this split, less than one block of {self.block_size}")
@@ -268,6 +286,8 @@ class TextClasses:
 
     def __getitems__(self, ids: list[int]) -> Batch:
         """The whole batch at once."""
+        import torch
+
         rows = torch.tensor(ids)
         return self._tokens[rows].long(), self._classes[rows]
 
@@ -307,11 +327,15 @@ def _standard_library() -> Sequence[Path]:
 
 
 def _bytes(file: Path) -> NDArray[np.integer]:
+    import numpy as np
+
     return np.frombuffer(file.read_bytes(), dtype=np.uint8)
 
 
 def _characters(file: Path) -> NDArray[np.integer]:
     """The code points of a UTF-8 file."""
+    import numpy as np
+
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from ddpforge.errors import EnvironmentProblem, UsageError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
 __all__ = ["Tokens"]
 
-Batch = tuple[Tensor, Tensor]
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 """Inputs and targets: int64, each [B, T]."""
 
 
@@ -64,6 +64,9 @@ class Tokens:
 
     def __getitems__(self, ids: list[int]) -> Batch:
         """The whole batch at once."""
+        import numpy as np
+        import torch
+
         blocks = [self._tokens[index * self.block_size :][: self.block_size + 1] for index in ids]
         tokens = np.stack(blocks).astype(np.int64)
         if (size := getattr(self, "vocab_size", None)) and not 0 <= tokens.min() <= tokens.max() < size:
@@ -89,6 +92,8 @@ class Tokens:
         self._tokens = self._mapped()
 
     def _mapped(self) -> NDArray[Any]:
+        import numpy as np
+
         if not self._path.is_file():
             raise EnvironmentProblem(f"no such file: {self._path}", hints=[f"looked in {Path.cwd()}"])
         if self._path.suffix == ".npy":

@@ -1,11 +1,11 @@
 """Choosing one class per sample."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from __future__ import annotations
 
-import torch.nn.functional as F
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
 from pydantic import Field
-from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import (
     IGNORED,
@@ -20,7 +20,10 @@ from ddpforge.builtin.tasks.forms import (
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Data, Metric, Rows, Task, Total
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class Classification(Task):
@@ -64,6 +67,8 @@ class Classification(Task):
 
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The cross-entropy, in float32."""
+        import torch.nn.functional as F
+
         return F.cross_entropy(
             logits.float(),
             classes,

@@ -1,15 +1,16 @@
 """The forms that the built-in tasks take: batches that are pairs, outputs that are one tensor, metrics by name."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddpforge.errors import UsageError, says_memory_is_full
 from ddpforge.interfaces import Metric
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "IGNORED",
@@ -48,6 +49,8 @@ def by_name(metrics: Sequence[Metric], *own: str) -> dict[str, Metric]:
 
 def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
     """The batch as the two parts that `names` spells, e.g. "(inputs, classes)"; raises UsageError otherwise."""
+    from torch import Tensor
+
     if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[0], batch[1]
     raise UsageError(
@@ -58,6 +61,8 @@ def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
 
 def parts_of(batch: Any) -> tuple[Any, Tensor | None]:
     """Splits a batch into the inputs of a model and the targets beside them, where there are any."""
+    from torch import Tensor
+
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1] if isinstance(batch[1], Tensor) else None
     return batch, None
@@ -70,6 +75,8 @@ def beside_targets(columns: dict[str, Tensor], targets: Tensor | None) -> dict[s
 
 def one_tensor(outputs: Any, task: str) -> Tensor:
     """The model's outputs, if they are a tensor; raises UsageError otherwise."""
+    from torch import Tensor
+
     if isinstance(outputs, Tensor):
         return outputs
     raise UsageError(
@@ -83,6 +90,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
 
     It is what `torch.nn.functional.cross_entropy` makes of `logits.float()`, to the bit.
     """
+    import torch
+    import torch.nn.functional as F
+
     if hasattr(logits, "full_tensor"):  # torch's loss over split logits takes float32 only
         return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index)
     # On a GPU the kernel reads bf16 and writes float32: a copy of all logits in float32 is never in memory.
@@ -123,6 +133,8 @@ def holds_text(batch: Any) -> bool:
 
 def described(value: Any) -> str:
     """The form of a batch, of outputs or of a loss: dtypes and shapes, or the type of what is no tensor."""
+    from torch import Tensor
+
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):

@@ -1,17 +1,21 @@
 """Predicting the next token."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
-from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy, one_tensor, pair, refuse_targets
 from ddpforge.interfaces import Data, Task
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class LanguageModelling(Task):

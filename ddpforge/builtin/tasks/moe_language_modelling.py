@@ -1,15 +1,19 @@
 """Predicting the next token with a mixture of experts, all of which shall be used."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
-from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import IGNORED, pair
 from ddpforge.builtin.tasks.language_modelling import Batch, LanguageModelling
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Total
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class _Outputs(NamedTuple):
