@@ -19,7 +19,7 @@ from torch import nn
 
 from ddpforge import preflight
 from ddpforge.builtin.orders.plain import Shuffled
-from ddpforge.components.building import build as build_component
+from ddpforge.components.registry import build as build_component
 from ddpforge.components.registry import Registry
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.streams import is_stream

@@ -162,7 +162,7 @@ def check_world(loaded: LoadedRecipe, nproc: int) -> None:
     try:
         check_world(loaded, nproc)
     except RecipeError:
-        from ddpforge.components.building import build
+        from ddpforge.components.registry import build
 
         strategy = build(Registry.installed(), "strategy", loaded.recipe.strategy)
         check_world(loaded, strategy.data_ranks(nproc))

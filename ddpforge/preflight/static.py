@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ddpforge.components.building import build
+from ddpforge.components.registry import build
 from ddpforge.components.options import Nested
 from ddpforge.data.streams import are_streams
 from ddpforge.errors import ForgeError, PluginError, UsageError

@@ -71,7 +71,7 @@ def _checkpoint(loaded: LoadedRecipe, registry: Registry) -> int:
 
 
 def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Sequence[Finding]) -> list[Finding] | None:
-    from ddpforge.components.building import build
+    from ddpforge.components.registry import build
     from ddpforge.ranks.join import join, leave
     from ddpforge.tools.doctor import together
 
