@@ -30,7 +30,7 @@ from ddpforge.preflight.static import no_order_of_streams
 from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.batch import plan_batch
+from ddpforge.recipe.plan import plan_batch
 from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.load import check_world
 from ddpforge.recipe.plan import Plan

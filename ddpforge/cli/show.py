@@ -98,7 +98,7 @@ def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
 
 def _annotated(loaded: "LoadedRecipe") -> str:
     """The resolved recipe with the origin of every value as a comment behind it."""
-    from ddpforge.recipe.origins import Source
+    from ddpforge.recipe.toml import Source
 
     text = loaded.dumps().rstrip()
     lines = text.split("\n")

@@ -16,7 +16,7 @@ from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Metric
 from ddpforge.interop.initial import find_initial
 from ddpforge.ranks.devices import device_type
-from ddpforge.recipe.batch import plan_batch
+from ddpforge.recipe.plan import plan_batch
 from ddpforge.recipe.plan import Plan
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component, TrainSection
