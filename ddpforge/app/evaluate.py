@@ -19,7 +19,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
-from ddpforge.interop.new_file import refuse_existing
+from ddpforge.disk import refuse_existing
 from ddpforge.interop.tables import Table, check_table, writing
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.preflight import Problems
