@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ddpforge.builtin.datasets.files import library
 from ddpforge.cli.options import Size, checkpoint_options, json_option
 from ddpforge.cli.tables import counted
 from ddpforge.errors import EnvironmentProblem, UsageError
@@ -204,6 +203,8 @@ class Hub:
     """
 
     def __init__(self, name: str, *, private: bool = False) -> None:
+        from ddpforge.builtin.datasets.files import library
+
         self.name = name
         self._hub: Any = library("huggingface_hub", "hub")
         if name.count("/") != 1:

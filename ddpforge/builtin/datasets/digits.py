@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from ddpforge.builtin.datasets.files import InBatches
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -15,7 +17,7 @@ _TRAIN = 1437  # of 1,797: four fifths
 _LOOPS = (0, 6, 8, 9)
 
 
-class Digits:
+class Digits(InBatches):
     """1,797 grey images of 8 x 8 pixels: float32 [1, 8, 8] in [0, 1] with an int64 label 0 to 9, in memory.
 
     The first 1,437 of `numpy.random.RandomState(0).permutation(1797)`, a stream that numpy keeps frozen, are
@@ -75,7 +77,3 @@ class Digits:
 
         rows = torch.from_numpy(np.array(ids))  # three times as fast as torch.tensor(ids)
         return self.images.index_select(0, rows), self.labels.index_select(0, rows)
-
-    def collate(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns its argument: `__getitems__` makes batches already."""
-        return batch

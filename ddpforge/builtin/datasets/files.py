@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["IMAGE_FORMATS", "Classes", "Lanes", "Shuffle", "Window", "find_files", "keep", "library", "numeric"]
+__all__ = [
+    "IMAGE_FORMATS",
+    "Classes",
+    "InBatches",
+    "Lanes",
+    "Shuffle",
+    "Window",
+    "find_files",
+    "keep",
+    "library",
+    "numeric",
+]
 
 # Pillow goes by an image's content, not by its name, and would hand PostScript, which is a program, to Ghostscript.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "TGA")
@@ -40,6 +51,22 @@ Lanes = Annotated[
     tuple[_Number, _Number],
     Field(description="Places read at once: in every step, and in turn. They decide which samples form a step."),
 ]
+
+
+class InBatches:
+    """A map-style dataset whose `__getitems__` returns a whole batch, a tuple of tensors."""
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns the parts of one sample."""
+        return tuple(part[0] for part in self.__getitems__([index]))
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        """Returns the batch of these samples."""
+        raise NotImplementedError
+
+    def collate(self, batch: Any) -> Any:
+        """Returns its argument: `__getitems__` makes batches already."""
+        return batch
 
 
 def library(name: str, extra: str) -> ModuleType:

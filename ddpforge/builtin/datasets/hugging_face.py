@@ -71,24 +71,12 @@ def hugging_face(
 
     Raises EnvironmentProblem for what cannot be loaded, and UsageError for columns that there are not.
     """
-    if path in _PICKLED:
-        raise UsageError(
-            f'path: "{path}" reads pickles, which may run code', hints=["write parquet: pandas.DataFrame.to_parquet"]
-        )
-    datasets = library("datasets", "datasets")
     if not streaming and (shard_lengths or index or shuffle or window > 1):
         raise UsageError("shard_lengths, index, shuffle and window are for streaming = true; see [data.order]")
     if shard_lengths and index:
         raise UsageError("shard_lengths and index both say how long the shards are: name one of them")
     options: dict[str, Any] = {"revision": revision} | ({"data_files": data_files} if data_files else {})
-    try:
-        if streaming:
-            builder = datasets.load_dataset_builder(path, name, **options)
-            data = builder.as_streaming_dataset(split=split)
-        else:
-            data = datasets.load_dataset(path, name, split=split, **options)
-    except (OSError, ValueError, ConnectionError) as error:
-        raise EnvironmentProblem(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    data, builder = _loaded(path, name, split, streaming, options)
     features = data.features or {}
     if features and (missing := [column for column in columns if column not in features]):
         raise UsageError(f"columns: {path} has no `{missing[0]}`", hints=[f"it has {', '.join(features)}"])
@@ -102,6 +90,22 @@ def hugging_face(
     if lengths is None:
         return Streamed(data, columns, number)
     return Shards(data, columns, number, lengths, shuffle, window, lanes)
+
+
+def _loaded(path: str, name: str | None, split: str, streaming: bool, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns the dataset and, of a stream, its builder; raises EnvironmentProblem for one that cannot be loaded."""
+    if path in _PICKLED:
+        raise UsageError(
+            f'path: "{path}" reads pickles, which may run code', hints=["write parquet: pandas.DataFrame.to_parquet"]
+        )
+    datasets = library("datasets", "datasets")
+    try:
+        if not streaming:
+            return datasets.load_dataset(path, name, split=split, **options), None
+        builder = datasets.load_dataset_builder(path, name, **options)
+        return builder.as_streaming_dataset(split=split), builder
+    except (OSError, ValueError, ConnectionError) as error:
+        raise EnvironmentProblem(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 class _Tuples:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from ddpforge.builtin.datasets.files import InBatches
 from ddpforge.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _PACKAGES = (
 _CHUNK = 1 << 20  # bytes per read of a stream
 
 
-class Text:
+class Text(InBatches):
     """A text file, or a folder of them, in samples: a block of tokens and the same block one token later.
 
     Without a `path` the text is the source of the interpreter's own standard library (tests left out), about
@@ -133,11 +134,6 @@ class Text:
     def __len__(self) -> int:
         return self._samples
 
-    def __getitem__(self, index: int) -> Batch:
-        """Inputs [T] and targets [T] of one sample."""
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
-
     def __getitems__(self, ids: list[int]) -> Batch:
         """The whole batch at once."""
         import torch
@@ -146,10 +142,6 @@ class Text:
         starts = rows * self.block_size + (self._offsets[rows] if self._random_offsets else 0)
         tokens = self._tokens[starts[:, None] + torch.arange(self.block_size + 1)].long()
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def collate(self, batch: Batch) -> Batch:
-        """Returns its argument: `__getitems__` makes batches already."""
-        return batch
 
 
 class StreamedText:
@@ -223,7 +215,7 @@ class StreamedText:
                     yield chunk
 
 
-class TextClasses:
+class TextClasses(InBatches):
     """Blocks of bytes out of several texts, each of which is a class: which text is a block from?
 
     Without `paths` the texts are ten packages of the interpreter's own standard library. A text is a file, or the files
@@ -279,21 +271,12 @@ class TextClasses:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def __getitem__(self, index: int) -> Batch:
-        """Tokens [T] of one sample, and its class."""
-        tokens, classes = self.__getitems__([index])
-        return tokens[0], classes[0]
-
     def __getitems__(self, ids: list[int]) -> Batch:
         """The whole batch at once."""
         import torch
 
         rows = torch.tensor(ids)
         return self._tokens[rows].long(), self._classes[rows]
-
-    def collate(self, batch: Batch) -> Batch:
-        """Returns its argument: `__getitems__` makes batches already."""
-        return batch
 
 
 # ---------------------------------------------------------------------------------------------- files

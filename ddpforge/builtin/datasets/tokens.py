@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
+from ddpforge.builtin.datasets.files import InBatches
 from ddpforge.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 """Inputs and targets: int64, each [B, T]."""
 
 
-class Tokens:
+class Tokens(InBatches):
     """A file of token numbers in blocks: `.npy` (one dimension), or `.bin`, plain numbers one after the other.
 
     With T for `block_size`, sample i is (tokens[i·T : i·T + T], tokens[i·T + 1 : i·T + T + 1]); a batch is (inputs
@@ -57,11 +58,6 @@ class Tokens:
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self.block_size
 
-    def __getitem__(self, index: int) -> Batch:
-        """Inputs [T] and targets [T] of one sample."""
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
-
     def __getitems__(self, ids: list[int]) -> Batch:
         """The whole batch at once."""
         import numpy as np
@@ -79,10 +75,6 @@ class Tokens:
             )
         found = torch.from_numpy(tokens)
         return found[:, :-1].contiguous(), found[:, 1:].contiguous()
-
-    def collate(self, batch: Batch) -> Batch:
-        """Returns its argument: `__getitems__` makes batches already."""
-        return batch
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tokens": None}  # mapped again by the process that it is sent to

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import Field
 
 from ddpforge.builtin.tasks.forms import (
     IGNORED,
+    IgnoredClass,
+    Metrics,
     beside_targets,
     by_name,
     one_tensor,
@@ -18,7 +20,7 @@ from ddpforge.builtin.tasks.forms import (
     refuse_targets,
 )
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Data, Metric, Rows, Task, Total
+from ddpforge.interfaces import Data, Rows, Task, Total
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,10 +45,8 @@ class Classification(Task):
         label_smoothing: Annotated[
             float, Field(ge=0, lt=1, description="Probability spread evenly over all classes.")
         ] = 0.0,
-        ignore_index: Annotated[
-            int | None, Field(ge=-(2**31), lt=2**31, description="The class that is not counted; absent: none.")
-        ] = None,
-        metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
+        ignore_index: IgnoredClass = None,
+        metrics: Metrics = (),
     ) -> None:
         self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
         self.items = "samples" if ignore_index is None else "targets"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+from pydantic import Field
 
 from ddpforge.errors import UsageError, says_memory_is_full
 from ddpforge.interfaces import Metric
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IGNORED",
+    "IgnoredClass",
+    "IgnoredTarget",
+    "Metrics",
     "beside_targets",
     "by_name",
     "cross_entropy",
@@ -27,6 +32,14 @@ __all__ = [
 ]
 
 IGNORED = -100  # the target that torch's losses leave out unless they are given another
+
+IgnoredTarget = Annotated[
+    int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
+]
+IgnoredClass = Annotated[
+    int | None, Field(ge=-(2**31), lt=2**31, description="The class that is not counted; absent: none.")
+]
+Metrics = Annotated[Sequence[Metric], Field(description="What to report beside the loss.")]
 
 _MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy, one_tensor, pair, refuse_targets
+from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, cross_entropy, one_tensor, pair, refuse_targets
 from ddpforge.interfaces import Data, Task
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ class LanguageModelling(Task):
     def __init__(
         self,
         *,
-        ignore_index: Annotated[
-            int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
-        ] = IGNORED,
+        ignore_index: IgnoredTarget = IGNORED,
         loss_chunk: Annotated[
             int | None,
             Field(
