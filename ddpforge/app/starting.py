@@ -140,14 +140,18 @@ def prepare(
 
 def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) -> tuple[RunFolder, int]:
     """The run's folder and the number of ranks on this machine, of a recipe that can train on all of them."""
-    from ddpforge.recipe import load_recipe
+    from ddpforge.recipe.load import check_world as check_batch
+    from ddpforge.recipe.load import load_recipe
 
-    registry = Registry.installed().only_own()  # plugins may import anything, which takes seconds: the ranks check them
+    registry = Registry.installed().only_light()  # the ranks check what takes seconds to import
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     if not any(flag.startswith("--nnodes") for flag in ranks.flags):
         for world in ranks.nodes.worlds(nproc):
-            check_world(loaded, world)
+            try:
+                check_batch(loaded, world)
+            except RecipeError:  # the strategy decides, which needs its options checked
+                check_world(load_recipe(recipe, sets=sets, registry=Registry.installed()), world)
     return RunFolder.of(loaded.recipe, out), nproc
 
 

@@ -51,6 +51,27 @@ def test_lists_import_nothing_heavy(tmp_path: Path) -> None:
     assert [(code, imported) for code, _, imported in looked(looks, tmp_path)] == [(0, [])] * 3
 
 
+def test_a_launch_is_checked_without_torch(tmp_path: Path) -> None:
+    looks = [
+        ["launch", "digits", "--nproc=2", "--dry-run"],
+        ["launch", "digits", "--nproc=2", "optimizer.lr=-1", "--dry-run"],
+        ["launch", "digits", "--nproc=2", "strategy.use=dpp", "--dry-run"],
+    ]
+    fine, limit, name = looked(looks, tmp_path)
+    assert [(code, imported) for code, _, imported in (fine, limit, name)] == [(0, []), (2, []), (2, [])]
+    assert "`optimizer.lr` must be at least" in limit[1]
+    assert "did you mean `ddp`?" in name[1]
+
+
+def test_a_launch_whose_batch_does_not_divide_has_the_options_of_its_strategy_checked(tmp_path: Path) -> None:
+    own = ["launch", "digits", "--nproc=3", "strategy.use=fsdp"]
+    looks = [[*own, "--dry-run"], [*own, "strategy.replicas=many", "--dry-run"]]
+    (_, indivisible, _), (code, wrong, _) = looked(looks, tmp_path)
+    assert "cannot be dealt out evenly to 3 ranks" in indivisible
+    assert code == 2
+    assert "`strategy.replicas`" in wrong
+
+
 def test_the_options_of_built_in_components_are_shown_without_torch(tmp_path: Path) -> None:
     for given, (code, shown, imported) in zip(OWN, looked(OWN, tmp_path), strict=True):
         assert code == 0, shown
