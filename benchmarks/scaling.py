@@ -38,9 +38,8 @@ from ddpforge.ranks.collectives import Alone
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe.bundled import bundled
 from ddpforge.recipe.schema import CheckpointSection, KeepSection
-from ddpforge.runs.checkpoints import CheckpointFolder
+from ddpforge.runs.checkpoints import CheckpointFolder, rows
 from ddpforge.runs.folder import RunFolder, Status
-from ddpforge.runs.listing import rows
 from ddpforge.runs.metrics import FILE, JSONLTracker, read_metrics
 from ddpforge.runs.overview import differences, find_runs, notable, sorted_by, standing
 

@@ -4,16 +4,22 @@ The first half is the whole vocabulary: to know what a killed process can leave 
 functions and no others. The tests do.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import xxhash
+
+from ddpforge import disk
+from ddpforge.errors import EnvironmentProblem, UsageError
 
 _STRIDE = 1 << 20  # bytes: what was just hashed is still in the processor's cache when it is written
 _MOST_UNSYNCED = 1 << 30  # bytes: a sync of more may take longer than anybody can tell from a disk that hangs
@@ -229,3 +235,27 @@ def _refuse_odd(status: os.stat_result) -> int:
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a link or a special file"
         raise NotPlain(errno.EINVAL, f"it is {kind}, not a regular file")
     return status.st_size
+
+
+# ---------------------------------------------------------------------------------------------- whole files
+def refuse_existing(out: Path, *, force: bool) -> None:
+    """Raises UsageError where the file exists, unless it may be replaced, or its folder does not."""
+    if not out.parent.is_dir():
+        raise UsageError(f"there is no folder {out.parent}", hints=[f"mkdir -p {out.parent}"])
+    if out.is_dir() or (out.exists() and not force):
+        raise UsageError(f"{out} exists", hints=["choose another file with --out, or replace it with --force"])
+
+
+@contextmanager
+def appearing(out: Path, error: type[EnvironmentProblem] = EnvironmentProblem) -> Iterator[Path]:
+    """A file to write, which is `out` when all went well; raises `error` where a disk refuses."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp{out.suffix}")
+    try:
+        yield temporary
+        disk.rename(temporary, out)
+        disk.sync_folder(out.parent)
+    except OSError as refusal:
+        raise error(f"{out} could not be written: {refusal.strerror or refusal}") from refusal
+    finally:
+        with suppress(OSError):
+            disk.remove(temporary)

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +114,8 @@ def _commands() -> str:
 
 def commands() -> Iterator[tuple[str, click.Command]]:
     """Every command with what it is called, e.g. ("ddpforge plugins list", …)."""
-    for name, (module, _) in ddpforge.cli._COMMANDS.items():
-        command = getattr(import_module(f"ddpforge.cli.{module}"), module)
+    for name in ddpforge.cli._COMMANDS:
+        command = ddpforge.cli._load(name)
         if isinstance(command, click.Group):
             yield from ((f"ddpforge {name} {inner}", found) for inner, found in command.commands.items())
         else:

@@ -28,8 +28,7 @@ from ddpforge.interfaces import (
     World,
 )
 from ddpforge.ranks.collectives import Alone
-from ddpforge.recipe.batch import plan_batch
-from ddpforge.recipe.plan import Plan
+from ddpforge.recipe.plan import Plan, plan_batch
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
 from ddpforge.training.evaluation import Evaluator

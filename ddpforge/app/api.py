@@ -17,8 +17,7 @@ from ddpforge.app.build import TEACHERS, WEIGHTS
 from ddpforge.app.generation import Sampling, check_language, generate
 from ddpforge.app.starting import Ranks, prepare
 from ddpforge.checkpoint.reader import Reader
-from ddpforge.components.building import build
-from ddpforge.components.registry import Registry
+from ddpforge.components.registry import Registry, build
 from ddpforge.data import RankShare, mix, open_data
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError

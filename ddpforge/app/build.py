@@ -19,8 +19,8 @@ from torch import nn
 
 from ddpforge import preflight
 from ddpforge.builtin.orders.plain import Shuffled
-from ddpforge.components.building import build as build_component
 from ddpforge.components.registry import Registry
+from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.order import Even
 from ddpforge.data.streams import is_stream
@@ -31,10 +31,9 @@ from ddpforge.preflight.static import no_order_of_streams
 from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.batch import plan_batch
 from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.load import check_world
-from ddpforge.recipe.plan import Plan
+from ddpforge.recipe.plan import Plan, plan_batch
 from ddpforge.training.beside import declared
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.contract import contract_of, count_parameters

@@ -17,9 +17,9 @@ from ddpforge.app.build import build_checked, check_chosen, choose, deal
 from ddpforge.app.run import join
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
+from ddpforge.disk import refuse_existing
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
-from ddpforge.interop.new_file import refuse_existing
 from ddpforge.interop.tables import Table, check_table, writing
 from ddpforge.launchers.srun import adopt_slurm
 from ddpforge.preflight import Problems

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.components.registry import Registry
-from ddpforge.components.stand_ins import look, without_libraries
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
@@ -109,7 +108,7 @@ def prepare(
     seconds_of(max_time)  # raises UsageError
     if profile:
         Window.parse(profile)
-    folder, nproc = look(lambda: _checked(recipe, ranks, sets, out))
+    folder, nproc = _checked(recipe, ranks, sets, out)
     flags = list(ranks.flags)
     if not names_rendezvous(flags):
         flags = [*ranks.nodes.flags(ranks.run_id or default_id(folder.path.name)), *flags]
@@ -141,16 +140,18 @@ def prepare(
 
 def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) -> tuple[RunFolder, int]:
     """The run's folder and the number of ranks on this machine, of a recipe that can train on all of them."""
-    from ddpforge.recipe import load_recipe
+    from ddpforge.recipe.load import check_world as check_batch
+    from ddpforge.recipe.load import load_recipe
 
-    registry = Registry.installed()
-    if without_libraries():  # other people's code may import anything, which takes seconds: the ranks check that part
-        registry = registry.only_own()
+    registry = Registry.installed().only_light()  # the ranks check what takes seconds to import
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     if not any(flag.startswith("--nnodes") for flag in ranks.flags):
         for world in ranks.nodes.worlds(nproc):
-            check_world(loaded, world)
+            try:
+                check_batch(loaded, world)
+            except RecipeError:  # the strategy decides, which needs its options checked
+                check_world(load_recipe(recipe, sets=sets, registry=Registry.installed()), world)
     return RunFolder.of(loaded.recipe, out), nproc
 
 
@@ -165,7 +166,7 @@ def check_world(loaded: LoadedRecipe, nproc: int) -> None:
     try:
         check_world(loaded, nproc)
     except RecipeError:
-        from ddpforge.components.building import build
+        from ddpforge.components.registry import build
 
         strategy = build(Registry.installed(), "strategy", loaded.recipe.strategy)
         check_world(loaded, strategy.data_ranks(nproc))

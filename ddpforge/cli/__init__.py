@@ -18,9 +18,9 @@ _COMMANDS = {
     "doctor": ("doctor", "Look for what a run would trip over on this machine, or on all of a launcher's."),
     "check": ("check", "Validate a recipe without starting anything."),
     "data": ("data", "Show the first batches of a recipe's data: shapes, ranges, labels, pictures, text."),
-    "lr-range": ("lr_range", "Test a range of learning rates in one short training, and suggest one."),
+    "lr-range": ("trials:lr_range", "Test a range of learning rates in one short training, and suggest one."),
     "plan": ("plan", "Say what a run needs: memory, communication and time, before a device is touched."),
-    "batch-size": ("batch_size", "Find the largest micro-batch that fits into memory."),
+    "batch-size": ("trials:batch_size", "Find the largest micro-batch that fits into memory."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
     "sweep": ("sweep", "Train a recipe with many values: all of a grid, some at random, or a search."),
     "runs": ("runs", "List, compare, resume and delete runs."),
@@ -33,7 +33,7 @@ _COMMANDS = {
     "ckpt": ("ckpt", "List, inspect, verify, compare, export and import checkpoints."),
     "recipes": ("recipes", "List or copy the recipes that come with ddpforge."),
     "plugins": ("plugins", "List and show components; write and test plugins."),
-    "schema": ("schema", "Print the recipe's JSON Schema, for editors."),
+    "schema": ("recipes:schema", "Print the recipe's JSON Schema, for editors."),
     "completion": ("completion", "Print a shell completion script."),
 }
 
@@ -66,8 +66,9 @@ class _Commands(click.Group):
 
 
 def _load(name: str) -> click.Command:
-    module, _ = _COMMANDS[name]
-    command: click.Command = getattr(import_module(f"ddpforge.cli.{module}"), module)
+    place, _ = _COMMANDS[name]
+    module, _, attribute = place.partition(":")
+    command: click.Command = getattr(import_module(f"ddpforge.cli.{module}"), attribute or module)
     return command
 
 

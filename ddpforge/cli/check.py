@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
-from ddpforge.components.stand_ins import look, need_libraries, without_libraries
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 
 if TYPE_CHECKING:
@@ -40,12 +38,11 @@ def check(
     """
     if builds and not imports:
         raise UsageError("--build runs the code that --no-import is not to import", hints=["leave one of them out"])
-    checked = partial(_check, recipe, sets, ranks, device, builds, imports)
     if not as_json:
-        click.echo(f"{recipe}: ok, {checked() if builds else look(checked)}")
+        click.echo(f"{recipe}: ok, {_check(recipe, sets, ranks, device, builds, imports)}")
         return
     try:
-        checked() if builds else look(checked)
+        _check(recipe, sets, ranks, device, builds, imports)
     except ForgeError as error:
         click.echo(json.dumps({"ok": False, "problems": _problems(error)}))
         raise SystemExit(int(error.exit_code)) from None
@@ -90,8 +87,6 @@ def _check_cut(chosen: "Chosen", problems: "Problems") -> None:
         return
     if not chosen.strategy.cuts_model:
         return
-    if without_libraries():
-        need_libraries()
     from ddpforge.app.build import check_cut
 
     check_cut(chosen, problems)

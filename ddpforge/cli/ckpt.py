@@ -19,7 +19,7 @@ from ddpforge.errors import ExitCode
 if TYPE_CHECKING:
     from ddpforge.interop.compare import Differences, TensorDifference, Value
     from ddpforge.interop.imports import Imported
-    from ddpforge.runs.listing import Row, Tensor
+    from ddpforge.runs.checkpoints import Row, Tensor
 
 _SHOWN = 20  # lines of a list that is not asked for in full
 
@@ -52,8 +52,7 @@ def ls(run: str, as_json: bool) -> None:
     Their files are looked at but not read: `ckpt verify` does that. Shown are the metric that decides what is best and
     those of the evaluation.
     """
-    from ddpforge.runs.checkpoints import CheckpointFolder
-    from ddpforge.runs.listing import notable, rows
+    from ddpforge.runs.checkpoints import CheckpointFolder, notable, rows
 
     place = CheckpointFolder.find(run)
     found = rows(place)
@@ -111,8 +110,7 @@ def inspect(source: str, step: int | None, best: bool, with_tensors: bool, as_js
     RUN_OR_CHECKPOINT is a run (its newest checkpoint, if not --step or --best) or a checkpoint's folder.
     """
     from ddpforge.checkpoint.manifest import read_manifest
-    from ddpforge.runs.checkpoints import find
-    from ddpforge.runs.listing import describe, tensors
+    from ddpforge.runs.checkpoints import describe, find, tensors
 
     path = find(source, step=step, best=best)
     manifest = read_manifest(path)
@@ -177,8 +175,7 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
     """
     from ddpforge.checkpoint.verify import damages
     from ddpforge.errors import UsageError
-    from ddpforge.runs.checkpoints import CheckpointFolder, find, is_checkpoint
-    from ddpforge.runs.listing import newest_first
+    from ddpforge.runs.checkpoints import CheckpointFolder, find, is_checkpoint, newest_first
 
     if every and step is not None:
         raise UsageError("--all and --step each choose checkpoints", hints=["give one of them"])

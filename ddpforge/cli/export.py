@@ -1,22 +1,24 @@
 """`ddpforge export`, also `ddpforge ckpt export`: a run's model for other programs."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from ddpforge.cli.options import Size, checkpoint_options, json_option
 from ddpforge.cli.tables import counted
-from ddpforge.errors import UsageError
+from ddpforge.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ddpforge.interop.export import Exported, Precision
-    from ddpforge.interop.hub import Hub
 
 
 @click.command()
@@ -63,7 +65,7 @@ def export(
     weights: str,
     only: tuple[str, ...],
     merge: bool,
-    dtype: "Precision | None",
+    dtype: Precision | None,
     max_shard_size: int | None,
     form: str | None,
     repository: str | None,
@@ -112,12 +114,12 @@ class _Weights(NamedTuple):
     weights: str
     only: Sequence[str]
     merge: bool
-    dtype: "Precision | None"
+    dtype: Precision | None
     force: bool
-    base: "Mapping[str, Tensor] | None" = None
+    base: Mapping[str, Tensor] | None = None
 
 
-def _left_out(checkpoint: Path) -> "Mapping[str, Tensor] | None":
+def _left_out(checkpoint: Path) -> Mapping[str, Tensor] | None:
     """The model's tensors, built from the recipe, where the checkpoint holds those alone that were trained."""
     from ddpforge.app.api import load
     from ddpforge.checkpoint.manifest import read_manifest
@@ -149,25 +151,23 @@ def _refuse(form: str, given: Mapping[str, object]) -> None:
             )
 
 
-def _hub(repository: str | None, private: bool) -> "Hub | None":
+def _hub(repository: str | None, private: bool) -> Hub | None:
     """The repository to upload to, which is asked for before anything is written."""
     if repository is None:
         return None
-    from ddpforge.interop.hub import Hub
-
     return Hub(repository, private=private)
 
 
 def _weights(
     checkpoint: Path, out: str | None, default: str, chosen: _Weights, most: int | None, *, beside: bool
-) -> "Exported":
+) -> Exported:
     """Writes weights into a file or a folder, and what transformers needs `beside` them."""
     from ddpforge.interop.export import export as write
     from ddpforge.interop.export import export_folder
 
     if beside:
         from ddpforge.app.api import load
-        from ddpforge.interop.transformers_folder import FolderParts
+        from ddpforge.interop.export import FolderParts
 
         trained = load(checkpoint)
         needed = FolderParts.of(trained.bare(), trained.data(), merged=chosen.merge)
@@ -177,12 +177,12 @@ def _weights(
     return write(checkpoint, Path(out or f"{default}.safetensors"), **chosen._asdict())
 
 
-def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) -> "Exported":
+def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) -> Exported:
     """Writes a program of torch.export or ONNX."""
     from ddpforge.app.api import load
+    from ddpforge.disk import refuse_existing
     from ddpforge.interop import programs
     from ddpforge.interop.export import exported_file
-    from ddpforge.interop.new_file import refuse_existing
 
     refuse_existing(out, force=force)
     if form == "onnx":
@@ -192,3 +192,45 @@ def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) 
     inputs = programs.inputs_of(model, trained.task(), trained.batch(programs.SAMPLES), programs.SAMPLES)
     (programs.write_onnx if form == "onnx" else programs.write_pt2)(model, inputs, out)
     return exported_file(out, trained.step, len(model.state_dict()))
+
+
+# ---------------------------------------------------------------------------------------------- the hub
+class Hub:
+    """A repository of models on the hub (HF_ENDPOINT names another), made where it is not there.
+
+    The token is that of `hf auth login`, or HF_TOKEN. Raises UsageError for a name that is none, and EnvironmentProblem
+    where the hub refuses.
+    """
+
+    def __init__(self, name: str, *, private: bool = False) -> None:
+        from ddpforge.builtin.datasets.files import library
+
+        self.name = name
+        self._hub: Any = library("huggingface_hub", "hub")
+        if name.count("/") != 1:
+            raise UsageError(f"--push-to-hub {name}: expected USER/NAME")
+        with self._told():
+            self._api = self._hub.HfApi()
+            self._api.create_repo(name, exist_ok=True, private=private)
+
+    def push(self, files: Mapping[str, Path], message: str) -> str:
+        """Uploads files, by their names there, in one commit; returns where it can be looked at."""
+        adds = [
+            self._hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path)) for name, path in files.items()
+        ]
+        with self._told():
+            commit: Any = self._api.create_commit(self.name, adds, commit_message=message)
+        return str(commit.commit_url)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except self._hub.errors.HFValidationError as error:
+            raise UsageError(f"--push-to-hub {self.name}: {error}") from error
+        except (OSError, self._hub.errors.HTTPError) as error:
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            raise EnvironmentProblem(
+                f"the hub refuses {self.name}: {said}",
+                hints=["`hf auth login`, or HF_TOKEN, with a token that may write there", "is the hub within reach?"],
+            ) from error

@@ -1,14 +1,18 @@
 """`ddpforge plan`: what a run needs and how long a step takes, before a device is touched."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddpforge import disk
 from ddpforge.cli.options import Size, json_option, recipe_argument, sets_options
 from ddpforge.cli.tables import counted, print_table, size, span
+from ddpforge.errors import UsageError
 from ddpforge.importing import uncollected
 
 if TYPE_CHECKING:
@@ -80,7 +84,6 @@ def plan(
     """
     with uncollected():
         from ddpforge.components.registry import Registry
-        from ddpforge.recipe.edit import refuse_no_file
         from ddpforge.tools.parity.specs import parse, split
         from ddpforge.tools.simulation.devices import DEVICES
         from ddpforge.tools.simulation.forecast import forecast
@@ -89,7 +92,7 @@ def plan(
     if write and not auto:
         raise click.UsageError("--write goes with --auto")
     if write:
-        refuse_no_file(Path(recipe))
+        _refuse_no_file(Path(recipe))
     registry = Registry.installed()
     chosen = DEVICES.get(device)
     specs = [parse(text, registry, ranks=ranks) for text in split(strategies)]
@@ -119,9 +122,9 @@ def _auto(
     recipe: str,
     sets: Sequence[str],
     ranks: int,
-    registry: "Registry",
-    specs: "Sequence[Spec]",
-    device: "Device | None",
+    registry: Registry,
+    specs: Sequence[Spec],
+    device: Device | None,
     budget: int | None,
     *,
     write: bool,
@@ -154,18 +157,16 @@ def _auto(
     if fastest is None:
         raise SystemExit(1)
     if write:
-        from ddpforge.recipe.edit import set_values
-
-        set_values(Path(recipe), fastest.sets)
+        _set_values(Path(recipe), fastest.sets)
         click.echo(f"written to {recipe}", err=True)
 
 
-def _tried(one: "Forecast") -> str:
+def _tried(one: Forecast) -> str:
     fits = {True: "fits", False: "does not fit", None: f"not simulated ({one.unsimulated})"}[one.fits]
     return f"micro-batch {one.batch['micro_batch']}: {fits}{f', {size(one.needs)}' if one.needs else ''}"
 
 
-def _as_dict(one: "Choice") -> dict[str, object]:
+def _as_dict(one: Choice) -> dict[str, object]:
     return {
         "strategy": one.spec.text,
         "activation_checkpointing": one.checkpointing,
@@ -175,14 +176,14 @@ def _as_dict(one: "Choice") -> dict[str, object]:
     }
 
 
-def _choice(one: "Choice", is_best: bool) -> tuple[str, ...]:
+def _choice(one: Choice, is_best: bool) -> tuple[str, ...]:
     none = "not simulated" if one.forecast.unsimulated else "none fits"
     micro = none if one.micro_batch is None else str(one.micro_batch)
     checkpointing = one.checkpointing if isinstance(one.checkpointing, str) else "yes" if one.checkpointing else "no"
     return one.spec.text, checkpointing, micro, _size(one.forecast.needs), _time(one.forecast), "fastest" * is_best
 
 
-def _print(found: "Sequence[Forecast]", device: "Device | None", *, explain: bool) -> None:
+def _print(found: Sequence[Forecast], device: Device | None, *, explain: bool) -> None:
     first = found[0]
     batch = first.batch
     click.echo(f"{first.parameters:,} parameters")
@@ -216,7 +217,7 @@ def _print(found: "Sequence[Forecast]", device: "Device | None", *, explain: boo
         _print_one(one, device, explain=explain)
 
 
-def short(one: "Forecast") -> Iterator[str]:
+def short(one: Forecast) -> Iterator[str]:
     """Yields a plan in two lines: what a rank needs, and what it does in a step."""
     held = sorted((one.kinds or one.state).items(), key=lambda pair: -pair[1])
     kinds = ", ".join(f"{kind} {size(count)}" for kind, count in held if count)
@@ -228,7 +229,7 @@ def short(one: "Forecast") -> Iterator[str]:
     yield f"plan: a rank computes {one.flops:.4g} floating-point operations in a step, and sends {sent}"
 
 
-def _print_remedies(found: "Sequence[Forecast]", changes: "Sequence[Remedy]", *, tried: bool) -> None:
+def _print_remedies(found: Sequence[Forecast], changes: Sequence[Remedy], *, tried: bool) -> None:
     """Says with which changes a plan that does not fit would."""
     if not tried or found[0].fits is not False:
         return
@@ -237,11 +238,11 @@ def _print_remedies(found: "Sequence[Forecast]", changes: "Sequence[Remedy]", *,
         click.echo(f"  {' '.join(f'{key}={value}' for key, value in one.sets.items())}: {_size(one.forecast.needs)}")
 
 
-def _remedy(one: "Remedy") -> dict[str, object]:
+def _remedy(one: Remedy) -> dict[str, object]:
     return {"sets": dict(one.sets), "needs": one.forecast.needs, "peak": one.forecast.peak}
 
 
-def _print_one(one: "Forecast", device: "Device | None", *, explain: bool) -> None:
+def _print_one(one: Forecast, device: Device | None, *, explain: bool) -> None:
     click.echo(f"{one.strategy}, on each of {counted(one.ranks, 'rank')}:")
     if one.unsimulated:
         click.echo(f"  not simulated ({one.unsimulated}): weights, gradients and optimizer state are arithmetic, and")
@@ -278,18 +279,18 @@ def _print_one(one: "Forecast", device: "Device | None", *, explain: bool) -> No
             click.echo(f"    {size(piece['bytes']):>10}  {piece['kind']}: {piece['made_by']} {shape} {piece['dtype']}")
 
 
-def _length(one: "Forecast") -> str:
+def _length(one: Forecast) -> str:
     if not one.items:
         return ""
     each = f", {one.items:,.0f} {one.items_name} per step"
     return each if one.steps is None else f"{each}, {one.items * one.steps:,.0f} in {one.steps:,} steps"
 
 
-def _size(count: "int | None") -> str:
+def _size(count: int | None) -> str:
     return "" if count is None else size(count)
 
 
-def _time(one: "Forecast") -> str:
+def _time(one: Forecast) -> str:
     if one.seconds is None:
         return ""
     least, most = one.seconds.least, one.seconds.most
@@ -298,3 +299,34 @@ def _time(one: "Forecast") -> str:
 
 def _seconds(value: float) -> str:
     return span(value) if value >= 60 else f"{value:.3g} s"
+
+
+# ---------------------------------------------------------------------------------------------- writing into a recipe
+def _refuse_no_file(path: Path) -> None:
+    """Raises UsageError unless a recipe is in a file of its own, into which something can be written."""
+    if not path.is_file():
+        raise UsageError(
+            f"{path} is no recipe file, so nothing can be written into it",
+            hints=[f"copy the bundled recipe first: ddpforge recipes cp {path.name}"],
+        )
+
+
+def _set_values(path: Path, values: Mapping[str, str]) -> None:
+    """Sets dotted keys to values that are written as in TOML; the file is replaced whole, or not at all.
+
+    Another component's name, `….use`, takes the options of the one that was there with it.
+    """
+    _refuse_no_file(path)
+    import tomlkit
+
+    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    for dotted, text in values.items():
+        *tables, key = dotted.split(".")
+        place: Any = document
+        for name in tables:
+            place = place.setdefault(name, tomlkit.table())
+        value = tomlkit.value(text)
+        if key == "use" and place.get(key) != value:
+            place.clear()  # the options are those of another component
+        place[key] = value
+    disk.replace(path, tomlkit.dumps(document).encode())

@@ -17,7 +17,6 @@ from ddpforge.cli.tables import print_table
 from ddpforge.components.errors import UnknownComponent
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
-from ddpforge.components.stand_ins import look
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
         entry = registry.find(kind, name)
     except UnknownComponent as unknown:
         raise UsageError(unknown.message, hints=unknown.hints) from unknown
-    documentation, options, takes_more = look(partial(_described, registry, kind, name))
+    documentation, options, takes_more = _described(registry, kind, name)
     example = _example(kind, name, options)
 
     if as_json:

@@ -1,12 +1,15 @@
 """`ddpforge report`: one HTML file about runs, or the same page served while they train."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import click
 
-from ddpforge.errors import UsageError
+from ddpforge.errors import EnvironmentProblem, UsageError
 
 
 @click.command()
@@ -56,10 +59,47 @@ def report(runs: tuple[str, ...], output: Path, watch: bool, port: int, every: f
 
 def _serve(page: Callable[[], str], port: int) -> None:
     """Serves until Ctrl-C."""
-    from ddpforge.tools.reports.serving import server_of
-
     page()  # what is wrong with the folders is said here, and not to a browser
     with server_of(page, port) as server:
         click.echo(f"http://127.0.0.1:{server.server_port}/ until Ctrl-C", err=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+# ---------------------------------------------------------------------------------------------- serving
+def server_of(page: Callable[[], str], port: int) -> ThreadingHTTPServer:
+    """A server on localhost that makes the page again for whoever asks; port 0 is any that is free.
+
+    Raises EnvironmentProblem where the port is taken.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            """Answers with the page."""
+            if self.path != "/":
+                self.send_error(404)
+                return
+            if not _is_local(self.headers.get("Host", "")):  # another site's name that leads here, to read the page
+                self.send_error(403)
+                return
+            body = page().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Requests are not worth a line each."""
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"port {port} of this machine cannot be used: {error.strerror}", hints=["name another with --port"]
+        ) from error
+
+
+def _is_local(host: str) -> bool:
+    return host.rpartition(":")[0] in ("127.0.0.1", "localhost")

@@ -13,9 +13,8 @@ from ddpforge.cli.tables import age, counted, number, print_table, printable
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.runs.comparison import Comparison, Point
     from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.overview import Standing
+    from ddpforge.runs.overview import Comparison, Point, Standing
 
 _WIDEST = 60  # characters of a difference that are shown
 
@@ -148,9 +147,8 @@ def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None
     Shown are the keys of the resolved recipes that differ, local files with other code, what differs about machines and
     packages, and all metrics. Curves need the extra `plot`.
     """
-    from ddpforge.runs.comparison import compare as compared
-    from ddpforge.runs.comparison import curves
-    from ddpforge.runs.overview import named_runs, notable, standing
+    from ddpforge.runs.overview import compare as compared
+    from ddpforge.runs.overview import curves, named_runs, notable, standing
 
     folders = named_runs(names)
     if len(folders) < 2:
@@ -163,7 +161,7 @@ def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None
     else:
         _print_comparison(found)
     if picture and lines:
-        from ddpforge.cli.plots import as_picture
+        from ddpforge.cli.tables import as_picture
 
         as_picture(picture, lines)
         click.echo(f"curves: {picture}", err=True)
@@ -184,7 +182,7 @@ def _print_comparison(found: "Comparison") -> None:
 
 
 def _draw(curves: "Mapping[str, Mapping[str, Sequence[Point]]]") -> None:
-    from ddpforge.cli.plots import in_terminal
+    from ddpforge.cli.tables import in_terminal
 
     for metric, lines in curves.items():
         click.echo(f"\n{in_terminal(metric, lines)}")

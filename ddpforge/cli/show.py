@@ -10,7 +10,6 @@ import click
 from ddpforge.cli.check import choose_and_check
 from ddpforge.cli.options import device_option, imports_option, json_option, ranks_option, recipe_argument, sets_options
 from ddpforge.cli.plan import short
-from ddpforge.components.stand_ins import look
 
 if TYPE_CHECKING:
     from ddpforge.interfaces import Contract
@@ -37,7 +36,7 @@ def show(
     This imports the code that the recipe names, which runs what stands at the top of it.
     """
     if not plans:
-        click.echo(look(lambda: "\n".join(_shown(recipe, sets, ranks, device, imports, as_json))))
+        click.echo("\n".join(_shown(recipe, sets, ranks, device, imports, as_json)))
         return
     from ddpforge.components.registry import Registry
     from ddpforge.tools.simulation.forecast import forecast
@@ -99,7 +98,7 @@ def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
 
 def _annotated(loaded: "LoadedRecipe") -> str:
     """The resolved recipe with the origin of every value as a comment behind it."""
-    from ddpforge.recipe.origins import Source
+    from ddpforge.recipe.toml import Source
 
     text = loaded.dumps().rstrip()
     lines = text.split("\n")

@@ -15,9 +15,8 @@ from ddpforge.cli.tables import counted, number, printable
 from ddpforge.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from ddpforge.tools.sweeps.plan import Plan
     from ddpforge.tools.sweeps.space import Variant
-    from ddpforge.tools.sweeps.training import Commands, Trained
+    from ddpforge.tools.sweeps.training import Commands, Plan, Trained
 
 
 @click.command()
@@ -64,10 +63,9 @@ def sweep(
     codes: 0 all done, 1 some failed, 2 usage or recipe, 75 stopped.
     """
     from ddpforge.ranks.logs import keep_output
-    from ddpforge.tools.sweeps.plan import Plan, mode_of
-    from ddpforge.tools.sweeps.plan import devices as share_out
     from ddpforge.tools.sweeps.space import Space
-    from ddpforge.tools.sweeps.training import Commands
+    from ddpforge.tools.sweeps.training import Commands, Plan, mode_of
+    from ddpforge.tools.sweeps.training import devices as share_out
 
     keep_output()
     _refuse(draws, trials)

@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -25,16 +26,14 @@ from ddpforge.components.errors import (
 )
 from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
-from ddpforge.components.loading import importing, is_file, local_file
-from ddpforge.components.local_code import import_file
-from ddpforge.components.stand_ins import need_libraries
+from ddpforge.components.local_code import import_file, module_name
 from ddpforge.confidential import SECRET, redact, reveal
-from ddpforge.errors import PluginError, leading_key
+from ddpforge.errors import ExitCode, PluginError, leading_key
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["PLUGIN_API", "Chosen", "Registry"]
+__all__ = ["PLUGIN_API", "Chosen", "Registry", "WrongKind", "build"]
 
 PLUGIN_API = 2
 """The newest version of the component contracts that this ddpforge keeps."""
@@ -65,7 +64,9 @@ class Registry:
     `package.module:Name`; or `./file.py:Name`, relative to `base`, the folder of the recipe that says it.
     """
 
-    def __init__(self, entries: Iterable[Entry] = (), *, imports: Literal["all", "registered", "own"] = "all") -> None:
+    def __init__(
+        self, entries: Iterable[Entry] = (), *, imports: Literal["all", "registered", "light"] = "all"
+    ) -> None:
         """`imports` is the code that is ever imported; any other takes any options."""
         self._entries = sorted(entries)
         self._imports = imports
@@ -74,9 +75,12 @@ class Registry:
         """The same, which imports no code that a recipe locates by a file or a module: it takes any options."""
         return Registry(self._entries, imports="registered")
 
-    def only_own(self) -> Registry:
-        """The same, which imports nothing but ddpforge's own code: that of plugins takes any options, too."""
-        return Registry(self._entries, imports="own")
+    def only_light(self) -> Registry:
+        """The same, which imports ddpforge's own components alone: plugins, and strategies, take any options.
+
+        Strategies need torch, which takes seconds to import; plugins may import anything.
+        """
+        return Registry(self._entries, imports="light")
 
     @classmethod
     def installed(cls) -> Registry:
@@ -105,7 +109,7 @@ class Registry:
             raise AmbiguousComponent(kind, use, providers)
         if providers:
             return providers[0]
-        if is_file(use) or (colon and all(part.isidentifier() for part in owner.split("."))):
+        if _is_file(use) or (colon and all(part.isidentifier() for part in owner.split("."))):
             return None
         raise UnknownComponent(kind, use, self.names(kind))
 
@@ -114,22 +118,22 @@ class Registry:
         if self._imports == "all":
             return True
         entry = self.find(kind, use)
-        return entry is not None and (entry.is_own or self._imports == "registered")
+        if self._imports == "light":
+            return entry is not None and entry.is_own and kind != "strategy"
+        return entry is not None
 
     def load(self, kind: str, use: str, base: Path = Path()) -> Callable[..., Any]:
         """Imports the component; raises UnknownComponent, AmbiguousComponent or BrokenComponent."""
         entry = self.find(kind, use)
         if not self.imports(kind, use):
             raise NotImported(kind, use)
-        if not (entry and entry.is_own):
-            need_libraries()  # other people's code may do anything with them
         broken = partial(BrokenComponent, kind, use, entry=entry)
         location, _, attribute = (entry.target if entry else use).partition(":")
         if not attribute:
             raise broken("names a module, not what to use of it", hints=[f"write `{location}:Name`"])
 
-        file = local_file(location, base, broken) if is_file(location) else None
-        with importing(location, file, None if entry else base, broken):
+        file = _local_file(location, base, broken) if _is_file(location) else None
+        with _importing(location, file, None if entry else base, broken):
             module = import_file(file) if file else importlib.import_module(location)
             component: object = module
             for name in attribute.split("."):
@@ -239,3 +243,101 @@ class Registry:
 def _installed(path: tuple[str, ...], disabled: str) -> Registry:
     left_out = {normalised(name) for name in disabled.split(",")}
     return Registry(entry for entry in entries(path) if normalised(entry.distribution) not in left_out)
+
+
+# ---------------------------------------------------------------------------------------------- importing
+@contextmanager
+def _importing(
+    location: str, file: Path | None, base: Path | None, broken: Callable[..., BrokenComponent]
+) -> Iterator[None]:
+    """Turns whatever a plugin's code raises while it is imported into a BrokenComponent that says where.
+
+    `base` is the folder of the recipe, if that gives the location itself.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as cause:  # a script without a main guard exits
+        where = _innermost(cause, (module_name(file) if file else location).partition(".")[0])
+        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if missing and "." in missing:
+            missing = None  # the requirement is there, in a version without this module
+        raise broken(
+            f"cannot be imported: {type(cause).__name__}: {cause}" + (f" ({where})" if where else ""),
+            cause=cause,
+            where=where,
+            missing=missing,
+            hints=_ways_to_provide(missing, location, file, base) if missing else (),
+        ) from cause
+
+
+def _innermost(cause: BaseException, package: str) -> str | None:
+    """The plugin's own line that `cause` came through last, as "file:line"."""
+    import traceback  # here and below: lists of plugins are to be quick
+
+    if isinstance(cause, SyntaxError) and cause.filename:
+        return f"{cause.filename}:{cause.lineno}"
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(cause.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+    ]
+    return lines[-1] if lines else None
+
+
+_EXTRAS = {"torchmetrics": "metrics"}  # modules that recipes locate, and the extra that brings each
+
+
+def _ways_to_provide(missing: str, location: str, file: Path | None, base: Path | None) -> list[str]:
+    path = location.replace(".", "/") + ".py"
+    if base and missing == location.partition(".")[0] and (base / path).is_file():
+        return [f'a file beside the recipe is named by its path: use = "./{path}:…"']
+    if file and (file.parent / f"{missing}.py").exists():
+        return [f"a file beside a recipe imports its neighbours by a dot: `from .{missing} import …`"]
+    if extra := _EXTRAS.get(missing):
+        return [f"pip install 'ddpforge[{extra}]'"]
+    return [f"install what provides the module `{missing}`"]
+
+
+# ------------------------------------------------------------------------------------------------ local files
+def _is_file(location: str) -> bool:
+    """True if a recipe locates a file, not a module."""
+    return "/" in location or location.partition(":")[0].endswith(".py")
+
+
+def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent]) -> Path:
+    """The file that a recipe in `base` names; it must lie there, also after following links."""
+    try:
+        folder = base.resolve()
+        file = (folder / location).resolve()
+        there, is_file = file.exists(), file.is_file()
+    except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, a null character
+        raise broken(f"cannot be loaded: {cause}", cause=cause) from cause
+
+    if not file.is_relative_to(folder):
+        raise broken(
+            f"leaves the recipe's folder {folder}",
+            hints=["move the file next to the recipe, or install it as a package: `package.module:Name`"],
+        )
+    if not is_file or file.suffix != ".py":
+        raise broken(f"cannot be loaded: {file} is not {'a Python file' if there else 'there'}")
+    return file
+
+
+# ---------------------------------------------------------------------------------------------- building
+class WrongKind(PluginError):
+    """A recipe names something that is no component of the kind that belongs there: the recipe's fault."""
+
+    exit_code = ExitCode.USAGE
+
+
+def build(registry: Registry, kind: str, component: Chosen, **given: Any) -> Any:
+    """The component, built; raises PluginError also when it is not of its kind."""
+    built = registry.build(kind, component, **given)
+    if expected := KINDS[kind].mismatch(built):
+        name = type(built).__name__
+        article = "an" if name[:1].lower() in "aeiou" else "a"
+        raise WrongKind(
+            f"{kind} `{component.use}` is {article} {name}, and must be {expected}",
+            hints=["`ddpforge.interfaces` says what a component of each kind must be"],
+        )
+    return built

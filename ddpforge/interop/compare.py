@@ -15,7 +15,7 @@ from ddpforge.checkpoint.schema import SECTIONS, Manifest, Section
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.toml import loads
 from ddpforge.runs.changes import Change, recipe_changes
-from ddpforge.runs.listing import metrics, plain
+from ddpforge.runs.checkpoints import metrics, plain
 
 _STRIDE = 1 << 22  # elements that are compared at a time, in float64
 _TINY = 5e-324  # the smallest float64: integers that float64 cannot tell apart are no division by zero

@@ -1,27 +1,29 @@
 """Weights for other programs: plain safetensors out of a checkpoint, in one file or in several."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpforge import disk
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
 from ddpforge.checkpoint.schema import MODEL
 from ddpforge.checkpoint.weights_file import sources, write_weights
-from ddpforge.errors import CheckpointError, UsageError
+from ddpforge.disk import appearing
+from ddpforge.errors import CheckpointError, EnvironmentProblem, UsageError
 from ddpforge.interop.adapters import merged
-from ddpforge.interop.new_file import appearing
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _DTYPES: Mapping[Precision, torch.dtype] = {
@@ -282,3 +284,49 @@ def _write(out: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, st
     """`write_weights`, all or nothing."""
     with appearing(out, CheckpointError) as temporary:
         return write_weights(temporary, chosen, aliases)
+
+
+# ----------------------------------------------------------------------------------- a folder of transformers
+@dataclass(frozen=True)
+class FolderParts:
+    """The parts of a transformers model that are no weights."""
+
+    parts: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, data: Any, *, merged: bool) -> FolderParts:
+        """Those of a model, and the tokenizer of its data, if it has one; raises UsageError for another model."""
+        config: Any = getattr(model, "config", None)
+        if not hasattr(config, "save_pretrained"):
+            raise UsageError(
+                f"{type(model).__name__} is no model of transformers",
+                hints=[
+                    "--format transformers is for runs of ddpforge-transformers; leave it out for the weights alone"
+                ],
+            )
+        if not merged and any(".lora_" in name for name, _ in model.named_parameters()):
+            raise UsageError(
+                "the model has adapters, which transformers would not find in their places",
+                hints=["--merge folds them in", "--only '*lora_*' and no --format writes them alone"],
+            )
+        config.architectures = [type(model).__name__]
+        return cls((config, getattr(model, "generation_config", None), getattr(data, "tokenizer", None)))
+
+    def save(self, weights: Exported) -> Exported:
+        """Puts them beside weights that were written; of what was written all files are told."""
+        folder = weights.file.parent
+        stage = folder / f".beside.{os.getpid()}.tmp"
+        try:
+            disk.make_folder(stage)
+            for part in self.parts:
+                if part is not None:
+                    part.save_pretrained(stage)
+            names = {path.name: disk.sha256(path) for path in sorted(stage.iterdir())}
+            for name in names:
+                disk.rename(stage / name, folder / name)
+            disk.sync_folder(folder)
+        except OSError as error:
+            raise EnvironmentProblem(f"{folder} could not be written: {error.strerror or error}") from error
+        finally:
+            disk.remove(stage)
+        return replace(weights, files={**weights.files, **names})

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ddpforge import disk
 from ddpforge.builtin.datasets.files import library
+from ddpforge.disk import appearing
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Task
-from ddpforge.interop.new_file import appearing
 
 __all__ = ["SAMPLES", "Inputs", "inputs_of", "require_onnx", "write_onnx", "write_pt2"]
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ddpforge import disk
 from ddpforge.builtin.datasets.files import library
 from ddpforge.builtin.extras import require
+from ddpforge.disk import appearing
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interop.new_file import appearing
 
 __all__ = ["Table", "check_table", "writing"]
 

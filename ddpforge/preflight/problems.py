@@ -18,7 +18,7 @@ from ddpforge.errors import (
     leading_key,
 )
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.origins import KeyPath
+from ddpforge.recipe.report import KeyPath
 from ddpforge.training.stages import NotBuilt
 
 __all__ = ["Problems"]

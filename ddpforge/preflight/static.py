@@ -9,15 +9,14 @@ from importlib.util import find_spec
 
 import torch
 
-from ddpforge.components.building import build
 from ddpforge.components.options import Nested
+from ddpforge.components.registry import build
 from ddpforge.data.streams import are_streams
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Metric
 from ddpforge.interop.initial import find_initial
 from ddpforge.ranks.devices import device_type
-from ddpforge.recipe.batch import plan_batch
-from ddpforge.recipe.plan import Plan
+from ddpforge.recipe.plan import Plan, plan_batch
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component, TrainSection
 from ddpforge.training.callbacks import check_callback

@@ -1,12 +1,12 @@
 """Recipes: from TOML text to a typed, validated run description, and the errors on the way."""
 
 from ddpforge.errors import Place, Problem
-from ddpforge.recipe.batch import BatchPlan, plan_batch
 from ddpforge.recipe.bundled import bundled, find_recipe
 from ddpforge.recipe.load import LoadedRecipe, check_world, load_recipe
-from ddpforge.recipe.origins import Origin
+from ddpforge.recipe.plan import BatchPlan, plan_batch
 from ddpforge.recipe.report import render
 from ddpforge.recipe.schema import Recipe
+from ddpforge.recipe.toml import Origin
 
 __all__ = [
     "BatchPlan",

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from ddpforge.errors import Problem, RecipeError
-from ddpforge.recipe.origins import Origin
 from ddpforge.recipe.report import did_you_mean
+from ddpforge.recipe.toml import Origin
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 

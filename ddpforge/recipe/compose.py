@@ -11,10 +11,9 @@ from pathlib import Path
 
 from ddpforge.errors import Place, Problem, RecipeError
 from ddpforge.recipe.bundled import bundled, require_file
-from ddpforge.recipe.layers import Layers, Table, inside, paths
-from ddpforge.recipe.origins import KeyPath, Origin, Source
-from ddpforge.recipe.report import did_you_mean, dotted, kind_of, printable
-from ddpforge.recipe.toml import parse, read
+from ddpforge.recipe.layers import Layers, inside, paths
+from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, printable
+from ddpforge.recipe.toml import Origin, Source, Table, parse, read
 
 _TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")  # a --set value that is not meant as a bare word
 _MOST_FILES = 256  # that a recipe extends, each as often as it is named: one named twice, sixteen times over, is 65,536

@@ -11,11 +11,10 @@ from ddpforge.components.errors import located
 from ddpforge.components.registry import Registry
 from ddpforge.errors import Place, PluginError, Problem
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import SETS, Layers, Table, Value, inside, kind_at, used_name
-from ddpforge.recipe.origins import KeyPath
-from ddpforge.recipe.other_tools import FOREIGN_USE, precision_meant
-from ddpforge.recipe.report import did_you_mean, dotted, kind_of, shown
-from ddpforge.recipe.vocabulary import Vocabulary
+from ddpforge.recipe.layers import SETS, Layers, inside, kind_at, used_name
+from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, shown
+from ddpforge.recipe.toml import Table, Value
+from ddpforge.recipe.vocabulary import Vocabulary, foreign_use, precision_meant
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -211,7 +210,7 @@ class Explainer:
 
     def _instead_of_use(self, table: KeyPath) -> list[str]:
         inner = inside(self.layers.tables, table)
-        found = [key for key in inner if key.lower() in FOREIGN_USE and isinstance(inner[key], str)]
+        found = [key for key in inner if key.lower() in foreign_use() and isinstance(inner[key], str)]
         return [f"instead of `{key}`, write use = {shown(located(inner[key]))}" for key in found]
 
 

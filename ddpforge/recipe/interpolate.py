@@ -7,9 +7,9 @@ import re
 
 from ddpforge.confidential import SECRET
 from ddpforge.errors import Problem
-from ddpforge.recipe.layers import Layers, Table, Value, framework_keys, kind_at, map_strings, strings
-from ddpforge.recipe.origins import KeyPath, Origin
-from ddpforge.recipe.report import did_you_mean, dotted, kind_of, nearest
+from ddpforge.recipe.layers import Layers, framework_keys, kind_at, map_strings, strings
+from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, nearest
+from ddpforge.recipe.toml import Origin, Table, Value
 
 _MOST = 4 << 20  # characters of a value: more than any recipe has
 _REFERENCE = re.compile(r"(?P<escaped>\$)?\$\{(?:(?P<body>[^{}]*)\})?")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from ddpforge.components.kinds import KINDS
-from ddpforge.recipe.origins import KeyPath, Origin, Source
+from ddpforge.recipe.report import KeyPath
 from ddpforge.recipe.schema import Component, GroupComponent, TurnComponent
-
-Value = Any  # whatever TOML can hold
-Table = dict[str, Value]
+from ddpforge.recipe.toml import Origin, Source, Table, Value
 
 SLOTS: dict[KeyPath, str] = {path: kind for kind, spec in KINDS.items() for path in spec.tables}
 """The tables that name a component, and its kind."""

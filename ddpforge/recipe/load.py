@@ -10,14 +10,14 @@ from typing import Any
 
 from ddpforge.components.registry import Registry
 from ddpforge.errors import Place, Problem, RecipeError, UsageError
-from ddpforge.recipe.batch import BatchPlan, plan_batch
 from ddpforge.recipe.bundled import find_recipe
 from ddpforge.recipe.compose import compose
 from ddpforge.recipe.interpolate import escape, interpolate
 from ddpforge.recipe.layers import Layers, map_strings, paths, strings
-from ddpforge.recipe.origins import KeyPath, Origin
-from ddpforge.recipe.report import dotted
+from ddpforge.recipe.plan import BatchPlan, plan_batch
+from ddpforge.recipe.report import KeyPath, dotted
 from ddpforge.recipe.schema import Component, Recipe
+from ddpforge.recipe.toml import Origin
 from ddpforge.recipe.validate import local_file, validate
 
 

@@ -9,7 +9,9 @@ import textwrap
 from collections.abc import Iterable
 
 from ddpforge.errors import ForgeError, Place, Problem, RecipeError
-from ddpforge.recipe.origins import KeyPath
+
+KeyPath = tuple[str | int, ...]
+"""A key of a recipe, or an element of an array in it: ("data", "train", "use")."""
 
 _WIDEST = 160  # columns of a source line that are shown
 _WRAP = 100  # columns of a hint

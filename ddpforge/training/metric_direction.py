@@ -9,7 +9,7 @@ from typing import Any
 from ddpforge.interfaces import Metric
 from ddpforge.interfaces.direction import lower_is_better
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.origins import Origin
+from ddpforge.recipe.toml import Origin
 
 __all__ = ["missing_direction", "with_direction"]
 

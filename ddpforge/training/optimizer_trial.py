@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ddpforge.components.registry import Registry
     from ddpforge.recipe.load import LoadedRecipe
-    from ddpforge.recipe.origins import KeyPath
+    from ddpforge.recipe.report import KeyPath
     from ddpforge.recipe.schema import Component
 
 

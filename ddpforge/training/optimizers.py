@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ddpforge.components.building import build
-from ddpforge.components.registry import Registry
+from ddpforge.components.registry import Registry, build
 from ddpforge.recipe.schema import Component, OptimizerComponent
 from ddpforge.strategies.several import InTurns, Several
 from ddpforge.training.blocks import find_blocks

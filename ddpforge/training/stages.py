@@ -12,8 +12,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.data import Batches
 from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker
 from ddpforge.recipe import LoadedRecipe, Recipe
-from ddpforge.recipe.batch import BatchPlan
-from ddpforge.recipe.plan import Plan
+from ddpforge.recipe.plan import BatchPlan, Plan
 from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.training.contract import Size
 

@@ -11,9 +11,8 @@ import pytest
 from fake_distributions import install
 
 from ddpforge.components import scaffold
-from ddpforge.components.building import build
 from ddpforge.components.kinds import KINDS, KindSpec
-from ddpforge.components.registry import Registry
+from ddpforge.components.registry import Registry, build
 from ddpforge.errors import PluginError
 from ddpforge.recipe.schema import Component, Recipe
 
@@ -90,7 +89,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from ddpforge.cli import main
-from ddpforge.components.building import build
+from ddpforge.components.registry import build
 from ddpforge.components.options import options_model
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError, UsageError

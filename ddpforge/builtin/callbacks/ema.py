@@ -1,17 +1,19 @@
 """An exponential moving average of the weights, which evaluates better than the weights themselves."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, read_all
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger("ddpforge")
 
@@ -36,6 +38,8 @@ class EMA(Callback):
 
     def on_start(self, run: RunContext) -> None:
         """Copies the initial weights: as much of each as this rank holds."""
+        from torch.optim.swa_utils import get_ema_multi_avg_fn
+
         self._update = get_ema_multi_avg_fn(self._decay)  # type: ignore[no-untyped-call]
         self._weights = run.weights
         self._live = [part.tensor for part in run.weights.parts().values()]
@@ -95,12 +99,16 @@ class EMA(Callback):
         return zip(self._weights.parts().items(), self._averages, strict=True)
 
 
-@torch.no_grad()
 def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    import torch
+
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 def _at_least_fp32(weight: Tensor) -> Tensor:
     """`weight` itself where its dtype is wide enough."""
+    import torch
+
     return weight.to(torch.promote_types(weight.dtype, torch.float32))

@@ -1,9 +1,10 @@
 """Shows what a diffusion model makes of noise, at every evaluation."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from ddpforge.builtin.tasks.diffusion import sample
@@ -36,6 +37,8 @@ class DiffusionSamples(Callback):
 
     def while_evaluating(self, step: int) -> Mapping[str, float]:
         """Every rank calls the model, as a strategy may need all of them for that; the main rank's images are shown."""
+        import torch
+
         noise = torch.randn(self._shape, device=self._run.world.device)
         with self._run.forward():
             images = sample(self._run.model, noise, self._steps)

@@ -1,13 +1,17 @@
 """Measures time per step, peak memory, and the share of the hardware's peak that is used."""
 
+from __future__ import annotations
+
 import resource
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
 
 from ddpforge.interfaces import Callback, RunContext, StepInfo
+
+if TYPE_CHECKING:
+    import torch
 
 PositiveFlops = Annotated[float, Field(gt=0, le=1e30)]
 
@@ -56,6 +60,8 @@ class Throughput(Callback):
 
 def _peak_memory(device: torch.device) -> float:
     """In GiB."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB

@@ -1,19 +1,23 @@
 """Handwritten digits that come with the package: real data for first runs and tests, without a download."""
 
-from pathlib import Path
-from typing import Annotated, Literal
+from __future__ import annotations
 
-import numpy as np
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
 from pydantic import Field
-from torch import Tensor
+
+from ddpforge.builtin.datasets.files import InBatches
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FILE = Path(__file__).with_name("digits.csv.gz")
 _TRAIN = 1437  # of 1,797: four fifths
 _LOOPS = (0, 6, 8, 9)
 
 
-class Digits:
+class Digits(InBatches):
     """1,797 grey images of 8 x 8 pixels: float32 [1, 8, 8] in [0, 1] with an int64 label 0 to 9, in memory.
 
     The first 1,437 of `numpy.random.RandomState(0).permutation(1797)`, a stream that numpy keeps frozen, are
@@ -40,6 +44,9 @@ class Digits:
             int | None, Field(ge=1, le=_TRAIN, description="Only the first N samples of the split; absent: all.")
         ] = None,
     ) -> None:
+        import numpy as np
+        import torch
+
         table = np.loadtxt(_FILE, delimiter=",", dtype=np.uint8)  # 64 pixels from 0 to 16, then the label
         order = np.random.RandomState(0).permutation(len(table))
         part = torch.from_numpy(table[order[:_TRAIN] if split == "train" else order[_TRAIN:]][:samples])
@@ -48,6 +55,8 @@ class Digits:
         self.classes = 11 if targets == "pixels" else 10
 
     def _targets(self, digits: Tensor, targets: str) -> Tensor:
+        import torch
+
         if targets == "traits":
             prime, loop = (torch.isin(digits, torch.tensor(which)) for which in ((2, 3, 5, 7), _LOOPS))
             return torch.stack([digits % 2 == 1, prime, digits > 4, loop], dim=1).float()
@@ -63,9 +72,8 @@ class Digits:
 
     def __getitems__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """The whole batch at once."""
+        import numpy as np
+        import torch
+
         rows = torch.from_numpy(np.array(ids))  # three times as fast as torch.tensor(ids)
         return self.images.index_select(0, rows), self.labels.index_select(0, rows)
-
-    def collate(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns its argument: `__getitems__` makes batches already."""
-        return batch

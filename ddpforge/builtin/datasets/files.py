@@ -12,15 +12,28 @@ from importlib import import_module
 from itertools import islice, pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from ddpforge.errors import EnvironmentProblem, UsageError
 
-__all__ = ["IMAGE_FORMATS", "Classes", "Lanes", "Shuffle", "Window", "find_files", "keep", "library", "numeric"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "IMAGE_FORMATS",
+    "Classes",
+    "InBatches",
+    "Lanes",
+    "Shuffle",
+    "Window",
+    "find_files",
+    "keep",
+    "library",
+    "numeric",
+]
 
 # Pillow goes by an image's content, not by its name, and would hand PostScript, which is a program, to Ghostscript.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "TGA")
@@ -40,6 +53,22 @@ Lanes = Annotated[
 ]
 
 
+class InBatches:
+    """A map-style dataset whose `__getitems__` returns a whole batch, a tuple of tensors."""
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns the parts of one sample."""
+        return tuple(part[0] for part in self.__getitems__([index]))
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        """Returns the batch of these samples."""
+        raise NotImplementedError
+
+    def collate(self, batch: Any) -> Any:
+        """Returns its argument: `__getitems__` makes batches already."""
+        return batch
+
+
 def library(name: str, extra: str) -> ModuleType:
     """An optional library, imported; raises EnvironmentProblem that says which extra of ddpforge brings it."""
     try:
@@ -54,6 +83,8 @@ def library(name: str, extra: str) -> ModuleType:
 
 def numeric(value: Any) -> Any:
     """A value of a table as `default_collate` takes it: lists and images as arrays; floats as models take them."""
+    import numpy as np
+
     if value is None:
         raise UsageError("columns: a row has no value (null) in one of them", hints=["fill it, or leave the row out"])
     if isinstance(value, float):
@@ -148,6 +179,8 @@ def _range(text: str) -> Iterable[str] | None:
 
 def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
     """The numbers that `find` finds in a file, or what `folder` keeps of them for the same `facts`."""
+    import numpy as np
+
     if folder is None:
         return find()
     digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()

@@ -7,16 +7,17 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
-from torch.utils.data import default_collate
 
 from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, keep, library, numeric
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.interfaces import PartedData
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["hugging_face"]
 
@@ -70,24 +71,12 @@ def hugging_face(
 
     Raises EnvironmentProblem for what cannot be loaded, and UsageError for columns that there are not.
     """
-    if path in _PICKLED:
-        raise UsageError(
-            f'path: "{path}" reads pickles, which may run code', hints=["write parquet: pandas.DataFrame.to_parquet"]
-        )
-    datasets = library("datasets", "datasets")
     if not streaming and (shard_lengths or index or shuffle or window > 1):
         raise UsageError("shard_lengths, index, shuffle and window are for streaming = true; see [data.order]")
     if shard_lengths and index:
         raise UsageError("shard_lengths and index both say how long the shards are: name one of them")
     options: dict[str, Any] = {"revision": revision} | ({"data_files": data_files} if data_files else {})
-    try:
-        if streaming:
-            builder = datasets.load_dataset_builder(path, name, **options)
-            data = builder.as_streaming_dataset(split=split)
-        else:
-            data = datasets.load_dataset(path, name, split=split, **options)
-    except (OSError, ValueError, ConnectionError) as error:
-        raise EnvironmentProblem(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    data, builder = _loaded(path, name, split, streaming, options)
     features = data.features or {}
     if features and (missing := [column for column in columns if column not in features]):
         raise UsageError(f"columns: {path} has no `{missing[0]}`", hints=[f"it has {', '.join(features)}"])
@@ -103,6 +92,22 @@ def hugging_face(
     return Shards(data, columns, number, lengths, shuffle, window, lanes)
 
 
+def _loaded(path: str, name: str | None, split: str, streaming: bool, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns the dataset and, of a stream, its builder; raises EnvironmentProblem for one that cannot be loaded."""
+    if path in _PICKLED:
+        raise UsageError(
+            f'path: "{path}" reads pickles, which may run code', hints=["write parquet: pandas.DataFrame.to_parquet"]
+        )
+    datasets = library("datasets", "datasets")
+    try:
+        if not streaming:
+            return datasets.load_dataset(path, name, split=split, **options), None
+        builder = datasets.load_dataset_builder(path, name, **options)
+        return builder.as_streaming_dataset(split=split), builder
+    except (OSError, ValueError, ConnectionError) as error:
+        raise EnvironmentProblem(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
 class _Tuples:
     """Rows as tuples of the chosen columns."""
 
@@ -115,6 +120,8 @@ class _Tuples:
 
     def collate(self, samples: list[Mapping[str, Any]]) -> Any:
         """A batch: tensors where samples hold numbers."""
+        from torch.utils.data import default_collate
+
         rows = [tuple(numeric(row[column]) for column in self._columns) for row in samples]
         for column, values in zip(self._columns, zip(*rows, strict=True), strict=True):
             _check_shapes(column, values)
@@ -142,6 +149,8 @@ class Rows(_Tuples):
 
     def __getattr__(self, name: str) -> Any:
         """A column, for orders: one value per sample."""
+        import numpy as np
+
         if name.startswith("_") or name not in self._columns:
             raise AttributeError(name)
         return np.array(self._data[name])
@@ -179,6 +188,8 @@ class Shards(_Tuples, PartedData):
 
 def _check_shapes(column: str, values: Sequence[Any]) -> None:
     """Raises UsageError for arrays that make no batch."""
+    import numpy as np
+
     shapes = {value.shape: None for value in values if isinstance(value, np.ndarray)}
     if len(shapes) > 1:
         one, other, *_ = (list(shape) for shape in shapes)
@@ -234,6 +245,8 @@ def _measured(
 
 def _row_groups(number: int, file: str) -> NDArray[np.int64]:
     """The number of rows of each row group of a file, from its footer."""
+    import numpy as np
+
     with library("fsspec", "datasets").open(file) as opened:
         footer = library("pyarrow.parquet", "datasets").ParquetFile(opened).metadata
     return np.array([footer.row_group(group).num_rows for group in range(footer.num_row_groups)], dtype=np.int64)
@@ -241,6 +254,8 @@ def _row_groups(number: int, file: str) -> NDArray[np.int64]:
 
 def _rows(data: Any, in_tables: bool, number: int, file: str) -> NDArray[np.int64]:
     """The number of rows of a file, counted; nothing is decoded."""
+    import numpy as np
+
     shard = data.shard(data.num_shards, number)
     try:
         if in_tables:

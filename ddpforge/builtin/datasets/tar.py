@@ -9,10 +9,8 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import (
@@ -28,6 +26,10 @@ from ddpforge.builtin.datasets.files import (
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.interfaces import PartedData
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 __all__ = ["Tar"]
 
 _PICKLES = {"pickle", "pkl", "pyd", "pth", "pt", "joblib", "dill", "p"}
@@ -38,6 +40,8 @@ _IMAGES = {
 
 
 def _array(data: bytes) -> Any:
+    import numpy as np
+
     return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
 
 
@@ -192,6 +196,7 @@ def _refuse_undecoded(ending: str) -> None:
 
 def _pixels(image: Any) -> Any:
     """A float32 tensor [C, H, W] in [0, 1]."""
+    import numpy as np
     import torch
 
     values = np.asarray(image, dtype=np.float32) / 255.0
@@ -207,6 +212,8 @@ def _indexed(file: Path, fields: Sequence[Sequence[str]], folder: str | None) ->
 
 def _index(file: Path, fields: Sequence[Sequence[str]]) -> NDArray[np.int64]:
     """For each sample of a file and each field: which of its endings there is, where its data begins, and its size."""
+    import numpy as np
+
     rows: list[list[tuple[int, ...]]] = []
     try:
         with tarfile.open(file, "r:") as archive:

@@ -1,22 +1,26 @@
 """Text as blocks of tokens for language models: held in memory, or streamed from disk."""
 
+from __future__ import annotations
+
 import functools
 import os
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
+from ddpforge.builtin.datasets.files import InBatches
 from ddpforge.errors import EnvironmentProblem, UsageError
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 """Inputs and targets: int64, each [B, T]."""
 
 _BlockSize = Annotated[int, Field(ge=1, le=2**24, description="Tokens per sample.")]
@@ -24,7 +28,7 @@ _Suffixes = Annotated[
     Sequence[str],
     Field(description='Read only the files of a folder whose names end so, e.g. [".txt"]; empty: all.'),
 ]
-_Pieces = list[NDArray[np.integer]]
+_Pieces: TypeAlias = "list[NDArray[np.integer]]"
 
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
 _PACKAGES = (
@@ -34,7 +38,7 @@ _PACKAGES = (
 _CHUNK = 1 << 20  # bytes per read of a stream
 
 
-class Text:
+class Text(InBatches):
     """A text file, or a folder of them, in samples: a block of tokens and the same block one token later.
 
     Without a `path` the text is the source of the interpreter's own standard library (tests left out), about
@@ -74,6 +78,9 @@ class Text:
         ] = False,
         seed: int,
     ) -> None:
+        import numpy as np
+        import torch
+
         self.block_size, self.level = block_size, level
         self._random_offsets, self._seed = random_offsets, seed
 
@@ -116,6 +123,9 @@ class Text:
 
     def set_epoch(self, epoch: int) -> None:
         """Draws where in its block each sample begins, if that is random."""
+        import numpy as np
+        import torch
+
         if self._random_offsets:
             drawn = np.random.RandomState([self._seed & 0xFFFFFFFF, epoch]).randint(self.block_size, size=self._samples)
             drawn[-1] = 0  # nothing follows the last block
@@ -124,21 +134,14 @@ class Text:
     def __len__(self) -> int:
         return self._samples
 
-    def __getitem__(self, index: int) -> Batch:
-        """Inputs [T] and targets [T] of one sample."""
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
-
     def __getitems__(self, ids: list[int]) -> Batch:
         """The whole batch at once."""
+        import torch
+
         rows = torch.tensor(ids)
         starts = rows * self.block_size + (self._offsets[rows] if self._random_offsets else 0)
         tokens = self._tokens[starts[:, None] + torch.arange(self.block_size + 1)].long()
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def collate(self, batch: Batch) -> Batch:
-        """Returns its argument: `__getitems__` makes batches already."""
-        return batch
 
 
 class StreamedText:
@@ -197,6 +200,8 @@ class StreamedText:
 
     def collate(self, samples: Sequence[bytes]) -> Batch:
         """A batch out of samples."""
+        import torch
+
         tokens = torch.frombuffer(bytearray().join(samples), dtype=torch.uint8).view(len(samples), -1).long()
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -210,7 +215,7 @@ class StreamedText:
                     yield chunk
 
 
-class TextClasses:
+class TextClasses(InBatches):
     """Blocks of bytes out of several texts, each of which is a class: which text is a block from?
 
     Without `paths` the texts are ten packages of the interpreter's own standard library. A text is a file, or the files
@@ -234,6 +239,8 @@ class TextClasses:
         ] = 0.2,
         suffixes: _Suffixes = (),
     ) -> None:
+        import torch
+
         if len(paths) == 1:
             raise ValueError("paths names one text, and classes are two or more")
         self.block_size = block_size
@@ -248,6 +255,9 @@ class TextClasses:
         self._classes = torch.cat([torch.full((len(each),), number) for number, each in enumerate(blocks)])
 
     def _blocks(self, path: Path, pieces: _Pieces) -> Tensor:
+        import numpy as np
+        import torch
+
         text = np.concatenate(pieces)
         if len(text) < self.block_size:
             raise ValueError(f"{path} holds {len(text)} bytes in this split, less than one block of {self.block_size}")
@@ -261,19 +271,12 @@ class TextClasses:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def __getitem__(self, index: int) -> Batch:
-        """Tokens [T] of one sample, and its class."""
-        tokens, classes = self.__getitems__([index])
-        return tokens[0], classes[0]
-
     def __getitems__(self, ids: list[int]) -> Batch:
         """The whole batch at once."""
+        import torch
+
         rows = torch.tensor(ids)
         return self._tokens[rows].long(), self._classes[rows]
-
-    def collate(self, batch: Batch) -> Batch:
-        """Returns its argument: `__getitems__` makes batches already."""
-        return batch
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -307,11 +310,15 @@ def _standard_library() -> Sequence[Path]:
 
 
 def _bytes(file: Path) -> NDArray[np.integer]:
+    import numpy as np
+
     return np.frombuffer(file.read_bytes(), dtype=np.uint8)
 
 
 def _characters(file: Path) -> NDArray[np.integer]:
     """The code points of a UTF-8 file."""
+    import numpy as np
+
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
+from ddpforge.builtin.datasets.files import InBatches
 from ddpforge.errors import EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 __all__ = ["Tokens"]
 
-Batch = tuple[Tensor, Tensor]
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 """Inputs and targets: int64, each [B, T]."""
 
 
-class Tokens:
+class Tokens(InBatches):
     """A file of token numbers in blocks: `.npy` (one dimension), or `.bin`, plain numbers one after the other.
 
     With T for `block_size`, sample i is (tokens[i·T : i·T + T], tokens[i·T + 1 : i·T + T + 1]); a batch is (inputs
@@ -57,13 +58,11 @@ class Tokens:
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self.block_size
 
-    def __getitem__(self, index: int) -> Batch:
-        """Inputs [T] and targets [T] of one sample."""
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
-
     def __getitems__(self, ids: list[int]) -> Batch:
         """The whole batch at once."""
+        import numpy as np
+        import torch
+
         blocks = [self._tokens[index * self.block_size :][: self.block_size + 1] for index in ids]
         tokens = np.stack(blocks).astype(np.int64)
         if (size := getattr(self, "vocab_size", None)) and not 0 <= tokens.min() <= tokens.max() < size:
@@ -77,10 +76,6 @@ class Tokens:
         found = torch.from_numpy(tokens)
         return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
-    def collate(self, batch: Batch) -> Batch:
-        """Returns its argument: `__getitems__` makes batches already."""
-        return batch
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tokens": None}  # mapped again by the process that it is sent to
 
@@ -89,6 +84,8 @@ class Tokens:
         self._tokens = self._mapped()
 
     def _mapped(self) -> NDArray[Any]:
+        import numpy as np
+
         if not self._path.is_file():
             raise EnvironmentProblem(f"no such file: {self._path}", hints=[f"looked in {Path.cwd()}"])
         if self._path.suffix == ".npy":

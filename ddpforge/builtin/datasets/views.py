@@ -1,13 +1,15 @@
 """Two random views of each image of another dataset."""
 
-from typing import Annotated, Any
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING, Annotated, Any
+
 from pydantic import Field
-from torch import Tensor
 
 from ddpforge.interfaces import Data
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TwoViews:
@@ -35,6 +37,9 @@ class TwoViews:
         return self._view(image), self._view(image)
 
     def _view(self, image: Tensor) -> Tensor:
+        import torch
+        import torch.nn.functional as F
+
         height, width = image.shape[-2:]
         top, left = torch.randint(2 * self.shift + 1, (2,)).tolist()
         moved = F.pad(image, (self.shift,) * 4)[..., top : top + height, left : left + width]

@@ -1,23 +1,25 @@
 """torchvision's image datasets by name, with a pipeline of its transforms (v2)."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from inspect import isclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-from PIL import Image
 from pydantic import Field
-from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
-from torchvision import datasets
-from torchvision.transforms import v2
 
 from ddpforge.builtin.datasets.files import IMAGE_FORMATS
 from ddpforge.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import Dataset, TensorDataset
+    from torchvision import datasets
+    from torchvision.transforms import v2
 
 _Name = Literal["CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "ImageFolder", "FakeData"]
 
@@ -51,7 +53,7 @@ def torchvision_dataset(
     download: Annotated[
         bool, Field(description="Fetch missing files; only in a run of one process, and not for ImageFolder.")
     ] = False,
-) -> "Images":
+) -> Images:
     """Labelled images: float32 [C, H, W] in [0, 1] before normalisation, and an int64 label.
 
     The pipeline is ToImage, `transforms`, ToDtype(float32, scale), Normalize; it is tried on the first image
@@ -63,6 +65,8 @@ def torchvision_dataset(
     Raises EnvironmentProblem when files are missing, and ValueError for options that do not fit together,
     unknown transforms, and a pipeline that does not make images.
     """
+    from torch.utils.data import TensorDataset
+
     if bool(mean) != bool(std):
         raise ValueError("mean and std go together: set both or neither")
 
@@ -87,9 +91,13 @@ class Images:
     @property
     def labels(self) -> Any:
         """The class of every sample, for orders; FakeData has none."""
+        from torch.utils.data import TensorDataset
+
         return self.source.tensors[1] if isinstance(self.source, TensorDataset) else self.source.targets  # type: ignore[attr-defined]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        import torch
+
         image, label = self.source[index]
         return self.pipeline(image), torch.as_tensor(label)
 
@@ -101,6 +109,8 @@ class ImageBatches(Images):
 
     def __getitems__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """Images [B, C, H, W] and labels [B]."""
+        import torch
+
         images, labels = self.source[torch.tensor(ids)]
         return self.pipeline(images), labels
 
@@ -112,6 +122,8 @@ class ImageBatches(Images):
 # ---------------------------------------------------------------------------------------------- files
 def _open(name: str, split: str, root: Path | None, download: bool) -> tuple[Dataset[Any], int]:
     """The samples, as (uint8 or PIL image, label), and the number of classes."""
+    from torchvision import datasets
+
     if download and name in ("ImageFolder", "FakeData"):
         raise ValueError(f"{name} cannot be downloaded; leave out `download`")
     if split == "val" and name != "ImageFolder":
@@ -129,6 +141,8 @@ def _open(name: str, split: str, root: Path | None, download: bool) -> tuple[Dat
 
 
 def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
+    from torchvision import datasets
+
     try:
         source = datasets.ImageFolder(root / split, loader=_image)
         expected = datasets.folder.find_classes(root / "train")[0] if split != "train" else source.classes
@@ -147,6 +161,8 @@ def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
 
 def _image(path: str) -> Any:
     """An image by its content; its name alone would have Pillow run a PostScript program that is called .jpg."""
+    from PIL import Image
+
     try:
         with open(path, "rb") as file:
             return Image.open(file, formats=IMAGE_FORMATS).convert("RGB")
@@ -155,6 +171,9 @@ def _image(path: str) -> Any:
 
 
 def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[TensorDataset, int]:
+    import torch
+    from torch.utils.data import TensorDataset
+
     data = _stored(name, split, root, download)
     images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
@@ -163,6 +182,8 @@ def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[Tenso
 
 def _stored(name: str, split: str, root: Path, download: bool) -> datasets.VisionDataset:
     """torchvision's dataset, which checks that its files are there (and undamaged, for CIFAR)."""
+    from torchvision import datasets
+
     dataset, train = getattr(datasets, name), split == "train"
     try:
         return dataset(root, train=train)
@@ -190,6 +211,10 @@ def pipeline(
     transforms: Sequence[str | Mapping[str, Any]], mean: Sequence[float], std: Sequence[float], image: object
 ) -> v2.Compose:
     """The pipeline, tried on `image`, so that what cannot work fails now and not in a loader process."""
+    import torch
+    from torch import Tensor
+    from torchvision.transforms import v2
+
     steps = [
         v2.ToImage(),
         *map(_transform, transforms),
@@ -213,6 +238,8 @@ def pipeline(
 
 @cache
 def _known() -> dict[str, type[v2.Transform]]:
+    from torchvision.transforms import v2
+
     return {
         name: value
         for name, value in vars(v2).items()

@@ -1,11 +1,15 @@
 """Calibration: the distance of a classifier's confidence from the share of its right answers."""
 
-from typing import Annotated
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
-from torch import Tensor
 
 from ddpforge.interfaces import Metric, Total
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CalibrationError(Metric):

@@ -1,12 +1,15 @@
 """Metrics of classifiers: the share of right answers."""
 
-from typing import Annotated
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Annotated
+
 from pydantic import Field
-from torch import Tensor
 
 from ddpforge.interfaces import Metric, Total
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TopK(Metric):
@@ -27,6 +30,8 @@ class TopK(Metric):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
         """Hits and targets; raises ValueError when there are fewer than `k` classes."""
+        import torch
+
         if outputs.shape[-1] < self.k:
             raise ValueError(f"{self.name} needs at least {self.k} classes; the outputs have {outputs.shape[-1]}")
         hits = outputs.topk(self.k, dim=-1).indices == targets.unsqueeze(-1)
@@ -51,5 +56,7 @@ class Accuracy(Metric):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
         """Hits and targets."""
+        import torch
+
         hits = outputs.argmax(dim=-1) == targets
         return Total(hits.sum(dtype=torch.float32), targets.numel())

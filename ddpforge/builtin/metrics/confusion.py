@@ -1,12 +1,16 @@
 """Metrics of classifiers that compare hits with misses class by class: over samples, over tokens or over pixels."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from ddpforge.interfaces import Metric, Total
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _ClassByClass(Metric):

@@ -1,8 +1,13 @@
 """Metrics of regression: the errors of predicted numbers."""
 
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from ddpforge.interfaces import Metric, Total
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MeanAbsoluteError(Metric):

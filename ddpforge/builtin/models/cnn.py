@@ -1,34 +1,16 @@
 """A small convolutional network for images of 8 x 8 to 32 x 32 pixels."""
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
-
-_Channels = Annotated[int, Field(ge=1, le=4096)]
 
 
 class CNN(nn.Module):
-    """Four 3 x 3 convolutions with BatchNorm, one halving of the image, the mean over pixels, a linear layer.
-
-    Takes [B, channels_in, H, W], any H and W from 2 on, and gives logits [B, classes]. Initial weights are
-    those of torch's layers.
-    """
+    """The model `cnn`; `builders.cnn` documents its options."""
 
     pipeline: ClassVar = ("enter", "features", "classifier")
 
-    def __init__(
-        self,
-        *,
-        channels_in: Annotated[_Channels, Field(description="Channels of the images: 1 for grey, 3 for RGB.")] = 1,
-        classes: Annotated[int, Field(ge=1, le=2**20, description="Number of classes.")] = 10,
-        width: Annotated[
-            _Channels, Field(description="Channels of the first stage; the second has twice as many.")
-        ] = 32,
-        dropout: Annotated[
-            float, Field(ge=0, lt=1, description="Probability of zeroing a feature before the last layer.")
-        ] = 0.0,
-    ) -> None:
+    def __init__(self, *, channels_in: int = 1, classes: int = 10, width: int = 32, dropout: float = 0.0) -> None:
         super().__init__()
         self.channels_in, self.outputs = channels_in, classes
 

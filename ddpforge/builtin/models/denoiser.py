@@ -1,30 +1,16 @@
 """A small convolutional network that tells the noise in small images at a time."""
 
 import math
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
-
-_Count = Annotated[int, Field(ge=1, le=2**16)]
 
 
 class Denoiser(nn.Module):
-    """Images [B, channels, H, W] and times [B] from 0 to 1 → the noise in them, of the images' shape.
+    """The model `denoiser`; `builders.denoiser` documents its options."""
 
-    Residual blocks of two convolutions each, scaled and shifted by the time between them. No pooling: what is farther
-    apart than four pixels a block is not seen together.
-    """
-
-    def __init__(
-        self,
-        *,
-        channels: Annotated[_Count, Field(description="Channels of an image.")] = 1,
-        width: Annotated[int, Field(ge=8, le=2**16, multiple_of=8, description="Channels within.")] = 32,
-        layers: Annotated[_Count, Field(description="Residual blocks.")] = 3,
-    ) -> None:
+    def __init__(self, *, channels: int = 1, width: int = 32, layers: int = 3) -> None:
         super().__init__()
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
         self.first = nn.Conv2d(channels, width, 3, padding=1)

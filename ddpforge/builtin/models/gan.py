@@ -2,25 +2,15 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
 from torch import Tensor, nn
-
-_Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class GAN(nn.Module):
-    """Two networks in one model, `generator` and `discriminator`: a forward pass says which of them it is of."""
+    """The model `gan`; `builders.gan` documents its options."""
 
-    def __init__(
-        self,
-        *,
-        shape: Annotated[Sequence[_Size], Field(min_length=1, description="Shape of an image, with values 0 to 1.")],
-        latent: Annotated[_Size, Field(description="Values of noise that an image is made of.")] = 32,
-        width: Annotated[_Size, Field(description="Width of the hidden layers.")] = 256,
-        dropout: Annotated[float, Field(ge=0, lt=1, description="Dropout of the discriminator's hidden layers.")] = 0.5,
-    ) -> None:
+    def __init__(self, *, shape: Sequence[int], latent: int = 32, width: int = 256, dropout: float = 0.5) -> None:
         super().__init__()
         self.latent, values = latent, prod(shape)
         self.generator = nn.Sequential(

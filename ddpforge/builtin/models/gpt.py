@@ -3,10 +3,9 @@
 import math
 from bisect import bisect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.interfaces import Context
@@ -15,17 +14,7 @@ _STD = 0.02  # of all initial weights, as in GPT-2
 
 
 class GPT(nn.Module):
-    """Predicts the next token at every position: [B, T] int64 → logits [B, T, vocab_size], T ≤ block_size.
-
-    With `classes` it is a head on the mean over positions instead: logits [B, classes].
-
-    Initial weights are N(0, 0.02²), those of the layers that write to the residual stream scaled down by
-    √(2·layers); biases are zero. Every layer initialises itself in its own `reset_parameters`, so that
-    calling those initialises a model that was built on the meta device. With tied embeddings the output layer
-    has no parameter of its own: one used twice cannot come apart when modules are materialised or sharded.
-
-    Raises ValueError when `heads` does not divide `width`.
-    """
+    """The model `gpt`; `builders.gpt` documents its options."""
 
     repeated: ClassVar[tuple[str, ...]] = ("blocks",)
     """The `nn.ModuleList`s whose members make up most of the model: what a strategy shards one by one."""
@@ -46,30 +35,16 @@ class GPT(nn.Module):
     def __init__(
         self,
         *,
-        vocab_size: Annotated[int, Field(ge=2, le=2**24, description="Number of different tokens.")] = 256,
-        block_size: Annotated[int, Field(ge=1, le=2**24, description="Longest sequence, in tokens.")] = 256,
-        layers: Annotated[int, Field(ge=1, le=1000, description="Number of transformer blocks.")] = 4,
-        heads: Annotated[int, Field(ge=1, le=1024, description="Attention heads per block; must divide `width`.")] = 4,
-        width: Annotated[int, Field(ge=1, le=2**17, description="Channels of the residual stream.")] = 128,
-        dropout: Annotated[
-            float,
-            Field(
-                ge=0,
-                lt=1,
-                description="Dropout probability: embeddings, attention weights, residual branches.",
-            ),
-        ] = 0.0,
-        tie_embeddings: Annotated[
-            bool, Field(description="Use the token embedding as the weights of the output layer too.")
-        ] = True,
-        bias: Annotated[bool, Field(description="Give linear layers and LayerNorms a bias.")] = True,
-        causal: Annotated[
-            bool, Field(description="Let a position see only itself and what came before; else it sees everything.")
-        ] = True,
-        classes: Annotated[
-            int | None,
-            Field(ge=2, le=2**20, description="Give logits of N classes per sequence, not of tokens."),
-        ] = None,
+        vocab_size: int = 256,
+        block_size: int = 256,
+        layers: int = 4,
+        heads: int = 4,
+        width: int = 128,
+        dropout: float = 0.0,
+        tie_embeddings: bool = True,
+        bias: bool = True,
+        causal: bool = True,
+        classes: int | None = None,
     ) -> None:
         super().__init__()
         if width % heads:

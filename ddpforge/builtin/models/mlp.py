@@ -2,39 +2,26 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
 from torch import Tensor, nn
-
-_Size = Annotated[int, Field(ge=1, le=2**24)]
 
 _ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
 
 class MLP(nn.Module):
-    """Linear layers with an activation and dropout between them.
-
-    Takes [B, …] with `inputs` values per sample, gives [B, outputs]. Initial weights are nn.Linear's.
-    """
+    """The model `mlp`; `builders.mlp` documents its options."""
 
     pipeline: ClassVar = ("enter", "layers")
 
     def __init__(
         self,
         *,
-        inputs: Annotated[_Size, Field(description="Values per sample, after flattening.")],
-        outputs: Annotated[_Size, Field(description="Values per sample that come out, e.g. classes.")],
-        hidden: Annotated[
-            Sequence[_Size],
-            Field(max_length=1000, description="Width of each hidden layer; empty for a linear model."),
-        ] = (128,),
-        activation: Annotated[
-            Literal["relu", "gelu", "silu", "tanh"], Field(description="What follows each hidden layer.")
-        ] = "relu",
-        dropout: Annotated[
-            float, Field(ge=0, lt=1, description="Probability of zeroing a hidden unit in training.")
-        ] = 0.0,
+        inputs: int,
+        outputs: int,
+        hidden: Sequence[int] = (128,),
+        activation: Literal["relu", "gelu", "silu", "tanh"] = "relu",
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.inputs, self.outputs = inputs, outputs

@@ -1,11 +1,10 @@
 """A GPT whose perceptrons are mixtures of experts (Shazeer et al. 2017; Fedus et al. 2021): tokens use a few."""
 
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.builtin.models.gpt import GPT, Block
@@ -27,12 +26,7 @@ class Routed(NamedTuple):
 
 
 class MoEGPT(GPT):
-    """Predicts the next token at every position: [B, T] int64 → `Routed`, for the task `moe_language_modelling`.
-
-    Each token goes to its `active` most probable experts. An expert has places for `capacity` times its even share of a
-    sequence's choices; earlier tokens come first, and what finds no place passes the layer by. Routing looks at each
-    sequence by itself: what is dropped, and how even experts are used, depends neither on ranks nor on micro-batches.
-    """
+    """The model `moe_gpt`; `builders.moe_gpt` documents its options."""
 
     tensor_plan = {}  # noqa: RUF012
     takes_score = False
@@ -40,21 +34,15 @@ class MoEGPT(GPT):
     def __init__(
         self,
         *,
-        vocab_size: Annotated[int, Field(ge=2, le=2**24, description="Number of different tokens.")] = 256,
-        block_size: Annotated[int, Field(ge=1, le=2**24, description="Longest sequence, in tokens.")] = 256,
-        layers: Annotated[int, Field(ge=1, le=1000, description="Number of transformer blocks.")] = 4,
-        heads: Annotated[int, Field(ge=1, le=1024, description="Attention heads per block; must divide `width`.")] = 4,
-        width: Annotated[int, Field(ge=1, le=2**17, description="Channels of the residual stream.")] = 128,
-        dropout: Annotated[
-            float,
-            Field(ge=0, lt=1, description="Dropout probability: embeddings, attention weights, residual branches."),
-        ] = 0.0,
-        experts: Annotated[int, Field(ge=2, le=4096, description="Experts per block.")] = 8,
-        active: Annotated[int, Field(ge=1, le=64, description="Experts that a token uses; fewer than `experts`.")] = 2,
-        capacity: Annotated[
-            float,
-            Field(gt=0, le=4096, description="Places of an expert, in even shares of a sequence's choices."),
-        ] = 1.5,
+        vocab_size: int = 256,
+        block_size: int = 256,
+        layers: int = 4,
+        heads: int = 4,
+        width: int = 128,
+        dropout: float = 0.0,
+        experts: int = 8,
+        active: int = 2,
+        capacity: float = 1.5,
     ) -> None:
         if active >= experts:
             raise ValueError(f"active = {active} is not less than experts = {experts}")

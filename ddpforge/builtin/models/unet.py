@@ -1,33 +1,16 @@
 """A small U-Net: logits for each pixel of images of any size."""
 
 from itertools import pairwise
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
-
-_Size = Annotated[int, Field(ge=1, le=4096)]
 
 
 class UNet(nn.Module):
-    """Halves the image `depth` times, then doubles it again, each time beside what it was on the way down.
+    """The model `unet`; `builders.unet` documents its options."""
 
-    Takes [B, channels_in, H, W], H and W divisible by 2^depth, and gives logits [B, classes, H, W]. There is no
-    BatchNorm: results are the same on any number of ranks. Ronneberger et al. 2015, arXiv:1505.04597.
-    """
-
-    def __init__(
-        self,
-        *,
-        classes: Annotated[int, Field(ge=1, le=2**20, description="Number of classes.")],
-        channels_in: Annotated[_Size, Field(description="Channels of the images: 1 for grey, 3 for RGB.")] = 1,
-        width: Annotated[
-            _Size, Field(description="Channels of the first stage; each further one has twice as many.")
-        ] = 16,
-        depth: Annotated[int, Field(ge=1, le=8, description="How often the image is halved.")] = 2,
-    ) -> None:
+    def __init__(self, *, classes: int, channels_in: int = 1, width: int = 16, depth: int = 2) -> None:
         super().__init__()
         self.outputs, self.channels_in, self.depth = classes, channels_in, depth
         stages = [width * 2**stage for stage in range(depth + 1)]

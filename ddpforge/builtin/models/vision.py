@@ -1,12 +1,15 @@
 """torchvision's classifiers by name, untrained, with a head of the wanted size."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
-from torch import nn
-from torchvision import models
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Unless told otherwise they return auxiliary outputs beside the logits, and warn about their initial weights.
 _WITH_AUXILIARY_OUTPUTS = {"googlenet", "inception_v3"}
@@ -28,6 +31,9 @@ def torchvision_model(
 
     Raises ValueError for an unknown architecture and for options that its builder refuses.
     """
+    from torch import nn
+    from torchvision import models
+
     known = models.list_models(module=models)
     if arch not in known:
         near = get_close_matches(arch, known, n=3)

@@ -3,11 +3,14 @@
 Any other is named by its class, e.g. `use = "torch.optim:RMSprop"`.
 """
 
-from typing import Annotated, Any, Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
-from torch import Tensor
-from torch.optim import SGD, AdamW
+
+if TYPE_CHECKING:
+    from torch.optim import SGD, AdamW
 
 _LearningRate = Annotated[
     float, Field(ge=1e-15, le=1000, description="Learning rate; the schedule multiplies it by its factor.")
@@ -35,6 +38,8 @@ def adamw(
     fused: _Fused = "auto",
 ) -> AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019); `params` are parameter groups."""
+    from torch.optim import AdamW
+
     fused = _can_fuse(params) if fused == "auto" else fused
     return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
@@ -52,6 +57,9 @@ def sgd(
 
     Raises ValueError for `fused` on sharded weights, for which torch has no fused kernel.
     """
+    from torch import Tensor
+    from torch.optim import SGD
+
     sharded = any(type(parameter.data) is not Tensor for group in params for parameter in group["params"])  # DTensor
     if fused is True and sharded:
         raise ValueError("torch has no fused SGD for sharded weights; leave `fused` out")

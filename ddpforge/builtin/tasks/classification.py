@@ -1,14 +1,16 @@
 """Choosing one class per sample."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from __future__ import annotations
 
-import torch.nn.functional as F
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
 from pydantic import Field
-from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import (
     IGNORED,
+    IgnoredClass,
+    Metrics,
     beside_targets,
     by_name,
     one_tensor,
@@ -18,9 +20,12 @@ from ddpforge.builtin.tasks.forms import (
     refuse_targets,
 )
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Data, Metric, Rows, Task, Total
+from ddpforge.interfaces import Data, Rows, Task, Total
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class Classification(Task):
@@ -40,10 +45,8 @@ class Classification(Task):
         label_smoothing: Annotated[
             float, Field(ge=0, lt=1, description="Probability spread evenly over all classes.")
         ] = 0.0,
-        ignore_index: Annotated[
-            int | None, Field(ge=-(2**31), lt=2**31, description="The class that is not counted; absent: none.")
-        ] = None,
-        metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
+        ignore_index: IgnoredClass = None,
+        metrics: Metrics = (),
     ) -> None:
         self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
         self.items = "samples" if ignore_index is None else "targets"
@@ -64,6 +67,8 @@ class Classification(Task):
 
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The cross-entropy, in float32."""
+        import torch.nn.functional as F
+
         return F.cross_entropy(
             logits.float(),
             classes,

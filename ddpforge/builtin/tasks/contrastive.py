@@ -1,17 +1,19 @@
 """Telling which two views are of one sample, among all samples of a step."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
 from pydantic import Field
-from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import one_tensor, pair, parts_of
 from ddpforge.interfaces import Task, Total, World
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class Contrastive(Task):
@@ -37,6 +39,9 @@ class Contrastive(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The cross-entropy of this rank's views, and what the first ones found: similarities, and the right places."""
+        import torch
+        import torch.nn.functional as F
+
         first, second = pair(batch, "contrastive", "(one view, another view)")
         embedded = F.normalize(one_tensor(model(torch.cat([first, second])), "contrastive").float(), dim=-1)
         views = torch.stack(embedded.chunk(2), dim=1)
@@ -49,6 +54,8 @@ class Contrastive(Task):
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """The `embedding` [D] of the first view, of length 1."""
+        import torch.nn.functional as F
+
         first, _ = parts_of(batch)
         return {"embedding": F.normalize(one_tensor(model(first), "contrastive").float(), dim=-1)}
 

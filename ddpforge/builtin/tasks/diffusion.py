@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 __all__ = ["Diffusion", "sample"]
 
@@ -27,6 +26,8 @@ class Diffusion(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """The summed loss, and the predicted noise."""
+        import torch.nn.functional as F
+
         images = batch[0] if isinstance(batch, tuple | list) else batch
         time = self.draws.rand(len(images), device=images.device)
         noise = self.draws.randn(*images.shape, device=images.device)
@@ -48,19 +49,23 @@ class Diffusion(Task):
 
 def _signal(time: Tensor) -> Tensor:
     """The share of the variance that is the image's."""
+    import torch
+
     return torch.cos(time * math.pi / 2).square().clamp(1e-4, 1 - 1e-4)
 
 
-@torch.no_grad()
 def sample(model: nn.Module, noise: Tensor, steps: int) -> Tensor:
     """Makes images with values 0 to 1 out of `noise` [N, C, H, W], in so many steps of the ancestral sampler."""
-    times = torch.linspace(1, 0, steps + 1, device=noise.device)
-    x = noise
-    for now, then in zip(_signal(times[:-1]), _signal(times[1:]), strict=True):
-        time = torch.acos(now.sqrt()) * 2 / math.pi
-        predicted = model(x, time.expand(len(x))).float()
-        image = ((x - (1 - now).sqrt() * predicted) / now.sqrt()).clamp(-1, 1)
-        kept, spread = now / then, (1 - then) / (1 - now)
-        x = kept.sqrt() * spread * x + then.sqrt() * (1 - kept) / (1 - now) * image
-        x = x + ((1 - kept) * spread).sqrt() * torch.randn_like(x) if then < 0.999 else image
+    import torch
+
+    with torch.no_grad():
+        times = torch.linspace(1, 0, steps + 1, device=noise.device)
+        x = noise
+        for now, then in zip(_signal(times[:-1]), _signal(times[1:]), strict=True):
+            time = torch.acos(now.sqrt()) * 2 / math.pi
+            predicted = model(x, time.expand(len(x))).float()
+            image = ((x - (1 - now).sqrt() * predicted) / now.sqrt()).clamp(-1, 1)
+            kept, spread = now / then, (1 - then) / (1 - now)
+            x = kept.sqrt() * spread * x + then.sqrt() * (1 - kept) / (1 - now) * image
+            x = x + ((1 - kept) * spread).sqrt() * torch.randn_like(x) if then < 0.999 else image
     return (x + 1) / 2

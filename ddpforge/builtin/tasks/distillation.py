@@ -1,6 +1,6 @@
 """Choosing one class per sample as a teacher does."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.classification import Batch, Classification
-from ddpforge.builtin.tasks.forms import one_tensor
-from ddpforge.interfaces import Beside, Metric
+from ddpforge.builtin.tasks.forms import IgnoredClass, Metrics, one_tensor
+from ddpforge.interfaces import Beside
 
 
 class Distillation(Classification):
@@ -34,10 +34,8 @@ class Distillation(Classification):
         ] = None,
         temperature: Annotated[float, Field(gt=0, le=1000, description="By which logits are divided.")] = 4.0,
         alpha: Annotated[float, Field(ge=0, le=1, description="Weight of the teacher; classes have the rest.")] = 0.9,
-        ignore_index: Annotated[
-            int | None, Field(ge=-(2**31), lt=2**31, description="The class that is not counted; absent: none.")
-        ] = None,
-        metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
+        ignore_index: IgnoredClass = None,
+        metrics: Metrics = (),
     ) -> None:
         super().__init__(ignore_index=ignore_index, metrics=metrics)
         self.teacher, self.weights = teacher, weights

@@ -1,18 +1,24 @@
 """The forms that the built-in tasks take: batches that are pairs, outputs that are one tensor, metrics by name."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from pydantic import Field
 
 from ddpforge.errors import UsageError, says_memory_is_full
 from ddpforge.interfaces import Metric
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = [
     "IGNORED",
+    "IgnoredClass",
+    "IgnoredTarget",
+    "Metrics",
     "beside_targets",
     "by_name",
     "cross_entropy",
@@ -26,6 +32,14 @@ __all__ = [
 ]
 
 IGNORED = -100  # the target that torch's losses leave out unless they are given another
+
+IgnoredTarget = Annotated[
+    int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
+]
+IgnoredClass = Annotated[
+    int | None, Field(ge=-(2**31), lt=2**31, description="The class that is not counted; absent: none.")
+]
+Metrics = Annotated[Sequence[Metric], Field(description="What to report beside the loss.")]
 
 _MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"
@@ -48,6 +62,8 @@ def by_name(metrics: Sequence[Metric], *own: str) -> dict[str, Metric]:
 
 def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
     """The batch as the two parts that `names` spells, e.g. "(inputs, classes)"; raises UsageError otherwise."""
+    from torch import Tensor
+
     if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[0], batch[1]
     raise UsageError(
@@ -58,6 +74,8 @@ def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
 
 def parts_of(batch: Any) -> tuple[Any, Tensor | None]:
     """Splits a batch into the inputs of a model and the targets beside them, where there are any."""
+    from torch import Tensor
+
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1] if isinstance(batch[1], Tensor) else None
     return batch, None
@@ -70,6 +88,8 @@ def beside_targets(columns: dict[str, Tensor], targets: Tensor | None) -> dict[s
 
 def one_tensor(outputs: Any, task: str) -> Tensor:
     """The model's outputs, if they are a tensor; raises UsageError otherwise."""
+    from torch import Tensor
+
     if isinstance(outputs, Tensor):
         return outputs
     raise UsageError(
@@ -83,6 +103,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
 
     It is what `torch.nn.functional.cross_entropy` makes of `logits.float()`, to the bit.
     """
+    import torch
+    import torch.nn.functional as F
+
     if hasattr(logits, "full_tensor"):  # torch's loss over split logits takes float32 only
         return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index)
     # On a GPU the kernel reads bf16 and writes float32: a copy of all logits in float32 is never in memory.
@@ -123,6 +146,8 @@ def holds_text(batch: Any) -> bool:
 
 def described(value: Any) -> str:
     """The form of a batch, of outputs or of a loss: dtypes and shapes, or the type of what is no tensor."""
+    from torch import Tensor
+
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):

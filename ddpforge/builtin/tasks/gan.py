@@ -1,15 +1,17 @@
 """Generating what cannot be told from the data: a generator and a discriminator against each other."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, NoReturn
+from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
 from pydantic import Field
-from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task, Total
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Adversarial(Task):
@@ -29,6 +31,9 @@ class Adversarial(Task):
 
     def loss(self, model: nn.Module, batch: Any, turn: str = "") -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The turn's summed loss and, of the discriminator, the scores of images and of what was generated."""
+        import torch
+        from torch.nn.functional import softplus
+
         images: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
         noise = self.draws.randn(len(images), self.latent, device=images.device)
         if turn == "generator":

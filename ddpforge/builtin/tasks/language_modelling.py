@@ -1,17 +1,21 @@
 """Predicting the next token."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
-from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy, one_tensor, pair, refuse_targets
+from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, cross_entropy, one_tensor, pair, refuse_targets
 from ddpforge.interfaces import Data, Task
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class LanguageModelling(Task):
@@ -35,9 +39,7 @@ class LanguageModelling(Task):
     def __init__(
         self,
         *,
-        ignore_index: Annotated[
-            int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
-        ] = IGNORED,
+        ignore_index: IgnoredTarget = IGNORED,
         loss_chunk: Annotated[
             int | None,
             Field(

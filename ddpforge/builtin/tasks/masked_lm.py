@@ -1,16 +1,20 @@
 """Predicting tokens that are masked."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
-from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import IGNORED, by_name, cross_entropy
 from ddpforge.builtin.tasks.language_modelling import of_sequences
 from ddpforge.builtin.tasks.sequences import check_sizes, lengths_of, logits_of, tokens_of
 from ddpforge.interfaces import Data, Metric, Rows, Task, Total
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class MaskedLM(Task):

@@ -1,15 +1,19 @@
 """Predicting the next token with a mixture of experts, all of which shall be used."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
-from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import IGNORED, pair
+from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, pair
 from ddpforge.builtin.tasks.language_modelling import Batch, LanguageModelling
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Total
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class _Outputs(NamedTuple):
@@ -31,9 +35,7 @@ class MoELanguageModelling(LanguageModelling):
     def __init__(
         self,
         *,
-        ignore_index: Annotated[
-            int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
-        ] = IGNORED,
+        ignore_index: IgnoredTarget = IGNORED,
         balance: Annotated[
             float, Field(ge=0, le=100, description="Weight of the measure of balance in the loss.")
         ] = 0.01,

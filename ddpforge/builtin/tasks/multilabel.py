@@ -1,18 +1,20 @@
 """Saying which of several labels a sample has: none, one or many."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
 from pydantic import Field
-from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import beside_targets, by_name, described, one_tensor, pair, parts_of
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Metric, Rows, Task, Total
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class Multilabel(Task):
@@ -33,6 +35,8 @@ class Multilabel(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The cross-entropy summed over samples, and the logits; ValueError when there are not as many as labels."""
+        import torch.nn.functional as F
+
         inputs, labels = pair(batch, "multilabel", "(inputs, labels)")
         logits = one_tensor(model(inputs), "multilabel")
         if logits.shape != labels.shape:
@@ -42,6 +46,8 @@ class Multilabel(Task):
 
     def count(self, batch: Batch) -> None:
         """Returns None, one item per sample; raises UsageError for labels below 0 or above 1, such as a filler."""
+        import torch
+
         labels = pair(batch, "multilabel", "(inputs, labels)")[1]
         if labels.device.type != "cpu" or not labels.numel() or labels.dtype == torch.bool:
             return

@@ -1,15 +1,19 @@
 """Predicting numbers."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
-from torch import Tensor, nn
 
-from ddpforge.builtin.tasks.forms import beside_targets, by_name, one_tensor, pair, parts_of
-from ddpforge.interfaces import Metric, Rows, Task, Total
+from ddpforge.builtin.tasks.forms import Metrics, beside_targets, by_name, one_tensor, pair, parts_of
+from ddpforge.interfaces import Rows, Task, Total
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class Regression(Task):
@@ -32,8 +36,10 @@ class Regression(Task):
         delta: Annotated[
             float | None, Field(ge=1e-9, le=1e6, description='Where "huber" turns linear; absent: 1.')
         ] = None,
-        metrics: Annotated[Sequence[Metric], Field(description="What to report beside the loss.")] = (),
+        metrics: Metrics = (),
     ) -> None:
+        from torch import nn
+
         if delta is not None and loss != "huber":
             raise ValueError(f'delta: it belongs to loss = "huber", not to "{loss}"')
         self._errors: nn.Module = {

@@ -1,16 +1,20 @@
 """Choosing one class per pixel."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import Field
-from torch import Tensor, nn
 
 from ddpforge.builtin.metrics.confusion import MeanIoU
 from ddpforge.builtin.tasks.forms import by_name, cross_entropy, one_tensor, pair, parts_of, refuse_targets
 from ddpforge.interfaces import Metric, Rows, Task, Total
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class Segmentation(Task):

@@ -1,14 +1,17 @@
 """Choosing one class per sequence of tokens."""
 
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ddpforge.builtin.tasks.classification import Classification, chosen
 from ddpforge.builtin.tasks.forms import beside_targets, pair, parts_of
 from ddpforge.builtin.tasks.sequences import check_sizes, logits_of, tokens_of
 from ddpforge.interfaces import Data
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class SequenceClassification(Classification):

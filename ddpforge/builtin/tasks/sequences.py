@@ -1,13 +1,15 @@
 """The forms in which sequences of tokens come, and what a model makes of them."""
 
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ddpforge.builtin.tasks.forms import described, one_tensor
 from ddpforge.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 __all__ = ["check_sizes", "lengths_of", "logits_of", "tokens_of"]
 
@@ -18,6 +20,8 @@ def tokens_of(batch: Any, task: str) -> tuple[Tensor, Tensor | None]:
     A batch is tokens, a pair that begins with them, or a mapping with `input_ids` and maybe `attention_mask`, as models
     of transformers take it.
     """
+    from torch import Tensor
+
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return batch["input_ids"], batch.get("attention_mask")
     tokens = batch[0] if isinstance(batch, tuple | list) and batch else batch
@@ -56,6 +60,8 @@ def check_sizes(model: nn.Module, data: Any) -> None:
 
 def lengths_of(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Tokens of each sample that are no padding: int64 [B]."""
+    import torch
+
     if mask is not None:
         return mask.sum(dim=1)
     return torch.full((len(tokens),), tokens.shape[1], device=tokens.device)

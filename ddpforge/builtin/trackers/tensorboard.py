@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
 from ddpforge.builtin.extras import require
@@ -75,6 +74,8 @@ class TensorBoardTracker(Tracker):
 
 
 def _add_histogram(writer: Any, name: str, value: Histogram, step: int) -> None:
+    import numpy as np
+
     counts, edges = np.asarray(value.counts), np.asarray(value.edges)
     middles = (edges[1:] + edges[:-1]) / 2
     writer.add_histogram_raw(

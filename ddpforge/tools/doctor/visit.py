@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 
 from ddpforge.components.registry import Registry
 from ddpforge.cores import ranks_here
-from ddpforge.errors import ForgeError
+from ddpforge.errors import ForgeError, StrategyError
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.environment import world_size
 from ddpforge.tools.doctor import machine
-from ddpforge.tools.doctor.devices import devices
-from ddpforge.tools.doctor.findings import Finding, error, merged
+from ddpforge.tools.doctor.findings import Finding, error, merged, ok, warning
 
 if TYPE_CHECKING:
     from ddpforge.recipe import LoadedRecipe
 
-__all__ = ["visit"]
+__all__ = ["devices", "visit"]
 
 _STANDS_IN = "digits"  # whose settings are those of most recipes
 _COPIES = 3  # of every parameter: the weight and, as most optimizers keep, two numbers more
@@ -71,7 +70,7 @@ def _checkpoint(loaded: LoadedRecipe, registry: Registry) -> int:
 
 
 def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Sequence[Finding]) -> list[Finding] | None:
-    from ddpforge.components.building import build
+    from ddpforge.components.registry import build
     from ddpforge.ranks.join import join, leave
     from ddpforge.tools.doctor import together
 
@@ -93,3 +92,29 @@ def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Seque
     told = ranks.everyone((socket.gethostname(), mine))
     leave(world)
     return [*merged(told), *ours] if ranks.is_main else None
+
+
+def devices() -> Iterator[Finding]:
+    """Names the GPUs, or says why torch cannot use one that is there."""
+    import torch
+
+    from ddpforge.ranks.devices import choose_device
+
+    if not torch.cuda.is_available():
+        try:
+            choose_device("cpu", asked=False)
+        except StrategyError as unusable:
+            yield error(unusable.message, "; ".join(unusable.hints))
+        else:
+            yield ok("no GPU: ranks train on the CPU, and talk over gloo")
+        return
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    kinds = {f"{gpu.name} with {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus}
+    nccl = None
+    if torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    yield ok(f"{len(gpus)} GPUs: {', '.join(sorted(kinds))}; CUDA {torch.version.cuda}, NCCL {nccl or 'is missing'}")
+    if nccl is None and len(gpus) > 1:
+        yield error("torch has no NCCL, by which GPUs talk", "install a build of torch for CUDA")
+    if len(kinds) > 1:
+        yield warning("GPUs are not of one kind: all wait for the slowest", "CUDA_VISIBLE_DEVICES chooses among them")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ddpforge.errors import Place, PluginError, Problem, RecipeError
-from ddpforge.recipe.origins import Source
+from ddpforge.recipe.toml import Source
 
 if TYPE_CHECKING:
     from ddpforge.components.registry import Registry

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpforge.runs.comparison import thinned
 from ddpforge.runs.metrics import Row
+from ddpforge.runs.overview import thinned
 
 __all__ = ["Chart", "Curve", "charts", "skipped"]
 

@@ -16,12 +16,11 @@ from typing import Any
 from ddpforge import __version__, disk
 from ddpforge.runs.changes import flattened
 from ddpforge.runs.checkpoints import CheckpointFolder
-from ddpforge.runs.comparison import Comparison, compare
+from ddpforge.runs.checkpoints import Row as Checkpoint
+from ddpforge.runs.checkpoints import rows as checkpoints_of
 from ddpforge.runs.folder import RunFolder
-from ddpforge.runs.listing import Row as Checkpoint
-from ddpforge.runs.listing import rows as checkpoints_of
 from ddpforge.runs.metrics import Row, read_metrics
-from ddpforge.runs.overview import Standing, standing
+from ddpforge.runs.overview import Comparison, Standing, compare, standing
 from ddpforge.runs.shown import FOLDER, step_of
 from ddpforge.tools.reports.charts import Chart, charts, skipped
 

@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpforge.components.building import build
-from ddpforge.components.registry import Registry
+from ddpforge.components.registry import Registry, build
 from ddpforge.errors import ForgeError
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.schema import TrainSection

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.overview import standing
-from ddpforge.tools.sweeps.journal import PRUNED, STUDY, opened_trial, quiet, storage
-from ddpforge.tools.sweeps.pruning import OptunaPruning
+from ddpforge.tools.sweeps.pruning import PRUNED, STUDY, OptunaPruning, opened_trial, quiet, storage
 from ddpforge.tools.sweeps.space import Range, Space, Variant
 from ddpforge.tools.sweeps.training import Trained
 

@@ -1,17 +1,50 @@
 """Tells a search how a trial is getting on, and ends it where the search sees no hope for it."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from ddpforge.interfaces import Callback
 from ddpforge.interfaces.callback import RunContext
-from ddpforge.tools.sweeps.journal import PRUNED, opened_trial
 
-__all__ = ["OptunaPruning"]
+if TYPE_CHECKING:
+    from optuna import Trial
+    from optuna.storages import BaseStorage
+
+__all__ = ["PRUNED", "STUDY", "OptunaPruning", "opened_trial", "quiet", "storage"]
+
+STUDY = "sweep"
+PRUNED = "pruned"  # the mark of a trial that was ended early
+
+
+def opened_trial(journal: Path, number: int) -> Trial:
+    """A trial of the study in `journal`, to continue with."""
+    import optuna
+
+    quiet()
+    study = optuna.load_study(study_name=STUDY, storage=storage(journal))
+    return optuna.Trial(study, study.trials[number]._trial_id)
+
+
+def storage(journal: Path) -> BaseStorage:
+    """The file as Optuna takes it."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return JournalStorage(JournalFileBackend(str(journal)))
+
+
+def quiet() -> None:
+    """Leaves it to the sweep to say what becomes of trials."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
 
 logger = logging.getLogger("ddpforge")
 

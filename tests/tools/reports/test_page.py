@@ -14,11 +14,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 from run_folders import made
 
+from ddpforge.cli.report import server_of
 from ddpforge.errors import EnvironmentProblem
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.shown import encoded
 from ddpforge.tools.reports import gather, render
-from ddpforge.tools.reports.serving import server_of
 
 ATTACK = "</script><script>document.title = 'taken'</script><b>bold</b>"
 

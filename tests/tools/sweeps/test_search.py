@@ -12,9 +12,8 @@ from run_folders import made, trained
 
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.ranks.collectives import Alone
-from ddpforge.tools.sweeps.journal import opened_trial
 from ddpforge.tools.sweeps.optuna_study import Search
-from ddpforge.tools.sweeps.pruning import OptunaPruning
+from ddpforge.tools.sweeps.pruning import OptunaPruning, opened_trial
 from ddpforge.tools.sweeps.space import Space, Variant
 from ddpforge.tools.sweeps.training import Trained
 

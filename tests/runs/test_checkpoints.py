@@ -16,9 +16,20 @@ from ddpforge.checkpoint.verify import damages
 from ddpforge.errors import CheckpointError, EnvironmentProblem, UsageError
 from ddpforge.interfaces import CanonicalState
 from ddpforge.recipe.schema import KeepSection
-from ddpforge.runs.checkpoints import CheckpointFolder, choose, find, keep_of, parse
+from ddpforge.runs.checkpoints import (
+    CheckpointFolder,
+    choose,
+    describe,
+    find,
+    keep_of,
+    newest_first,
+    notable,
+    parse,
+    rows,
+    tensors,
+    totals,
+)
 from ddpforge.runs.folder import RunFolder
-from ddpforge.runs.listing import describe, newest_first, notable, rows, tensors, totals
 
 RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
 SHARD = "shard-00000-of-00001.safetensors"

@@ -7,8 +7,7 @@ import pytest
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.layers import SLOTS
-from ddpforge.recipe.other_tools import FOREIGN_KEYS, FOREIGN_SECTIONS
-from ddpforge.recipe.vocabulary import Vocabulary
+from ddpforge.recipe.vocabulary import Vocabulary, foreign_keys, foreign_sections
 
 Load = Callable[..., LoadedRecipe]
 
@@ -137,10 +136,10 @@ def test_a_foreign_name_for_a_required_key_is_one_problem(load: Load, valid: str
 
 def test_every_hint_points_at_something_that_exists() -> None:
     vocabulary = Vocabulary()
-    for alias, foreign in FOREIGN_KEYS.items():
+    for alias, foreign in foreign_keys().items():
         table = foreign.path[:-1]
         assert not foreign.path or table in SLOTS or foreign.path[-1] in vocabulary.keys(table), alias
         assert alias not in vocabulary.keys(table)
-    for section in FOREIGN_SECTIONS.values():
+    for section in foreign_sections().values():
         path = tuple(section.split("."))
         assert path in SLOTS or path in vocabulary.models or path[0] in ("track", "callbacks"), section

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ddpforge.recipe.origins import KeyPath, Origin, Source
+from ddpforge.recipe.report import KeyPath
+from ddpforge.recipe.toml import Origin, Source
 
 TEXT = '''\
 top = 1 # a comment = 2

@@ -1,0 +1,200 @@
+"""The models that a recipe names, as functions: their options. A model's class, and torch, are imported by the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["cnn", "denoiser", "gan", "gpt", "mlp", "moe_gpt", "unet"]
+
+_Size = Annotated[int, Field(ge=1, le=2**24)]
+_Channels = Annotated[int, Field(ge=1, le=4096)]
+_Count = Annotated[int, Field(ge=1, le=2**16)]
+_Classes = Annotated[int, Field(ge=1, le=2**20, description="Number of classes.")]
+_ImageChannels = Annotated[_Channels, Field(description="Channels of the images: 1 for grey, 3 for RGB.")]
+
+_VocabSize = Annotated[int, Field(ge=2, le=2**24, description="Number of different tokens.")]
+_BlockSize = Annotated[int, Field(ge=1, le=2**24, description="Longest sequence, in tokens.")]
+_Layers = Annotated[int, Field(ge=1, le=1000, description="Number of transformer blocks.")]
+_Heads = Annotated[int, Field(ge=1, le=1024, description="Attention heads per block; must divide `width`.")]
+_Width = Annotated[int, Field(ge=1, le=2**17, description="Channels of the residual stream.")]
+_Dropout = Annotated[
+    float, Field(ge=0, lt=1, description="Dropout probability: embeddings, attention weights, residual branches.")
+]
+
+
+def mlp(
+    *,
+    inputs: Annotated[_Size, Field(description="Values per sample, after flattening.")],
+    outputs: Annotated[_Size, Field(description="Values per sample that come out, e.g. classes.")],
+    hidden: Annotated[
+        Sequence[_Size],
+        Field(max_length=1000, description="Width of each hidden layer; empty for a linear model."),
+    ] = (128,),
+    activation: Annotated[
+        Literal["relu", "gelu", "silu", "tanh"], Field(description="What follows each hidden layer.")
+    ] = "relu",
+    dropout: Annotated[float, Field(ge=0, lt=1, description="Probability of zeroing a hidden unit in training.")] = 0.0,
+) -> nn.Module:
+    """Linear layers with an activation and dropout between them.
+
+    Takes [B, …] with `inputs` values per sample, gives [B, outputs]. Initial weights are nn.Linear's.
+    """
+    from ddpforge.builtin.models.mlp import MLP
+
+    return MLP(inputs=inputs, outputs=outputs, hidden=hidden, activation=activation, dropout=dropout)
+
+
+def cnn(
+    *,
+    channels_in: _ImageChannels = 1,
+    classes: _Classes = 10,
+    width: Annotated[_Channels, Field(description="Channels of the first stage; the second has twice as many.")] = 32,
+    dropout: Annotated[
+        float, Field(ge=0, lt=1, description="Probability of zeroing a feature before the last layer.")
+    ] = 0.0,
+) -> nn.Module:
+    """Four 3 x 3 convolutions with BatchNorm, one halving of the image, the mean over pixels, a linear layer.
+
+    Takes [B, channels_in, H, W], any H and W from 2 on, and gives logits [B, classes]. Initial weights are
+    those of torch's layers.
+    """
+    from ddpforge.builtin.models.cnn import CNN
+
+    return CNN(channels_in=channels_in, classes=classes, width=width, dropout=dropout)
+
+
+def unet(
+    *,
+    classes: _Classes,
+    channels_in: _ImageChannels = 1,
+    width: Annotated[
+        _Channels, Field(description="Channels of the first stage; each further one has twice as many.")
+    ] = 16,
+    depth: Annotated[int, Field(ge=1, le=8, description="How often the image is halved.")] = 2,
+) -> nn.Module:
+    """Halves the image `depth` times, then doubles it again, each time beside what it was on the way down.
+
+    Takes [B, channels_in, H, W], H and W divisible by 2^depth, and gives logits [B, classes, H, W]. There is no
+    BatchNorm: results are the same on any number of ranks. Ronneberger et al. 2015, arXiv:1505.04597.
+    """
+    from ddpforge.builtin.models.unet import UNet
+
+    return UNet(classes=classes, channels_in=channels_in, width=width, depth=depth)
+
+
+def denoiser(
+    *,
+    channels: Annotated[_Count, Field(description="Channels of an image.")] = 1,
+    width: Annotated[int, Field(ge=8, le=2**16, multiple_of=8, description="Channels within.")] = 32,
+    layers: Annotated[_Count, Field(description="Residual blocks.")] = 3,
+) -> nn.Module:
+    """Images [B, channels, H, W] and times [B] from 0 to 1 → the noise in them, of the images' shape.
+
+    Residual blocks of two convolutions each, scaled and shifted by the time between them. No pooling: what is farther
+    apart than four pixels a block is not seen together.
+    """
+    from ddpforge.builtin.models.denoiser import Denoiser
+
+    return Denoiser(channels=channels, width=width, layers=layers)
+
+
+def gan(
+    *,
+    shape: Annotated[Sequence[_Size], Field(min_length=1, description="Shape of an image, with values 0 to 1.")],
+    latent: Annotated[_Size, Field(description="Values of noise that an image is made of.")] = 32,
+    width: Annotated[_Size, Field(description="Width of the hidden layers.")] = 256,
+    dropout: Annotated[float, Field(ge=0, lt=1, description="Dropout of the discriminator's hidden layers.")] = 0.5,
+) -> nn.Module:
+    """Two networks in one model, `generator` and `discriminator`: a forward pass says which of them it is of."""
+    from ddpforge.builtin.models.gan import GAN
+
+    return GAN(shape=shape, latent=latent, width=width, dropout=dropout)
+
+
+def gpt(
+    *,
+    vocab_size: _VocabSize = 256,
+    block_size: _BlockSize = 256,
+    layers: _Layers = 4,
+    heads: _Heads = 4,
+    width: _Width = 128,
+    dropout: _Dropout = 0.0,
+    tie_embeddings: Annotated[
+        bool, Field(description="Use the token embedding as the weights of the output layer too.")
+    ] = True,
+    bias: Annotated[bool, Field(description="Give linear layers and LayerNorms a bias.")] = True,
+    causal: Annotated[
+        bool, Field(description="Let a position see only itself and what came before; else it sees everything.")
+    ] = True,
+    classes: Annotated[
+        int | None,
+        Field(ge=2, le=2**20, description="Give logits of N classes per sequence, not of tokens."),
+    ] = None,
+) -> nn.Module:
+    """Predicts the next token at every position: [B, T] int64 → logits [B, T, vocab_size], T ≤ block_size.
+
+    With `classes` it is a head on the mean over positions instead: logits [B, classes].
+
+    Initial weights are N(0, 0.02²), those of the layers that write to the residual stream scaled down by
+    √(2·layers); biases are zero. Every layer initialises itself in its own `reset_parameters`, so that
+    calling those initialises a model that was built on the meta device. With tied embeddings the output layer
+    has no parameter of its own: one used twice cannot come apart when modules are materialised or sharded.
+
+    Raises ValueError when `heads` does not divide `width`.
+    """
+    from ddpforge.builtin.models.gpt import GPT
+
+    return GPT(
+        vocab_size=vocab_size,
+        block_size=block_size,
+        layers=layers,
+        heads=heads,
+        width=width,
+        dropout=dropout,
+        tie_embeddings=tie_embeddings,
+        bias=bias,
+        causal=causal,
+        classes=classes,
+    )
+
+
+def moe_gpt(
+    *,
+    vocab_size: _VocabSize = 256,
+    block_size: _BlockSize = 256,
+    layers: _Layers = 4,
+    heads: _Heads = 4,
+    width: _Width = 128,
+    dropout: _Dropout = 0.0,
+    experts: Annotated[int, Field(ge=2, le=4096, description="Experts per block.")] = 8,
+    active: Annotated[int, Field(ge=1, le=64, description="Experts that a token uses; fewer than `experts`.")] = 2,
+    capacity: Annotated[
+        float,
+        Field(gt=0, le=4096, description="Places of an expert, in even shares of a sequence's choices."),
+    ] = 1.5,
+) -> nn.Module:
+    """Predicts the next token at every position: [B, T] int64 → `Routed`, for the task `moe_language_modelling`.
+
+    Each token goes to its `active` most probable experts. An expert has places for `capacity` times its even share of a
+    sequence's choices; earlier tokens come first, and what finds no place passes the layer by. Routing looks at each
+    sequence by itself: what is dropped, and how even experts are used, depends neither on ranks nor on micro-batches.
+    """
+    from ddpforge.builtin.models.moe import MoEGPT
+
+    return MoEGPT(
+        vocab_size=vocab_size,
+        block_size=block_size,
+        layers=layers,
+        heads=heads,
+        width=width,
+        dropout=dropout,
+        experts=experts,
+        active=active,
+        capacity=capacity,
+    )

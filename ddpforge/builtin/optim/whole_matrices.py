@@ -1,0 +1,54 @@
+"""torch's Muon for weights that may be sharded."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Muon
+
+__all__ = ["WholeMatrices"]
+
+
+class WholeMatrices(Muon):
+    """torch's Muon, also for sharded weights: what is made orthogonal is the whole matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates matrices that are whole at once, and those that are sharded one after the other."""
+        groups = self.param_groups
+        try:
+            for group in groups:
+                sharded = [p for p in group["params"] if isinstance(p, DTensor)]
+                self.param_groups = [group | {"params": [p for p in group["params"] if not isinstance(p, DTensor)]}]
+                super().step()  # type: ignore[no-untyped-call]
+                for parameter in sharded:
+                    if parameter.grad is not None:
+                        self._step(parameter, group)
+        finally:
+            self.param_groups = groups
+
+    def _step(self, parameter: DTensor, group: dict[str, Any]) -> None:
+        """Lets torch's own step update a whole copy of the matrix, of which this rank's rows are taken back."""
+        whole = nn.Parameter(parameter.full_tensor())
+        whole.grad = _full(parameter.grad)
+        state: Any = self.state
+        kept = state.pop(parameter, {})
+        state[whole] = {key: _full(value) for key, value in kept.items()}
+        self.param_groups = [group | {"params": [whole]}]
+        super().step()  # type: ignore[no-untyped-call]
+        parameter.to_local().copy_(_rows(whole.detach(), parameter).to_local())
+        state[parameter] = {key: _rows(value, parameter) for key, value in state.pop(whole).items()}
+
+
+def _full(value: Any) -> Tensor:
+    found: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return found
+
+
+def _rows(whole: Tensor, like: DTensor) -> DTensor:
+    """The rows of `whole` that this rank has of `like`; without communication."""
+    mesh = like.device_mesh
+    rows = -(-len(whole) // mesh.size(-1))
+    mine = whole[mesh.get_local_rank(mesh.ndim - 1) * rows :][:rows].clone()
+    return DTensor.from_local(mine, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
