@@ -123,7 +123,7 @@ def test_data_with_more_classes_than_the_model_is_refused() -> None:
     task, data = Classification(), Digits(split="test")
     task.check(CNN(classes=10), data)
     task.check(nn.Identity(), data)
-    with pytest.raises(ValueError, match="the data has 10 classes and the model 9 outputs"):
+    with pytest.raises(UsageError, match="the data has 10 classes and the model 9 outputs"):
         task.check(CNN(classes=9), data)
 
 
