@@ -163,7 +163,7 @@ def _start(
 def _start_launcher(
     arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float, restarts: int
 ) -> dict[str, Any]:
-    from ddpforge.launchers.command import torchrun_command, variables_for
+    from ddpforge.launchers.torchrun import torchrun_command, variables_for
     from ddpforge.launchers.verdict import VERDICT, Words
 
     output = Path(cwd) / ".ranks"

@@ -21,12 +21,12 @@ from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
 from ddpforge.interop.new_file import refuse_existing
 from ddpforge.interop.tables import Table, check_table, writing
-from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.launchers.slurm import adopt_slurm
 from ddpforge.preflight import Problems
 from ddpforge.ranks import leaving
 from ddpforge.ranks.arithmetic import arithmetic_restored
 from ddpforge.ranks.join import leave
-from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.load import refuse_text
 from ddpforge.recipe.report import did_you_mean

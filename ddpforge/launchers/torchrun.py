@@ -1,4 +1,7 @@
-"""torchrun as a launch needs it: deaf to what is not meant for it, no noise of its own, and no restart in vain."""
+"""The command that starts ranks by torchrun, and torchrun as a launch needs it.
+
+It ignores signals that are not meant for it, prints nothing of its own, and restarts no ranks in vain.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,23 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ddpforge.cores import share_of_cores
 from ddpforge.errors import EnvironmentProblem, ExitCode
 from ddpforge.importing import uncollected
 from ddpforge.launchers.meeting import LOST, meet
-from ddpforge.launchers.nodes import ENDPOINT, NODES
+from ddpforge.launchers.nodes import ALONE, ENDPOINT, NODES
 from ddpforge.launchers.requests import stop_with_parent
 from ddpforge.launchers.store import ADDRESS
 from ddpforge.launchers.verdict import VERDICT, Words, is_final, record_death
 
+__all__ = ["NO_GPUS", "main", "names_rendezvous", "torchrun_command", "use_agent", "variables_for"]
+
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that are to compute on the CPU whatever the recipe's parts think
 _GRACE = 5.0  # seconds in which ranks notice by themselves
 _HOOKS = ("_monitor_workers", "_restart_workers", "_shutdown")  # torch documents them for classes that extend its agent
 
@@ -26,6 +34,38 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 
 
+def torchrun_command(arguments: Sequence[str], *, nproc: int, flags: Sequence[str] = ()) -> list[str]:
+    """The command that runs `ddpforge run ARGUMENTS` in `nproc` processes on this machine.
+
+    `flags` go to torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html); without a rendezvous among them the
+    machine stands alone.
+    """
+    alone = [] if names_rendezvous(flags) else ALONE
+    # -P: a file random.py in the current folder is not the standard library's.
+    torchrun = [sys.executable, "-P", "-u", "-m", "ddpforge.launchers.torchrun"]
+    torchrun += [*alone, f"--nproc-per-node={nproc}", *flags, "--no-python"]
+    return [*torchrun, sys.executable, "-P", "-u", "-m", "ddpforge", "run", *arguments]
+
+
+def names_rendezvous(flags: Sequence[str]) -> bool:
+    """True if flags of torchrun say where machines meet."""
+    wanted = ("--rdzv", "--master", "--nnodes", "--standalone")
+    return any(flag.startswith(wanted) for flag in flags)
+
+
+def variables_for(nproc: int) -> dict[str, str]:
+    """The variables that `nproc` ranks on this machine get where the environment does not say otherwise."""
+    return {
+        "OMP_NUM_THREADS": str(share_of_cores(nproc)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for the last checkpoint; torchrun's own 30 are short for it
+        # The store that torchrun would share keeps the addresses of dead ranks: those restarted would wait for them.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # Where a node goes first, the store's warnings are pages of C++ frames; ranks and launcher say what it means.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+# ---------------------------------------------------------------------------------------------- in torchrun itself
 def _let_pass(number: int, frame: FrameType | None) -> None:
     """Handles a signal; unlike SIG_IGN, the ranks do not inherit it."""
 

@@ -17,9 +17,9 @@ import pytest
 from launched import Zygote
 
 from ddpforge.errors import ExitCode
-from ddpforge.launchers.command import torchrun_command
 from ddpforge.launchers.process import launch
 from ddpforge.launchers.process import start as begin
+from ddpforge.launchers.torchrun import torchrun_command
 from ddpforge.launchers.verdict import Death, Ended, Words
 
 REPOSITORY = Path(__file__).parents[2]
