@@ -30,7 +30,7 @@ LAYERS = [
     {"app.attempt", "app.hosts"},
     {"app.planned"},
     {"app.build"},
-    {"app", "tools", "tools.simulation.ledger", "watchdog"},
+    {"app", "tools", "watchdog"},
     {"preflight"},
     {"training"},
     {"interop"},
@@ -70,7 +70,7 @@ def room_of(module: str) -> str:
     """Returns what has a place in LAYERS: a folder, a module at the top, or one that is named there by itself."""
     words = module.removeprefix("ddpforge").removeprefix(".").split(".")
     named = set().union(*LAYERS)
-    return next((room for n in (3, 2, 1) if (room := ".".join(words[:n])) in named), words[0])
+    return next((room for n in (2, 1) if (room := ".".join(words[:n])) in named), words[0])
 
 
 def layer(module: str) -> int:

@@ -29,7 +29,7 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.training.contract import Size
 
 if TYPE_CHECKING:
-    from ddpforge.tools.simulation.ledger import Ledger
+    from ddpforge.training.ledger import Ledger
 
 __all__ = ["PlanCheck", "Room", "advised", "compares"]
 
@@ -97,7 +97,7 @@ class PlanCheck:
             self._compare(step - 1)
 
     def _measure(self) -> None:
-        from ddpforge.tools.simulation.ledger import Ledger  # it takes a while, and most runs do without
+        from ddpforge.training.ledger import Ledger  # it takes a while, and most runs do without
 
         if self._world.device.type == "cpu":
             self._ledger = self._life.enter_context(Ledger(_phase, real=True))

@@ -30,9 +30,8 @@ def leave(code: int) -> NoReturn:
         os._exit(code)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would complain of loader processes that are ended now
-    finish = getattr(atexit, "_run_exitfuncs", None)  # without this private name, by the long way
-    if _threads and finish is not None:
-        finish()
+    if _threads:
+        atexit._run_exitfuncs()
         os._exit(code)
     sys.exit(code)
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -29,8 +28,9 @@ from torch.utils.checkpoint import (
 
 from ddpforge.errors import UsageError
 from ddpforge.strategies.watch import written
+from ddpforge.training.ledger import storages, tensors_in
 
-__all__ = ["recomputed", "storages", "tensors_in"]
+__all__ = ["recomputed"]
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
@@ -322,28 +322,3 @@ def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Copies, of which those of one tensor are one."""
     made = {id(tensor): tensor.detach().clone() for tensor in tensors if tensor is not None}
     return [made.get(id(tensor)) for tensor in tensors]
-
-
-def tensors_in(nest: Any) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments, or what it returns: of tuples, lists and dicts only."""
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, list | tuple):
-        for one in nest:
-            yield from tensors_in(one)
-    elif isinstance(nest, dict):
-        yield from tensors_in(list(nest.values()))
-
-
-def storages(tensor: Any) -> list[torch.UntypedStorage]:
-    """The memory of a tensor; none where its layout has no storage."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.elem
-    if tensor.layout is torch.sparse_coo:
-        return [*storages(tensor._indices()), *storages(tensor._values())]
-    try:
-        return [tensor.untyped_storage()]
-    except NotImplementedError:  # of other layouts
-        return []

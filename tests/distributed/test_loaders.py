@@ -75,10 +75,7 @@ leaving.leave(5)
 """
 
 
-@pytest.mark.parametrize(
-    "threads",
-    ["", "leaving.at_once()", "leaving.at_once(); del atexit._run_exitfuncs"],  # the last as in another Python
-)
+@pytest.mark.parametrize("threads", ["", "leaving.at_once()"])
 def test_nobody_complains_of_loader_processes_that_end_with_their_rank(threads: str) -> None:
     """Torch does in its handler of SIGCHLD, in place of what the run had to say last."""
     script = [sys.executable, "-c", LEAVES.format(threads=threads)]

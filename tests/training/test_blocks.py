@@ -18,9 +18,9 @@ from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.errors import UsageError
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.tools.simulation.ledger import Ledger
 from ddpforge.training import recompute
 from ddpforge.training.blocks import find_blocks, rework_blocks
+from ddpforge.training.ledger import Ledger
 
 _BACKEND = "aot_eager_decomp_partition"  # everything that torch.compile does before it generates code
 

@@ -25,11 +25,11 @@ from ddpforge.strategies import torch_replica
 from ddpforge.strategies.fsdp import strategy as fsdp
 from ddpforge.strategies.several import InTurns, members
 from ddpforge.tools.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
-from ddpforge.tools.simulation.ledger import LOSS, Ledger, Living
 from ddpforge.tools.simulation.work import Work
 from ddpforge.training import assemble
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.callbacks import overriding
+from ddpforge.training.ledger import LOSS, Ledger, Living
 from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.shows import Shows
 from ddpforge.training.stages import Built

@@ -10,8 +10,7 @@ import torch
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ddpforge.tools.simulation.ledger import EMPTY
-from ddpforge.training.recompute import tensors_in
+from ddpforge.training.ledger import EMPTY, tensors_in
 
 __all__ = ["Operation", "Sent", "Work"]
 

@@ -16,7 +16,7 @@ from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.chunked import chunked_cross_entropy
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.errors import UsageError
-from ddpforge.tools.simulation.ledger import Ledger
+from ddpforge.training.ledger import Ledger
 
 IGNORED = -100
 CHUNKS = [1, 7, 16, 35, 1000]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpforge.ranks import phases
-from ddpforge.training.recompute import storages, tensors_in
 
-__all__ = ["COMMUNICATION", "EMPTY", "KINDS", "LOSS", "Ledger", "Living"]
+__all__ = ["COMMUNICATION", "EMPTY", "KINDS", "LOSS", "Ledger", "Living", "storages", "tensors_in"]
 
 LOSS, COMMUNICATION = "logits and loss", "communication"
 KINDS = (
@@ -223,3 +223,28 @@ def _for_ranks() -> bool:
             return True
         frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
     return False
+
+
+def tensors_in(nest: Any) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments, or what it returns: of tuples, lists and dicts only."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, list | tuple):
+        for one in nest:
+            yield from tensors_in(one)
+    elif isinstance(nest, dict):
+        yield from tensors_in(list(nest.values()))
+
+
+def storages(tensor: Any) -> list[torch.UntypedStorage]:
+    """The memory of a tensor; none where its layout has no storage."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.elem
+    if tensor.layout is torch.sparse_coo:
+        return [*storages(tensor._indices()), *storages(tensor._values())]
+    try:
+        return [tensor.untyped_storage()]
+    except NotImplementedError:  # of other layouts
+        return []
