@@ -21,7 +21,6 @@ with uncollected():
     from slurm import PROGRAMS, Slurm, new_slurm
 
     from ddpforge.ranks import leaving
-    from ddpforge.ranks.scheduling import policy_restored
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -60,8 +59,7 @@ def _untouched_by_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(leaving, "_threads", False)  # for those of a run, a later command would end the process at once
     logger = logging.getLogger("ddpforge")  # which a run directs
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
-    with policy_restored():
-        yield
+    yield
     for handler in set(logger.handlers) - set(handlers):
         handler.close()
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpforge.launchers.nursery import FORK, Brought
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -165,7 +163,7 @@ def _start(
 def _start_launcher(
     arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float, restarts: int
 ) -> dict[str, Any]:
-    from ddpforge.launchers.command import torchrun_command, variables_for
+    from ddpforge.launchers.torchrun import torchrun_command, variables_for
     from ddpforge.launchers.verdict import VERDICT, Words
 
     output = Path(cwd) / ".ranks"
@@ -173,8 +171,7 @@ def _start_launcher(
     verdict = output / "verdict"
     verdict.write_text("")
     command = torchrun_command(arguments[1:], nproc=nproc, flags=[f"--max-restarts={restarts}"])
-    # Where PYTHONUNBUFFERED is set the launcher would fork ranks as `ddpforge launch` does, and not those of `_Forked`.
-    variables = {**variables_for(nproc), "OMP_NUM_THREADS": "1", FORK: "0", VERDICT: str(verdict), **env}
+    variables = {**variables_for(nproc), "OMP_NUM_THREADS": "1", VERDICT: str(verdict), **env}
     child = os.fork()
     if child == 0:
         _launcher(command[command.index("-m") + 1 :], cwd, variables, output)
@@ -208,20 +205,37 @@ def _launcher(command: list[str], cwd: str, env: dict[str, str], output: Path) -
     os._exit(code if isinstance(code, int) else 1)
 
 
-class _Forked(Brought):
-    """A rank that a launcher has forked."""
+class _Forked:
+    """A rank that a launcher has forked, with what torchrun uses of a `subprocess.Popen`."""
 
     def __init__(self, command: list[str], cwd: str, env: dict[str, str], output: Path) -> None:
         import signal
 
-        pid = os.fork()
-        if pid == 0:
+        self.args = command
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
             os.setsid()
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             _rank(command[command.index("ddpforge") + 1 :], cwd, env, output)
-        super().__init__(pid, command)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        import time
+
+        limit = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > limit:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.01)
+        return code
 
 
 def _wait(children: list[int], timeout: float) -> list[int]:

@@ -27,9 +27,8 @@ from ddpforge.ranks.failures import Failures, Report, exit_code_of, phrase
 from ddpforge.ranks.halt import Halt, NoHalt
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.logs import setup_logging
-from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.signals import NoData, training_begins
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import Peers, on_rank_zero
 from ddpforge.recipe import Recipe
 from ddpforge.recipe.plan import Window
 from ddpforge.runs.changes import refuse_finished
@@ -48,7 +47,7 @@ from ddpforge.training.memory import explained, held
 from ddpforge.training.profiling import Profile
 from ddpforge.training.stages import Chosen, Dealt, key_of
 from ddpforge.training.trackers import TrackerGroup
-from ddpforge.watchdog.rows import described, here
+from ddpforge.watchdog.board import described, here
 from ddpforge.watchdog.watch import Unwatched, Watch
 
 __all__ = ["Attempt", "Outcome", "checkpoints_of"]

@@ -21,12 +21,12 @@ from ddpforge.disk import refuse_existing
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
 from ddpforge.interop.tables import Table, check_table, writing
-from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.launchers.slurm import adopt_slurm
 from ddpforge.preflight import Problems
 from ddpforge.ranks import leaving
+from ddpforge.ranks.arithmetic import arithmetic_restored
 from ddpforge.ranks.join import leave
-from ddpforge.ranks.rank_zero import on_rank_zero
-from ddpforge.ranks.switches import restored
+from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.load import refuse_text
 from ddpforge.recipe.report import did_you_mean
@@ -58,7 +58,7 @@ class Evaluation:
 
 
 @leaving.nobody_leaves()
-@restored()
+@arithmetic_restored()
 def evaluate(
     folder: RunFolder,
     *,
@@ -109,7 +109,7 @@ class Prediction:
 
 
 @leaving.nobody_leaves()
-@restored()
+@arithmetic_restored()
 def predict(
     folder: RunFolder,
     out: Path,

@@ -20,7 +20,7 @@ from ddpforge.components.installed import version
 from ddpforge.components.registry import Registry
 from ddpforge.errors import EnvironmentProblem, ExitCode, PeerFailed
 from ddpforge.interfaces import Ranks
-from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.recipe.layers import kind_at
 from ddpforge.runs.changes import Change, recipe_changes
 from ddpforge.runs.folder import local_code

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -170,14 +171,20 @@ class Room:
 
 
 def advised(error: BaseException, folder: RunFolder, world: World, recipe: Recipe, room: Room) -> BaseException:
-    """`error`, or where it is an OutOfMemory one that says what the plan does: what is needed, and changes that fit.
+    """Returns `error`, or if it is an OutOfMemory one that says what the plan does: what is needed, and what fits.
 
-    It stays as it is where no plan can be made.
+    It stays as it is if no plan can be made. With `track.plan = "off"` none is: a plan takes a gigabyte of the host's
+    memory, which may be the full one, and minutes in which the run's devices wait. The error then names the command.
     """
-    if not isinstance(error, OutOfMemory) or recipe.track.plan == "off" or not folder.resolved.exists():
+    if not isinstance(error, OutOfMemory) or not folder.resolved.exists():
         return error
-    log.info("memory is full: looking for changes that fit")
     there = room.bytes(world.device)
+    if recipe.track.plan == "off":
+        command = f"ddpforge plan {shlex.quote(str(folder.resolved))} --ranks {world.all.size}"
+        budget = _size(there).replace(" ", "")
+        hint = f"see what a step needs, and which changes fit: {command} --budget {budget}"
+        return _caused(OutOfMemory(error.message, hints=[*error.hints, hint]), error)
+    log.info("memory is full: looking for changes that fit")
     planned = _planned(folder.resolved, world.all.size, there)
     if planned is None or planned["peak"] is None:
         return error
@@ -187,13 +194,17 @@ def advised(error: BaseException, folder: RunFolder, world: World, recipe: Recip
     elif needed <= there:
         about = ", of which some is lost in small pieces"
         planned = _planned(folder.resolved, world.all.size, int(needed * _LESS)) or planned
-    problem = OutOfMemory(
+    said = OutOfMemory(
         f"{error.message}\nby the plan a step needs {_size(needed)} for tensors on a rank, and there were "
         f"{_size(there)}{about}",
         hints=[_hint(remedy) for remedy in planned["remedies"]] or error.hints,
     )
-    problem.__cause__ = error.__cause__
-    return problem
+    return _caused(said, error)
+
+
+def _caused(said: OutOfMemory, error: OutOfMemory) -> OutOfMemory:
+    said.__cause__ = error.__cause__
+    return said
 
 
 def _planned(recipe: Path, ranks: int, budget: int) -> dict[str, Any] | None:
@@ -213,18 +224,8 @@ class _Plan:
     """A plan that is being made; it takes no GPU."""
 
     def __init__(self, recipe: Path, ranks: int, *options: str) -> None:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "ddpforge",
-            "plan",
-            str(recipe),
-            "--ranks",
-            str(ranks),
-            "--json",
-            *options,
-        ]
+        plan = ("-P", "-m", "ddpforge", "plan", str(recipe), "--ranks", str(ranks), "--json")
+        command = [sys.executable, *plan, *options]
         alone = {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
         self._process = subprocess.Popen(
             command,

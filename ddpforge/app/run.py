@@ -16,17 +16,16 @@ from ddpforge.app.planned import Room
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError
 from ddpforge.interfaces import World
-from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.launchers.slurm import adopt_slurm
 from ddpforge.launchers.verdict import has_begun, record_begun
 from ddpforge.preflight import Problems
 from ddpforge.ranks import join as ranks_join
 from ddpforge.ranks import leaving, phases
+from ddpforge.ranks.arithmetic import arithmetic_restored
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.ranks.logs import setup_logging
-from ddpforge.ranks.rank_zero import on_rank_zero
 from ddpforge.ranks.signals import StopRequests
-from ddpforge.ranks.switches import restored
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import Peers, on_rank_zero
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.recipe.load import refuse_text
 from ddpforge.recipe.plan import Window
@@ -41,7 +40,7 @@ __all__ = ["Outcome", "join", "peers_of", "run"]
 
 
 @leaving.nobody_leaves()
-@restored()
+@arithmetic_restored()
 def run(
     source: str | Path,
     *,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
-from ddpforge.launchers.command import names_rendezvous, torchrun_command, variables_for
 from ddpforge.launchers.meeting import refuse_held_ports
 from ddpforge.launchers.nodes import NODES, Nodes, default_id, fixed_number
 from ddpforge.launchers.store import store_at
+from ddpforge.launchers.torchrun import names_rendezvous, torchrun_command, variables_for
 from ddpforge.launchers.verdict import STARTED, Death, Ended
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.recipe.plan import Window

@@ -17,8 +17,7 @@ from ddpforge.checkpoint.staging import Staging
 from ddpforge.checkpoint.writer import Writer
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Ranks
-from ddpforge.ranks.rank_zero import on_rank_zero
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import Peers, on_rank_zero
 from ddpforge.recipe.schema import CheckpointSection
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import click
 from ddpforge.cli.ending import leave
 from ddpforge.cli.options import json_option, out_option, sets_options
 from ddpforge.errors import ExitCode
-from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.launchers.slurm import adopt_slurm
 
 if TYPE_CHECKING:
     from ddpforge.tools.doctor.findings import Finding

@@ -107,8 +107,8 @@ def launch(
 def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "Ranks":
     """The ranks that options and variables ask for; flags of torchrun that say where machines meet stand alone."""
     from ddpforge.app.starting import Ranks
-    from ddpforge.launchers.command import names_rendezvous
     from ddpforge.launchers.nodes import Nodes, announced
+    from ddpforge.launchers.torchrun import names_rendezvous
 
     meeting = ("nnodes", "node_rank", "endpoint", "run_id")
     if names_rendezvous(flags):

@@ -9,7 +9,7 @@ from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
 from ddpforge.cli.tables import counted
 from ddpforge.importing import uncollected
-from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.launchers.slurm import adopt_slurm
 from ddpforge.watchdog.watch import begin
 
 

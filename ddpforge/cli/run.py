@@ -14,7 +14,7 @@ from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe
 from ddpforge.errors import UsageError
 from ddpforge.importing import ready_for_torch, uncollected
 from ddpforge.launchers.requests import stop_with_parent
-from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.launchers.slurm import adopt_slurm
 from ddpforge.launchers.verdict import STARTED, record_start
 from ddpforge.ranks.signals import StopRequests, stopping_early
 from ddpforge.watchdog.watch import begin

@@ -20,7 +20,7 @@ from ddpforge.checkpoint.schema import MANIFEST
 from ddpforge.errors import CheckpointError, UsageError
 from ddpforge.interfaces import Part, Ranks, Region, SavedTensor
 from ddpforge.interfaces.regions import Range, copy, pieces
-from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.folder import RunFolder
 

@@ -11,12 +11,13 @@ from functools import cached_property
 from itertools import pairwise
 
 from ddpforge.errors import UsageError
-from ddpforge.launchers.command import ALONE
 
-__all__ = ["ENDPOINT", "NODES", "Nodes", "announced", "fixed_number", "local_address"]
+__all__ = ["ALONE", "ENDPOINT", "NODES", "Nodes", "announced", "fixed_number", "local_address"]
 
 NODES = "DDPFORGE_NODES"  # the variable that carries `--nnodes` to the ranks
 ENDPOINT = "DDPFORGE_ENDPOINT"  # for a launcher that has to find the first node there
+# One machine needs no name: ranks would look for the one that it has, which may not resolve.
+ALONE = ("--standalone", "--local-addr=127.0.0.1")
 PORT = 29500  # torchrun's
 
 # torch's rendezvous compares heartbeats by the wall clocks of two nodes. Of a fixed number none may be missing, so a

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import IO, Any
 
-from ddpforge.launchers.command import variables_for
 from ddpforge.launchers.requests import heard, insists
 from ddpforge.launchers.store import ADDRESS, clock_at, store_at
+from ddpforge.launchers.torchrun import variables_for
 from ddpforge.launchers.verdict import VERDICT, Ended, Words
 
 __all__ = ["PATIENCE", "launch", "start"]

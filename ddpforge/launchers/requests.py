@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["dispositions", "heard", "insists", "listen", "listened", "stop_with_parent"]
+__all__ = ["heard", "insists", "listen", "listened", "stop_with_parent"]
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -22,11 +22,6 @@ _ONE = 5.0  # seconds in which the same signal is the same request: schedulers s
 def listened() -> list[signal.Signals]:
     """The signals, but for those that this process was started to ignore, as nohup does."""
     return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-
-
-def dispositions() -> dict[int, Any]:
-    """Maps each of the signals to its handler in this process, or to what the system does."""
-    return {number: signal.getsignal(number) for number in _SIGNALS}
 
 
 def insists(number: int, *, since: float | None) -> bool:

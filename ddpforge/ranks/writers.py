@@ -1,4 +1,4 @@
-"""The ranks that write one checkpoint: each does its part, and all of them learn whether all of them could."""
+"""The ranks that write one checkpoint, by all or none of them; and an action that rank 0 alone carries out for all."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from ddpforge import disk
-from ddpforge.errors import CheckpointError, ForgeError
+from ddpforge.errors import CheckpointError, ExitCode, ForgeError, PeerFailed
 from ddpforge.interfaces import Ranks
 from ddpforge.ranks.collectives import Alone, Group
 
@@ -188,3 +188,31 @@ def _combined(reports: Mapping[int, _Report]) -> CheckpointError:
     texts = [f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {message}" for message, who in ranks.items()]
     hints = {hint: None for _, hints in reports.values() for hint in hints}
     return CheckpointError("; ".join(texts), hints=list(hints))
+
+
+def on_rank_zero(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Runs `action` on rank 0; returns its result on every rank.
+
+    When `action` raises, rank 0 raises that and the others PeerFailed with its words: nobody is left waiting, and one
+    rank of each node speaks.
+    """
+    result: T | None = None
+    told: tuple[ExitCode, str, Sequence[str]] | None = None
+    failure: Exception | None = None
+    if ranks.is_main:
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+            if isinstance(error, ForgeError):
+                told = error.exit_code, error.message, error.hints
+            else:
+                told = ExitCode.FAILED, f"rank 0 failed first: {type(error).__name__}: {error}", ()
+
+    result, told = ranks.broadcast((result, told))
+    if failure is not None:
+        raise failure
+    if told is not None:
+        code, message, hints = told
+        raise PeerFailed(code, message, hints=hints)
+    return cast(T, result)

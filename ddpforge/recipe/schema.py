@@ -432,9 +432,10 @@ class TrackSection(Section):
         default=Duration(10, "st"), description="How often to write a row of training metrics."
     )
     plan: Annotated[Literal["auto", "on", "off"], Resume.OUTSIDE] = Field(
-        default="auto",
-        description="Hold the memory of the second step against `ddpforge plan`, in memory.json: auto from a million "
-        "parameters on; on whatever the size, and waits for the plan at the end. Not under compile.",
+        default="off",
+        description="Hold the memory of the second step against `ddpforge plan`, which then runs beside rank 0, in "
+        "memory.json. auto: from a million parameters on; on: whatever the size, and waits for the plan at the end; "
+        "not under compile. Unless off, a plan also says what would fit where memory is full.",
     )
     trackers: Annotated[dict[str, Component], Resume.OUTSIDE] = {}
 

@@ -25,12 +25,10 @@ from unittest import mock
 __all__ = ["preload", "run_ddpforge", "run_ranks"]
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["ddpforge.testing.warmed"])
 # DeepSpeed must not touch a GPU in a process that forks.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 # torch._dynamo is what every first optimizer imports. What cannot be imported is left out.
 _warmed = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.app.run"]
-WARMED = "DDPFORGE_WARMED"  # the environment variable with what the process that forks imports, a comma between names
 _PATIENCE = 20.0  # seconds that ranks have to end by themselves when one has failed
 
 
@@ -49,7 +47,8 @@ def run_ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80
 
 def run_ranks(module: str, *arguments: str, cwd: Path, ranks: int, timeout: float = math.inf) -> CompletedProcess[str]:
     """`python -m MODULE ARGUMENTS` in each of `ranks` processes, as `run_ddpforge` runs ddpforge."""
-    with mock.patch.dict(os.environ, {**_ENVIRONMENT, WARMED: ",".join(_warmed)}):
+    _SERVER.set_forkserver_preload(_warmed)
+    with mock.patch.dict(os.environ, _ENVIRONMENT):
         forkserver.ensure_running()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -21,7 +21,7 @@ from ddpforge.data.randomness import own_random_numbers
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Ranks, World
-from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.training.stages import Built
 
 __all__ = [

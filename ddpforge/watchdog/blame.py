@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ddpforge.watchdog.rows import Row
+from ddpforge.watchdog.board import Row
 
 __all__ = ["Blame", "blame"]
 

@@ -15,7 +15,7 @@ from ddpforge.ranks.failures import Failures, Report
 from ddpforge.ranks.logs import keep_output
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.watchdog.blame import Blame
-from ddpforge.watchdog.rows import Row, described
+from ddpforge.watchdog.board import Row, described
 
 __all__ = ["Told"]
 

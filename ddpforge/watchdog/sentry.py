@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from ddpforge.ranks.phases import END, EVAL, NAMES, SAVE, START, Place
 from ddpforge.watchdog.blame import Blame, blame
-from ddpforge.watchdog.rows import Row
+from ddpforge.watchdog.board import Row
 
 __all__ = ["Limits", "Sentry", "Teller", "Watched"]
 

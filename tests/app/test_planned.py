@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copy
@@ -133,11 +135,13 @@ def test_what_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -
         (1_000_000, ["track.plan=off"], False),
         (1, ["track.plan=on"], True),
         (1, ["track.plan=on", "train.compile=default"], False),
+        (10**12, [], False),  # nothing runs that the recipe does not ask for
     ],
 )
 def test_small_models_and_compiled_ones_are_not_held_against_a_plan(
     recipe: Path, parameters: int, sets: list[str], yes: bool
 ) -> None:
+    recipe.write_text(RECIPE.replace('plan = "on"\n', ""), encoding="utf-8")
     assert compares(load_recipe(recipe, sets=sets).recipe, Size(parameters, parameters)) is yes
 
 
@@ -151,16 +155,21 @@ class _Room(Room):
         return self.there
 
 
-@pytest.fixture
-def told(recipe: Path) -> Callable[[int], BaseException]:
-    """The error of a run of the recipe that finds memory full where there is so much."""
-    loaded = load_recipe(recipe, sets=["train.global_batch=64"])
-    folder = RunFolder(recipe.parent / "runs" / "run")
+def full(recipe: Path, there: int, *sets: str) -> Any:
+    """The error of a run of the recipe, with `sets`, that finds memory full: the bytes that there are do not do."""
+    loaded = load_recipe(recipe, sets=["train.global_batch=64", *sets])
+    folder = RunFolder(recipe.parent / "a run")
     folder.create(**snapshot(loaded))
     alone = Alone(CPU)
     world = World(all=alone, data=alone, device=CPU, local_rank=0)
     problem = OutOfMemory("memory is full: torch's words", hints=["by arithmetic"])
-    return lambda there: advised(problem, folder, world, loaded.recipe, _Room(there))
+    return advised(problem, folder, world, loaded.recipe, _Room(there))
+
+
+@pytest.fixture
+def told(recipe: Path) -> Callable[[int], BaseException]:
+    """The error of a run of the recipe that finds memory full where there is so much."""
+    return lambda there: full(recipe, there)
 
 
 def test_full_memory_names_what_is_needed_what_there_is_and_what_would_fit(told: Callable[[int], Any]) -> None:
@@ -180,6 +189,19 @@ def test_memory_that_no_planned_step_fills_is_explained_by_arithmetic_alone(told
     error = told(10**12)
     assert error.message.endswith("something else than a planned step has filled it, an evaluation perhaps")
     assert error.hints == ("by arithmetic",)
+
+
+def test_full_memory_starts_no_plan_unless_asked_and_names_the_command_that_does(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    error = full(recipe, 8_000_000, "track.plan=off")
+    assert (error.message, error.hints[0]) == ("memory is full: torch's words", "by arithmetic")
+    command = error.hints[1].removeprefix("see what a step needs, and which changes fit: ")
+    assert shlex.split(command) == [
+        *("ddpforge", "plan", str(recipe.parent / "a run/recipe.resolved.toml"), "--ranks", "1"),
+        *("--budget", "8.0MB"),
+    ]
 
 
 def test_other_errors_and_runs_without_a_plan_stay_as_they_are(recipe: Path) -> None:

@@ -140,7 +140,7 @@ def test_all_ranks_end_with_the_exit_code_of_the_first(faulty: Faulty) -> None:
 
 
 def test_the_others_learn_that_memory_is_full_before_a_plan_says_what_fits(tmp_path: Path, faulty: Faulty) -> None:
-    ended, status = faulty("full")
+    ended, status = faulty("full", "--set=track.plan=on")
     assert ended.codes == [1, 1]
     assert (tmp_path / "runs/run/told").read_text() == "True"
     assert "by the plan a step needs 1.0 TB" in status["error"]

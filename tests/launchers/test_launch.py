@@ -17,10 +17,9 @@ import pytest
 from launched import Zygote
 
 from ddpforge.errors import ExitCode
-from ddpforge.launchers.command import torchrun_command
-from ddpforge.launchers.nursery import FORK
 from ddpforge.launchers.process import launch
 from ddpforge.launchers.process import start as begin
+from ddpforge.launchers.torchrun import torchrun_command
 from ddpforge.launchers.verdict import Death, Ended, Words
 
 REPOSITORY = Path(__file__).parents[2]
@@ -137,7 +136,6 @@ slow, full = (pytest.mark.slow,), (pytest.mark.full,)
         pytest.param(TORCHRUN, 2, marks=full),
         pytest.param(LAUNCH, 1, marks=full),
         pytest.param(LAUNCH, 2, marks=full),
-        pytest.param(f"env {FORK}=0 {LAUNCH}", 2, marks=full),
     ],
 )
 def test_every_launcher_trains_the_same_curve(
@@ -188,26 +186,27 @@ def test_every_launcher_starts_every_strategy(
 
 
 @pytest.mark.slow
-def test_ranks_of_a_launch_are_copies_of_one_process_also_when_they_start_again(tmp_path: Path, start: Start) -> None:
-    (tmp_path / "copied.py").write_text("""
+def test_lists_of_processes_show_each_rank_as_one_also_after_a_restart(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "words.py").write_text("""
 import os, pathlib
 from ddpforge.interfaces import Callback
 
-class Copied(Callback):
+class Words(Callback):
     def on_start(self, run):
-        words = pathlib.Path("/proc/self/cmdline").read_bytes().split(b"\\0")
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        pathlib.Path(f"rank-{os.environ['RANK']}-{attempt}").write_text(str(b"ddpforge.launchers.torchrun" in words))
+        words = pathlib.Path("/proc/self/cmdline").read_bytes().decode().split("\\0")
+        pathlib.Path(f"rank-{os.environ['RANK']}-{attempt}").write_text(" ".join(words[words.index("-m") :]))
 
     def on_step(self, info):
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise RuntimeError("once")
 """)
-    (tmp_path / "tiny.toml").write_text(RECIPE + '[callbacks.copied]\nuse = "./copied.py:Copied"\n')
+    (tmp_path / "tiny.toml").write_text(RECIPE + '[callbacks.words]\nuse = "./words.py:Words"\n')
     ended = start("ddpforge launch tiny.toml --nproc 2 --max-restarts 1")
     assert ended.returncode == 0, ended.stderr
     found = {path.name: path.read_text() for path in tmp_path.glob("rank-*")}
-    assert found == {f"rank-{rank}-{attempt}": "True" for rank in (0, 1) for attempt in (0, 1)}
+    assert set(found) == {f"rank-{rank}-{attempt}" for rank in (0, 1) for attempt in (0, 1)}
+    assert all(words.startswith("-m ddpforge run tiny.toml") for words in found.values())
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=full), pytest.param(2, marks=slow)])

@@ -11,7 +11,7 @@ from talking import CHECKS, talk
 from ddpforge.errors import PeerFailed, UsageError
 from ddpforge.interfaces import Ranks
 from ddpforge.ranks.collectives import Alone
-from ddpforge.ranks.rank_zero import on_rank_zero
+from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.testing.doubles import in_threads
 
 each = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ddpforge.watchdog.blame import Blame, blame
-from ddpforge.watchdog.rows import Row
+from ddpforge.watchdog.board import Row
 
 ENGINE = "torch/autograd/graph.py:10 in _engine_run_backward"
 

@@ -14,8 +14,7 @@ from doubles import Clock
 from ddpforge.launchers.nodes import Nodes
 from ddpforge.launchers.store import ADDRESS, Attempts, serving, store_at
 from ddpforge.watchdog import sidecar
-from ddpforge.watchdog.board import Board, within
-from ddpforge.watchdog.rows import Row
+from ddpforge.watchdog.board import Board, Row, within
 
 
 def row(rank: int, marks: int = 1, seconds: float = 9.0, **more: Any) -> Row:

@@ -9,7 +9,7 @@ from doubles import Clock
 
 from ddpforge.ranks.phases import BACKWARD, DATA, END, EVAL, FORWARD, SAVE, START, Place
 from ddpforge.watchdog.blame import Blame
-from ddpforge.watchdog.rows import Row
+from ddpforge.watchdog.board import Row
 from ddpforge.watchdog.sentry import Limits, Sentry
 
 

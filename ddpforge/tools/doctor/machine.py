@@ -18,7 +18,6 @@ from ddpforge.components.installed import version
 from ddpforge.confidential import redact
 from ddpforge.data.workers import takes_sockets
 from ddpforge.ranks.interface import GLOO, addresses_of, best_interface, interfaces, is_only_here
-from ddpforge.ranks.scheduling import may_run_as_batch
 from ddpforge.tools.doctor.findings import Finding, error, note, ok, warning
 
 __all__ = ["files", "limits", "names", "packages", "shared_memory", "variables", "writing_speed"]
@@ -107,8 +106,6 @@ def limits(ranks: int = 1, workers: int | None = None) -> Iterator[Finding]:
         fix = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
         yield warning(f"{locked >> 10} KiB of memory may be locked, and InfiniBand needs more", fix)
     yield from _cores(ranks * (1 + (workers or 0)))
-    if ranks > 1 and not may_run_as_batch():
-        yield note("SCHED_BATCH is refused here: the threads of ranks on CPUs may stop each other for milliseconds")
     if _MEMORY_LIMIT.exists() and (text := _MEMORY_LIMIT.read_text().strip()).isdecimal():
         yield note(f"this container may have {int(text) / _GIB:.1f} GiB of memory")
 

@@ -17,7 +17,7 @@ from ddpforge.checkpoint import retention
 from ddpforge.components.registry import Registry
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
-from ddpforge.launchers.command import NO_GPUS, torchrun_command
+from ddpforge.launchers.torchrun import NO_GPUS, torchrun_command
 from ddpforge.preflight import Problems
 from ddpforge.recipe import LoadedRecipe, Problem, load_recipe
 from ddpforge.runs.folder import RunFolder, snapshot

@@ -17,7 +17,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.interfaces import StepInfo, Tracker, World
-from ddpforge.launchers.srun import adopt_slurm
+from ddpforge.launchers.slurm import adopt_slurm
 from ddpforge.preflight import Problems
 from ddpforge.ranks.arithmetic import told_of_determinism
 from ddpforge.ranks.join import leave

@@ -69,14 +69,6 @@ def test_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.level, found.what) == ("warning", "2 of 8 CPU cores for 6 processes")
 
 
-def test_ranks_that_may_not_be_scheduled_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "SCHED_BATCH is refused here: the threads of ranks on CPUs may stop each other for milliseconds"
-    assert said not in [found.what for found in machine.limits(ranks=2)]
-    monkeypatch.setattr(machine, "may_run_as_batch", lambda: False)
-    assert said in [found.what for found in machine.limits(ranks=2)]
-    assert said not in [found.what for found in machine.limits(ranks=1)]
-
-
 @pytest.mark.parametrize(
     ("addresses", "best", "level"),
     [

@@ -12,10 +12,10 @@ import pytest
 from doubles import Clock
 
 from ddpforge.errors import ExitCode
-from ddpforge.watchdog import early
+from ddpforge.watchdog import sidecar
 from ddpforge.watchdog.blame import Blame
-from ddpforge.watchdog.early import Early
-from ddpforge.watchdog.rows import Row
+from ddpforge.watchdog.board import Row
+from ddpforge.watchdog.sidecar import Early
 
 HUNG = Blame([1], "stood in import; the others waited for it")
 ROWS = {rank: Row(rank, f"node{rank}", 100 + rank, "start", 0, 1, 9.0) for rank in range(2)}
@@ -54,7 +54,7 @@ def of(board: Told, rank: int = 0) -> Early:
 @pytest.fixture
 def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(early.os, "kill", lambda pid, number: found.append((pid, number)))
+    monkeypatch.setattr(sidecar.os, "kill", lambda pid, number: found.append((pid, number)))
     return found
 
 
@@ -75,7 +75,7 @@ def test_what_a_rank_has_said_itself_others_may_be_about_to_say(
     signals: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(early.time, "monotonic", clock)
+    monkeypatch.setattr(sidecar.time, "monotonic", clock)
     ours = of(Told({"rank": 1, "error": "no such key", "told": True}))
     assert not ours.someone_failed()
     clock.now += 3.9
