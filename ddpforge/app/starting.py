@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -143,7 +144,9 @@ def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) ->
     from ddpforge.recipe.load import check_world as check_batch
     from ddpforge.recipe.load import load_recipe
 
-    registry = Registry.installed().only_light()  # the ranks check what takes seconds to import
+    registry = Registry.installed()
+    if "torch" not in sys.modules:
+        registry = registry.only_light()  # the ranks check what takes seconds to import
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     if not any(flag.startswith("--nnodes") for flag in ranks.flags):

@@ -140,7 +140,7 @@ class Stepper:
             if result is not None:  # else another rank has the loss, and counts it
                 loss, measured = result
                 counted = items_of(self._task.task, micro) if self.counts else micro.samples
-                add(totals, {"loss": loss_total(loss, counted), **measured})
+                add(totals, {"loss": loss_total(loss, counted), **(measured or {})})
         if self._statistics:
             self._statistics.leave()
         return totals

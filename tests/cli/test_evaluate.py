@@ -11,7 +11,7 @@ import pytest
 from forked import in_ranks
 from launched import Ranks, Zygote
 
-from ddpforge.app import run as runner
+from ddpforge.app import evaluate as runner
 from ddpforge.errors import ExitCode
 from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.folder import RunFolder
@@ -149,7 +149,7 @@ def test_one_rank_alone_chooses_for_all(folder: Path, monkeypatch: pytest.Monkey
             file.write(os.environ["RANK"])
         return choose(*run, **how)
 
-    monkeypatch.setattr(runner, "choose", noted)
+    monkeypatch.setattr(runner, "choose_checkpoint", noted)
     found = in_ranks(2, lambda rank: runner.evaluate(RunFolder.find("tiny")).step)
     assert (found, Path("chose").read_text()) == ([6, 6], "0")
 

@@ -21,7 +21,6 @@ from ddpforge.interfaces import Callback, PartedData, Pass, Task
 from ddpforge.strategies.fsdp.context import Cut
 from ddpforge.strategies.pipeline.stage import _seed_on
 from ddpforge.strategies.tensor.randomness import OwnNumbers
-from ddpforge.training.batchnorm import BatchNormAverager
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.stages import Built
 from ddpforge.training.step import Stepper
@@ -60,11 +59,11 @@ def micro(samples: int, shard: int, number: int, places: Any = None, *, last: bo
 def training(
     seed: int, step: int, shard: int, number: int, update: int, rank: int = 0, samples: int = 3, measure: int = 0
 ) -> float:
-    model, optimizer = Noisy(), torch.optim.SGD([torch.zeros(())], lr=0.1)
-    replica = Plain(ranks=4, rank=rank).holding(model, optimizer)
-    stepper = Stepper(replica.world, replica, Plainly(), optimizer, BatchNormAverager(None), seed=seed, skips=False)
+    model = Noisy()
+    replica = Plain(ranks=4, rank=rank).holding(model, torch.optim.SGD([torch.zeros(())], lr=0.1))
+    stepper = Stepper(replica.world, replica, Plainly(), seed=seed)
     one = micro(samples, shard, number)
-    stepper.train(step, one, [one], measure=bool(measure), update=update)
+    stepper.train_step(step, one, [one], measure=bool(measure), update=update)
     return model.drawn[-1]
 
 
