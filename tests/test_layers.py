@@ -41,7 +41,7 @@ LAYERS = [
     {"components"},
     {"builtin"},
     {"interfaces"},
-    {"confidential", "cores", "disk", "importing"},
+    {"compat", "confidential", "cores", "disk", "importing"},
     {"errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
@@ -49,6 +49,7 @@ LAYERS = [
 LIGHT = {
     "app.starting",
     "cli",
+    "compat",
     "components",
     "confidential",
     "cores",

@@ -40,10 +40,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
-        """Adds up `values`, of one shape and dtype on all ranks; returns the sum on the ranks' device.
-
-        The sum may be on its way until it is used: the first operation on it waits, on gloo too.
-        """
+        """Adds up `values`, of one shape and dtype on all ranks; returns the sum, a new tensor on the ranks' device."""
 
     def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
         """Begins to add up as `sum` does, in less of the host's time; may use the memory of `values`.

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from ddpforge import compat
 from ddpforge.interfaces import Metric, Ranks, Rows, Total
 from ddpforge.ranks.means import Means
 
@@ -20,9 +20,6 @@ __all__ = ["Alone", "Connected", "Group"]
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the latter before torch 2.14
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Connected(Ranks):
@@ -163,9 +160,9 @@ class Group(Connected):
         return cls(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)))
 
     def sum(self, values: Tensor) -> Tensor:
-        """One all-reduce, which is waited for when its result is used."""
-        values = values.to(self.device, non_blocking=True)
-        summed: Tensor = functional.all_reduce(values, "sum", self._group)
+        """One all-reduce of a copy."""
+        summed = values.detach().to(self.device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=self._group)
         return summed
 
     def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
@@ -180,7 +177,7 @@ class Group(Connected):
         return wait
 
     def _add_up(self, values: Tensor) -> Tensor:
-        """One all-reduce in place: a quarter of the host's time of one that is waited for later."""
+        """One all-reduce in place."""
         return self._add_up_on_host(values.to(self.device, non_blocking=True))
 
     def _add_up_on_host(self, values: Tensor) -> Tensor:
@@ -192,13 +189,13 @@ class Group(Connected):
         """One all-gather."""
         rows = rows.to(self.device)
         everything = rows.new_empty(self.size * len(rows), *rows.shape[1:])
-        _all_gather(everything, rows, group=self._group)
+        compat.all_gather(everything, rows, self._group)
         return everything
 
     def share_out(self, rows: Tensor) -> Tensor:
         """One reduce-scatter."""
         mine = rows.new_empty(len(rows) // self.size, *rows.shape[1:])
-        _reduce_scatter(mine, rows, group=self._group)
+        compat.reduce_scatter(mine, rows, self._group)
         return mine
 
     def bytes_of_rank_0(self, values: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
 from ddpforge.errors import StrategyError
@@ -138,7 +138,7 @@ class PowerSGD:
         """Elements of Q; 0 for a parameter that is not compressed."""
         rows, columns = _as_matrix(parameter)
         rank = self._rank_of(parameter)
-        worth_it, *_ = _should_compress(rows, columns, rank, self._state.min_compression_rate)  # type: ignore[no-untyped-call]
+        worth_it = (rows + columns) * rank * self._state.min_compression_rate < rows * columns  # as torch's hook has it
         return columns * rank if worth_it else 0
 
     # -- to disk and back

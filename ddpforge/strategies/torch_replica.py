@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpforge import compat
 from ddpforge.interfaces import (
     CanonicalState,
     Exploring,
@@ -171,7 +172,7 @@ class TorchReplica(Replica):
         """The norm of all gradients together (0-d)."""
         # Of a sparse one, torch 2.11 knows no norm. `torch.nn.utils.get_total_norm` is this, in twice the time.
         dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(compat.foreach("norm", dense)))
         return norm
 
     def _is_within(self, norm: Tensor, largest: float) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ddpforge import compat
 from ddpforge.interfaces import Part, PartWeights, Range, Ranks
 from ddpforge.strategies.tensor import Cut
 
@@ -87,7 +88,7 @@ def clip_local(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> No
     """Scales this rank's shards of gradients, whose norm over all ranks is `norm`, by torch's own formula."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     shards = local(parameter.grad for parameter in parameters if parameter.grad is not None)
-    torch._foreach_mul_(shards, factor.to(shards[0].device))
+    compat.foreach("mul_", shards, factor.to(shards[0].device))
 
 
 def part_of(tensor: Tensor) -> Part:

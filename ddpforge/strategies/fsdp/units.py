@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from ddpforge import compat
 from ddpforge.errors import StrategyError
 
 __all__ = ["check_sharded", "policy", "reduced", "refuse_form", "refuse_ties", "ties"]
 
-_INTEGERS = Version("2.12")
+_INTEGERS = "2.12"
 
 
 def refuse_form(name: str, parameter: nn.Parameter) -> None:
@@ -27,12 +27,12 @@ def refuse_form(name: str, parameter: nn.Parameter) -> None:
             f"parameter `{name}` has no elements, and FSDP cannot shard it",
             hints=["remove it from the model, or set requires_grad = False"],
         )
-    if not (parameter.is_floating_point() or parameter.is_complex()) and Version(torch.__version__) < _INTEGERS:
+    if not (parameter.is_floating_point() or parameter.is_complex()) and not compat.torch_has(_INTEGERS):
         raise StrategyError(
             f"parameter `{name}` holds integers, which torch {torch.__version__} cannot shard",
             hints=[f"pip install 'torch>={_INTEGERS}'", "or make it a buffer"],
         )
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if compat.has_gradient_hooks(parameter):
         raise StrategyError(
             f"parameter `{name}` has a gradient hook, and under FSDP another tensor takes its place, without hooks",
             hints=['change gradients in the optimizer or by a module hook, or set strategy.use = "ddp"'],

@@ -45,7 +45,7 @@ def _module(module: nn.Module, ways: Mapping[int, Hashable]) -> Hashable:
     """Its class, its tensors, its settings, and its children; what cannot be compared is like itself only."""
     return (
         type(module),
-        tuple((name, one if one is None else _tensor(one)) for name, one in _own(module)),
+        tuple((name, _tensor(one)) for name, one in _own(module)),
         tuple((name, _value(value)) for name, value in sorted(vars(module).items()) if name not in _STANDARD),
         tuple(id(value) for name, value in vars(module).items() if "hooks" in name and value),
         tuple((name, _module(child, ways)) for name, child in module.named_children()),
@@ -54,9 +54,9 @@ def _module(module: nn.Module, ways: Mapping[int, Hashable]) -> Hashable:
     )
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    yield from module._parameters.items()
-    yield from module._buffers.items()
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _tensor(tensor: Tensor) -> Hashable:

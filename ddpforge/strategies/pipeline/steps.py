@@ -74,8 +74,9 @@ def _steps(model: nn.Module, entry: str | Sequence[str]) -> Iterator[Step]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found = modules.get(name) or getattr(model, name, None)
     if isinstance(found, nn.ModuleList | nn.Sequential) and not uses:
-        for key, child in found._modules.items():
-            assert child is not None
+        for key, child in found.named_modules(remove_duplicate=False):
+            if not key or "." in key:
+                continue
             yield Step(f"{name}.{key}", child, (f"{name}.{key}",))
     elif callable(found):
         yield Step(name, found, (name, *uses) if isinstance(found, nn.Module) else tuple(uses))

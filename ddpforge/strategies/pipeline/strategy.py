@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -13,10 +12,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import ScheduleGPipe
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from ddpforge import compat
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, World
 from ddpforge.ranks.collectives import Alone, Connected, Group
@@ -164,7 +162,7 @@ class Pipeline(Strategy):
         self._ranks = ranks
         yield from self._refusals_of_ranks(ranks)
         yield from self.sharing.refusals(train)
-        if "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters:
+        if not compat.has_pipelines():
             message = f"pipelines need torch 2.14 or newer, and this is torch {torch.__version__}"
             yield Refusal("strategy.use", message, ("pip install 'torch>=2.14'", 'or set strategy.use = "fsdp"'))
         if train.precision == "fp16":
@@ -311,7 +309,7 @@ class Pipeline(Strategy):
         refuse_ties(tied, model)
 
     def _refuse_batchnorm(self, model: nn.Module) -> None:
-        if self.train.elastic_shards and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if self.train.elastic_shards and any(isinstance(module, compat.batch_norms()) for module in model.modules()):
             raise StrategyError(
                 "train.elastic_shards keeps statistics of BatchNorm by shard, one after the other, and a pipeline "
                 "computes several at a time",
@@ -334,10 +332,9 @@ class Pipeline(Strategy):
                 trains = tensor.requires_grad
                 away[id(tensor)] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty
         for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, held in tensors.items():
-                    if held is not None and id(held) in away:
-                        cast("dict[str, Tensor]", tensors)[name] = away[id(held)]
+            for name, held in list(_own(module)):
+                if id(held) in away:
+                    setattr(module, name, away[id(held)])
 
     def _refuse_idle(self, model: nn.Module) -> None:
         """Every rank must have something to train: an optimizer without weights would keep no step."""
@@ -392,14 +389,20 @@ def _first(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of one module under all of their names."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
 def _remove(module: nn.Module) -> None:
     """Takes out modules of which there is nothing here, and of the others tensors that are on the meta device."""
-    for tensors in (module._parameters, module._buffers):
-        for name in [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]:
-            del cast("dict[str, Any]", tensors)[name]
+    for name, tensor in list(_own(module)):
+        if tensor.is_meta:
+            delattr(module, name)
     for name, child in list(module.named_children()):
         held = [*child.parameters(), *child.buffers()]
         if held and all(tensor.is_meta for tensor in held):
-            del module._modules[name]
+            delattr(module, name)
         else:
             _remove(child)
