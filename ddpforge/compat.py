@@ -236,7 +236,7 @@ def waits(operator: Any) -> bool:
     """Returns True for the operator that waits for a collective; False where this torch has another name for it."""
     import torch
 
-    known = getattr(torch.ops._c10d_functional, "wait_tensor", None)
+    known = getattr(getattr(torch.ops, "_c10d_functional", None), "wait_tensor", None)
     return known is not None and operator is known.default
 
 

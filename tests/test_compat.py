@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from small_gpt import DDP, PIPELINE, RECIPE, train
-from torch import Tensor, nn
+from small_gpt import DDP, PIPELINE, train
+from torch import nn
 from torch.utils import data as torch_data
 from torch_versions import needs_pipelines
 from trained import Trained, trained
@@ -48,7 +47,7 @@ def gpt(strategy: str, **text: str) -> list[Trained]:
 RUNS: dict[str, Callable[[Path], list[Trained]]] = {
     "ddp": lambda _: gpt(DDP),
     "selective": lambda _: gpt(DDP, train='activation_checkpointing = "selective"'),
-    "context": lambda _: gpt('use = "fsdp"\ncontext = 2', recipe=RECIPE.replace("RaggedTokens", "Tokens")),
+    "context": lambda _: gpt('use = "fsdp"\ncontext = 2'),
     "pipeline": lambda _: gpt(PIPELINE.format("1F1B")),
     "norms": lambda folder: trained(folder, NORMS, 2),
 }
@@ -60,65 +59,43 @@ def expected(run: str, folder: Path) -> list[Trained]:
 
 
 # ------------------------------------------------------------------------------------------------ taking names away
-class Gone:
-    """A name that torch's own classes in C++ have: reading it raises, as if it were not there."""
+def lack(*names: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Takes attributes of these names from whatever compat.py looks at, and from nothing else: torch needs them."""
 
-    def __get__(self, *_: object) -> Any:
-        raise AttributeError
+    def take(monkeypatch: pytest.MonkeyPatch) -> None:
+        def get(one: Any, name: str, *default: Any) -> Any:
+            return getattr(one, f"absent {name}" if name in names else name, *default)
 
-    def __set__(self, *_: object) -> None:
-        raise AttributeError
+        monkeypatch.setattr(compat, "getattr", get, raising=False)
+        monkeypatch.setattr(
+            compat, "hasattr", lambda one, name: name not in names and hasattr(one, name), raising=False
+        )
 
-
-def hide(monkeypatch: pytest.MonkeyPatch, module: str, *names: str) -> None:
-    """Lets `from module import name` fail in compat.py alone: torch's own modules need it."""
-    real = builtins.__import__
-
-    def without(name: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        if name == module and (globals_ or {}).get("__name__") == compat.__name__ and {*names} & {*(fromlist or ())}:
-            raise ImportError(f"no {names} in {module}")
-        return real(name, globals_, locals_, fromlist, level)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    take.__name__ = names[0]
+    return take
 
 
-def foreach(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("zero_", "copy_", "norm", "mul_", "add_", "div_", "lerp_"):
-        monkeypatch.delattr(torch, f"_foreach_{name}")
+def hide(module: str, name: str, *then: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Lets `from module import name` fail in compat.py, and in it alone."""
 
+    def take(monkeypatch: pytest.MonkeyPatch) -> None:
+        real = builtins.__import__
 
-def pytree(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "torch.utils", "_pytree")
+        def without(wanted: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+            if wanted == module and (globals_ or {}).get("__name__") == compat.__name__ and name in (fromlist or ()):
+                raise ImportError(f"no {name} in {module}")
+            return real(wanted, globals_, locals_, fromlist, level)
 
+        monkeypatch.setattr(builtins, "__import__", without)
+        for each in then:
+            each(monkeypatch)
 
-def version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "_version", Gone(), raising=False)
-
-
-def is_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "_is_view", Gone(), raising=False)
-
-
-def batch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "torch.nn.modules.batchnorm", "_BatchNorm")
-
-
-def modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "torch.utils._python_dispatch", "TorchDispatchMode")
-    anew(monkeypatch)
-
-
-def attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "attention_operators", frozenset)
-    anew(monkeypatch)
-
-
-def wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
+    take.__name__ = name
+    return take
 
 
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds the classes of recomputed blocks again, with what compat.py has now."""
+    """Makes the classes of recomputed blocks again, with what compat.py has now."""
     spec = recompute.__spec__
     assert spec is not None
     assert spec.loader is not None
@@ -127,22 +104,10 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "recomputed", again.recomputed)
 
 
-def without_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "torch.utils._python_dispatch", "_disable_current_modes")
-
-
-def collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("all_gather_single", "reduce_scatter_single"):
-        monkeypatch.delattr(dist, name, raising=False)
-
-
-def reducer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(dist.Reducer, "_check_reducer_finalized")
-
-
-def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(dist, "set_timeout", raising=False)
-    monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout", raising=False)
+def attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    lack(*(f"_scaled_dot_product_{name}" for name in names))(monkeypatch)
+    anew(monkeypatch)
 
 
 def broadcast_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +118,28 @@ def finds_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "finds_shapes", lambda: False)
 
 
+_DISPATCH = "torch.utils._python_dispatch"
+foreach = lack(*(f"_foreach_{name}" for name in ("zero_", "copy_", "norm", "mul_", "add_", "div_", "lerp_")))
+pytree = hide("torch.utils", "_pytree")
+version, is_view = lack("_version"), lack("_is_view")
+batch_norms = hide("torch.nn.modules.batchnorm", "_BatchNorm")
+modes = hide(_DISPATCH, "TorchDispatchMode", anew)
+wrappers = hide(_DISPATCH, "is_traceable_wrapper_subclass")
+without_modes = hide(_DISPATCH, "_disable_current_modes")
+collectives = lack("all_gather_single", "reduce_scatter_single")
+reducer = lack("_check_reducer_finalized")
+timeout = lack("set_timeout", "_set_pg_timeout")
+
+
+leaves_buffers = compat.leaves_buffers  # which a test replaces
+
+
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """What compat.py remembers of torch is of no use to a test, or to the next."""
 
     def forget() -> None:
-        for one in (compat.batch_norms, compat.attention_operators, compat.leaves_buffers):
+        for one in (compat.batch_norms, compat.attention_operators, leaves_buffers):
             one.cache_clear()
 
     forget()
@@ -252,8 +233,7 @@ def test_parts_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = torch.sparse_coo_tensor([[0, 0]], torch.ones(2), (3,), check_invariants=True)
     assert [part.tolist() for part in compat.sparse_parts(sparse)] == [[[0, 0]], [1.0, 1.0]]
     assert len(ledger.storages(sparse)) == 2
-    for name in ("_indices", "_values"):
-        monkeypatch.setattr(Tensor, name, Gone(), raising=False)
+    lack("_indices", "_values")(monkeypatch)
     assert compat.sparse_parts(sparse) == []
     assert [part.tolist() for part in compat.sparse_parts(sparse.coalesce())] == [[[0]], [2.0]]
 
@@ -263,8 +243,7 @@ def test_hooks_of_parameters_that_cannot_be_seen_are_not_refused(monkeypatch: py
     weight.register_hook(lambda gradient: gradient)
     with pytest.raises(StrategyError, match="has a gradient hook"):
         refuse_form("weight", weight)
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        monkeypatch.setattr(Tensor, name, Gone(), raising=False)
+    lack("_backward_hooks", "_post_accumulate_grad_hooks")(monkeypatch)
     refuse_form("weight", weight)
 
 
@@ -295,13 +274,14 @@ def test_an_operators_argument_is_found_by_place_name_or_default() -> None:
 
 
 def test_operators_without_their_private_names_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch.ops.aten.mm.default not in compat.attention_operators()
-    assert len(compat.attention_operators()) == 4
+    known = compat.attention_operators()
+    assert torch.ops.aten.mm.default not in known
+    assert len(known) == 4
     waits = torch.ops._c10d_functional.wait_tensor.default
     assert compat.waits(waits)
     assert not compat.waits(torch.ops.aten.mm.default)
     compat.attention_operators.cache_clear()
-    monkeypatch.setattr(torch, "ops", SimpleNamespace(aten=SimpleNamespace(), _c10d_functional=SimpleNamespace()))
+    lack(*(f"_scaled_dot_product_{one.name().partition('product_')[2]}" for one in known), "wait_tensor")(monkeypatch)
     assert compat.attention_operators() == frozenset()
     assert not compat.waits(waits)
 
@@ -334,9 +314,8 @@ def test_an_own_move_of_a_module_leaves_its_children_or_moves_them_too(monkeypat
         return [str(tensor.device) for tensor in (model.get_buffer("own"), model.get_submodule("0").weight)]
 
     assert moved() == ["meta", "cpu"]
-    monkeypatch.setattr(nn.Module, "_apply", Gone())
-    monkeypatch.setattr(nn.Module, "to", lambda self, device: setattr(self, "own", self.own.to(device)))
-    assert moved() == ["meta", "cpu"]
+    lack("_apply")(monkeypatch)
+    assert moved() == ["meta", "meta"]
 
 
 # ------------------------------------------------------------------------------------------------ optimizers

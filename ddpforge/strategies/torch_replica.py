@@ -26,10 +26,10 @@ from ddpforge.interfaces import (
 from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.gradients import Gradients
+from ddpforge.strategies.optimizer_trial import refuse_sparse
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for, refuse_float64
 from ddpforge.strategies.several import InTurns, members
-from ddpforge.strategies.trial import refuse_sparse
 from ddpforge.strategies.watch import refuse_loss, watched
 
 __all__ = ["TorchReplica", "WholeReplica"]

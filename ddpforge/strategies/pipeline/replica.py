@@ -26,7 +26,7 @@ from ddpforge.ranks.collectives import Group
 from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.fsdp.shards import Shards, clip_local, local, part_of, reshard, rows_of, shard_like
-from ddpforge.strategies.fsdp.used import Used
+from ddpforge.strategies.fsdp.units import Used
 from ddpforge.strategies.pipeline import stage
 from ddpforge.strategies.pipeline.schedules import Held, schedule_for
 from ddpforge.strategies.pipeline.stage import Micro, Output, called_with

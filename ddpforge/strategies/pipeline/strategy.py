@@ -22,9 +22,9 @@ from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp.grid import Grid
-from ddpforge.strategies.fsdp.optimizers import try_on_shards
+from ddpforge.strategies.fsdp.shards import try_on_shards
 from ddpforge.strategies.fsdp.units import check_sharded, policy, reduced, refuse_form, refuse_ties, ties
-from ddpforge.strategies.pipeline.alike import forms
+from ddpforge.strategies.optimizer_trial import refuse_sparse
 from ddpforge.strategies.pipeline.replica import PipelineReplica
 from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
 from ddpforge.strategies.pipeline.steps import (
@@ -32,6 +32,7 @@ from ddpforge.strategies.pipeline.steps import (
     cut_evenly,
     cut_where,
     declared_steps,
+    forms,
     held_by,
     named_tensors,
 )
@@ -42,9 +43,7 @@ from ddpforge.strategies.tensor import (
     Sharing,
     Styles,
     Tensored,
-    try_on_shares,
 )
-from ddpforge.strategies.trial import refuse_sparse
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -361,8 +360,7 @@ class Pipeline(Strategy):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Takes out of the model what other ranks have."""
         refuse_sparse(optimizer, model, sharded=True)
-        if self.tensor > 1:
-            try_on_shares(optimizer, self.world.device)
+        self.sharing.try_out(optimizer, self.world.device)
         if self.sharded:
             try_on_shards(optimizer, self.data_mesh, self.world.device)
         elsewhere = {word for name, t in named_tensors(model) if t.is_meta for word in name.split(".")}
