@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -84,6 +84,13 @@ class Ranks(ABC):
     @abstractmethod
     def everyone(self, value: T) -> list[T]:
         """Lists every rank's `value`, a small picklable object, on every rank."""
+
+    @abstractmethod
+    def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """Splits the ranks into `groups`, lists of their numbers here; returns the one that this rank is in.
+
+        Every rank is in one group, and keeps its order there. Called on all ranks of the run, with the same groups.
+        """
 
     @abstractmethod
     def barrier(self) -> None:

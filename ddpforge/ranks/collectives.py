@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -140,6 +140,10 @@ class Alone(Connected):
     def bytes_of_rank_0(self, values: Tensor) -> None:
         """They are."""
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """The only group."""
+        return self
+
     def barrier(self) -> None:
         """There is nobody to wait for."""
 
@@ -147,10 +151,17 @@ class Alone(Connected):
 class Group(Connected):
     """The ranks of a torch.distributed process group; objects travel on the host, over gloo."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device = _CPU, *, keeps: object = None) -> None:
-        """`keeps` is something that must live as long as the group."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device = _CPU,
+        *,
+        keeps: object = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """`keeps` is something that must live as long as the group; `timeout` holds in groups that are split off."""
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
-        self._group, self._keeps = group, keeps
+        self._group, self._keeps, self._timeout = group, keeps, timeout
 
     @classmethod
     def of_writers(cls, ranks: Ranks, timeout: timedelta) -> Ranks:
@@ -212,6 +223,15 @@ class Group(Connected):
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """One torch.distributed group each; a rank by itself needs none."""
+        mine = next(group for group in groups if self.rank in group)
+        if len(mine) == self.size:
+            return self
+        several = [[dist.get_global_rank(self._group, rank) for rank in group] for group in groups if len(group) > 1]
+        formed: Any = dist.new_subgroups_by_enumeration(several, timeout=self._timeout)[0] if several else None
+        return Alone(self.device) if len(mine) == 1 else Group(formed, self.device, timeout=self._timeout)
 
     def barrier(self) -> None:
         """torch's own."""

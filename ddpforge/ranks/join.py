@@ -89,7 +89,7 @@ def join(train: TrainSection, strategy: Strategy) -> World:
 
     everyone: Ranks = Alone(device)
     if accelerator.num_processes > 1:
-        everyone = Group(cast(dist.ProcessGroup, dist.group.WORLD), device, keeps=agreement)
+        everyone = Group(cast(dist.ProcessGroup, dist.group.WORLD), device, keeps=agreement, timeout=timeout)
     if device.type == "cuda":
         _look_at_gpus(train, device, everyone.size)
     return World(all=everyone, data=everyone, device=device, local_rank=max(0, accelerator.local_process_index))

@@ -20,7 +20,10 @@ _makers: WeakKeyDictionary[Optimizer, Callable[[_Groups], Optimizer]] = WeakKeyD
 
 
 def remember(optimizer: Optimizer, make: Callable[[_Groups], Optimizer]) -> None:
-    """Has another such `optimizer` made by `make`, from groups of small weights; else its class is called with them."""
+    """Has another such `optimizer` made by `make`, from groups of small weights.
+
+    The recipe's optimizers are remembered. Of any other, the class is called with the weights alone.
+    """
     _makers[optimizer] = make
 
 
@@ -34,7 +37,8 @@ def tried(
     weight, and whatever it raises itself.
     """
     weights = [start.clone().requires_grad_() for start, *_ in values]
-    other = _makers.get(optimizer, type(optimizer))([{**group, "params": weights, "lr": 0.1}])
+    make: Any = _makers.get(optimizer)
+    other: Optimizer = make([{**group, "params": weights, "lr": 0.1}]) if make else type(optimizer)(weights)  # type: ignore[call-arg]
     (mine,) = (one for _, member in members(other) for one in member.param_groups)
     mine |= {key: value for key, value in group.items() if key != "params"} | {"lr": 0.1}
     other.state.clear()

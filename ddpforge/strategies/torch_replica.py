@@ -40,6 +40,10 @@ class TorchReplica(Replica):
 
     A subclass knows which part of the weights this rank holds, and has gradients synchronised over ranks before
     `step` measures them. `module` is the wrapped model, where there is a wrapper.
+
+    A subclass that shards weights has its own `state` and `load_state`, made of `named_state`, of `remembered` and of
+    `remember`, and its own `norm` and `clip`: the norm over all shards, and their scaling. `held` gives this rank's
+    elements of gradients, for callbacks that read them. `train.precision`, `compile` and `clip_norm` come with it.
     """
 
     def __init__(

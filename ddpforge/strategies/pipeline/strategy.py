@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ddpforge import compat
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, World
+from ddpforge.interfaces import Contract, Refusal, Replica, Simulation, Strategy, Task, World
 from ddpforge.ranks.collectives import Alone, Connected, Group
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
@@ -136,24 +136,20 @@ class Pipeline(Strategy):
         groups = ranks // self.tensor
         return max(1, groups // (self.stages or max(1, groups)))
 
-    def distinct_ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
-        """The first of every stage; of two with equal layers the later has no more micro-batches on their way."""
-        stages = self._stages(ranks)
-        first = range(0, ranks, max(1, ranks // stages))
-        if SCHEDULES[self.schedule].parts > 1:
-            return {rank: rank for rank in first}
-        steps = declared_steps(model)
-        begins = self._begins(model, steps, stages)
-        cut = [steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in range(stages)]
-        return dict(zip(first, forms(model, cut, self.sharing.styles(model, blocks)), strict=True))
+    @property
+    def simulation(self) -> Simulation:
+        """One rank of every stage."""
+        return StageSimulation(self)
 
-    def grows_evenly(self, ranks: int) -> tuple[int, int]:
-        """From where on every rank alternates; in whole rounds where it has two parts."""
-        stages = self._stages(ranks)
-        return (stages + 1, stages + 2) if SCHEDULES[self.schedule].parts == 1 else (3 * stages, 4 * stages)
-
-    def _stages(self, ranks: int) -> int:
+    def stages_of(self, ranks: int) -> int:
+        """Counts the stages."""
         return self.stages or max(1, ranks // self.tensor)
+
+    def steps_of_stages(self, model: nn.Module, ranks: int) -> list[Sequence[Step]]:
+        """The steps of each stage, where a rank has one."""
+        steps, stages = declared_steps(model), self.stages_of(ranks)
+        begins = self._begins(model, steps, stages)
+        return [steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in range(stages)]
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
@@ -225,7 +221,7 @@ class Pipeline(Strategy):
         """Its steps must be known, and be all of it; those that the recipe names must be among them."""
         steps = declared_steps(model)
         if self._ranks and not any(self._refusals_of_ranks(self._ranks)):
-            self._begins(model, steps, self._stages(self._ranks) * SCHEDULES[self.schedule].parts)
+            self._begins(model, steps, self.stages_of(self._ranks) * SCHEDULES[self.schedule].parts)
         elif self.split:
             cut_where(steps, self.split, len(self.split) + 1)
         self.sharing.check(model, task, blocks)
@@ -368,6 +364,27 @@ class Pipeline(Strategy):
         if self.sharded:
             check_sharded(model)
         return PipelineReplica(self, model, optimizer, self.held, elsewhere)
+
+
+class StageSimulation(Simulation):
+    """The stages of a pipeline, each of which one rank stands for."""
+
+    def __init__(self, strategy: Pipeline) -> None:
+        self._strategy = strategy
+
+    def ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
+        """The first of every stage; of two with equal layers the later has no more micro-batches on their way."""
+        pipeline = self._strategy
+        first = range(0, ranks, max(1, ranks // pipeline.stages_of(ranks)))
+        if SCHEDULES[pipeline.schedule].parts > 1:
+            return {rank: rank for rank in first}
+        styles = pipeline.sharing.styles(model, blocks)
+        return dict(zip(first, forms(model, pipeline.steps_of_stages(model, ranks), styles), strict=True))
+
+    def micro_batches(self, ranks: int) -> tuple[int, int]:
+        """From where on every rank alternates; in whole rounds where it has two parts."""
+        stages = self._strategy.stages_of(ranks)
+        return (stages + 1, stages + 2) if SCHEDULES[self._strategy.schedule].parts == 1 else (3 * stages, 4 * stages)
 
 
 def _size(begins: Sequence[int], part: int, steps: int) -> int:
