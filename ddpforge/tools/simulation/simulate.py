@@ -24,8 +24,8 @@ from ddpforge.ranks import phases
 from ddpforge.strategies import torch_replica
 from ddpforge.strategies.fsdp import strategy as fsdp
 from ddpforge.strategies.several import InTurns, members
+from ddpforge.tools.simulation.devices import Work
 from ddpforge.tools.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
-from ddpforge.tools.simulation.work import Work
 from ddpforge.training import assemble
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.callbacks import overriding

@@ -18,10 +18,9 @@ from ddpforge.components.registry import Registry
 from ddpforge.strategies.pipeline.strategy import StageSimulation
 from ddpforge.tools.parity.specs import parse
 from ddpforge.tools.simulation import zero
-from ddpforge.tools.simulation.devices import DEVICES
+from ddpforge.tools.simulation.devices import DEVICES, Sent
 from ddpforge.tools.simulation.fake import pretended
 from ddpforge.tools.simulation.forecast import Forecast, forecast
-from ddpforge.tools.simulation.work import Sent
 
 RECIPE = """
 recipe = 1
