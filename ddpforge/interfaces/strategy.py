@@ -81,7 +81,7 @@ class Refusal(NamedTuple):
 
 
 class Simulation:
-    """What `ddpforge plan` needs of a strategy to simulate a step: the defaults are those of equal ranks."""
+    """The facts of a strategy by which `ddpforge plan` simulates a step; the defaults are those of equal ranks."""
 
     def ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
         """The ranks to simulate, in the order in which they send, and the form of what each holds.
@@ -113,7 +113,7 @@ class Strategy(ABC):
 
     @property
     def simulation(self) -> Simulation:
-        """What `ddpforge plan` needs to simulate a step, where ranks are not all equal."""
+        """Returns the facts by which `ddpforge plan` simulates a step, where ranks are not all equal."""
         return Simulation()
 
     train: TrainSection  # these two are set by `setup`
