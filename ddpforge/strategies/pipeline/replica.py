@@ -180,12 +180,12 @@ class PipelineReplica(TorchReplica):
         return loss * micro.one.scale()
 
     def _finish(self, micro: Micro) -> Tensor:
-        """Has the task compute the loss; keeps it and the task's outputs, if anybody reads these."""
+        """Has the task compute the loss; keeps it and the task's outputs, without their graph."""
         with self.forward():
             loss, outputs = self._compute(Output(micro.output), micro.one)
         loss = _local(loss)
         micro.output = None
-        micro.result = loss.detach(), tree_map_only(Tensor, Tensor.detach, outputs) if micro.one.measured else None
+        micro.result = loss.detach(), tree_map_only(Tensor, Tensor.detach, outputs)
         return loss
 
     # -- without gradients
