@@ -8,23 +8,20 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Annotated, Any, Literal, NamedTuple
 
-import torch
-import torch.distributed as dist
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpforge import compat
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Replica, SavedTensor, Strategy
-from ddpforge.strategies.powersgd import PowerSGD
+from ddpforge.strategies.comm_hooks import HoldBack, PowerSGD
 from ddpforge.strategies.several import InTurns
 from ddpforge.strategies.torch_replica import WholeReplica
 
-__all__ = ["DDP", "HoldBack"]
+__all__ = ["DDP"]
 
 _HOOKS: dict[str, tuple[Callable[..., Any] | None, str]] = {
     "none": (None, "float32"),
@@ -227,23 +224,3 @@ class _DDPReplica(WholeReplica):
         super().load_state(state, partial=partial)
         if self._powersgd and not partial:
             self._powersgd.restore(state.shared)
-
-
-# ---------------------------------------------------------------------------------------------- static graphs
-class HoldBack:
-    """A communication hook that leaves gradients as they are while `held`, and else reduces them with `hook`.
-
-    DDP learns a static graph in a process's first step and then cannot skip the reducer, as `no_sync` does.
-    """
-
-    def __init__(self, hook: Callable[..., Future[Tensor]]) -> None:
-        self._hook, self.held = hook, False
-
-    def reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Called by DDP with each bucket of a backward pass."""
-        if not self.held:
-            return self._hook(None, bucket)
-        gradients = bucket.buffer()
-        done: Future[Tensor] = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
-        done.set_result(gradients)
-        return done
