@@ -82,12 +82,28 @@ def lists_what_everyone_says(ranks: Ranks) -> None:
     assert ranks.is_main == (ranks.rank == 0)
 
 
+def splits_into_groups(ranks: Ranks) -> None:
+    """Of neighbours, or of one each; a group is ranks like any other, and the whole may be one."""
+    size = ranks.size
+    pairs = [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
+    mine = ranks.split(pairs)
+    group = pairs[ranks.rank // 2]
+    assert (mine.rank, mine.size) == (ranks.rank % 2, len(group))
+    assert mine.everyone(ranks.rank) == group
+    assert mine.sum(torch.tensor(ranks.rank)).item() == sum(group)
+    alone = ranks.split([[rank] for rank in range(size)])
+    assert (alone.rank, alone.size, alone.everyone(ranks.rank)) == (0, 1, [ranks.rank])
+    whole = ranks.split([list(range(size))])
+    assert whole.everyone(ranks.rank) == list(range(size))
+
+
 CHECKS: list[Callable[[Ranks], None]] = [
     adds_up,
     takes_means,
     gathers_rows_with_gradients,
     gives_all_what_rank_0_has,
     lists_what_everyone_says,
+    splits_into_groups,
 ]
 
 
@@ -98,8 +114,10 @@ def talk(rank: int, size: int, store: Path) -> None:
     ranks = Group(dist.group.WORLD)  # type: ignore[arg-type]
     for group in (ranks, Group.of_writers(ranks, timeout)):
         for check in CHECKS:
-            check(group)
+            if group is ranks or check is not splits_into_groups:
+                check(group)
     half = dist.new_group([1, 2], timeout=timeout)  # whose rank 0 is another one
     if rank in (1, 2):
         for check in CHECKS:
-            check(Group(half))
+            if check is not splits_into_groups:  # which all ranks of the run do together
+                check(Group(half))

@@ -36,6 +36,13 @@ length = "3st"
 global_batch = 8
 micro_batch = 2
 """
+MLP = """
+recipe = 1
+name = "mlp"
+extends = ["digits"]
+model = { use = "mlp", inputs = 64, outputs = 10, hidden = [32, 32, 32] }
+optimizer = { use = "adamw", lr = 1e-3, fused = false }
+"""
 TRAINED = {
     "digits": [
         "digits",
@@ -105,6 +112,7 @@ RUN = {
     "use-a-model": Page(("digits", "gan", "diffusion")),
     "which-parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
     "write-a-plugin": Page(),
+    "write-a-strategy": Page(files={"recipe.toml": MLP}, swaps={"parity recipe.toml": "parity recipe.toml --steps 3"}),
     "README": Page(
         files={"recipe.toml": SHORT},
         swaps={**TWO, "parity stdlib-lm": "parity stdlib-lm --steps 3"},
@@ -188,6 +196,8 @@ def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Pa
         (tmp_path / file).write_text(text, encoding="utf-8")
     if name == "research":
         shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    if name == "write-a-strategy":
+        write_files(path, tmp_path)
     if name == "test-a-plugin":
         write_files(DOCS / "how-to/write-a-plugin.md", tmp_path)
         settings = blocks(path, "ini")[-1]

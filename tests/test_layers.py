@@ -41,7 +41,7 @@ LAYERS = [
     {"components"},
     {"builtin"},
     {"interfaces"},
-    {"confidential", "cores", "disk", "importing"},
+    {"compat", "confidential", "cores", "disk", "importing"},
     {"errors"},
     {""},  # ddpforge itself: the version, and names that are imported when they are used
 ]
@@ -49,6 +49,7 @@ LAYERS = [
 LIGHT = {
     "app.starting",
     "cli",
+    "compat",
     "components",
     "confidential",
     "cores",
@@ -63,7 +64,7 @@ LIGHT = {
     "watchdog",
 }
 LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
-LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted", "verify")}
+LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted")}
 
 
 def room_of(module: str) -> str:

@@ -80,6 +80,8 @@ WHOLE = Recipe(sets=("train.length=2ep",), then=("status", "snippet"))
 PACKAGE = "a package to install: tests/testing/test_plugin_docs.py, tests/components"
 TUTORIAL, TUTORIAL_PLUGIN = "tests/test_tutorial.py", "tests/testing/test_plugin_docs.py"
 
+MINI_TP = "tests/strategies/test_mini_tp.py"
+
 TOML: dict[str, dict[str, Recipe | str]] = {
     "README": {
         'name = "digits"': Recipe(),
@@ -140,6 +142,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "offline": WHOLE,
     },
     "why-toml": {"extends": Recipe()},
+    "write-a-strategy": {"mini_tp": MINI_TP},
     "write-a-plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
 }
 """Snippets of TOML, by their page and by words that no other of the page has."""
@@ -197,6 +200,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "trackers": {"pandas": ""},
     "tutorial": {"load_model": TUTORIAL, "# use.py": TUTORIAL, "# spirals.py": TUTORIAL},
     "tutorial-plugin": {"# focal.py": TUTORIAL_PLUGIN, "# test_focal.py": TUTORIAL_PLUGIN},
+    "write-a-strategy": {"# mini_tp.py": MINI_TP},
     "use-a-model": {"denoised": "", "onnxruntime": ""},
 }
 """Snippets of Python that are in no recipe, as above: scripts, or who runs them."""

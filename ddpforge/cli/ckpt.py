@@ -173,7 +173,7 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
 
     Also says which checkpoint a run would resume from. Exit codes: 0 intact, 1 damaged, 2 there is none.
     """
-    from ddpforge.checkpoint.verify import damages
+    from ddpforge.checkpoint.manifest import damages
     from ddpforge.errors import UsageError
     from ddpforge.runs.checkpoints import CheckpointFolder, find, is_checkpoint, newest_first
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as loader_process
 
+from ddpforge import compat
 from ddpforge.builtin.orders.permutation import key, permute
 from ddpforge.data.collating import collate_of
 from ddpforge.data.nests import digest
@@ -195,7 +195,7 @@ class PartedStream(IterableDataset[MicroBatch]):
     def __iter__(self) -> Iterator[MicroBatch]:
         worker = get_worker_info()
         if worker:
-            loader_process._worker_info = None  # a dataset that knew it would deal itself out among the processes
+            compat.hide_worker()  # a dataset that knew it would deal itself out among the processes
         yield from self.batches(worker.id if worker else 0, worker.num_workers if worker else 1)
 
     def batches(self, mine: int, workers: int) -> Iterator[MicroBatch]:

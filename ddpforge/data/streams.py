@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as loader_process
 
+from ddpforge import compat
 from ddpforge.data.collating import collate_of
 from ddpforge.data.nests import digest
 from ddpforge.data.order import MicroBatch, Terms
@@ -66,7 +66,7 @@ class Stream(IterableDataset[MicroBatch]):
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         if worker:
-            loader_process._worker_info = None  # a dataset that knew it would deal itself out among the processes
+            compat.hide_worker()  # a dataset that knew it would deal itself out among the processes
         turn = count()  # loader processes take turns, micro-batch by micro-batch
 
         read = 0

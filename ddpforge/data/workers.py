@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.queues
 import os
 import re
 import resource
@@ -13,8 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ddpforge import compat
 from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError
 from ddpforge.ranks.failures import phrase
 
@@ -72,21 +72,13 @@ def _raise_limit(workers: int, prefetch: int, needs: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what they send
-if TYPE_CHECKING:
-    _Queue = multiprocessing.queues.Queue[Any]
-else:
-    _Queue = multiprocessing.queues.Queue
+class _Telling(compat.ReportingQueue):
+    """A queue that puts an error in the place of what cannot be sent, for which the rank would wait for ever."""
 
-
-class _Telling(_Queue):
-    """A queue that puts an error in the place of what cannot be sent: a thread sends, and would only print it.
-
-    The rank would wait for that micro-batch for ever.
-    """
-
-    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
+    def instead_of(self, item: Any, error: Exception) -> Any:
+        """The number of the micro-batch, and the error."""
         number = item[0] if isinstance(item, tuple) else item
-        self.put((number, explained(error, "a loader process could not hand a micro-batch over")))
+        return number, explained(error, "a loader process could not hand a micro-batch over")
 
 
 def telling_context() -> Any:

@@ -28,6 +28,7 @@ from ddpforge.interfaces.strategy import (
     Refusal,
     Replica,
     Sharded,
+    Simulation,
     Strategy,
     TakesTurns,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "Sharded",
     "Show",
     "ShownKind",
+    "Simulation",
     "StepInfo",
     "Strategy",
     "Table",

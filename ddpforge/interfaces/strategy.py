@@ -21,7 +21,19 @@ if TYPE_CHECKING:
     from ddpforge.interfaces.task import Task
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["Compute", "Contract", "Cuts", "Explores", "Pass", "Refusal", "Replica", "Sharded", "Strategy", "TakesTurns"]
+__all__ = [
+    "Compute",
+    "Contract",
+    "Cuts",
+    "Explores",
+    "Pass",
+    "Refusal",
+    "Replica",
+    "Sharded",
+    "Simulation",
+    "Strategy",
+    "TakesTurns",
+]
 
 Sharded = Literal["weights", "gradients", "optimizer state"]
 Cuts = Literal["layers", "positions", "experts", "steps"]
@@ -29,34 +41,35 @@ Cuts = Literal["layers", "positions", "experts", "steps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """A strategy's promises: shown by `ddpforge show`, and proven at the start of a run.
-
-    `shards` lists what is split over ranks, `replicas` is how many groups of ranks each hold all of that; where the
-    optimizer's state is split, the weights that the optimizer updates are split like it. Where ranks average weights
-    now and then, and not gradients at every step, each clips its own gradient, and the norm that `Replica.step` returns
-    has no counterpart under other strategies. `reads_gradients` says that callbacks may read the reduced gradient: then
-    `Replica.step` calls `on_gradient`. One that takes several `optimizers` has replicas that are `TakesTurns`. Where no
-    rank can run a forward pass by itself, the model is not `callable`. One that takes `float8` calls linear layers with
-    whole weights, by their own forward pass: `train.fp8` is refused under others. Under one that `scores`, each rank
-    runs whole forward passes, of which the output layer is no rank's share: they may compute the loss as well, see
-    `Task.scores_in_model`. `cuts` lists what of one forward pass several ranks have parts of, as a plan or a model
-    says: before the first step, loss and gradient are compared with those of the whole model. Replicas must be
-    `Explores`, within whose `explore` `gradients_by_name` has the reduced gradient.
-    """
+    """A strategy's promises: shown by `ddpforge show`, and proven at the start of a run."""
 
     shards: tuple[Sharded, ...] = ()
+    """The things that are split over ranks; weights that the optimizer updates are split like the optimizer state."""
     replicas: int = 1
+    """The number of groups of ranks that each hold all of that."""
     averages: Literal["gradients", "weights"] = "gradients"
-    master_dtype: str = "float32"  # of the weights that the optimizer updates, as torch spells it
-    reduce_dtype: str = "float32"  # in which gradients are summed over ranks
-    clips: str  # who clips the gradient norm, and when
-    accumulates: str  # who adds up micro-batches, and where
+    """What ranks average: gradients at every step, or weights now and then; each then clips its own gradient."""
+    master_dtype: str = "float32"
+    """The dtype of the weights that the optimizer updates, as torch spells it."""
+    reduce_dtype: str = "float32"
+    """The dtype in which gradients are summed over ranks."""
+    clips: str
+    """Which ranks clip the gradient norm, and when, in words."""
+    accumulates: str
+    """Where the gradients of micro-batches are added up, in words."""
     reads_gradients: bool = False
+    """Callbacks may read the reduced gradient: `Replica.step` calls `on_gradient`."""
     callable: bool = True
-    optimizers: Literal["one", "several"] = "one"  # for how many parts of the parameters, each with one of its own
+    """A rank can run a forward pass by itself."""
+    optimizers: Literal["one", "several"] = "one"
+    """The number of optimizers, each for some of the parameters; replicas that take several are `TakesTurns`."""
     float8: bool = False
+    """Linear layers are called with whole weights, by their own forward pass, as `train.fp8` needs it."""
     scores: bool = True
+    """Each rank runs whole forward passes, which may compute the loss as well: see `Task.scores_in_model`."""
     cuts: tuple[Cuts, ...] = ()
+    """The things of which ranks compute parts in one forward pass, compared with the whole model before the first step:
+    replicas must be `Explores`, within whose `explore` `gradients_by_name` has the reduced gradient."""
 
 
 class Refusal(NamedTuple):
@@ -65,6 +78,26 @@ class Refusal(NamedTuple):
     key: str  # of the recipe, e.g. "strategy.replicas"
     message: str
     hints: tuple[str, ...] = ()
+
+
+class Simulation:
+    """The facts of a strategy by which `ddpforge plan` simulates a step; the defaults are those of equal ranks."""
+
+    def ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
+        """The ranks to simulate, in the order in which they send, and the form of what each holds.
+
+        Rank 0 by default, which stands for all that hold as much as it does, or a little less. Where forms are equal,
+        and so are the shapes that are received, the first stands for the others: they must do the same work and take as
+        much memory, or less.
+        """
+        return {0: None}
+
+    def micro_batches(self, ranks: int) -> tuple[int, int] | None:
+        """Two numbers of micro-batches in a step, from which on each adds as much memory and work.
+
+        None where one is computed after the other, and several take the memory of one.
+        """
+        return None
 
 
 class Strategy(ABC):
@@ -77,6 +110,11 @@ class Strategy(ABC):
     contract: Contract  # may depend on the options
     joins_alone: ClassVar[bool] = False  # whether a single process needs a torch.distributed group as well
     launcher: Mapping[str, str] = {}
+
+    @property
+    def simulation(self) -> Simulation:
+        """Returns the facts by which `ddpforge plan` simulates a step, where ranks are not all equal."""
+        return Simulation()
 
     train: TrainSection  # these two are set by `setup`
     world: World
@@ -109,22 +147,6 @@ class Strategy(ABC):
     def data_ranks(self, ranks: int) -> int:
         """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
         return ranks
-
-    def distinct_ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
-        """The ranks for `ddpforge plan` to simulate, in the order in which they send, and the form of what each holds.
-
-        Rank 0 by default, which stands for all that hold as much as it does, or a little less. Where forms are equal,
-        and so are the shapes that are received, the first stands for the others: they must do the same work and take as
-        much memory, or less.
-        """
-        return {0: None}
-
-    def grows_evenly(self, ranks: int) -> tuple[int, int] | None:
-        """Two numbers of micro-batches in a step, from which on each adds as much memory and work, for `ddpforge plan`.
-
-        None where one is computed after the other, and several take the memory of one.
-        """
-        return None
 
     def evaluating(self, ranks: int) -> tuple[Strategy, str]:
         """The strategy for `ddpforge eval` on so many ranks, perhaps other than those that trained, and why that one.

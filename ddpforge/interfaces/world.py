@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -40,10 +40,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
-        """Adds up `values`, of one shape and dtype on all ranks; returns the sum on the ranks' device.
-
-        The sum may be on its way until it is used: the first operation on it waits, on gloo too.
-        """
+        """Adds up `values`, of one shape and dtype on all ranks; returns the sum, a new tensor on the ranks' device."""
 
     def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
         """Begins to add up as `sum` does, in less of the host's time; may use the memory of `values`.
@@ -87,6 +84,13 @@ class Ranks(ABC):
     @abstractmethod
     def everyone(self, value: T) -> list[T]:
         """Lists every rank's `value`, a small picklable object, on every rank."""
+
+    @abstractmethod
+    def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """Splits the ranks into `groups`, lists of their numbers here; returns the one that this rank is in.
+
+        Every rank is in one group, and keeps its order there. Called on all ranks of the run, with the same groups.
+        """
 
     @abstractmethod
     def barrier(self) -> None:

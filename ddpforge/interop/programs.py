@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ddpforge import disk
 from ddpforge.builtin.datasets.files import library
+from ddpforge.compat import tree_leaves, tree_map
 from ddpforge.disk import appearing
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Task

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from ddpforge import compat
 from ddpforge.interfaces import Metric, Ranks, Rows, Total
 from ddpforge.ranks.means import Means
 
@@ -20,9 +20,6 @@ __all__ = ["Alone", "Connected", "Group"]
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the latter before torch 2.14
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Connected(Ranks):
@@ -143,6 +140,10 @@ class Alone(Connected):
     def bytes_of_rank_0(self, values: Tensor) -> None:
         """They are."""
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """The only group."""
+        return self
+
     def barrier(self) -> None:
         """There is nobody to wait for."""
 
@@ -150,10 +151,17 @@ class Alone(Connected):
 class Group(Connected):
     """The ranks of a torch.distributed process group; objects travel on the host, over gloo."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device = _CPU, *, keeps: object = None) -> None:
-        """`keeps` is something that must live as long as the group."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device = _CPU,
+        *,
+        keeps: object = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """`keeps` is something that must live as long as the group; `timeout` holds in groups that are split off."""
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
-        self._group, self._keeps = group, keeps
+        self._group, self._keeps, self._timeout = group, keeps, timeout
 
     @classmethod
     def of_writers(cls, ranks: Ranks, timeout: timedelta) -> Ranks:
@@ -163,9 +171,9 @@ class Group(Connected):
         return cls(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)))
 
     def sum(self, values: Tensor) -> Tensor:
-        """One all-reduce, which is waited for when its result is used."""
-        values = values.to(self.device, non_blocking=True)
-        summed: Tensor = functional.all_reduce(values, "sum", self._group)
+        """One all-reduce of a copy."""
+        summed = values.detach().to(self.device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=self._group)
         return summed
 
     def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
@@ -180,7 +188,7 @@ class Group(Connected):
         return wait
 
     def _add_up(self, values: Tensor) -> Tensor:
-        """One all-reduce in place: a quarter of the host's time of one that is waited for later."""
+        """One all-reduce in place."""
         return self._add_up_on_host(values.to(self.device, non_blocking=True))
 
     def _add_up_on_host(self, values: Tensor) -> Tensor:
@@ -192,13 +200,13 @@ class Group(Connected):
         """One all-gather."""
         rows = rows.to(self.device)
         everything = rows.new_empty(self.size * len(rows), *rows.shape[1:])
-        _all_gather(everything, rows, group=self._group)
+        compat.all_gather(everything, rows, self._group)
         return everything
 
     def share_out(self, rows: Tensor) -> Tensor:
         """One reduce-scatter."""
         mine = rows.new_empty(len(rows) // self.size, *rows.shape[1:])
-        _reduce_scatter(mine, rows, group=self._group)
+        compat.reduce_scatter(mine, rows, self._group)
         return mine
 
     def bytes_of_rank_0(self, values: Tensor) -> None:
@@ -215,6 +223,15 @@ class Group(Connected):
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """One torch.distributed group each; a rank by itself needs none."""
+        mine = next(group for group in groups if self.rank in group)
+        if len(mine) == self.size:
+            return self
+        several = [[dist.get_global_rank(self._group, rank) for rank in group] for group in groups if len(group) > 1]
+        formed: Any = dist.new_subgroups_by_enumeration(several, timeout=self._timeout)[0] if several else None
+        return Alone(self.device) if len(mine) == 1 else Group(formed, self.device, timeout=self._timeout)
 
     def barrier(self) -> None:
         """torch's own."""

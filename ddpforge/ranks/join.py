@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import psutil
 import torch
@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, patch_environment
 
+from ddpforge import compat
 from ddpforge.errors import EnvironmentProblem, ExitCode, PeerFailed, StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World
 from ddpforge.launchers.nodes import NODES, fixed_number
@@ -88,7 +89,7 @@ def join(train: TrainSection, strategy: Strategy) -> World:
 
     everyone: Ranks = Alone(device)
     if accelerator.num_processes > 1:
-        everyone = Group(cast(dist.ProcessGroup, dist.group.WORLD), device, keeps=agreement)
+        everyone = Group(cast(dist.ProcessGroup, dist.group.WORLD), device, keeps=agreement, timeout=timeout)
     if device.type == "cuda":
         _look_at_gpus(train, device, everyone.size)
     return World(all=everyone, data=everyone, device=device, local_rank=max(0, accelerator.local_process_index))
@@ -104,10 +105,8 @@ def leave(world: World) -> None:
 def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> None:
     """Makes `train.timeout` hold in groups that a library has formed, which have torch's own timeout."""
     timeout = timedelta(seconds=train.timeout.seconds)
-    c10d: Any = dist.distributed_c10d
-    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # its older name
     for group in groups:
-        set_timeout(timeout, group)
+        compat.set_timeout(group, timeout)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Ends a process once torch has threads in it, which do not survive the interpreter's clean-up."""
 
-import atexit
 import os
 import signal
 import sys
@@ -31,7 +30,9 @@ def leave(code: int) -> NoReturn:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would complain of loader processes that are ended now
     if _threads:
-        atexit._run_exitfuncs()
+        from ddpforge import compat
+
+        compat.run_exit_functions()
         os._exit(code)
     sys.exit(code)
 

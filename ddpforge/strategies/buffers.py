@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpforge import compat
 from ddpforge.interfaces import Ranks
 
 __all__ = ["equalise_buffers"]
@@ -30,7 +31,6 @@ def equalise_buffers(model: nn.Module, ranks: Ranks) -> None:
 def _running_statistics(model: nn.Module) -> Iterator[Tensor]:
     """BatchNorm's means and variances."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            for buffer in (module.running_mean, module.running_var):
-                if buffer is not None:
-                    yield buffer
+        if isinstance(module, compat.batch_norms()):
+            norm: Any = module
+            yield from (buffer for buffer in (norm.running_mean, norm.running_var) if buffer is not None)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import zip_longest
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -16,10 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddpforge import compat
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Contract, Replica, SavedTensor, Strategy
-from ddpforge.strategies.hold_back import HoldBack
-from ddpforge.strategies.powersgd import PowerSGD
+from ddpforge.strategies.comm_hooks import HoldBack, PowerSGD
 from ddpforge.strategies.several import InTurns
 from ddpforge.strategies.torch_replica import WholeReplica
 
@@ -85,8 +83,7 @@ class DDP(Strategy):
         if self._powersgd:
             self.contract = replace(self.contract, optimizers="one")  # its memory is that of one reducer
         self._options: dict[str, Any] = {
-            # Buffers are made equal when somebody reads them (evaluation, checkpoints), not at every forward pass.
-            "broadcast_buffers": False,
+            "init_sync": False,  # `_share` does it
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -102,7 +99,7 @@ class DDP(Strategy):
                 f"asked for DDP over {self.world.all.size} ranks, and the model has no parameter to train",
                 hints=["a model without trainable parameters has nothing to synchronise"],
             )
-        self._share_constants(model)
+        self._share(model)
         if isinstance(optimizer, InTurns):
             wrapped = {name: self._wrapped(model, part.param_groups) for name, part in optimizer.parts.items()}
         else:
@@ -114,7 +111,7 @@ class DDP(Strategy):
             optimizer,
             wrapped=wrapped,
             # Dropped, gradients would add up outside of the buckets: a second set of them.
-            missing=partial(_missing, wrapped[""].module) if keeps and self._accumulates else None,
+            missing=compat.unreduced(wrapped[""].module) if keeps and self._accumulates else None,
             may_be_unused=self._may_be_unused,
             unused_hints=_UNUSED,
         )
@@ -124,10 +121,18 @@ class DDP(Strategy):
         ranks = self.world.data.size
         return self.train.per_pass(ranks) * ranks < self.train.global_batch
 
-    def _share_constants(self, model: nn.Module) -> None:
-        """Makes buffers and frozen parameters equal; DDP would do it, but for some dtypes it cannot."""
-        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        for tensor in (*frozen, *model.buffers()):
+    def _share(self, model: nn.Module) -> None:
+        """Gives every rank rank 0's parameters and buffers; DDP would do it, but for some dtypes it cannot."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        forms = self.world.all.everyone([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named])
+        for rank, form in enumerate(forms):
+            if form != forms[0]:
+                name = next((mine or other or ("",))[0] for mine, other in zip_longest(form, forms[0]) if mine != other)
+                raise StrategyError(
+                    f"the model on rank {rank} is not that on rank 0: they differ in `{name}`",
+                    hints=["build the same model on every rank: its constructor must not depend on the rank"],
+                )
+        for _, tensor in named:
             self.world.all.broadcast(tensor)
 
     def _wrapped(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> _Wrapped:
@@ -136,16 +141,9 @@ class DDP(Strategy):
         One for each turn has its own buckets: what the others train is neither waited for nor sent.
         """
         mine = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
-        named = model.named_parameters(remove_duplicate=False)
-        others = [name for name, parameter in named if id(parameter) not in mine]
-        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        others += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-        # One place in torch looks for the parameters of the outermost module as ".name".
-        ignore(model, [*others, *(f".{name}" for name in others if "." not in name)])
-        with warnings.catch_warnings():
-            # torch 2.15 renamed the option by which DDP leaves buffers alone; older ones know only this name.
-            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-            module = DistributedDataParallel(model, **self._options)
+        options: dict[str, Any] = {**self._options, **compat.leaves_buffers()}
+        with _frozen(parameter for parameter in model.parameters() if id(parameter) not in mine):
+            module = DistributedDataParallel(model, **options)
         hook, powersgd = self._hook, None
         if self._powersgd:
             powersgd = PowerSGD(*self._powersgd, self.world.all)
@@ -159,16 +157,17 @@ class DDP(Strategy):
         return _Wrapped(module, holds_back, powersgd)
 
 
-def _missing(module: DistributedDataParallel) -> list[int]:
-    """The places, among the parameters that `module` reduces, of those that got no gradient in the last pass."""
+@contextmanager
+def _frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Freezes parameters within: a DistributedDataParallel takes those that are trained when it is made."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     try:
-        module.reducer._check_reducer_finalized()
-    except RuntimeError as error:
-        found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if found is None:
-            raise
-        return [int(place) for place in found[1].split()]
-    return []
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
-import torch
 from torch import Tensor, nn
 
+from ddpforge import compat
 from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import Ranks
 
@@ -72,7 +72,7 @@ class Gradients:
             else:
                 parameter.grad = None
         if kept:
-            torch._foreach_zero_(kept)
+            compat.foreach("zero_", kept)
 
     def refuse_unused(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
         """Raises the StrategyError for parameters that forward did not use on this rank."""

@@ -14,8 +14,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
+from ddpforge import compat
+from ddpforge.compat import tree_map_only
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Compute, Contract, Pass, Refusal, Replica, Strategy, World
 from ddpforge.strategies.torch_replica import WholeReplica
@@ -114,8 +115,7 @@ class NaiveSplit(_OneProcess):
         places = self._places(blocks, sum(p.numel() for module in outside for p in module.parameters(recurse=False)))
         self._refuse_shared(model, outside, list(zip(blocks, places, strict=True)))
         for module in outside:
-            move: Any = module._apply  # of `to`, all would pass through the first device
-            move(lambda tensor: tensor.to(first), recurse=False)
+            compat.move_own(module, first)  # of `to`, all would pass through the first device
         for block, place in zip(blocks, places, strict=True):
             block.to(self.devices[place])
             block.register_forward_pre_hook(partial(_to, self.devices[place]), with_kwargs=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpforge import compat
 from ddpforge.errors import CheckpointError
 
 __all__ = ["OwnState"]
@@ -21,182 +21,152 @@ _NOT_STATE = {"state", "param_groups", "defaults", "step", "found_inf", "grad_sc
     *("_need_device_dtype_check_for_unscale", "_need_device_dtype_check_for_fused"),
     *("_warned_capturable_if_run_uncaptured", "_opt_called"),
 }
+_TORCHS = ("_optimizer_", "_zero_grad_", "_patched_")  # begin other attributes that torch notes
 _RECIPES = {"params", "names", "lr", "initial_lr"}
-_KINDS = ("groups", "state", "attributes")  # what the path of a value begins with
 _DEEPEST = 8
 
-Plain = bool | int | float | Tensor | None
-Path = tuple[Any, ...]
-
-
-class _Leaf(NamedTuple):
-    """A value as it was when it was looked at; `plain` where a checkpoint can hold it."""
-
-    value: Any
-    plain: bool
+Number = bool | int | float | Tensor | None
+Path = tuple[str | int, ...]
 
 
 class OwnState:
-    """The state of `optimizer` that belongs to no parameter: what has changed since this was made.
+    """The state of `optimizer` that belongs to no parameter: the numbers that have changed since this was made.
 
     Attributes, entries of its groups, and entries of `optimizer.state` that are not a parameter's count. Numbers,
-    truth values and 0-d tensors can be saved; everything else that changes is refused. Where there are several
-    optimizers, of the names in `among`, the `name` of each begins the names of its values.
+    truth values and 0-d tensors can be saved; a list, a generator or a tensor that changes is refused. Where there are
+    several optimizers, of the names in `among`, the `name` of each begins the names of its values.
     """
 
     def __init__(self, optimizer: Optimizer, name: str = "", among: Collection[str] = ()) -> None:
         self._optimizer, self._prefix = optimizer, _prefix(name)
         self._longer = tuple(_prefix(other) for other in among if len(other) > len(name))
-        self._built = dict(_leaves(optimizer))
+        self._numbers, self._others = self._values()
 
-    def capture(self) -> dict[str, Plain]:
-        """Captures the values that have changed, by name; raises CheckpointError for more than a number."""
-        now = dict(_leaves(self._optimizer))
-        changed = {path: leaf for path, leaf in now.items() if not _same(self._built.get(path), leaf)}
-        gone = [path for path in self._built if path not in now]
-        for path in [*gone, *(path for path, leaf in changed.items() if not leaf.plain)]:
+    def capture(self) -> dict[str, Number]:
+        """Captures the numbers that have changed, by name; raises CheckpointError if anything else has."""
+        numbers, others = self._values()
+        changed = {path for path in {*others, *self._others} if others.get(path) != self._others.get(path)}
+        for path in sorted((changed - numbers.keys()) | (self._numbers.keys() - numbers.keys()), key=str):
             raise CheckpointError(
                 f"{type(self._optimizer).__name__} changes its `{_spelled(path)}`, which is no number and no "
                 "parameter's state: a checkpoint cannot hold it, and a resumed run would continue without",
                 hints=["keep it as tensors in `optimizer.state[parameter]`, or as numbers"],
             )
-        return {self._prefix + _spelled(path): leaf.value for path, leaf in changed.items()}
+        return {self._prefix + _spelled(path): value for path, value in numbers.items() if self._is_new(path, value)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes back what `capture` gave; what is not in there becomes what it was when this was made."""
         found = {name.removeprefix(self._prefix): value for name, value in saved.items() if self._is_mine(name)}
-        for path, leaf in dict(_leaves(self._optimizer)).items():
-            before = self._built.get(path)
-            if _spelled(path) in found or not leaf.plain or _same(before, leaf):
-                continue
-            if before is None:
-                _remove(self._optimizer, path)
-            elif before.plain:
-                _set(self._optimizer, path, before.value)
-        known = {_spelled(path): path for path, _ in _leaves(self._optimizer)}
+        for path, value in self._values()[0].items():
+            if _spelled(path) not in found and self._is_new(path, value):
+                self._put(path, self._numbers.get(path), removes=path not in self._numbers)
+        known = {_spelled(path): path for path in self._values()[0]}
         for name, value in found.items():
-            _set(self._optimizer, known.get(name) or _path(name), value)
+            kind, *rest = name.split(".")
+            self._put(known.get(name) or (kind, *(int(key) if key.isdigit() else key for key in rest)), value)
 
     def _is_mine(self, name: str) -> bool:
         """True for a value of this optimizer: its prefix may begin that of another, as "" begins all."""
         if not name.startswith(self._prefix) or name.startswith(self._longer):
             return False
-        return name.removeprefix(self._prefix).partition(".")[0] in _KINDS
+        return name.removeprefix(self._prefix).partition(".")[0] in ("groups", "state", "attributes")
 
-    def reset(self) -> None:
-        """Makes the optimizer what it was when this was made."""
-        self.restore({})
+    def _is_new(self, path: Path, value: Number) -> bool:
+        return path not in self._numbers or not _same(self._numbers[path], value)
+
+    def _values(self) -> tuple[dict[Path, Number], dict[Path, Any]]:
+        """The numbers, and of all else what tells a change."""
+        numbers: dict[Path, Number] = {}
+        others: dict[Path, Any] = {}
+        seen = {id(self._optimizer)}
+        for kind, held in self._roots().items():
+            for path, value in _leaves((kind,), held, seen):
+                if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
+                    numbers[path] = value.item()
+                elif isinstance(value, Tensor) and not value.ndim and not value.is_complex():
+                    numbers[path] = value.detach().clone()
+                elif isinstance(value, bool | int | float | None):
+                    numbers[path] = value
+                else:
+                    others[path] = _mark(value)
+        return numbers, others
+
+    def _roots(self) -> dict[str, Any]:
+        state: Mapping[Any, Any] = self._optimizer.state
+        names = (name for name in vars(self._optimizer) if name not in _NOT_STATE and not name.startswith(_TORCHS))
+        return {
+            "groups": self._optimizer.param_groups,
+            "state": {owner: value for owner, value in state.items() if not isinstance(owner, Tensor)},
+            "attributes": {name: getattr(self._optimizer, name) for name in names},
+        }
+
+    def _put(self, path: Path, value: Any, *, removes: bool = False) -> None:
+        """Gives the number at a path a value, or removes it."""
+        kind, *steps, last = path
+        at: Any = {"groups": self._optimizer.param_groups, "state": self._optimizer.state}.get(
+            str(kind), self._optimizer
+        )
+        try:
+            for step in steps:
+                at = at[step] if isinstance(at, Mapping | Sequence) else getattr(at, str(step))  # type: ignore[index]
+            if removes:
+                at.pop(last) if isinstance(at, MutableMapping) else delattr(at, str(last))
+                return
+            held = at.get(last) if isinstance(at, Mapping) else getattr(at, str(last), None)
+            if isinstance(held, Tensor) and isinstance(value, Tensor):
+                held.detach().copy_(value)  # in place: another object may hold it too
+            elif isinstance(at, Mapping | Sequence):
+                at[last] = value  # type: ignore[index]
+            else:
+                setattr(at, str(last), value)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the checkpoint holds `{_spelled(path)}`, for which {type(self._optimizer).__name__} has no place"
+            ) from error
 
 
 def _prefix(name: str) -> str:
     return f"{_PREFIX}{name}:" if name else _PREFIX
 
 
-# ---------------------------------------------------------------------------------------------- finding it
-def _leaves(optimizer: Optimizer) -> Iterator[tuple[Path, _Leaf]]:
-    seen = {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
-    for number, group in enumerate(optimizer.param_groups):
-        seen.add(id(group))
-        for key, value in group.items():
-            if key not in _RECIPES:
-                yield from _within(("groups", number, key), value, seen)
-    state: Mapping[Any, Any] = optimizer.state
-    for owner, value in state.items():
-        if not isinstance(owner, Tensor):
-            yield from _within(("state", owner), value, seen)
-    for name, value in vars(optimizer).items():
-        if name not in _NOT_STATE and not name.startswith(("_optimizer_", "_zero_grad_", "_patched_")):
-            yield from _within(("attributes", name), value, seen)
-
-
-def _within(path: Path, value: Any, seen: set[int]) -> Iterator[tuple[Path, _Leaf]]:
-    """The leaves of a value: numbers, tensors, and of collections and objects what is in them."""
-    if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
-        yield path, _Leaf(value.item(), plain=True)
-    elif isinstance(value, bool | int | float | None):
-        yield path, _Leaf(value, plain=True)
-    elif isinstance(value, nn.Parameter | nn.Module | type) or callable(value):
-        return  # weights are saved elsewhere, code does not change
-    elif isinstance(value, Tensor):
-        plain = not value.ndim and not value.is_complex()
-        held: Any = value.detach().clone() if plain else (value, value._version)
-        yield path, _Leaf(held, plain)
-    elif id(value) not in seen and len(path) < _DEEPEST:
-        seen.add(id(value))
-        yield from _inside(path, value, seen)
-
-
-def _inside(path: Path, value: Any, seen: set[int]) -> Iterator[tuple[Path, _Leaf]]:
-    if isinstance(value, Mapping):
-        for number, (key, item) in enumerate(value.items()):
-            if key not in _RECIPES if isinstance(key, str) else True:
-                yield from _within((*path, key if isinstance(key, str | int) else number), item, seen)
-    elif isinstance(value, list | tuple):
-        yield (*path, "length"), _Leaf((len(value),), plain=False)
-        for number, item in enumerate(value):
-            yield from _within((*path, number), item, seen)
-    elif isinstance(value, torch.Generator):
-        yield path, _Leaf(value.get_state().numpy().tobytes(), plain=False)
-    elif hasattr(value, "__dict__"):
-        yield from _inside(path, vars(value), seen)
-    else:
-        try:
-            yield path, _Leaf(pickle.dumps(value), plain=False)
-        except Exception:  # a lock, a file: not what is computed with
-            return
-
-
-def _same(before: _Leaf | None, now: _Leaf) -> bool:
-    if before is None or before.plain != now.plain:
-        return False
-    a: Any = before.value
-    b: Any = now.value
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and bool(((a == b) | (a != a) & (b != b)).item())
-    if isinstance(a, tuple) and isinstance(b, tuple) and isinstance(a[0], Tensor):
-        return a[0] is b[0] and a[1] == b[1]
-    return type(a) is type(b) and (a == b or (a != a and b != b))
-
-
-# ---------------------------------------------------------------------------------------------- putting it back
 def _spelled(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _path(name: str) -> Path:
-    """The path of a value that the optimizer does not have yet: of a number that it only makes when it steps."""
-    kind, *rest = name.split(".")
-    return (kind, int(rest[0]), *rest[1:]) if kind == "groups" else (kind, *rest)
+def _leaves(path: Path, value: Any, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+    """The values in collections and objects, each with its path; of a list also the length."""
+    if isinstance(value, nn.Parameter | nn.Module | type) or callable(value):
+        return  # weights are saved elsewhere, code does not change
+    inside: Any = None
+    if isinstance(value, Mapping):
+        inside = [
+            (key if isinstance(key, str | int) else number, one) for number, (key, one) in enumerate(value.items())
+        ]
+    elif isinstance(value, list | tuple):
+        inside = [*enumerate(value), *([("length", str(len(value)))] if len(path) > 1 else [])]
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor):
+        inside = vars(value).items()
+    if inside is None:
+        yield path, value
+    elif id(value) not in seen and len(path) < _DEEPEST:
+        seen.add(id(value))
+        for key, one in inside:
+            if key not in _RECIPES:
+                yield from _leaves((*path, key), one, seen)
 
 
-def _holder(optimizer: Optimizer, path: Path) -> Any:
-    """The group, mapping, sequence or object that the last name of a path is in."""
-    kind, *steps, _ = path
-    at: Any = {"groups": optimizer.param_groups, "state": optimizer.state, "attributes": optimizer}[kind]
-    for step in steps:
-        at = at[step] if isinstance(at, Mapping | Sequence) else getattr(at, str(step))
-    return at
+def _mark(value: Any) -> Any:
+    """Returns what differs after a value that is no number has changed; None for one that is not computed with."""
+    if isinstance(value, Tensor):
+        return id(value), compat.version(value)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return value if isinstance(value, str | bytes | complex | set | torch.dtype) else None
 
 
-def _remove(optimizer: Optimizer, path: Path) -> None:
-    at, last = _holder(optimizer, path), path[-1]
-    if isinstance(at, MutableMapping):
-        del at[last]
-    elif hasattr(at, str(last)):
-        delattr(at, str(last))
-
-
-def _set(optimizer: Optimizer, path: Path, value: Any) -> None:
-    try:
-        at, last = _holder(optimizer, path), path[-1]
-        held = at.get(last) if isinstance(at, Mapping) else getattr(at, str(last), None)
-        if isinstance(held, Tensor) and isinstance(value, Tensor):
-            held.detach().copy_(value)  # in place: somebody else may hold it too
-        elif isinstance(at, Mapping | Sequence):
-            at[last] = value  # type: ignore[index]
-        else:
-            setattr(at, str(last), value)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"the checkpoint holds `{_spelled(path)}`, for which {type(optimizer).__name__} has no place"
-        ) from error
+def _same(before: Number, now: Number) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return before.dtype == now.dtype and bool(((before == now) | (before != before) & (now != now)).item())
+    return type(before) is type(now) and bool(before == now or (before != before and now != now))

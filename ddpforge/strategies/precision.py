@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ddpforge import compat
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.casts import remade
-from ddpforge.strategies.direct import run_backward, step
 from ddpforge.strategies.several import members
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["Precision", "precision_for", "refuse_float64"]
+__all__ = ["Precision", "precision_for", "refuse_float64", "remade"]
 
 
 class Precision:
@@ -50,8 +49,9 @@ class Precision:
             yield
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
-        """Adds the gradients of `loss` times `scale`."""
-        run_backward(loss, scale)
+        """Adds the gradients of `loss` (0-d) times `scale`, without a product and its backward pass."""
+        gradient = scale.to(loss) if isinstance(scale, Tensor) else torch.full_like(loss, scale)
+        loss.backward(gradient)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Makes the gradients true gradients, before anything looks at them."""
@@ -68,13 +68,13 @@ class Precision:
     def _update(self, optimizer: Optimizer, norm: Tensor) -> None:
         beginning = self._momenta.beginning(optimizer)
         fused: Any = optimizer
-        if self.device.type != "cpu" and not beginning and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self.device.type != "cpu" and not beginning and compat.decides_on_device(optimizer):
             fused.found_inf = (~torch.isfinite(norm)).float()
-            step(optimizer)
+            optimizer.step()
             fused.found_inf = None  # of this step only
         elif math.isfinite(norm.item()):
             with _unfused(beginning) if beginning else nullcontext():
-                step(optimizer)
+                optimizer.step()
 
     def leave(self) -> None:
         """Instead of an update, where the gradients were only looked at."""
@@ -103,7 +103,7 @@ class LossScaling(Precision):
         self.scaler = torch.amp.GradScaler(device.type)
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
-        run_backward(self.scaler.scale(loss), scale)
+        super().backward(self.scaler.scale(loss), scale)
 
     def unscale(self, optimizer: Optimizer) -> None:
         self.scaler.unscale_(optimizer)
@@ -119,14 +119,11 @@ class LossScaling(Precision):
         return self.scaler.get_scale() >= 1.0
 
     def state(self) -> dict[str, int | float]:
-        state = self.scaler.state_dict()
-        return {"loss_scale": state["scale"], "loss_scale_growth_tracker": state["_growth_tracker"]}
+        return {"loss_scale": self.scaler.get_scale(), "loss_scale_growth_tracker": compat.growth_of(self.scaler)}
 
     def load_state(self, state: Mapping[str, int | float]) -> None:
         if "loss_scale" in state:
-            current = self.scaler.state_dict()
-            growth = int(state["loss_scale_growth_tracker"])
-            self.scaler.load_state_dict(current | {"scale": state["loss_scale"], "_growth_tracker": growth})
+            compat.set_scale(self.scaler, state["loss_scale"], int(state["loss_scale_growth_tracker"]))
 
 
 def precision_for(name: Literal["fp32", "bf16", "fp16"], device: torch.device) -> Precision:
@@ -181,3 +178,45 @@ def _unfused(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     finally:
         for group in groups:
             group["fused"] = True
+
+
+# ---------------------------------------------------------------------------------------------- casts
+_VIEWS = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsqueezeBackward0"}
+
+
+class _Cast(NamedTuple):
+    """A tensor that was made from a weight: its dtype, and its place in the weight."""
+
+    weight: nn.Parameter
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def remade() -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside of it, autograd saves of a weight in another dtype only where it came from.
+
+    The weight itself must be there, with the same values, when the backward pass comes to what it was used in.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+def _pack(tensor: Tensor) -> Tensor | _Cast:
+    made_by: Any = tensor.grad_fn
+    if made_by is None or tensor.dtype.itemsize != 2:
+        return tensor
+    while made_by is not None and made_by.name() in _VIEWS:
+        made_by = made_by.next_functions[0][0]
+    if made_by is None or made_by.name() != "ToCopyBackward0":
+        return tensor
+    weight = getattr(made_by.next_functions[0][0], "variable", None)  # what accumulates a gradient has one
+    if not isinstance(weight, nn.Parameter) or tensor.untyped_storage().nbytes() != weight.numel() * tensor.itemsize:
+        return tensor
+    return _Cast(weight, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _unpack(saved: Tensor | _Cast) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    return saved.weight.detach().to(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpforge import compat
 from ddpforge.interfaces import (
     CanonicalState,
     Exploring,
@@ -25,10 +26,10 @@ from ddpforge.interfaces import (
 from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.gradients import Gradients
+from ddpforge.strategies.optimizer_trial import refuse_sparse
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import precision_for, refuse_float64
 from ddpforge.strategies.several import InTurns, members
-from ddpforge.strategies.trial import refuse_sparse
 from ddpforge.strategies.watch import refuse_loss, watched
 
 __all__ = ["TorchReplica", "WholeReplica"]
@@ -39,6 +40,10 @@ class TorchReplica(Replica):
 
     A subclass knows which part of the weights this rank holds, and has gradients synchronised over ranks before
     `step` measures them. `module` is the wrapped model, where there is a wrapper.
+
+    A subclass that shards weights has its own `state` and `load_state`, made of `named_state`, of `remembered` and of
+    `remember`, and its own `norm` and `clip`: the norm over all shards, and their scaling. `held` gives this rank's
+    elements of gradients, for callbacks that read them. `train.precision`, `compile` and `clip_norm` come with it.
     """
 
     def __init__(
@@ -171,7 +176,7 @@ class TorchReplica(Replica):
         """The norm of all gradients together (0-d)."""
         # Of a sparse one, torch 2.11 knows no norm. `torch.nn.utils.get_total_norm` is this, in twice the time.
         dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(compat.foreach("norm", dense)))
         return norm
 
     def _is_within(self, norm: Tensor, largest: float) -> bool:

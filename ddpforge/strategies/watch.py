@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+import inspect
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -13,14 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpforge import compat
 from ddpforge.errors import StrategyError, UsageError
 
-__all__ = ["Guard", "refuse_loss", "watched", "written"]
+__all__ = ["Guard", "refuse_loss", "watched"]
 
 _SHARDING = ("torch.distributed.", "deepspeed.")
 _BETWEEN = ("torch.", f"{__name__}.")  # modules through which a call comes here
+_MARKS = {"requires_grad_", "share_memory_"}  # change no value
+_OPERATORS = ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
+_ASSIGNMENTS = {"__setitem__", "__idiv__", *(f"__i{name}__" for name in _OPERATORS)}
 _EMBEDDINGS = {nn.functional.embedding, nn.functional.embedding_bag}
 
 
@@ -32,21 +34,22 @@ def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, e
     weights or gradients are sharded, it must not do what sharding cannot follow. Compiled code (not `eager`) cannot be
     watched inside; there only the parameters are compared.
     """
-    versions = {name: parameter._version for name, parameter in model.named_parameters()}
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(model))
+    versions = {name: compat.version(parameter) for name, parameter in model.named_parameters()}
+    with _replaced(model):
         if eager:
-            stack.enter_context(_Writes(model, partial(_refuse_write, model)))
-            stack.enter_context(_Setters(model, partial(_refuse_write, model)))
-            stack.enter_context(_Gradients(model, sharded=shards_weights or shards_gradients))
-        yield
+            with _Forward(model, sharded=shards_weights or shards_gradients):
+                yield
+        else:
+            yield
     for name, parameter in model.named_parameters():
-        if not shards_weights and versions[name] != parameter._version:  # gathered weights are new tensors
+        if not shards_weights and versions[name] != compat.version(parameter):  # gathered weights are new tensors
             _refuse_write(model, name)
 
 
-def _is_mover(frame: FrameType | None) -> bool:
+def _is_mover() -> bool:
     """True if the caller may move a parameter: code that shards, and a module on its way to a device."""
+    frame: FrameType | None = inspect.currentframe()
+    name = ""
     while frame is not None and (name := f"{frame.f_globals.get('__name__', '')}.").startswith(_BETWEEN):
         if name.startswith(_SHARDING) or frame.f_code.co_name == "_apply":
             return True
@@ -60,7 +63,7 @@ def _replaced(model: nn.Module) -> Iterator[None]:
     names = {id(module): name for name, module in model.named_modules()}
 
     def hook(module: nn.Module, name: str, _: object) -> None:
-        if id(module) in names and not _is_mover(sys._getframe(1)):
+        if id(module) in names and not _is_mover():
             _refuse_write(model, f"{names[id(module)]}.{name}".lstrip("."))
 
     handle = register_module_parameter_registration_hook(hook)
@@ -88,15 +91,18 @@ class _Memory:
     """The memory that parameters of `model` occupy now, of those that `chosen` names."""
 
     def __init__(self, model: nn.Module, chosen: Container[str] | None = None) -> None:
-        self._held: dict[int, list[tuple[str, Tensor]]] = {}
+        self._held: dict[torch.UntypedStorage, list[tuple[str, Tensor]]] = {}
         for name, parameter in model.named_parameters():
             if chosen is None or name in chosen:
-                tensor = getattr(parameter, "_local_tensor", parameter)
-                self._held.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+                tensor = _local(parameter)
+                self._held.setdefault(tensor.untyped_storage(), []).append((name, tensor))
 
     def owner(self, tensor: Tensor) -> str | None:
         """The name of the parameter that a tensor is (a view of), if there is one."""
-        for name, held in self._held.get(tensor.untyped_storage()._cdata, ()):
+        tensor = _local(tensor)
+        if tensor.layout is not torch.strided:
+            return None
+        for name, held in self._held.get(tensor.untyped_storage(), ()):
             begin = tensor.storage_offset() * tensor.itemsize
             first = held.storage_offset() * held.itemsize
             if not held.numel() or first <= begin < first + held.nbytes or begin <= first < begin + tensor.nbytes:
@@ -104,63 +110,61 @@ class _Memory:
         return None
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes into."""
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            yield from (x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor))
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor, or this rank's part of a distributed one."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
+    return part
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator that writes into a parameter, also into `parameter.data`, and gives its name to `refuse`."""
+def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a function of torch writes into, by its name: `add_`, `+=`, `x[…] = y`, `out=`.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        refuse: Callable[[str], None],
-        chosen: Container[str] | None = None,
-        *,
-        callbacks: bool = False,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._refuse, self._chosen = model, refuse, chosen
-        self._once = self._empty = callbacks  # what is not gathered is empty, and written into all the same
-        self._memory: _Memory | None = None  # look up once where parameters are; else they may move
+    Not those that an operator in C++, with another name, writes into by the way.
+    """
+    name: str = getattr(function, "__name__", "")
+    places = [kwargs.get("out")]
+    in_place = name.endswith("_") and name not in _MARKS and not name.endswith("__")
+    if in_place or name in _ASSIGNMENTS or kwargs.get("inplace"):
+        places.append(args[0] if args else kwargs.get("tensor", kwargs.get("input")))
+    elif function in _EMBEDDINGS and kwargs.get("max_norm") is not None:
+        places += args[:2]  # the weight is the first or the second
+    for place in places:
+        yield from (x for x in (place if isinstance(place, list | tuple) else [place]) if isinstance(x, Tensor))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+
+class _Writes(TorchFunctionMode):
+    """Refuses what is written into parameters of `model`, also into `parameter.data`, or put in its place."""
+
+    def __init__(self, model: nn.Module, chosen: Container[str] | None = None, *, stays: bool = False) -> None:
+        """Parameters that may move (not `stays`) are looked up at every write."""
+        super().__init__()
+        self._model, self._chosen, self._stays = model, chosen, stays
+        self._memory: _Memory | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and not _is_mover(sys._getframe(1)):
-            for tensor in written(func, args, kwargs):
-                if hasattr(tensor, "_local_tensor") or not (tensor.numel() or self._empty):
-                    continue
-                if name := self._found().owner(tensor):
-                    self._refuse(name)
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+            for name, parameter in self._model.named_parameters():
+                if parameter is args[0] and (self._chosen is None or name in self._chosen) and not _is_mover():
+                    self.refuse(name)
+        for tensor in _written(func, args, kwargs):
+            # An empty one is no parameter, unless all are empty outside of forward: those that ZeRO has not gathered.
+            owner = self._found().owner(tensor) if tensor.numel() or self._stays else None
+            if owner is not None and not _is_mover():
+                self.refuse(owner)
         return func(*args, **kwargs)
+
+    def refuse(self, name: str) -> None:
+        """Raises the error of a write into that parameter."""
+        _refuse_write(self._model, name)
 
     def _found(self) -> _Memory:
         memory = self._memory or _Memory(self._model, self._chosen)
-        self._memory = memory if self._once else None
+        self._memory = memory if self._stays else None
         return memory
-
-
-class _Setters(TorchFunctionMode):
-    """Sees `parameter.data = …`, and gives the parameter's name to `refuse`."""
-
-    def __init__(self, model: nn.Module, refuse: Callable[[str], None], chosen: Container[str] | None = None) -> None:
-        super().__init__()
-        self._model, self._refuse, self._chosen = model, refuse, chosen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
-            self._look(args[0], sys._getframe(1))
-        return func(*args, **(kwargs or {}))
-
-    def _look(self, tensor: Tensor, caller: FrameType) -> None:
-        if isinstance(tensor, nn.Parameter) and not _is_mover(caller):
-            for name, parameter in self._model.named_parameters():
-                if parameter is tensor and (self._chosen is None or name in self._chosen):
-                    self._refuse(name)
 
 
 class Guard:
@@ -172,10 +176,9 @@ class Guard:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Watches what is done within."""
-        with (
-            _Writes(self._model, self._refuse, self._lost, callbacks=True),
-            _Setters(self._model, self._refuse, self._lost),
-        ):
+        mode = _Writes(self._model, self._lost, stays=True)
+        mode.refuse = self._refuse  # type: ignore[method-assign]
+        with mode:
             yield
 
     def _refuse(self, name: str) -> None:
@@ -190,13 +193,13 @@ class Guard:
             )
 
 
-# ---------------------------------------------------------------------------------------------- gradients
-class _Gradients(TorchFunctionMode):
-    """Refuses gradients that the loss computes itself, and sparse ones where they are sharded."""
+# ---------------------------------------------------------------------------------------------- forward passes
+class _Forward(_Writes):
+    """Also refuses gradients that the loss computes itself, and sparse ones where they are sharded."""
 
     def __init__(self, model: nn.Module, *, sharded: bool) -> None:
-        super().__init__()
-        self._model, self._sharded = model, sharded
+        super().__init__(model)
+        self._sharded = sharded
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,7 +218,7 @@ class _Gradients(TorchFunctionMode):
             for tensor in args[:2]:  # the weight is the first or the second
                 self._refuse_sparse(tensor)
         try:
-            return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         except RuntimeError as error:
             if "DTensor" in str(error):
                 self._refuse_parts(func, (*args, *kwargs.values()), error)
@@ -224,7 +227,7 @@ class _Gradients(TorchFunctionMode):
     def _refuse_parts(self, func: Any, given: Iterable[Any], error: RuntimeError) -> None:
         """Raises StrategyError for a tensor of which ranks have parts, where torch takes whole ones only."""
         parts = [x for each in given for x in (each if isinstance(each, list | tuple) else (each,))]
-        parts = [x for x in parts if isinstance(x, Tensor) and hasattr(x, "_local_tensor")]
+        parts = [x for x in parts if isinstance(x, Tensor) and hasattr(x, "to_local")]
         what = f"`{getattr(func, '__name__', func)}`"
         for name, parameter in self._model.named_parameters():
             if any(x is parameter for x in parts):

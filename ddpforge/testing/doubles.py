@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any, TypeVar
@@ -55,6 +55,12 @@ class ThreadRanks(Connected):
         """Copies them."""
         values.copy_(self._exchange(values)[0])
         self.barrier()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """The threads of a group, around a table of their own."""
+        mine = next(sorted(group) for group in groups if self.rank in group)
+        tables = self._exchange(_Table(len(mine)))
+        return ThreadRanks(mine.index(self.rank), tables[mine[0]])
 
     def barrier(self) -> None:
         """Waits for the other threads."""

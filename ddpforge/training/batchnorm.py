@@ -4,33 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpforge import compat
 from ddpforge.errors import UsageError
 
-__all__ = ["BatchNormAverager", "Buffers", "unchanged", "watch_batchnorm"]
+__all__ = ["BatchNormAverager", "Buffers", "buffers_of", "unchanged", "watch_batchnorm"]
+
+
+def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers of one module under all of their names."""
+    return module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 class Buffers:
     """The values that a model's buffers have now, to be given back to them; some modules replace theirs in forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
-        self._values = [(held, name, x.clone()) for held, name in places if (x := held[name]) is not None]
+        named = ((module, *one) for module in model.modules() for one in buffers_of(module))
+        self._values = [(module, name, buffer.clone()) for module, name, buffer in named]
 
     def restore(self) -> None:
         """Gives all of them back."""
-        for held, name, value in self._values:
-            cast(Tensor, held[name]).data.copy_(value)  # of a graph that saved one, this is no change
+        for module, name, value in self._values:
+            module.get_buffer(name).data.copy_(value)  # of a graph that saved one, this is no change
 
     def restore_unless(self, kept: Tensor) -> None:
         """Gives all of them back unless `kept` (bool, 0-d), which is not waited for, is true."""
-        for held, name, value in self._values:
-            buffer = cast(Tensor, held[name])
+        for module, name, value in self._values:
+            buffer = module.get_buffer(name)
             buffer.data.copy_(torch.where(kept.to(buffer.device, non_blocking=True), buffer, value))
 
 
@@ -50,7 +55,7 @@ class BatchNormAverager:
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)] if model else []
+        norms: list[Any] = [one for one in model.modules() if isinstance(one, compat.batch_norms())] if model else []
         kept = [x for norm in norms for x in (norm.running_mean, norm.running_var) if x is not None]
         counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
         self._averaged: list[Tensor] = kept
@@ -67,7 +72,7 @@ class BatchNormAverager:
             self._shards = 0
         else:
             self._collect()
-            torch._foreach_copy_(self._all, self._begun)
+            compat.foreach("copy_", self._all, self._begun)
         self._shard = shard
 
     def leave(self) -> None:
@@ -75,14 +80,14 @@ class BatchNormAverager:
         if self._shard is None:
             return
         self._collect()
-        torch._foreach_copy_(self._averaged, self._sums)
-        torch._foreach_div_(self._averaged, self._shards)
+        compat.foreach("copy_", self._averaged, self._sums)
+        compat.foreach("div_", self._averaged, self._shards)
         self._shard = None
 
     def _collect(self) -> None:
         self._shards += 1
         if self._sums:
-            torch._foreach_add_(self._sums, self._averaged)
+            compat.foreach("add_", self._sums, self._averaged)
         else:
             self._sums = [x.clone() for x in self._averaged]
 
@@ -99,7 +104,7 @@ def watch_batchnorm(model: nn.Module, full: int, last: int) -> None:
     if full <= 1:
         hints = ["set train.micro_batch to 2 or more, and train.global_batch to twice the ranks or more"]
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, compat.batch_norms()) and not isinstance(module, nn.SyncBatchNorm):
             _watch(name, module, hints)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpforge import compat
 from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError
 from ddpforge.interfaces import Beside, Callback, Part, Replica, StepInfo, Strategy, Task, World, read_all
 from ddpforge.interop.initial import load_initial
@@ -153,7 +154,7 @@ class BesideModule(Callback):
             ) from error
         mine = [part.tensor.view(-1) for part in parts.values()]
         if mine:
-            torch._foreach_lerp_(mine, leaders, 1.0 - momentum)
+            compat.foreach("lerp_", mine, leaders, 1.0 - momentum)
         self._weights.changed()
         if not self.beside.training:
             theirs = dict(self._replica.bare.get_submodule(self.beside.follows).named_buffers())

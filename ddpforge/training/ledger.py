@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpforge import compat
 from ddpforge.ranks import phases
 
 __all__ = ["COMMUNICATION", "EMPTY", "KINDS", "LOSS", "Ledger", "Living", "storages", "tensors_in"]
@@ -45,7 +44,7 @@ class Living:
     died: float = float("inf")
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Ledger(compat.DispatchMode):
     """Watches every operation on tensors, fake or real: what lives, and since when.
 
     Views count with what they are views of. `phase` and `module` say who is at work; `work` hears of each operation,
@@ -61,7 +60,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         real: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._work, self._phase, self._module, self._real = work, phase, module, real
         self._pieces: list[Living] = []
         self._now = self.live = 0
@@ -79,7 +78,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             for storage in storages(tensor):
                 self._see(storage, tensor)
-                self._of[storage._cdata][0].kind = kind
+                self._of[id(storage)][0].kind = kind
 
     @property
     def older(self) -> int:
@@ -96,7 +95,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def kind_of(self, tensor: Tensor) -> str:
         """The kind of a tensor's memory; empty where it was never seen."""
-        known = [self._of[one._cdata][0].kind for one in storages(tensor) if one._cdata in self._of]
+        known = [self._of[id(one)][0].kind for one in storages(tensor) if id(one) in self._of]
         return known[0] if known else ""
 
     def by_kind(self) -> dict[str, int]:
@@ -113,39 +112,39 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._real:
                 self._find(storage)
             found = self._resize(storage, size)
-            if storage._cdata in self._of or storage._cdata in self._older:
+            if id(storage) in self._of or id(storage) in self._older:
                 self._see(storage)
             return found
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # more than half of all calls: short of the other modes
+        if func is _DEVICE and _is_fake(args[0]):  # more than half of all calls: short of the other modes
             return args[0].device
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented
         kwargs = kwargs or {}
         others = self._given((args, kwargs)) if self._real else frozenset[int]()
-        if func is torch.ops._c10d_functional.wait_tensor.default and not self._real:
+        if not self._real and compat.waits(func):
             return args[0]
         found = func(*args, **kwargs)
         if func.namespace == "prim":
             return found
         made = list(tensors_in(found))
-        if any(isinstance(one, FakeTensor) and one.fake_device.type == "meta" for one in made):
+        if any(_is_fake(one) and one.device.type == "meta" for one in made):
             return found  # torch works out shapes
         self._now += 1
         if self._work:
             self._work(func, args, kwargs, found)
         for one in made:
             for storage in storages(one):
-                if storage._cdata not in others:
+                if id(storage) not in others:
                     self._see(storage, one, func)
         return found
 
@@ -159,26 +158,26 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Finds what was there before an operation; returns the storages that are not the step's but a dataset's."""
         given = [x for one in tensors_in(arguments) for x in storages(one)]
         if self._phase() == _DATA:
-            return frozenset(storage._cdata for storage in given) - self._of.keys()
+            return frozenset(id(storage) for storage in given) - self._of.keys()
         for storage in given:
             self._find(storage)
         return frozenset()
 
     def _find(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._of and storage._cdata not in self._older:
-            gone = weakref.ref(storage, lambda _, key=storage._cdata: self._older.pop(key, None))  # type: ignore[misc]
-            self._older[storage._cdata] = storage.nbytes(), gone
+        if id(storage) not in self._of and id(storage) not in self._older:
+            gone = weakref.ref(storage, partial(self._forget, id(storage)))
+            self._older[id(storage)] = storage.nbytes(), gone
 
     def _see(self, storage: torch.UntypedStorage, tensor: Tensor | None = None, func: Any = None) -> None:
-        if storage._cdata in self._older:
-            if self._older[storage._cdata][0] == storage.nbytes():
+        if id(storage) in self._older:
+            if self._older[id(storage)][0] == storage.nbytes():
                 return
-            del self._older[storage._cdata]
-        if storage._cdata in self._of:
+            del self._older[id(storage)]
+        if id(storage) in self._of:
             self._change(storage)
             return
         module = self._module()
-        made_by = " ".join(filter(None, (module, f"({func._opname})" if func else "")))
+        made_by = " ".join(filter(None, (module, f"({func.__name__.partition('.')[0]})" if func else "")))
         shape, dtype = (tuple(tensor.shape), tensor.dtype) if tensor is not None else ((), None)
         kind = self._phase()
         if kind == "forward":
@@ -186,24 +185,27 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in EMPTY and _for_ranks():
             kind = COMMUNICATION
         piece = Living(storage.nbytes(), self._now, kind, made_by, shape, dtype)
-        gone = weakref.ref(storage, lambda _, key=storage._cdata: self._lose(key))  # type: ignore[misc]
-        self._of[storage._cdata] = piece, gone
+        gone = weakref.ref(storage, partial(self._lose, id(storage)))
+        self._of[id(storage)] = piece, gone
         self._pieces.append(piece)
         self._grow(piece.bytes)
 
     def _change(self, storage: torch.UntypedStorage) -> None:
         """Follows a storage whose size has changed, as those of gathered weights do."""
-        piece, gone = self._of[storage._cdata]
+        piece, gone = self._of[id(storage)]
         if piece.bytes == storage.nbytes():
             return
         self._now += 1
         piece.died = self._now
         now = Living(storage.nbytes(), self._now, piece.kind, piece.made_by, piece.shape, piece.dtype)
-        self._of[storage._cdata] = now, gone
+        self._of[id(storage)] = now, gone
         self._pieces.append(now)
         self._grow(now.bytes - piece.bytes)
 
-    def _lose(self, key: int) -> None:
+    def _forget(self, key: int, _: object) -> None:
+        self._older.pop(key, None)
+
+    def _lose(self, key: int, _: object) -> None:
         piece, _ = self._of.pop(key)
         self._now += 1
         piece.died = self._now
@@ -215,13 +217,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak, self.peak_at, self.peak_phase = self.live, self._now, self._phase()
 
 
+def _is_fake(tensor: Any) -> bool:
+    """True for a tensor without values, of a simulated step."""
+    return hasattr(tensor, "fake_device")
+
+
 def _for_ranks() -> bool:
     """True if the memory is taken by code that gathers and reduces: of torch.distributed, or of DeepSpeed."""
-    frame, depth = sys._getframe(2), 0
+    frame, depth = inspect.currentframe(), -2
     while frame is not None and depth < _DEPTH:
         if any(place in frame.f_code.co_filename for place in _PLACES):
             return True
-        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+        frame, depth = frame.f_back, depth + 1
     return False
 
 
@@ -239,11 +246,11 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
 def storages(tensor: Any) -> list[torch.UntypedStorage]:
     """The memory of a tensor; none where its layout has no storage."""
     if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.elem
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    tensor = getattr(tensor, "elem", tensor)  # of one that a collective is on its way to
     if tensor.layout is torch.sparse_coo:
-        return [*storages(tensor._indices()), *storages(tensor._values())]
+        return [storage for part in compat.sparse_parts(tensor) for storage in storages(part)]
     try:
         return [tensor.untyped_storage()]
     except NotImplementedError:  # of other layouts

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
+from ddpforge.compat import tree_leaves
 from ddpforge.cores import ranks_here, share_of_cores
 from ddpforge.data import Batches
 from ddpforge.data.randomness import own_random_numbers
@@ -51,7 +51,7 @@ def served(
     took = clock() - began
     if took <= _HIDDEN:
         return batches
-    workers = _most(sum(one.nbytes for one in tree_iter(micro.data) if isinstance(one, Tensor)), batches.prefetch)
+    workers = _most(sum(one.nbytes for one in tree_leaves(micro.data) if isinstance(one, Tensor)), batches.prefetch)
     log.info(
         '[data.%s]: fetching a micro-batch takes %.0f ms; data.workers = "auto" is %d here', key, 1000 * took, workers
     )

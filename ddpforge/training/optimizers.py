@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from ddpforge.components.registry import Registry, build
 from ddpforge.recipe.schema import Component, OptimizerComponent
+from ddpforge.strategies.optimizer_trial import remember
 from ddpforge.strategies.several import InTurns, Several
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.parameter_groups import (
@@ -38,7 +40,15 @@ def build_optimizer(
         return _in_turns(registry, component, model, turns)
     if component.groups:
         return _scaled(_in_groups(registry, component, model, blocks))
-    return _scaled(build(registry, "optimizer", component, params=here(_groups(component, model, blocks))))
+    return _scaled(_built(registry, component, here(_groups(component, model, blocks))))
+
+
+def _built(registry: Registry, component: Component, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """The component's optimizer, of which strategies may make another to try it out."""
+    make = partial(build, registry, "optimizer", component)
+    optimizer: Optimizer = make(params=groups)
+    remember(optimizer, lambda groups: make(params=groups))
+    return optimizer
 
 
 def _groups(
@@ -63,7 +73,7 @@ def _in_turns(registry: Registry, component: OptimizerComponent, model: nn.Modul
     parts: dict[str, Optimizer] = {}
     for name, chosen in parameters_of_turns(model, _globs(component, turns)).items():
         params = parameter_groups(model, component.no_decay, chosen)
-        parts[name] = build(registry, "optimizer", component.turns[name], params=params)
+        parts[name] = _built(registry, component.turns[name], params)
     return InTurns(parts, {name: component.turns[name].clip_norm for name in turns})
 
 
@@ -78,7 +88,7 @@ def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Modu
         mine = [own | each for each in here(_groups(component, model, blocks, chosen))]
         params.setdefault("" if shares else name, []).extend(mine)
     parts: dict[str, Optimizer] = {
-        name: build(registry, "optimizer", component.groups.get(name, component), params=groups)
+        name: _built(registry, component.groups.get(name, component), groups)
         for name, groups in params.items()
         if groups
     }

@@ -10,7 +10,8 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpforge import compat
 
 __all__ = [
     "by_layer",
@@ -221,7 +222,7 @@ def hold_statistics(model: nn.Module, globs: Sequence[str]) -> None:
     """
     for prefix, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(prefix, recurse=False)]
-        if isinstance(module, _BatchNorm) and names and all(_is_named(name, globs) for name in names):
+        if isinstance(module, compat.batch_norms()) and names and all(_is_named(name, globs) for name in names):
             module.eval()
             module.train = MethodType(_stay, module)  # type: ignore[method-assign]
 

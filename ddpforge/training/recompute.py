@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -26,21 +24,17 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ddpforge import compat
+from ddpforge.compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddpforge.errors import UsageError
-from ddpforge.strategies.watch import written
+from ddpforge.training.batchnorm import buffers_of
 from ddpforge.training.ledger import storages, tensors_in
 
 __all__ = ["recomputed"]
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
-_COSTLY = {
-    _aten.convolution.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-}
+_COSTLY = {_aten.convolution.default, *compat.attention_operators()}
 
 
 def recomputed(block: nn.Module, forward: Callable[..., Any], *, selective: bool = False) -> Callable[..., Any]:
@@ -101,7 +95,7 @@ class _Inputs:
         self._block, self._habits, self.again = block, habits, False
         leaves, self._form = tree_flatten(arguments)
         self._versions = {
-            place: leaf._version
+            place: compat.version(leaf)
             for place, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and not leaf.is_inference()
         }
@@ -113,7 +107,7 @@ class _Inputs:
 
     def after_first_pass(self) -> None:
         """Drops the copies of what has not changed."""
-        changed = frozenset(place for place, version in self._versions.items() if self._now(place) != version)
+        changed = frozenset(place for place, version in self._versions.items() if self._has_changed(place, version))
         self._habits.changed = changed | (self._habits.changed or frozenset())
         if missing := changed - self._copies.keys():
             self._refuse(min(missing), "now and then")
@@ -125,7 +119,7 @@ class _Inputs:
         if not self.again:
             return arguments
         for place, version in self._versions.items():
-            if place not in self._copies and self._now(place) != version:
+            if place not in self._copies and self._has_changed(place, version):
                 self._refuse(place, "after it")
         if not self._copies:
             return arguments
@@ -135,9 +129,12 @@ class _Inputs:
             leaves[place] = copy.detach().requires_grad_(leaves[place].requires_grad).clone()
         return tree_unflatten(leaves, self._form)
 
-    def _now(self, place: int) -> int:
-        version: int = self._tensor(place)._version
-        return version
+    def _now(self, place: int) -> int | None:
+        return compat.version(self._tensor(place))
+
+    def _has_changed(self, place: int, version: int | None) -> bool:
+        """True for an input that was written to since it had that version, or may have been."""
+        return version is None or self._now(place) != version
 
     def _tensor(self, place: int) -> Tensor:
         leaf = self._leaves[place]
@@ -163,24 +160,24 @@ class _Kept:
         self._results: dict[tuple[Any, int], Any] = {}  # by operation, and its number among its like
         self._of: dict[int, tuple[Any, int]] = {}  # by storage
         self._names: list[tuple[tuple[Any, int], weakref.ref[Tensor]]] = []  # tensors that share such a storage
-        self._versions: list[tuple[tuple[Any, int], Tensor, int]] = []
+        self._versions: list[tuple[tuple[Any, int], Tensor, int | None]] = []
 
     def keep(self, key: tuple[Any, int], result: Any) -> None:
         """Keeps what an operation gave. Detached, as the graph that `result` becomes part of holds what is kept."""
         self._results[key] = tree_map_only(Tensor, Tensor.detach, result)
-        self._of |= {storage._cdata: key for tensor in tensors_in(result) for storage in storages(tensor)}
+        self._of |= {id(storage): key for tensor in tensors_in(result) for storage in storages(tensor)}
 
     def name(self, result: Any) -> None:
         """Remembers tensors that share a storage with what is kept: not all views count writes with what they view."""
         for tensor in tensors_in(result):
             for storage in storages(tensor):
-                if key := self._of.get(storage._cdata):
+                if key := self._of.get(id(storage)):
                     self._names.append((key, weakref.ref(tensor)))
 
     def written(self, tensor: Tensor) -> None:
         """Drops what is kept in the storage of `tensor`."""
         for storage in storages(tensor):
-            if key := self._of.pop(storage._cdata, None):
+            if key := self._of.pop(id(storage), None):
                 self._results.pop(key, None)
 
     def after_first_pass(self) -> None:
@@ -188,13 +185,13 @@ class _Kept:
         with torch.no_grad():
             for key, name in self._names:
                 if key in self._results and (tensor := name()) is not None:
-                    self._versions.append((key, tensor.detach(), tensor._version))
+                    self._versions.append((key, tensor.detach(), compat.version(tensor)))
         self._names.clear()
 
     def before_second_pass(self) -> None:
         """Drops what was written into since the first."""
         for key, tensor, version in self._versions:
-            if tensor._version != version:
+            if version is None or compat.version(tensor) != version:
                 self._results.pop(key, None)
         self._versions.clear()
 
@@ -203,42 +200,46 @@ class _Kept:
         return self._results.pop(key, None)
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Keeping(compat.DispatchMode):
     """Keeps the results of costly operations, and of every second matrix product."""
 
     def __init__(self, kept: _Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._kept, self._count = kept, Counter[Any]()
         self._products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for tensor in written(func, args, kwargs):
-                self._kept.written(tensor)
+        for tensor in compat.written(func, args, kwargs):
+            self._kept.written(tensor)
         result = func(*args, **kwargs)
         if func in _PRODUCTS or func in _COSTLY:
             self._products += func in _PRODUCTS
+            # With dropout it is not kept: left out, it would leave its random numbers to what comes after it.
             keep = func in _COSTLY or self._products % 2
-            if keep and not _draws(func, args, kwargs) and all(map(_is_plain, tensors_in(result))):
+            if (
+                keep
+                and not compat.argument(func, "dropout_p", args, kwargs)
+                and all(map(_is_plain, tensors_in(result)))
+            ):
                 self._kept.keep((func, self._count[func]), result)
             self._count[func] += 1
         self._kept.name(result)
         return result
 
 
-class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Giving(compat.DispatchMode):
     """Gives in a second pass what was kept of the first."""
 
     def __init__(self, kept: _Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._kept, self._count = kept, Counter[Any]()
 
     def __enter__(self) -> _Giving:
         self._count.clear()
         self._kept.before_second_pass()
-        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PRODUCTS or func in _COSTLY:
@@ -248,17 +249,9 @@ class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True for an operation with dropout: left out, it would leave its random numbers to what comes after it."""
-    for place, argument in enumerate(operation._schema.arguments):
-        if argument.name == "dropout_p":
-            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return False
-
-
 def _is_plain(tensor: Tensor) -> bool:
     """True where the storages of a tensor are known, so that writes into it are seen."""
-    return isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor)
+    return isinstance(tensor, DTensor) or not compat.is_wrapper(tensor)
 
 
 def _chosen() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -290,17 +283,12 @@ class _AsBefore(AbstractContextManager[None]):
 
     def __init__(self, module: nn.Module, inputs: _Inputs, inner: AbstractContextManager[Any]) -> None:
         self._inputs, self._inner = inputs, inner
-        self._places = [
-            (owner._buffers, name)
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
-        self._before = _copies([buffers[name] for buffers, name in self._places])
+        self._places = [(owner, name) for owner in module.modules() for name, _ in buffers_of(owner)]
+        self._before = _copies([owner.get_buffer(name) for owner, name in self._places])
         self._random = random.getstate(), np.random.get_state()
 
     def __enter__(self) -> None:
-        self._now = [buffers.get(name) for buffers, name in self._places]
+        self._now = [getattr(owner, name, None) for owner, name in self._places]
         self._random_now = random.getstate(), np.random.get_state()
         self._put(_copies(self._before), self._random)  # copied again: there may be a third pass
         self._inputs.again = True
@@ -311,8 +299,8 @@ class _AsBefore(AbstractContextManager[None]):
         self._put(self._now, self._random_now)
 
     def _put(self, tensors: Sequence[Tensor | None], states: tuple[Any, Any]) -> None:
-        for (buffers, name), tensor in zip(self._places, tensors, strict=True):
-            buffers[name] = tensor
+        for (owner, name), tensor in zip(self._places, tensors, strict=True):
+            setattr(owner, name, tensor)
         python, numpy = states
         random.setstate(python)
         np.random.set_state(numpy)

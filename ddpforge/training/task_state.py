@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddpforge import compat
 from ddpforge.data.nests import digest
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Beside, Callback, Metric, Part, Ranks, Replica, Task
@@ -174,8 +175,14 @@ class Unsaved:
         seen = {id(module) for root in (self._model, *placed) for module in root.modules()}
         roots = {"model": self._model, **{f"beside.{name}": one.module for name, one in self._beside.items()}}
         for root, module in roots.items():
+            kept = {id(value) for value in module.state_dict(keep_vars=True).values()}
             for owner, each in module.named_modules():
-                yield from _of_module(f"{root}.{owner}".rstrip("."), each, seen)
+                name = f"{root}.{owner}".rstrip(".")
+                for key, buffer in each.named_buffers(recurse=False, remove_duplicate=False):
+                    if id(buffer) not in kept:
+                        yield f"{name}.{key}", _Value.of(buffer)
+                for path, value in _plain(name, each, seen):
+                    yield path, _Value.of(value)
         for name, value in _inside(self._task, "task", seen):
             yield name, _Value.of(value)
 
@@ -204,7 +211,7 @@ class _Value(NamedTuple):
             form = (value.dtype, tuple(value.shape))
             if value.numel() <= _SMALL and not value.is_meta:
                 return cls(form, value.detach().clone())
-            return cls((*form, id(value), value._version), None)
+            return cls((*form, id(value), compat.version(value)), None)
         if isinstance(value, np.ndarray):
             small = value.size <= _SMALL
             return cls((str(value.dtype), value.shape, None if small else id(value)), value.copy() if small else None)
@@ -230,15 +237,6 @@ def _same(one: Any, other: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- finding it
 _MODULES_OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 _SHARDINGS = ("ds_", "applied_", "_forward_", "_fsdp")  # begin those that sharding notes in modules
-
-
-def _of_module(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, _Value]]:
-    """The values of one module that its state_dict does not have."""
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key in module._non_persistent_buffers_set:
-            yield f"{name}.{key}", _Value.of(buffer)
-    for path, value in _plain(name, module, seen):
-        yield path, _Value.of(value)
 
 
 def _plain(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddpforge.compat import tree_leaves, tree_map_only
 from ddpforge.components.errors import where_raised
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.data.nests import take

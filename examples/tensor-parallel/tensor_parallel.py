@@ -12,8 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import Optimizer
 
 from ddpforge.interfaces import Box, CanonicalState, Contract, Part, PartWeights, Replica, Strategy, World
-from ddpforge.ranks.collectives import Alone
-from ddpforge.strategies import TorchReplica, named_state
+from ddpforge.strategies import Alone, TorchReplica, named_state
 
 
 class TensorParallel(Strategy):

@@ -21,9 +21,8 @@ from torch import Tensor
 
 import ddpforge
 from ddpforge.checkpoint import commit, manifest
-from ddpforge.checkpoint.manifest import read_manifest
+from ddpforge.checkpoint.manifest import damages, read_manifest
 from ddpforge.checkpoint.retention import newest
-from ddpforge.checkpoint.verify import damages
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
 from ddpforge.interop.compare import compare

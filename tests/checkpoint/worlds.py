@@ -32,7 +32,7 @@ class Turns(Connected):
     def everyone(self, value: Any) -> list[Any]:
         raise AssertionError
 
-    sum = bytes_of_rank_0 = barrier = everyone  # type: ignore[assignment]
+    sum = bytes_of_rank_0 = barrier = split = everyone  # type: ignore[assignment]
 
 
 class World:

@@ -20,7 +20,7 @@ from ddpforge.data.randomness import own_random_numbers
 from ddpforge.interfaces import Callback, PartedData, Pass, Task
 from ddpforge.strategies.fsdp.context import Cut
 from ddpforge.strategies.pipeline.stage import _seed_on
-from ddpforge.strategies.tensor.randomness import OwnNumbers
+from ddpforge.strategies.tensor.shares import OwnNumbers
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.stages import Built
 from ddpforge.training.step import Stepper

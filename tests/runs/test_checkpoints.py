@@ -11,8 +11,7 @@ import torch
 from checkpoint.doubles import checkpoint_of, read, reseal, tensors_of_every_kind, write
 from checkpoint.worlds import write_sharded
 
-from ddpforge.checkpoint.manifest import read_manifest
-from ddpforge.checkpoint.verify import damages
+from ddpforge.checkpoint.manifest import damages, read_manifest
 from ddpforge.errors import CheckpointError, EnvironmentProblem, UsageError
 from ddpforge.interfaces import CanonicalState
 from ddpforge.recipe.schema import KeepSection

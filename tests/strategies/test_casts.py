@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpforge.strategies.casts import remade
+from ddpforge.strategies.precision import remade
 
 W = nn.Parameter(torch.arange(1.0, 7.0).view(2, 3))
 

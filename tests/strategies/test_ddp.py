@@ -1,5 +1,6 @@
 """What a step, an agreement and a state are under DDP and in one process, in numbers that can be worked out by hand."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -616,3 +617,28 @@ def test_callbacks_see_the_reduced_gradient_of_a_step_before_it_is_clipped(strat
     whole = [[4.0, 8.0]] * ranks
     mine = [[4.0], [8.0]] if strategy is FSDP else whole
     assert in_ranks(ranks, rank) == [[pytest.approx(80**0.5), part] for part in mine]
+
+
+# ---------------------------------------------------------------------------------------------- what ranks begin with
+def test_every_rank_begins_with_the_weights_of_rank_0() -> None:
+    def rank(number: int) -> dict[str, list[float]]:
+        torch.manual_seed(number)
+        return Training(DDP(), lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).weights()
+
+    first, second = in_ranks(2, rank)
+    assert first == second
+    assert len(first) == 4
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda rank: nn.Linear(2 + rank, 1), "weight"),
+        (lambda rank: nn.Linear(2, 1, bias=not rank), "bias"),
+        (lambda rank: nn.Linear(2, 1).to(torch.float64 if rank else torch.float32), "weight"),
+    ],
+)
+def test_a_rank_with_another_model_is_refused_by_name(build: Callable[[int], nn.Module], name: str) -> None:
+    found = in_ranks(2, lambda rank: refused(StrategyError, lambda: Training(DDP(), lambda: build(rank))))
+    for said in found:
+        assert said.startswith(f"the model on rank 1 is not that on rank 0: they differ in `{name}`")

@@ -6,7 +6,7 @@ from forked import refused
 from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.meta import materialise
+from ddpforge.strategies.fsdp.units import materialise
 
 
 class Own(nn.Module):

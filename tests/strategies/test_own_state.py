@@ -44,7 +44,7 @@ def test_counters_of_every_kind_come_back() -> None:
 
 def test_a_checkpoint_without_counters_gives_those_of_a_new_optimizer() -> None:
     optimizer, own = stepped(Counting, 3)
-    own.reset()
+    own.restore({})
     assert (optimizer.count, optimizer.param_groups[0]["d"], float(optimizer.factor)) == (0, 1.0, 1.0)  # type: ignore[attr-defined]
 
 
@@ -224,5 +224,5 @@ def test_what_is_not_saved_becomes_what_it_was_and_what_was_not_there_goes() -> 
     assert not hasattr(optimizer, "new")
     assert (optimizer.number, float(optimizer.tensor), optimizer.items[0]) == (1.0, 1.0, 1.0)
     own.restore(found)
-    own.reset()
+    own.restore({})
     assert own.capture() == {}

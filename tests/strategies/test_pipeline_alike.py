@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpforge.strategies.pipeline.alike import forms
-from ddpforge.strategies.pipeline.steps import declared_steps
+from ddpforge.strategies.pipeline.steps import declared_steps, forms
 
 
 class Layer(nn.Module):

@@ -187,7 +187,7 @@ def test_an_older_torch_is_refused_with_the_version_that_will_do(monkeypatch: py
     class Older:
         def step(self, *args: object) -> None: ...
 
-    monkeypatch.setattr("ddpforge.strategies.pipeline.strategy.ScheduleGPipe", Older)
+    monkeypatch.setattr("torch.distributed.pipelining.ScheduleGPipe", Older)
     (found,) = Pipeline(stages=2).refusals(train(), 2, "cpu")
     assert (found.key, found.hints[0]) == ("strategy.use", "pip install 'torch>=2.14'")
     assert found.message == f"pipelines need torch 2.14 or newer, and this is torch {torch.__version__}"

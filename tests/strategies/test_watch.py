@@ -67,6 +67,48 @@ def copy_all(net: Net, x: Tensor) -> None:
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(net.layer.parameters()), net.layer.parameters())
 
 
+@torch.no_grad()
+def assign(net: Net, x: Tensor) -> None:
+    net.layer.weight[0] = 1.0
+
+
+@torch.no_grad()
+def add(net: Net, x: Tensor) -> None:
+    net.layer.weight += 1.0
+
+
+@torch.no_grad()
+def divide(net: Net, x: Tensor) -> None:
+    net.layer.weight.data /= 2.0
+
+
+@torch.no_grad()
+def add_out(net: Net, x: Tensor) -> None:
+    torch.add(x, 1.0, out=net.layer.weight.data[:3])
+
+
+@torch.no_grad()
+def several(net: Net, x: Tensor) -> None:
+    torch._foreach_mul_([x, net.layer.weight.data], 0.5)
+
+
+def initialise(net: Net, x: Tensor) -> None:
+    nn.init.normal_(net.layer.weight)
+
+
+@torch.no_grad()
+def rectify(net: Net, x: Tensor) -> None:
+    nn.functional.relu(net.layer.weight, inplace=True)
+
+
+@pytest.mark.parametrize(
+    "also", [assign, add, divide, add_out, several, initialise, rectify], ids=lambda also: also.__name__
+)
+def test_every_way_of_torch_to_write_is_seen(also: Any) -> None:
+    with pytest.raises(UsageError, match=r"forward changes parameter `layer\.weight`"):
+        run(also, shards=True)
+
+
 @pytest.mark.parametrize("shards", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize(
     ("also", "name"),

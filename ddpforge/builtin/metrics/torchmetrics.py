@@ -51,7 +51,10 @@ class TorchMetric(Metric):
         self._metric = metric.set_dtype(torch.float64)
         self._metric._to_sync = False
         self._reductions: Mapping[str, Any] = metric._reductions
-        self._begun: Mapping[str, Any] = metric._defaults
+        metric.reset()
+        self._begun: Mapping[str, Any] = {
+            name: x.clone() if isinstance(x, Tensor) else x for name, x in metric.metric_state.items()
+        }
         lists = {name for name, default in self._begun.items() if isinstance(default, list)}
         self._adds = not lists and set(self._reductions.values()) == {dim_zero_sum}
         self._grows = bool(lists)

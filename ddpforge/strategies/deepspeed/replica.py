@@ -18,9 +18,9 @@ from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.deepspeed.nvme import SMALLEST, is_swapped, mend_prefetch
 from ddpforge.strategies.deepspeed.zero import Keys, ZeroWeights, keys_of, start
 from ddpforge.strategies.gradients import Gradients
+from ddpforge.strategies.optimizer_trial import refuse_sparse
 from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.precision import LossScaling, precision_for, refuse_float64
-from ddpforge.strategies.trial import refuse_sparse
 from ddpforge.strategies.watch import refuse_loss, watched
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -28,7 +29,7 @@ from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range, Ranks, Region, SavedTensor, Weights, World, read_all
 from ddpforge.strategies import named_state
 from ddpforge.strategies.deepspeed.nvme import SwapFiles
-from ddpforge.strategies.trial import tried
+from ddpforge.strategies.optimizer_trial import refuse_unlike
 from ddpforge.strategies.watch import Guard
 
 __all__ = [
@@ -162,6 +163,9 @@ def _share(tensors: Iterable[Tensor], device: torch.device, ranks: Ranks) -> Non
 
 
 # ---------------------------------------------------------------------------------------------- the optimizer
+_ROWS = 6  # of the weight that an optimizer is tried on: 24 elements, which four ranks share
+
+
 class Keys(NamedTuple):
     """The state of an optimizer: what it keeps once per parameter (`step`), and once per element (`exp_avg`)."""
 
@@ -180,36 +184,24 @@ def keys_of(optimizer: Optimizer, device: torch.device) -> Keys:
             "DeepSpeed replaces Adagrad by one of its own, without the recipe's parameter groups",
             hints=['set strategy.use = "ddp" or "fsdp", or use another optimizer'],
         )
-    keys = Keys(set(), set())
-    for group in optimizer.param_groups:
-        generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(6, 4, generator=generator).to(device) for _ in range(4)]
-        whole, state = _tried(optimizer, group, values)
-        # Each piece has an optimizer of its own, as on a rank of its own.
-        pieces = zip(*(value.flatten().tensor_split(4) for value in values), strict=True)
-        parts = [_tried(optimizer, group, piece)[0] for piece in pieces]
-        if (whole.flatten() - torch.cat(parts)).abs().max() > 1e-3 * (whole - values[0]).abs().max():
-            raise StrategyError(
-                f"{type(optimizer).__name__} does not update each element of a parameter by itself, and under ZeRO it "
-                "would see flat pieces of many parameters: it would train another curve than elsewhere",
-                hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
-            )
-        for key, value in state.items():
-            (keys.per_element if getattr(value, "shape", ()) == values[0].shape else keys.per_parameter).add(key)
-    return keys
+    kept = refuse_unlike(
+        optimizer,
+        device,
+        [partial(_piece, number) for number in range(4)],
+        fails="cannot be used under ZeRO, where it would see flat pieces of many parameters",
+        differs="does not update each element of a parameter by itself, and under ZeRO it would see flat pieces of "
+        "many parameters: it would train another curve than elsewhere",
+        hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
+        rows=_ROWS,
+        flat=True,
+    )
+    per_element = {key for key, value in kept.items() if getattr(value, "shape", ()) == (_ROWS, 4)}
+    return Keys(kept.keys() - per_element, per_element)
 
 
-def _tried(optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
-    """The weight after some steps from the first of `values` with the others as gradients, and its state."""
-    try:
-        (weight,), state = tried(optimizer, group, values)
-        return weight, state
-    except Exception as error:
-        raise StrategyError(
-            f"{type(optimizer).__name__} cannot be used under ZeRO, where it would see flat pieces of many "
-            f"parameters: {error}",
-            hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
-        ) from error
+def _piece(number: int, whole: Tensor) -> Tensor:
+    """A quarter of a flattened tensor, as one of four ranks has it."""
+    return whole.flatten().tensor_split(4)[number]
 
 
 # ---------------------------------------------------------------------------------------------- weights and state

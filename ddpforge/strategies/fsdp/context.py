@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
+from ddpforge import compat
+from ddpforge.compat import tree_map_only
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Compute, Context, Experts, Pass, Ranks, Task
 from ddpforge.interfaces.seeds import mix
@@ -60,7 +60,7 @@ class Cut(Context):
         mixed = []
         for queries, number in ((front, self._front), (back, self._back)):
             seen = (number + 1) * chunk
-            with _disable_current_modes():  # those that watch the first pass would make another tensor of it
+            with compat.without_modes():  # those that watch the first pass would make another tensor of it
                 mask: Any = causal_lower_right(chunk, seen)
             keys, values = k[:, :, :seen], v[:, :, :seen]
             mixed.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout))

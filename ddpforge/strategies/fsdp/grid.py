@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,7 +23,7 @@ class Places:
     context: Ranks  # that compute parts of the same sequences
     tensor: Connected  # that compute shares of the same layers
     tensor_mesh: DeviceMesh | None  # the same, where they are several
-    groups: tuple[dist.ProcessGroup, ...]  # all that were formed
+    groups: tuple[dist.ProcessGroup, ...]  # of the mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ class Grid:
         ranks, together = world.all.size, self.together
         mesh = self._mesh(world)
         fsdp = [name for name in ("replicate", "shard") if name in (mesh.mesh_dim_names or ())]
-        groups = list(mesh.get_all_groups())
+        groups = mesh.get_all_groups()
 
         def alike(key: Callable[[int], tuple[int, int]], size: int) -> Ranks:
             """The `size` ranks that have the same `key` as this one, in a group of their own."""
@@ -85,9 +84,7 @@ class Grid:
             found: dict[tuple[int, int], list[int]] = {}
             for rank in range(ranks):
                 found.setdefault(key(rank), []).append(rank)
-            group = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(list(found.values()))[0])
-            groups.append(group)
-            return Group(group, world.device)
+            return world.all.split(list(found.values()))
 
         return Places(
             mesh=mesh[tuple(fsdp)],

@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
 
+from ddpforge import compat
 from ddpforge.interfaces import Part, PartWeights, Range, Ranks
+from ddpforge.strategies.optimizer_trial import refuse_unlike
 from ddpforge.strategies.tensor import Cut
 
-__all__ = ["Layout", "Shards", "clip_local", "local", "part_of", "reshard", "rows_of", "shard_like"]
+__all__ = ["Layout", "Shards", "clip_local", "local", "part_of", "reshard", "rows_of", "shard_like", "try_on_shards"]
 
 
 class Layout:
@@ -87,7 +91,7 @@ def clip_local(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> No
     """Scales this rank's shards of gradients, whose norm over all ranks is `norm`, by torch's own formula."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     shards = local(parameter.grad for parameter in parameters if parameter.grad is not None)
-    torch._foreach_mul_(shards, factor.to(shards[0].device))
+    compat.foreach("mul_", shards, factor.to(shards[0].device))
 
 
 def part_of(tensor: Tensor) -> Part:
@@ -116,3 +120,24 @@ def shard_like(mine: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def try_on_shards(optimizer: Optimizer, mesh: DeviceMesh, device: torch.device) -> None:
+    """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight."""
+    refuse_unlike(
+        optimizer,
+        device,
+        [lambda whole: _sharded(whole, mesh)],
+        fails="cannot be used under FSDP, which shards weights",
+        differs="updates a sharded weight otherwise than a whole one",
+        hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
+        rows=2 * mesh.size(-1),
+    )
+
+
+def _sharded(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A weight that every rank holds, as FSDP lays it over the ranks."""
+    rows = len(whole) // mesh.size(-1)
+    mine = whole[mesh.get_local_rank(mesh.ndim - 1) * rows :][:rows].clone()
+    placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    return DTensor.from_local(mine, mesh, placements, run_check=False)

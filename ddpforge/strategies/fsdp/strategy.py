@@ -23,14 +23,12 @@ from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies.fsdp.context import ContextReplica, Cut, check_context, refuse_length
 from ddpforge.strategies.fsdp.experts import ExpertReplica, Spread, check_experts, refusals_of_experts
 from ddpforge.strategies.fsdp.grid import Grid
-from ddpforge.strategies.fsdp.optimizers import try_on_shards
 from ddpforge.strategies.fsdp.replica import FSDPReplica
-from ddpforge.strategies.fsdp.shards import Layout, Shards
-from ddpforge.strategies.fsdp.units import check_sharded, policy, reduced, refuse_form, refuse_ties, ties
-from ddpforge.strategies.meta import materialise
+from ddpforge.strategies.fsdp.shards import Layout, Shards, try_on_shards
+from ddpforge.strategies.fsdp.units import check_sharded, materialise, policy, reduced, refuse_form, refuse_ties, ties
 from ddpforge.strategies.precision import precision_for
 from ddpforge.strategies.several import members
-from ddpforge.strategies.tensor import Loss, Sequenced, Shares, Sharing, Styles, Tensored, try_on_shares
+from ddpforge.strategies.tensor import Loss, Sequenced, Shares, Sharing, Styles, Tensored
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -287,8 +285,7 @@ class FSDP(Strategy):
         """Tries the optimizer out on a sharded weight before it gets those of the model, which are proven to be."""
         for _, member in members(optimizer):
             try_on_shards(member, self.mesh, self.world.device)
-            if self.tensor > 1:
-                try_on_shares(member, self.world.device)
+            self.sharing.try_out(member, self.world.device)
         check_sharded(model)
         if self.context > 1:
             return ContextReplica(Cut(self.places.context), self, model, optimizer)

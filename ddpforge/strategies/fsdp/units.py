@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
 import torch
-from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from ddpforge import compat
 from ddpforge.errors import StrategyError
 
-__all__ = ["check_sharded", "policy", "reduced", "refuse_form", "refuse_ties", "ties"]
+__all__ = ["Used", "check_sharded", "materialise", "policy", "reduced", "refuse_form", "refuse_ties", "ties"]
 
-_INTEGERS = Version("2.12")
+_INTEGERS = "2.12"
 
 
 def refuse_form(name: str, parameter: nn.Parameter) -> None:
@@ -27,12 +31,12 @@ def refuse_form(name: str, parameter: nn.Parameter) -> None:
             f"parameter `{name}` has no elements, and FSDP cannot shard it",
             hints=["remove it from the model, or set requires_grad = False"],
         )
-    if not (parameter.is_floating_point() or parameter.is_complex()) and Version(torch.__version__) < _INTEGERS:
+    if not (parameter.is_floating_point() or parameter.is_complex()) and not compat.torch_has(_INTEGERS):
         raise StrategyError(
             f"parameter `{name}` holds integers, which torch {torch.__version__} cannot shard",
             hints=[f"pip install 'torch>={_INTEGERS}'", "or make it a buffer"],
         )
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if compat.has_gradient_hooks(parameter):
         raise StrategyError(
             f"parameter `{name}` has a gradient hook, and under FSDP another tensor takes its place, without hooks",
             hints=['change gradients in the optimizer or by a module hook, or set strategy.use = "ddp"'],
@@ -87,3 +91,97 @@ def check_sharded(model: nn.Module) -> None:
         rows = -(-parameter.shape[0] // parameter.device_mesh.size(-1))
         if len(parameter.to_local()) > rows or not parameter.placements[-1].is_shard(0):
             raise StrategyError(f"asked for FSDP, but parameter `{name}` is placed as {parameter.placements}")
+
+
+# ---------------------------------------------------------------------------------------------- what forward uses
+class Used:
+    """The names of parameters of `model` that got a gradient since `clear`, before gradients are reduced over ranks.
+
+    Every trained parameter must get one, on every rank: ranks that used different ones would have added up gradients
+    that do not belong together.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found: set[str] = set()
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.clear = self._found.clear
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
+            # Ranks that used different parameters then come to the end of backward, where that is reported.
+            cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+        for prefix, unit in model.named_modules():
+            if isinstance(unit, FSDPModule):
+                _at_first_forward(cast(nn.Module, unit), partial(self._watch, prefix))
+
+    def all_of(self, parameters: int) -> bool:
+        """True if as many parameters got one; costs nothing."""
+        return len(self._found) == parameters
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def _watch(self, prefix: str, unit: nn.Module) -> None:
+        """Called while the unit's parameters are gathered: what backward gives gradients to are these, not shards."""
+        for name, parameter in unit.named_parameters(prefix):
+            if name in self._trained and not isinstance(parameter, DTensor):
+
+                def note(_: Tensor, name: str = name) -> None:
+                    self._found.add(name)
+
+                trains = parameter.requires_grad  # not in a turn of others, and there are no hooks without
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(trains)
+
+
+def _at_first_forward(unit: nn.Module, action: Callable[[nn.Module], None]) -> None:
+    """Calls `action(unit)` once, when the unit's forward begins and FSDP has gathered its parameters."""
+
+    def hook(module: nn.Module, _: Any) -> None:
+        handle.remove()
+        action(module)
+
+    handle = unit.register_forward_pre_hook(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------------------------------------- the meta device
+def materialise(model: nn.Module, *, then: Mapping[int, Callable[[nn.Module], None]]) -> None:
+    """Initialises every layer on the CPU in the model's order; `then[id(module)]` is called when a module is complete.
+
+    A layer initialises itself with `reset_parameters`, as torch's own do and as it does when it is built. Where
+    layers are built in the order in which the model lists them, the random numbers, and so the weights, are those of
+    a model that was built on the CPU. Raises StrategyError for a layer that cannot initialise itself.
+    """
+    _visit("", model, then, set())
+
+
+def _visit(name: str, module: nn.Module, then: Mapping[int, Callable[[nn.Module], None]], seen: set[int]) -> None:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if any(tensor.is_meta for tensor in _own(module)):
+        _reset(name, module)
+    for child_name, child in module.named_children():
+        _visit(f"{name}.{child_name}".lstrip("."), child, then, seen)
+    if id(module) in then:
+        then[id(module)](module)
+
+
+def _reset(name: str, module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise StrategyError(
+            f"`{name or 'the model'}` ({type(module).__name__}) has parameters or buffers and no reset_parameters: it "
+            "cannot be initialised after it was built on the meta device",
+            hints=["give that class a reset_parameters method", "or set strategy.meta = false"],
+        )
+    module.to_empty(device="cpu", recurse=False)
+    for tensor in _own(module):
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else 0)  # what is forgotten must show
+    reset()
+    forgotten = [key for key, tensor in module.named_parameters(recurse=False) if tensor.isnan().any()]
+    if forgotten:
+        raise StrategyError(f"reset_parameters of `{name}` ({type(module).__name__}) leaves `{forgotten[0]}` as it is")
+
+
+def _own(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial as bound
 from itertools import islice
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -18,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddpforge import compat
+from ddpforge.compat import tree_leaves, tree_map_only
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Compute, Exploring, Part, Pass, Region, SavedTensor, Strategy
 from ddpforge.ranks import phases
@@ -27,7 +26,7 @@ from ddpforge.ranks.collectives import Group
 from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.fsdp.shards import Shards, clip_local, local, part_of, reshard, rows_of, shard_like
-from ddpforge.strategies.fsdp.used import Used
+from ddpforge.strategies.fsdp.units import Used
 from ddpforge.strategies.pipeline import stage
 from ddpforge.strategies.pipeline.schedules import Held, schedule_for
 from ddpforge.strategies.pipeline.stage import Micro, Output, called_with
@@ -171,7 +170,7 @@ class PipelineReplica(TorchReplica):
         """Called where the last part is, when a micro-batch has gone through it."""
         micro = self._micros[int(place)]
         outputs = [x for x in tree_leaves(micro.output) if isinstance(x, Tensor) and x.requires_grad]
-        if outputs and _finds_shapes(sys._getframe(1)):
+        if outputs and compat.finds_shapes():
             # Of activations that nothing has filled: the task, which may remember what it sees, is not to see them.
             loss = torch.stack([_local(x.sum()).float() for x in outputs]).sum()
             micro.output = None
@@ -181,12 +180,12 @@ class PipelineReplica(TorchReplica):
         return loss * micro.one.scale()
 
     def _finish(self, micro: Micro) -> Tensor:
-        """Has the task compute the loss; keeps it and the task's outputs, if anybody reads these."""
+        """Has the task compute the loss; keeps it and the task's outputs, without their graph."""
         with self.forward():
             loss, outputs = self._compute(Output(micro.output), micro.one)
         loss = _local(loss)
         micro.output = None
-        micro.result = loss.detach(), tree_map_only(Tensor, Tensor.detach, outputs) if micro.one.measured else None
+        micro.result = loss.detach(), tree_map_only(Tensor, Tensor.detach, outputs)
         return loss
 
     # -- without gradients
@@ -263,7 +262,7 @@ class PipelineReplica(TorchReplica):
             gradients = [gradient for gradient in mine.values() if gradient.dtype == dtype]
             flat = self._data.sum(torch.cat([gradient.reshape(-1) for gradient in gradients])) / self._data.size
             pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [x.view_as(g) for x, g in zip(pieces, gradients, strict=True)])
+            compat.foreach("copy_", gradients, [x.view_as(g) for x, g in zip(pieces, gradients, strict=True)])
 
     def _refuse_unused(self) -> None:
         self.gradients.collect()
@@ -379,17 +378,6 @@ def _tensors(model: nn.Module, steps: Sequence[Step]) -> list[Tensor]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _finds_shapes(frame: FrameType | None) -> bool:
-    """True where torch calls from a pass that only finds out the shapes of what ranks send."""
-    for _ in range(4):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == "_backward_metadata_inference":
-            return True
-        frame = frame.f_back
-    return False
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ddpforge import compat
+from ddpforge.compat import tree_flatten, tree_map_only
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Compute, Pass, mix
 from ddpforge.ranks import phases
@@ -98,7 +99,7 @@ class Part(nn.Module):
 def _sent(x: Tensor) -> Tensor:
     """The same activation as a tensor of its own: views can be neither sent nor detached in place."""
     x = x.contiguous()
-    return x.clone() if x._is_view() else x
+    return x.clone() if compat.is_view(x) else x
 
 
 def _received(x: Tensor) -> Tensor:

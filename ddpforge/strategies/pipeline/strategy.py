@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -13,20 +12,19 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import ScheduleGPipe
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from ddpforge import compat
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, Task, World
+from ddpforge.interfaces import Contract, Refusal, Replica, Simulation, Strategy, Task, World
 from ddpforge.ranks.collectives import Alone, Connected, Group
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies import named_state
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp.grid import Grid
-from ddpforge.strategies.fsdp.optimizers import try_on_shards
+from ddpforge.strategies.fsdp.shards import try_on_shards
 from ddpforge.strategies.fsdp.units import check_sharded, policy, reduced, refuse_form, refuse_ties, ties
-from ddpforge.strategies.pipeline.alike import forms
+from ddpforge.strategies.optimizer_trial import refuse_sparse
 from ddpforge.strategies.pipeline.replica import PipelineReplica
 from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
 from ddpforge.strategies.pipeline.steps import (
@@ -34,6 +32,7 @@ from ddpforge.strategies.pipeline.steps import (
     cut_evenly,
     cut_where,
     declared_steps,
+    forms,
     held_by,
     named_tensors,
 )
@@ -44,9 +43,7 @@ from ddpforge.strategies.tensor import (
     Sharing,
     Styles,
     Tensored,
-    try_on_shares,
 )
-from ddpforge.strategies.trial import refuse_sparse
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -139,24 +136,20 @@ class Pipeline(Strategy):
         groups = ranks // self.tensor
         return max(1, groups // (self.stages or max(1, groups)))
 
-    def distinct_ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
-        """The first of every stage; of two with equal layers the later has no more micro-batches on their way."""
-        stages = self._stages(ranks)
-        first = range(0, ranks, max(1, ranks // stages))
-        if SCHEDULES[self.schedule].parts > 1:
-            return {rank: rank for rank in first}
-        steps = declared_steps(model)
-        begins = self._begins(model, steps, stages)
-        cut = [steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in range(stages)]
-        return dict(zip(first, forms(model, cut, self.sharing.styles(model, blocks)), strict=True))
+    @property
+    def simulation(self) -> Simulation:
+        """One rank of every stage."""
+        return StageSimulation(self)
 
-    def grows_evenly(self, ranks: int) -> tuple[int, int]:
-        """From where on every rank alternates; in whole rounds where it has two parts."""
-        stages = self._stages(ranks)
-        return (stages + 1, stages + 2) if SCHEDULES[self.schedule].parts == 1 else (3 * stages, 4 * stages)
-
-    def _stages(self, ranks: int) -> int:
+    def stages_of(self, ranks: int) -> int:
+        """Counts the stages."""
         return self.stages or max(1, ranks // self.tensor)
+
+    def steps_of_stages(self, model: nn.Module, ranks: int) -> list[Sequence[Step]]:
+        """The steps of each stage, where a rank has one."""
+        steps, stages = declared_steps(model), self.stages_of(ranks)
+        begins = self._begins(model, steps, stages)
+        return [steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in range(stages)]
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
@@ -164,7 +157,7 @@ class Pipeline(Strategy):
         self._ranks = ranks
         yield from self._refusals_of_ranks(ranks)
         yield from self.sharing.refusals(train)
-        if "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters:
+        if not compat.has_pipelines():
             message = f"pipelines need torch 2.14 or newer, and this is torch {torch.__version__}"
             yield Refusal("strategy.use", message, ("pip install 'torch>=2.14'", 'or set strategy.use = "fsdp"'))
         if train.precision == "fp16":
@@ -228,7 +221,7 @@ class Pipeline(Strategy):
         """Its steps must be known, and be all of it; those that the recipe names must be among them."""
         steps = declared_steps(model)
         if self._ranks and not any(self._refusals_of_ranks(self._ranks)):
-            self._begins(model, steps, self._stages(self._ranks) * SCHEDULES[self.schedule].parts)
+            self._begins(model, steps, self.stages_of(self._ranks) * SCHEDULES[self.schedule].parts)
         elif self.split:
             cut_where(steps, self.split, len(self.split) + 1)
         self.sharing.check(model, task, blocks)
@@ -311,7 +304,7 @@ class Pipeline(Strategy):
         refuse_ties(tied, model)
 
     def _refuse_batchnorm(self, model: nn.Module) -> None:
-        if self.train.elastic_shards and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if self.train.elastic_shards and any(isinstance(module, compat.batch_norms()) for module in model.modules()):
             raise StrategyError(
                 "train.elastic_shards keeps statistics of BatchNorm by shard, one after the other, and a pipeline "
                 "computes several at a time",
@@ -334,10 +327,9 @@ class Pipeline(Strategy):
                 trains = tensor.requires_grad
                 away[id(tensor)] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty
         for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, held in tensors.items():
-                    if held is not None and id(held) in away:
-                        cast("dict[str, Tensor]", tensors)[name] = away[id(held)]
+            for name, held in list(_own(module)):
+                if id(held) in away:
+                    setattr(module, name, away[id(held)])
 
     def _refuse_idle(self, model: nn.Module) -> None:
         """Every rank must have something to train: an optimizer without weights would keep no step."""
@@ -364,8 +356,7 @@ class Pipeline(Strategy):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Takes out of the model what other ranks have."""
         refuse_sparse(optimizer, model, sharded=True)
-        if self.tensor > 1:
-            try_on_shares(optimizer, self.world.device)
+        self.sharing.try_out(optimizer, self.world.device)
         if self.sharded:
             try_on_shards(optimizer, self.data_mesh, self.world.device)
         elsewhere = {word for name, t in named_tensors(model) if t.is_meta for word in name.split(".")}
@@ -373,6 +364,27 @@ class Pipeline(Strategy):
         if self.sharded:
             check_sharded(model)
         return PipelineReplica(self, model, optimizer, self.held, elsewhere)
+
+
+class StageSimulation(Simulation):
+    """The stages of a pipeline, each of which one rank stands for."""
+
+    def __init__(self, strategy: Pipeline) -> None:
+        self._strategy = strategy
+
+    def ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
+        """The first of every stage; of two with equal layers the later has no more micro-batches on their way."""
+        pipeline = self._strategy
+        first = range(0, ranks, max(1, ranks // pipeline.stages_of(ranks)))
+        if SCHEDULES[pipeline.schedule].parts > 1:
+            return {rank: rank for rank in first}
+        styles = pipeline.sharing.styles(model, blocks)
+        return dict(zip(first, forms(model, pipeline.steps_of_stages(model, ranks), styles), strict=True))
+
+    def micro_batches(self, ranks: int) -> tuple[int, int]:
+        """From where on every rank alternates; in whole rounds where it has two parts."""
+        stages = self._strategy.stages_of(ranks)
+        return (stages + 1, stages + 2) if SCHEDULES[self._strategy.schedule].parts == 1 else (3 * stages, 4 * stages)
 
 
 def _size(begins: Sequence[int], part: int, steps: int) -> int:
@@ -392,14 +404,20 @@ def _first(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of one module under all of their names."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
 def _remove(module: nn.Module) -> None:
     """Takes out modules of which there is nothing here, and of the others tensors that are on the meta device."""
-    for tensors in (module._parameters, module._buffers):
-        for name in [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]:
-            del cast("dict[str, Any]", tensors)[name]
+    for name, tensor in list(_own(module)):
+        if tensor.is_meta:
+            delattr(module, name)
     for name, child in list(module.named_children()):
         held = [*child.parameters(), *child.buffers()]
         if held and all(tensor.is_meta for tensor in held):
-            del module._modules[name]
+            delattr(module, name)
         else:
             _remove(child)

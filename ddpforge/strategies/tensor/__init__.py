@@ -1,12 +1,10 @@
 """Tensor parallelism: neighbouring ranks compute shares of the same layers, as a model's plan says."""
 
 from ddpforge.strategies.tensor.cut import Cut
-from ddpforge.strategies.tensor.gradients import ShareGradients
 from ddpforge.strategies.tensor.moves import Moves
-from ddpforge.strategies.tensor.optimizers import try_on_shares
 from ddpforge.strategies.tensor.options import Loss, Sequenced, Sharing, Styles, Tensored
 from ddpforge.strategies.tensor.plan import Plan, resolve
-from ddpforge.strategies.tensor.shares import Shares
+from ddpforge.strategies.tensor.shares import ShareGradients, Shares
 
 __all__ = [
     "Cut",
@@ -20,5 +18,4 @@ __all__ = [
     "Styles",
     "Tensored",
     "resolve",
-    "try_on_shares",
 ]

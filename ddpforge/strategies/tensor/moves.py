@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from ddpforge.ranks.collectives import Connected
@@ -70,7 +69,7 @@ class Moves:
         return cast(Tensor, _Move.apply(x, there, back))
 
     def _sum(self, x: Tensor) -> Tensor:
-        return _arrived(self.ranks.sum(x.contiguous()))
+        return self.ranks.sum(x.contiguous())
 
     def _cut(self, x: Tensor, dim: int) -> Tensor:
         start, stop = share(x.shape[dim], self.ranks.rank, self.ranks.size)
@@ -81,16 +80,11 @@ class Moves:
         rows = x.movedim(dim, 0)
         if len(rows) < each:
             rows = torch.cat([rows, rows.new_zeros(each - len(rows), *rows.shape[1:])])
-        return _arrived(self.ranks.collect(rows.contiguous()))[:total].movedim(0, dim).contiguous()
+        return self.ranks.collect(rows.contiguous())[:total].movedim(0, dim).contiguous()
 
     def _sum_cut(self, x: Tensor, dim: int) -> Tensor:
-        return _arrived(self.ranks.share_out(x.movedim(dim, 0).contiguous())).movedim(0, dim).contiguous()
+        return self.ranks.share_out(x.movedim(dim, 0).contiguous()).movedim(0, dim).contiguous()
 
 
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
-
-
-def _arrived(x: Tensor) -> Tensor:
-    """The plain tensor of one that is still on its way."""
-    return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x

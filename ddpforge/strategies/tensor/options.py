@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Refusal, Task, World
 from ddpforge.ranks.collectives import Connected
+from ddpforge.strategies.optimizer_trial import refuse_unlike
 from ddpforge.strategies.tensor.plan import Plan, Style, check_words, resolve
 from ddpforge.strategies.tensor.shares import Shares, refuse_uneven
 
@@ -103,6 +107,18 @@ class Sharing:
         shares = Shares(self._resolved(model, blocks), ranks, world.device, sequence=self.sequence, logits=logits)
         shares.attach(model)
         return shares
+
+    def try_out(self, optimizer: Optimizer, device: torch.device) -> None:
+        """Raises StrategyError for an optimizer that does not do with shares what it does with a whole weight."""
+        if self.tensor > 1:
+            refuse_unlike(
+                optimizer,
+                device,
+                [partial(torch.narrow, dim=dim, start=0, length=2) for dim in (0, 1)],
+                fails="cannot be used on shares of weights",
+                differs="updates a share of a weight otherwise than the whole",
+                hints=["set strategy.tensor = 1", "or use AdamW, SGD or another element-wise optimizer"],
+            )
 
     def losses(self) -> AbstractContextManager[Any]:
         """Wraps what computes a loss of logits that ranks share, and its backward pass; not to be nested."""

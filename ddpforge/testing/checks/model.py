@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from ddpforge.compat import tree_leaves
 from ddpforge.data.nests import close
 from ddpforge.errors import StrategyError
 from ddpforge.strategies.pipeline.steps import Step, declaration, declared_steps, held_by, named_tensors

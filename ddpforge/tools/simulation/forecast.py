@@ -129,9 +129,9 @@ def forecast(
 
 def _simulated(parts: Built, ranks: int, build: Callable[[], Built]) -> list[Simulated]:
     """The ranks that hold different things, the first of `parts`, each other one of what `build` builds."""
-    few, more = parts.strategy.grows_evenly(ranks) or (0, 0)
+    few, more = parts.strategy.simulation.micro_batches(ranks) or (0, 0)
     further = max(0, parts.plan.batch.accumulation - more) if more else 0
-    forms = parts.strategy.distinct_ranks(ranks, parts.model, find_blocks(parts.model, parts.recipe.train.blocks))
+    forms = parts.strategy.simulation.ranks(ranks, parts.model, find_blocks(parts.model, parts.recipe.train.blocks))
     unused = [parts]
     posts: dict[int, Post] = {more: {}, few: {}}
 

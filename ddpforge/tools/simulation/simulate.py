@@ -24,8 +24,8 @@ from ddpforge.ranks import phases
 from ddpforge.strategies import torch_replica
 from ddpforge.strategies.fsdp import strategy as fsdp
 from ddpforge.strategies.several import InTurns, members
+from ddpforge.tools.simulation.devices import Work
 from ddpforge.tools.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
-from ddpforge.tools.simulation.work import Work
 from ddpforge.training import assemble
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.callbacks import overriding
@@ -121,7 +121,7 @@ def _batches(parts: Built, world: World, most: int | None) -> tuple[MicroBatch, 
         prefetch=2,
         pin=False,
     )
-    if parts.strategy.grows_evenly(world.all.size) is None:
+    if parts.strategy.simulation.micro_batches(world.all.size) is None:
         most = _MICRO_BATCHES
     some = list(islice(opened.training(0), min(batch.accumulation, most or batch.accumulation)))
     some[-1] = some[-1]._replace(last=True)
@@ -290,7 +290,7 @@ class _Rank:
     @property
     def _one_by_one(self) -> bool:
         """True if micro-batches are computed one after the other, on this rank alone."""
-        return self._parts.strategy.grows_evenly(self._world.all.size) is None
+        return self._parts.strategy.simulation.micro_batches(self._world.all.size) is None
 
     def _whole_step(self, work: Work, marks: Sequence[Work], micro_batches: int) -> Work:
         """The work of all micro-batches, of which some were simulated."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from ddpforge import compat
 from ddpforge.interfaces import Callback
 from ddpforge.interfaces.callback import RunContext
 
@@ -28,7 +29,7 @@ def opened_trial(journal: Path, number: int) -> Trial:
 
     quiet()
     study = optuna.load_study(study_name=STUDY, storage=storage(journal))
-    return optuna.Trial(study, study.trials[number]._trial_id)
+    return optuna.Trial(study, compat.trial_id(study.trials[number]))
 
 
 def storage(journal: Path) -> BaseStorage:

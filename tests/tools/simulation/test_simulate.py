@@ -15,13 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_versions import needs_pipelines
 
 from ddpforge.components.registry import Registry
-from ddpforge.strategies.pipeline.strategy import Pipeline
+from ddpforge.strategies.pipeline.strategy import StageSimulation
 from ddpforge.tools.parity.specs import parse
 from ddpforge.tools.simulation import zero
-from ddpforge.tools.simulation.devices import DEVICES
+from ddpforge.tools.simulation.devices import DEVICES, Sent
 from ddpforge.tools.simulation.fake import pretended
 from ddpforge.tools.simulation.forecast import Forecast, forecast
-from ddpforge.tools.simulation.work import Sent
 
 RECIPE = """
 recipe = 1
@@ -208,7 +207,7 @@ def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
 ) -> None:
     strategy = f'pipeline:schedule="{schedule}"'
     reckoned = plan(strategy, "train.micro_batch=1", "train.global_batch=19", ranks=2)
-    monkeypatch.setattr(Pipeline, "grows_evenly", lambda self, ranks: (18, 19))  # none is left to be reckoned
+    monkeypatch.setattr(StageSimulation, "micro_batches", lambda self, ranks: (18, 19))  # none is left to be reckoned
     simulated = plan(strategy, "train.micro_batch=1", "train.global_batch=19", ranks=2)
     assert reckoned.batch["accumulation"] == 19
     assert reckoned.as_dict() == simulated.as_dict()
@@ -228,14 +227,14 @@ def test_one_of_the_stages_with_equal_layers_stands_for_all(
 ) -> None:
     ranks = 8 if "tensor" in strategy else 4
     quick = plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks)
-    told = Pipeline.distinct_ranks
+    told = StageSimulation.ranks
 
     def each(*args: Any) -> dict[int, Any]:
         forms = told(*args)
         assert len(set(forms.values())) == 3 < len(forms)
         return {rank: rank for rank in forms}
 
-    monkeypatch.setattr(Pipeline, "distinct_ranks", each)
+    monkeypatch.setattr(StageSimulation, "ranks", each)
     assert plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks).as_dict() == quick.as_dict()
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.strategies.comm_hooks import PowerSGD
 from ddpforge.strategies.ddp import DDP
-from ddpforge.strategies.powersgd import PowerSGD
 
 
 def powersgd(model: nn.Module, rank: int = 0, ranks: int = 2) -> PowerSGD:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.trial import refuse_sparse, tried
+from ddpforge.strategies.optimizer_trial import refuse_sparse, tried
 
 
 def ones(value: float) -> Tensor:

@@ -1,24 +1,45 @@
-"""PowerSGD for DDP's all-reduce, with a memory that goes into checkpoints."""
+"""Communication hooks of DDP: one that holds an all-reduce back, and PowerSGD with a memory for checkpoints."""
+
+# DDP looks at the annotations of a hook, which must not be text: no `from __future__ import annotations` here.
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Part, Range, Ranks
 
-__all__ = ["PowerSGD"]
+__all__ = ["HoldBack", "PowerSGD"]
 
 log = logging.getLogger("ddpforge")
 
 _STEP, _ERROR, _FACTOR = "powersgd.step", "powersgd.error", "powersgd.q"
 _Memory = tuple[Tensor, Tensor | None]  # a parameter's error, flat, and its factor Q if it is compressed
+
+
+class HoldBack:
+    """A communication hook that leaves gradients as they are while `held`, and else reduces them with `hook`.
+
+    DDP learns a static graph in a process's first step and then cannot skip the reducer, as `no_sync` does.
+    """
+
+    def __init__(self, hook: Callable[..., Future[Tensor]]) -> None:
+        self._hook, self.held = hook, False
+
+    def reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Called by DDP with each bucket of a backward pass."""
+        if not self.held:
+            return self._hook(None, bucket)
+        gradients = bucket.buffer()
+        done: Future[Tensor] = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
+        done.set_result(gradients)
+        return done
 
 
 class PowerSGD:
@@ -55,7 +76,6 @@ class PowerSGD:
                     hints=["give it the shape [1]", 'or set strategy.compression = "none"'],
                 )
 
-    # DDP looks at these annotations, which must not be text: no `from __future__ import annotations` here.
     def reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Called by DDP with each bucket of a backward pass."""
         state = self._state
@@ -138,7 +158,7 @@ class PowerSGD:
         """Elements of Q; 0 for a parameter that is not compressed."""
         rows, columns = _as_matrix(parameter)
         rank = self._rank_of(parameter)
-        worth_it, *_ = _should_compress(rows, columns, rank, self._state.min_compression_rate)  # type: ignore[no-untyped-call]
+        worth_it = (rows + columns) * rank * self._state.min_compression_rate < rows * columns  # as torch's hook has it
         return columns * rank if worth_it else 0
 
     # -- to disk and back

@@ -1,43 +1,52 @@
-"""Tries an optimizer out on a small weight, to find out what it would do before it does it to a model."""
+"""Tries an optimizer out on small weights, to find out what it would do before it does it to a model's."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.own_state import OwnState
 from ddpforge.strategies.several import members
 
-__all__ = ["refuse_sparse", "tried"]
+__all__ = ["refuse_sparse", "refuse_unlike", "remember", "tried"]
+
+_Groups = list[dict[str, Any]]
+_makers: WeakKeyDictionary[Optimizer, Callable[[_Groups], Optimizer]] = WeakKeyDictionary()
+
+
+def remember(optimizer: Optimizer, make: Callable[[_Groups], Optimizer]) -> None:
+    """Has another such `optimizer` made by `make`, from groups of small weights.
+
+    The recipe's optimizers are remembered. Of any other, the class is called with the weights alone.
+    """
+    _makers[optimizer] = make
 
 
 def tried(
     optimizer: Optimizer, group: Mapping[str, Any], *values: Sequence[Tensor]
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Steps a double of `optimizer`, with the options of `group`, on one weight for each of `values`.
+    """Steps another such optimizer, with the options of `group`, on one weight for each of `values`.
 
     Each begins with its first value and gets the others as gradients. Returns the weights, and the state that the
-    double keeps of the first. The optimizer's own counters stay as they are. Raises StrategyError for an optimizer that
-    needs what its constructor kept of each weight, and whatever it raises itself.
+    optimizer keeps of the first. Raises StrategyError for an optimizer that needs what its constructor kept of each
+    weight, and whatever it raises itself.
     """
     weights = [start.clone().requires_grad_() for start, *_ in values]
-    own = OwnState(optimizer)
-    double: Optimizer = object.__new__(type(optimizer))
-    double.__dict__ = vars(optimizer) | {
-        "state": defaultdict(dict),
-        "param_groups": [{**group, "params": weights, "lr": 0.1}],
-    }
+    make: Any = _makers.get(optimizer)
+    other: Optimizer = make([{**group, "params": weights, "lr": 0.1}]) if make else type(optimizer)(weights)  # type: ignore[call-arg]
+    (mine,) = (one for _, member in members(other) for one in member.param_groups)
+    mine |= {key: value for key, value in group.items() if key != "params"} | {"lr": 0.1}
+    other.state.clear()
     try:
         for gradients in list(zip(*values, strict=True))[1:]:
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient.clone()
-            double.step()
+            other.step()
     except Exception as error:
         if not any(weight in optimizer.state for one in optimizer.param_groups for weight in one["params"]):
             raise
@@ -45,9 +54,68 @@ def tried(
             f"{type(optimizer).__name__} needs what its constructor keeps of each weight, and weights are split later",
             hints=["let it make the state of a weight in `step`, where there is none", 'or set strategy.use = "ddp"'],
         ) from error
-    finally:
-        own.reset()  # what the double shares with the optimizer
-    return [weight.detach() for weight in weights], double.state[weights[0]]
+    return [weight.detach() for weight in weights], other.state[weights[0]]
+
+
+def refuse_unlike(
+    optimizer: Optimizer,
+    device: torch.device,
+    cuts: Sequence[Callable[[Tensor], Tensor]],
+    *,
+    fails: str,
+    differs: str,
+    hints: Sequence[str],
+    rows: int = 4,
+    flat: bool = False,
+) -> dict[str, Any]:
+    """Raises StrategyError for an optimizer that does not do with parts of a weight what it does with the whole.
+
+    Args:
+        optimizer: It stays as it is.
+        device: The one that the weights will be on.
+        cuts: Each makes of a tensor [rows, 4] a part of it, or lays it over ranks.
+        fails: The words, behind the optimizer's name, for one that raises an error.
+        differs: The words for one whose updates are others.
+        hints: What to do about either.
+        rows: The length of the weight that is tried.
+        flat: Parts are of the flattened weight, in which state that is not per element cannot be placed either.
+
+    Returns:
+        The state that it keeps of a whole weight.
+    """
+    name, kept = type(optimizer).__name__, dict[str, Any]()
+    for group in optimizer.param_groups:
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(rows, 4, generator=generator).to(device) for _ in range(4)]
+        try:
+            whole, state = tried(optimizer, group, values, values[::-1])
+            found = []
+            for cut in cuts:
+                parts = [cut(value) for value in values]
+                found.append(tried(optimizer, group, parts, parts[::-1])[0])
+        except Exception as error:
+            raise StrategyError(f"{name} {fails}: {error}", hints=hints) from error
+        kept |= state
+        for key, value in state.items():
+            if not flat and (shape := tuple(getattr(value, "shape", ()))) not in ((), (rows, 4)):
+                raise StrategyError(
+                    f"{name} keeps `{key}` of a weight of shape [{rows}, 4] in the shape {list(shape)}, and which rank "
+                    "would have what of it is not known",
+                    hints=hints,
+                )
+        moved = (whole[0] - values[0]).abs().max()
+        for cut, parts in zip(cuts, found, strict=True):
+            if any(
+                (_local(part) - _local(cut(weight))).abs().max() > 1e-3 * moved
+                for part, weight in zip(parts, whole, strict=True)
+            ):
+                raise StrategyError(f"{name} {differs}", hints=hints)
+    return kept
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that lies over ranks."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def refuse_sparse(optimizer: Optimizer, model: nn.Module, *, sharded: bool) -> None:

@@ -1,0 +1,411 @@
+"""Each private name of another library can go: what is trained stays the same, by the public way beside it."""
+
+import atexit
+import builtins
+import importlib
+import inspect
+import multiprocessing.queues
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from small_gpt import DDP, PIPELINE, train
+from torch import nn
+from torch.utils import data as torch_data
+from torch_versions import needs_pipelines
+from trained import Trained, trained
+
+from ddpforge import compat
+from ddpforge.data.workers import telling_context
+from ddpforge.errors import PluginError, StrategyError
+from ddpforge.strategies.fsdp.units import refuse_form
+from ddpforge.training import blocks, ledger, recompute
+
+NORMS = """
+recipe = 1
+name = "run"
+model = { use = "./odd_models.py:NormedBlocks" }
+data.train = { use = "./parts.py:Points", samples = 36 }
+data.eval = { use = "./parts.py:Points", samples = 11 }
+task = { use = "regression" }
+optimizer = { use = "sgd", lr = 0.01 }
+strategy = { use = "ddp" }
+train = { length = "6st", global_batch = 12, micro_batch = 3, elastic_shards = 4, device = "cpu", eval_every = "3st" }
+checkpoint = { every = "3st" }
+track.every = "1st"
+"""
+
+
+def gpt(strategy: str, **text: str) -> list[Trained]:
+    return train(strategy, 2, length="4st", **text)
+
+
+RUNS: dict[str, Callable[[Path], list[Trained]]] = {
+    "ddp": lambda _: gpt(DDP),
+    "selective": lambda _: gpt(DDP, train='activation_checkpointing = "selective"'),
+    "context": lambda _: gpt('use = "fsdp"\ncontext = 2'),
+    "pipeline": lambda _: gpt(PIPELINE.format("1F1B")),
+    "norms": lambda folder: trained(folder, NORMS, 2),
+}
+
+
+@cache
+def expected(run: str, folder: Path) -> list[Trained]:
+    return RUNS[run](folder)
+
+
+# ------------------------------------------------------------------------------------------------ taking names away
+def lack(*names: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Takes attributes of these names from whatever compat.py looks at, and from nothing else: torch needs them."""
+
+    def take(monkeypatch: pytest.MonkeyPatch) -> None:
+        def get(one: Any, name: str, *default: Any) -> Any:
+            return getattr(one, f"absent {name}" if name in names else name, *default)
+
+        monkeypatch.setattr(compat, "getattr", get, raising=False)
+        monkeypatch.setattr(
+            compat, "hasattr", lambda one, name: name not in names and hasattr(one, name), raising=False
+        )
+
+    take.__name__ = names[0]
+    return take
+
+
+def hide(module: str, name: str, *then: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Lets `from module import name` fail in compat.py, and in it alone."""
+
+    def take(monkeypatch: pytest.MonkeyPatch) -> None:
+        real = builtins.__import__
+
+        def without(wanted: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+            if wanted == module and (globals_ or {}).get("__name__") == compat.__name__ and name in (fromlist or ()):
+                raise ImportError(f"no {name} in {module}")
+            return real(wanted, globals_, locals_, fromlist, level)
+
+        monkeypatch.setattr(builtins, "__import__", without)
+        for each in then:
+            each(monkeypatch)
+
+    take.__name__ = name
+    return take
+
+
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the classes of recomputed blocks again, with what compat.py has now."""
+    spec = recompute.__spec__
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    monkeypatch.setattr(blocks, "recomputed", again.recomputed)
+
+
+def attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    lack(*(f"_scaled_dot_product_{name}" for name in names))(monkeypatch)
+    anew(monkeypatch)
+
+
+def broadcast_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "leaves_buffers", lambda: {"broadcast_buffers": False})
+
+
+def finds_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "finds_shapes", lambda: False)
+
+
+_DISPATCH = "torch.utils._python_dispatch"
+foreach = lack(*(f"_foreach_{name}" for name in ("zero_", "copy_", "norm", "mul_", "add_", "div_", "lerp_")))
+pytree = hide("torch.utils", "_pytree")
+version, is_view = lack("_version"), lack("_is_view")
+batch_norms = hide("torch.nn.modules.batchnorm", "_BatchNorm")
+modes = hide(_DISPATCH, "TorchDispatchMode", anew)
+wrappers = hide(_DISPATCH, "is_traceable_wrapper_subclass")
+without_modes = hide(_DISPATCH, "_disable_current_modes")
+collectives = lack("all_gather_single", "reduce_scatter_single")
+reducer = lack("_check_reducer_finalized")
+timeout = lack("set_timeout", "_set_pg_timeout")
+
+
+leaves_buffers = compat.leaves_buffers  # which a test replaces
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What compat.py remembers of torch is of no use to a test, or to the next."""
+
+    def forget() -> None:
+        for one in (compat.batch_norms, compat.attention_operators, leaves_buffers):
+            one.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("expected")
+
+
+@pytest.mark.parametrize(
+    ("take", "run"),
+    [
+        (foreach, "ddp"),
+        (foreach, "norms"),
+        (foreach, "pipeline"),
+        (pytree, "pipeline"),
+        (pytree, "context"),
+        (version, "ddp"),
+        (version, "selective"),
+        (is_view, "pipeline"),
+        (batch_norms, "norms"),
+        (modes, "selective"),
+        (attention, "selective"),
+        (wrappers, "selective"),
+        (without_modes, "context"),
+        (collectives, "context"),
+        (reducer, "ddp"),
+        (timeout, "context"),
+        (broadcast_buffers, "norms"),
+        (finds_shapes, "pipeline"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+@needs_pipelines
+def test_training_without_the_name_is_the_same(
+    take: Callable[[pytest.MonkeyPatch], None], run: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = expected(run, folder)
+    take(monkeypatch)
+    found = RUNS[run](tmp_path)
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert [one.column(key) for one in found] == [pytest.approx(one.column(key), rel=1e-6) for one in whole], key
+    assert len(whole[0].column()) >= 4
+
+
+# ------------------------------------------------------------------------------------------------ trees
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+TREE = {"x": [1, (2, 3)], "y": Pair({"z": 4}, []), "n": None}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_trees_are_taken_apart_and_built_again(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_there:
+        pytree(monkeypatch)
+    leaves, structure = compat.tree_flatten(TREE)
+    assert leaves == compat.tree_leaves(TREE) == [1, 2, 3, 4, None]
+    assert compat.tree_unflatten([5, 6, 7, 8, 9], structure) == {"x": [5, (6, 7)], "y": Pair({"z": 8}, []), "n": 9}
+    doubled = compat.tree_map_only(int, lambda x: 2 * x, TREE)
+    assert doubled == {"x": [2, (4, 6)], "y": Pair({"z": 8}, []), "n": None}
+    assert isinstance(doubled["y"], Pair)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_operations_on_several_tensors_take_a_list_or_one_value(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_there:
+        foreach(monkeypatch)
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
+    assert [norm.item() for norm in compat.foreach("norm", tensors)] == [5.0, 1.0]
+    compat.foreach("mul_", tensors, 2.0)
+    compat.foreach("add_", tensors, [torch.ones(2), torch.ones(1)])
+    compat.foreach("lerp_", tensors, [torch.zeros(2), torch.zeros(1)], 0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[3.5, 4.5], [1.5]]
+    compat.foreach("copy_", tensors, [torch.ones(2), torch.ones(1)])
+    compat.foreach("div_", tensors, 4)
+    assert [tensor.tolist() for tensor in tensors] == [[0.25, 0.25], [0.25]]
+    compat.foreach("zero_", tensors)
+    assert not any(map(torch.any, tensors))
+
+
+# ------------------------------------------------------------------------------------------------ tensors, operators
+def test_parts_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse = torch.sparse_coo_tensor([[0, 0]], torch.ones(2), (3,), check_invariants=True)
+    assert [part.tolist() for part in compat.sparse_parts(sparse)] == [[[0, 0]], [1.0, 1.0]]
+    assert len(ledger.storages(sparse)) == 2
+    lack("_indices", "_values")(monkeypatch)
+    assert compat.sparse_parts(sparse) == []
+    assert [part.tolist() for part in compat.sparse_parts(sparse.coalesce())] == [[[0]], [2.0]]
+
+
+def test_hooks_of_parameters_that_cannot_be_seen_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(StrategyError, match="has a gradient hook"):
+        refuse_form("weight", weight)
+    lack("_backward_hooks", "_post_accumulate_grad_hooks")(monkeypatch)
+    refuse_form("weight", weight)
+
+
+def test_what_an_operator_writes_into_is_known_by_its_schema_or_its_name() -> None:
+    x, y, kept = torch.ones(2), torch.ones(2), torch.ops.aten
+    named: Any = SimpleNamespace(__name__="add_.Tensor")
+    out: Any = SimpleNamespace(__name__="add.out")
+    for operator, args, kwargs, place in (
+        (kept.add_.Tensor, (x, y), {}, x),
+        (kept.add.out, (x, y), {"out": y}, y),
+        (named, (x, y), {}, x),
+        (out, (x, x), {"out": y}, y),
+    ):
+        (found,) = compat.written(operator, args, kwargs)
+        assert found is place
+    for operator in (kept.add.Tensor, SimpleNamespace(__name__="add.Tensor")):
+        assert [*compat.written(operator, (x, y), {})] == []
+
+
+def test_an_operators_argument_is_found_by_place_name_or_default() -> None:
+    dropout = torch.ops.aten.dropout.default
+    assert compat.argument(dropout, "p", (torch.ones(1), 0.5, True), {}) == 0.5
+    assert compat.argument(dropout, "p", (torch.ones(1),), {"p": 0.3}) == 0.3
+    assert compat.argument(dropout, "dropout_p", (torch.ones(1),), {}) is None
+    named = SimpleNamespace(__name__="dropout")
+    assert compat.argument(named, "p", (), {"p": 0.3}) == 0.3
+    assert compat.argument(named, "p", (), {}) is None
+
+
+def test_operators_without_their_private_names_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = compat.attention_operators()
+    assert torch.ops.aten.mm.default not in known
+    assert len(known) == 4
+    waits = torch.ops._c10d_functional.wait_tensor.default
+    assert compat.waits(waits)
+    assert not compat.waits(torch.ops.aten.mm.default)
+    compat.attention_operators.cache_clear()
+    lack(*(f"_scaled_dot_product_{one.name().partition('product_')[2]}" for one in known), "wait_tensor")(monkeypatch)
+    assert compat.attention_operators() == frozenset()
+    assert not compat.waits(waits)
+
+
+def test_wrappers_of_tensors_are_known_by_their_methods_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for _ in range(2):
+        assert compat.is_wrapper(held)
+        assert not compat.is_wrapper(torch.ones(2))
+        wrappers(monkeypatch)
+
+
+def test_the_older_name_of_the_option_that_leaves_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    (name,) = compat.leaves_buffers()
+    assert name in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    compat.leaves_buffers.cache_clear()
+
+    class Older:
+        def __init__(self, module: nn.Module, broadcast_buffers: bool = True) -> None: ...
+
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Older)
+    assert compat.leaves_buffers() == {"broadcast_buffers": False}
+
+
+def test_an_own_move_of_a_module_leaves_its_children_or_moves_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved() -> list[str]:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.register_buffer("own", torch.ones(2))
+        compat.move_own(model, torch.device("meta"))
+        return [str(tensor.device) for tensor in (model.get_buffer("own"), model.get_submodule("0").weight)]
+
+    assert moved() == ["meta", "cpu"]
+    lack("_apply")(monkeypatch)
+    assert moved() == ["meta", "meta"]
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+def test_an_optimizer_that_decides_on_the_device_says_so() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    assert compat.decides_on_device(torch.optim.SGD(weights, fused=True))
+    assert not compat.decides_on_device(torch.optim.SGD(weights))
+
+
+def test_a_loss_scale_comes_back_without_the_count_of_its_steps() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    compat.set_scale(scaler, 8.0, 5)
+    assert (scaler.get_scale(), compat.growth_of(scaler)) == (8.0, 5)
+
+    class Other:
+        def __init__(self) -> None:
+            self.state = {"scale": 1.0}
+
+        def state_dict(self) -> dict[str, float]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, float]) -> None:
+            self.state = state
+
+    other: Any = Other()
+    compat.set_scale(other, 8.0, 5)
+    assert (other.state, compat.growth_of(other)) == ({"scale": 8.0}, 0)
+
+
+# ------------------------------------------------------------------------------------------------ processes
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_loader_process_hides_itself(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data import _utils
+
+    info: Any = SimpleNamespace(id=0, num_workers=2)
+
+    def known() -> Any:
+        return info
+
+    if is_there:
+        monkeypatch.setattr(_utils.worker, "_worker_info", info)
+    else:
+        monkeypatch.delattr(_utils.worker, "_worker_info")
+        for module in (torch_data, _utils.worker):
+            monkeypatch.setattr(module, "get_worker_info", known)
+    assert torch_data.get_worker_info() is info
+    compat.hide_worker()
+    assert torch_data.get_worker_info() is None
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_queue_sends_an_error_in_the_place_of_what_cannot_be_sent(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_there:
+        monkeypatch.delattr(multiprocessing.queues.Queue, "_on_queue_feeder_error")
+    queue = telling_context().Queue()
+    queue.put((1, "word"))
+    queue.put((7, Unpicklable()))
+    (one, word), (number, error) = queue.get(timeout=30), queue.get(timeout=30)
+    assert (one, word, number) == (1, "word", 7)
+    assert isinstance(error, PluginError)
+    assert "could not hand a micro-batch over" in error.message
+    queue.close()
+
+
+def test_exit_functions_are_run_if_python_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: called.append(1))
+    compat.run_exit_functions()
+    monkeypatch.delattr(atexit, "_run_exitfuncs")
+    compat.run_exit_functions()
+    assert called == [1]
+
+
+def test_a_trials_number_is_its_key_where_optuna_has_no_other() -> None:
+    assert compat.trial_id(SimpleNamespace(_trial_id=5, number=3)) == 5
+    assert compat.trial_id(SimpleNamespace(number=3)) == 3
+
+
+def test_versions_are_compared_as_versions() -> None:
+    assert compat.torch_has("2.9")
+    assert not compat.torch_has("99.0")
+
+
+def test_what_is_not_there_is_not_made_up() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'absent'"):
+        compat.absent  # noqa: B018
