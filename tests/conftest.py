@@ -16,9 +16,9 @@ from ddpforge.importing import uncollected
 
 with uncollected():
     import torch
-    from hosts import Hosts, needs_root, new_hosts
-    from launched import Ranks, Zygote
-    from slurm import PROGRAMS, Slurm, new_slurm
+    from support.hosts import Hosts, needs_root, new_hosts
+    from support.launched import Ranks, Zygote
+    from support.slurm import PROGRAMS, Slurm, new_slurm
 
     from ddpforge.ranks import leaving
 

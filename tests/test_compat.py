@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from small_gpt import DDP, PIPELINE, train
+from support.small_gpt import DDP, PIPELINE, train
+from support.torch_versions import needs_pipelines
+from support.trained import Trained, trained
 from torch import nn
 from torch.utils import data as torch_data
-from torch_versions import needs_pipelines
-from trained import Trained, trained
 
 from ddpforge import compat
 from ddpforge.data.workers import telling_context

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import pytest
 import yaml  # type: ignore[import-untyped]
-from launched import Ranks
+from support.launched import Ranks
 
 import ddpforge as package
 from ddpforge.cli import main

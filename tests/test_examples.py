@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Ranks
+from support.launched import Ranks
 
 from ddpforge.app.starting import check_world
 from ddpforge.errors import RecipeError

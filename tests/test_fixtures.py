@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import psutil
-from forked import in_ranks
-from hosts import Hosts, needs_root, new_hosts
-from slurm import Slurm, until
+from support.forked import in_ranks
+from support.hosts import Hosts, needs_root, new_hosts
+from support.slurm import Slurm, until
 
 
 def test_hosts_have_names_addresses_processes_and_disks_of_their_own(hosts: Hosts, tmp_path: Path) -> None:

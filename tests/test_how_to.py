@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from launched import Ranks
+from support.launched import Ranks
 from test_docs import DOCS, PAGES, ROOT, blocks, write_files
 from test_tutorial import shell
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Ranks
+from support.launched import Ranks
 
 from ddpforge.app.build import build_without_ranks
 from ddpforge.components.registry import Registry

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launched import Zygote
+from support.launched import Zygote
 from test_docs import PAGES, ROOT, blocks, write_files
 from test_how_to import GPT, SHORT, TRAINED
 from test_tutorial import shell

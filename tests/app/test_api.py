@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from forked import in_ranks, refused
 from jupyter_client.manager import start_new_kernel
-from launched import Zygote
+from support.forked import in_ranks, refused
+from support.launched import Zygote
 from torch import nn
 
 import ddpforge

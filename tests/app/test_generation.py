@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from forked import in_ranks, refused
+from support.forked import in_ranks, refused
 from torch import Tensor, nn
 
 import ddpforge

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from forked import in_ranks, set_up
-from hosts import Hosts
+from support.forked import in_ranks, set_up
+from support.hosts import Hosts
 
 from ddpforge.app import hosts as checks
 from ddpforge.components.registry import Registry

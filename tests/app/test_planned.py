@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Ranks
+from support import SUPPORT
+from support.launched import Ranks
 
 from ddpforge.app.planned import Room, advised, compares
 from ddpforge.errors import OutOfMemory, UsageError
@@ -106,7 +107,7 @@ def test_measuring_changes_no_number(recipe: Path, ddpforge: Run) -> None:
 
 
 def test_a_difference_of_more_than_a_tenth_is_told(recipe: Path, ddpforge: Run) -> None:
-    copy(Path(__file__).parents[1] / "odd_models.py", recipe.parent)
+    copy(SUPPORT / "odd_models.py", recipe.parent)
     text = re.sub(r'use = "gpt".*?\[data', 'use = "./odd_models.py:Deciding"\n[data', RECIPE, flags=re.DOTALL)
     recipe.write_text(text, encoding="utf-8")
     said = ddpforge("run", recipe.name)
@@ -116,7 +117,7 @@ def test_a_difference_of_more_than_a_tenth_is_told(recipe: Path, ddpforge: Run) 
 
 
 def test_what_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -> None:
-    copy(Path(__file__).parents[1] / "odd_models.py", recipe.parent)
+    copy(SUPPORT / "odd_models.py", recipe.parent)
     text = re.sub(r'use = "gpt".*?\[data', 'use = "./odd_models.py:Unforeseen"\n[data', RECIPE, flags=re.DOTALL)
     recipe.write_text(text, encoding="utf-8")
     said = ddpforge("run", recipe.name)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from launched import Ranks, Zygote
 from safetensors.torch import load_file, save_file
+from support.launched import Ranks, Zygote
 from torch.distributed import checkpoint as dcp
 
 from ddpforge.checkpoint import writer

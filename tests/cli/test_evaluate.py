@@ -8,8 +8,8 @@ from shutil import copytree
 from typing import Any
 
 import pytest
-from forked import in_ranks
-from launched import Ranks, Zygote
+from support.forked import in_ranks
+from support.launched import Ranks, Zygote
 
 from ddpforge.app import evaluate as runner
 from ddpforge.errors import ExitCode

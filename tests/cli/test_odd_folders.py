@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from launched import Zygote
+from support.launched import Zygote
 
 from ddpforge.cli import main
 

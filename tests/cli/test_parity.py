@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support import SUPPORT
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
@@ -225,7 +226,7 @@ def test_the_command_from_end_to_end(folder: Path, monkeypatch: pytest.MonkeyPat
     `make test` has the command with real launches in the tests of ddpforge-sam.
     """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    copy(Path(__file__).parent.parent / "wrong_strategies.py", folder)
+    copy(SUPPORT / "wrong_strategies.py", folder)
     strategies = "single@1,./wrong_strategies.py:ForgetsToAverage"
     result = invoke("tiny.toml", "--strategies", strategies, "--nproc", "2", "--steps", "3")
 

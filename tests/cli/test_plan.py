@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from apart import apart
 from click.testing import CliRunner
+from support.isolated import apart
 
 from ddpforge.cli import main
 from ddpforge.recipe import load_recipe

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from fake_distributions import forgetting_modules_below, install
+from support.fake_distributions import forgetting_modules_below, install
 
 from ddpforge.cli.plugins import plugins
 from ddpforge.cli.tables import print_table

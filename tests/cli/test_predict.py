@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
-from forked import in_ranks, refused
-from launched import Ranks
+from support import SUPPORT
+from support.forked import in_ranks, refused
+from support.launched import Ranks
 
 import ddpforge
 from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError, UsageError
@@ -85,7 +86,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tiny.toml").write_text(RECIPE)
     (folder / "points.toml").write_text(POINTS)
     (folder / "language.toml").write_text(LANGUAGE)
-    copy(Path(__file__).parent.parent / "parts.py", folder)
+    copy(SUPPORT / "parts.py", folder)
     (folder / "own.py").write_text(OWN)
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)

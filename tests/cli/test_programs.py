@@ -8,8 +8,8 @@ import onnxruntime  # type: ignore[import-untyped]
 import pytest
 import torch
 from click.testing import CliRunner
-from forked import in_ranks
-from hub_stub import HubStub
+from support.forked import in_ranks
+from support.hub_stub import HubStub
 from torch import nn
 
 import ddpforge

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 from click.testing import CliRunner
-from run_folders import made
+from support.run_folders import made
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from launched import Ranks
+from support import SUPPORT
+from support.launched import Ranks
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
@@ -163,7 +164,7 @@ def test_a_run_that_has_not_trained_yet_takes_the_mended_recipe(folder: Path, dd
 
 def test_a_run_that_is_stopped_names_one_step(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     """The one that it was saved at, not that of its last row."""
-    copy(Path(__file__).parent.parent / "parts.py", folder)
+    copy(SUPPORT / "parts.py", folder)
     stop = ["--set=callbacks.stop.use=./parts.py:StopAt", "--set=callbacks.stop.step=6", "--set=callbacks.stop.rank=0"]
     said = ddpforge("run", "tiny.toml", *stop, "--set=train.length=90st", "--set=track.every=4st", fails=True)
     assert said.codes == [ExitCode.STOPPED]
@@ -267,7 +268,7 @@ def test_json_has_no_word_for_what_is_not_a_number(folder: Path, ddpforge: Calla
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    copy(Path(__file__).parent.parent / "parts.py", folder)
+    copy(SUPPORT / "parts.py", folder)
     Path("tiny.toml").write_text(
         """\
 recipe = 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from run_folders import made, trained
+from support.run_folders import made, trained
 
 from ddpforge.cli import main
 from ddpforge.cli.status import followed

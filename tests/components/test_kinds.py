@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_distributions import install
+from support.fake_distributions import install
 
 from ddpforge.components import scaffold
 from ddpforge.components.kinds import KINDS, KindSpec

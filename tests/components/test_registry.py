@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_distributions import forgetting_modules_below, install
 from pydantic import ValidationError
+from support.fake_distributions import forgetting_modules_below, install
 from torch import nn
 
 from ddpforge.components.errors import (

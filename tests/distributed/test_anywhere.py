@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from launched import Ranks, Zygote
-from sharding import CNN, DDP, FSDP, HSDP, RECIPE, ZERO, Bench
-from torch_versions import needs_pipelines
+from support.launched import Ranks, Zygote
+from support.sharding import CNN, DDP, FSDP, HSDP, RECIPE, ZERO, Bench
+from support.torch_versions import needs_pipelines
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import DDP, FSDP, HSDP, ZERO, Bench
+from support.launched import Ranks
+from support.sharding import DDP, FSDP, HSDP, ZERO, Bench
 
 from ddpforge.checkpoint.reader import Reader
 

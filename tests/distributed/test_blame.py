@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Ranks
+from support.launched import Ranks
 
 from ddpforge.errors import ExitCode
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launched import Ranks
-from sharding import FSDP, Bench
+from support.launched import Ranks
+from support.sharding import FSDP, Bench
 
 CONTEXT = f"{FSDP}\ncontext = 2"
 MORE = """

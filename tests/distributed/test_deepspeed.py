@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import DDP, FSDP, GPT, RECIPE, ZERO, Bench
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, FSDP, GPT, RECIPE, ZERO, Bench
 
 from ddpforge.checkpoint.reader import Reader
 
@@ -123,7 +124,7 @@ use = "regression"
 
 @pytest.fixture
 def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
-    copy(Path(__file__).parent.parent / "odd_models.py", tmp_path)
+    copy(SUPPORT / "odd_models.py", tmp_path)
     (tmp_path / "own.py").write_text(PARTS)
     return Bench(tmp_path, ddpforge)
 

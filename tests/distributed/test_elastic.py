@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Command, Hosts
+from support.hosts import Command, Hosts
 
 from ddpforge.errors import ExitCode
 

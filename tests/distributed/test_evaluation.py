@@ -9,8 +9,9 @@ from shutil import copy, copytree
 from typing import Any
 
 import pytest
-from launched import Ranks, Zygote
-from sharding import EACH, FSDP, each_strategy
+from support import SUPPORT
+from support.launched import Ranks, Zygote
+from support.sharding import EACH, FSDP, each_strategy
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
@@ -58,7 +59,7 @@ use = "./parts.py:Hears"
 def trained(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of six steps, evaluated and saved after three and six."""
     folder = tmp_path_factory.mktemp("trained")
-    copy(Path(__file__).parent.parent / "parts.py", folder)
+    copy(SUPPORT / "parts.py", folder)
     (folder / "run.toml").write_text(RECIPE)
     zygote.run(["run", "run.toml"], nproc=2, cwd=folder).check()
     return folder

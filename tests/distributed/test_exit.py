@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launched import Zygote
+from support.launched import Zygote
 
 RECIPE = """
 recipe = 1

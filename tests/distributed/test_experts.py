@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launched import Ranks
-from sharding import FSDP, GPT, Bench, weights_in
+from support.launched import Ranks
+from support.sharding import FSDP, GPT, Bench, weights_in
 
 MOE = GPT.replace('use = "gpt"', 'use = "moe_gpt"\nexperts = 4\ncapacity = 1.0').replace(
     "language_modelling", "moe_language_modelling"

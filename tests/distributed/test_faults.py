@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from hosts import Command, Hosts
-from launched import Ranks
-from sharding import DDP, FSDP, ZERO
+from support.hosts import Command, Hosts
+from support.launched import Ranks
+from support.sharding import DDP, FSDP, ZERO
 
 STALL = 3.0
 RECIPE = """

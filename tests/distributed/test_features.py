@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Ranks
 from safetensors.torch import load_file
-from sharding import weights_in
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import weights_in
 
 RECIPE = """
 recipe = 1
@@ -57,7 +58,7 @@ class Bench:
 
     def __init__(self, folder: Path, ddpforge: Callable[..., Ranks]) -> None:
         self.folder, self.ddpforge = folder, ddpforge
-        copy(Path(__file__).parent.parent / "parts.py", folder)
+        copy(SUPPORT / "parts.py", folder)
 
     def __call__(self, name: str, *, nproc: int = 2, fails: bool = False, env: Any = None, **text: Any) -> Ranks:
         blank = dict.fromkeys(("model", "data", "strategy", "train", "more"), "")
@@ -275,7 +276,7 @@ def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> No
 
 
 def test_full_memory_ends_a_run_with_what_to_change(bench: Bench, tmp_path: Path) -> None:
-    copy(Path(__file__).parents[1] / "odd_models.py", tmp_path)
+    copy(SUPPORT / "odd_models.py", tmp_path)
     (tmp_path / "run.toml").write_text(
         RECIPE.format(name="run", model="", data="", samples=43, strategy="", length="9st", train="", more="").replace(
             'use = "mlp"\ninputs = 4\nhidden = [8]\noutputs = 1', 'use = "./odd_models.py:Hungry"'

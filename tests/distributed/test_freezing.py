@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import DDP, FSDP, ZERO, Bench, weights_in
+from support.launched import Ranks
+from support.sharding import DDP, FSDP, ZERO, Bench, weights_in
 
 FROZEN = 'freeze = ["blocks.0.*", "positions*"]\neval_every = "4st"'
 TRAINED = '[checkpoint]\ncontents = "trained"\nat_start = true\nkeep = { last = 9 }\n'

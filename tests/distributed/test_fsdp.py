@@ -5,8 +5,9 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
-from launched import Ranks
-from sharding import DDP, FSDP, HSDP, Bench, weights_in
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, FSDP, HSDP, Bench, weights_in
 from torch.distributed.fsdp import FSDPModule
 
 EMA = "[callbacks.ema]\ndecay = 0.9\n"
@@ -105,7 +106,7 @@ use = "regression"
 
 @pytest.fixture
 def train_model(bench: Bench) -> Callable[..., Ranks]:
-    copy(Path(__file__).parent.parent / "odd_models.py", bench.folder)
+    copy(SUPPORT / "odd_models.py", bench.folder)
 
     def run(name: str, strategy: str, **options: str) -> Ranks:
         parts = POINTS.format(name=name)

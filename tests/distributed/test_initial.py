@@ -6,9 +6,9 @@ from shutil import rmtree
 
 import pytest
 import torch
-from launched import Ranks
 from safetensors.torch import save_file
-from sharding import DDP, Bench, ddp_and_zero, weights_in
+from support.launched import Ranks
+from support.sharding import DDP, Bench, ddp_and_zero, weights_in
 from torch import Tensor
 
 from ddpforge.checkpoint.reader import Reader

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import Ranks, Zygote
-from sharding import DDP, FSDP, ZERO, Bench
+from support.launched import Ranks, Zygote
+from support.sharding import DDP, FSDP, ZERO, Bench
 
 from ddpforge.checkpoint.reader import Reader
 

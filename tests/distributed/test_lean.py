@@ -5,25 +5,26 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
-from launched import Ranks
-from sharding import DDP, FSDP, ZERO, Bench
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, FSDP, ZERO, Bench
 
 PARTS = """
 [model]
-use = "./lean.py:Net"
+use = "./weight_copies.py:Net"
 [data.train]
 use = "./parts.py:Points"
 [data.eval]
 use = "./parts.py:Points"
 samples = 11
 [task]
-use = "./lean.py:Counting"
+use = "./weight_copies.py:Counting"
 """
 
 
 @pytest.fixture
 def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
-    copy(Path(__file__).parents[1] / "lean.py", tmp_path)
+    copy(SUPPORT / "weight_copies.py", tmp_path)
     return Bench(tmp_path, ddpforge)
 
 

@@ -7,8 +7,9 @@ from shutil import copy
 from typing import Any
 
 import pytest
-from launched import Zygote
-from sharding import CNN, GPT, RECIPE
+from support import SUPPORT
+from support.launched import Zygote
+from support.sharding import CNN, GPT, RECIPE
 
 from ddpforge.tools.parity.runs import ParityReport, parity
 
@@ -18,7 +19,7 @@ STRATEGIES = ["ddp", "single@1", "fsdp", "fsdp:2@4", "deepspeed:1", "deepspeed:2
 @pytest.fixture
 def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ParityReport]:
     """`ddpforge parity`, with ranks that the tests' own launcher forks."""
-    copy(Path(__file__).parent.parent / "parts.py", tmp_path)
+    copy(SUPPORT / "parts.py", tmp_path)
     monkeypatch.chdir(tmp_path)
 
     def launch(arguments: Sequence[str], *, nproc: int, output: Any, variables: Any) -> int:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import DDP, FSDP, HSDP, ZERO, Bench, weights_in
+from support.launched import Ranks
+from support.sharding import DDP, FSDP, HSDP, ZERO, Bench, weights_in
 
 SINGLE = 'use = "single"'
 TAUGHT = """

@@ -5,9 +5,10 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
-from launched import Ranks
-from sharding import DDP, EACH, FSDP, RECIPE, ZERO, Bench
-from torch_versions import needs_torch
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, EACH, FSDP, RECIPE, ZERO, Bench
+from support.torch_versions import needs_torch
 
 SINGLE = 'use = "single"'
 NAMES = {SINGLE: "single", **{strategy: name for name, strategy in EACH.items()}}
@@ -43,7 +44,7 @@ class Odd(Bench):
 
 @pytest.fixture
 def odd(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Odd:
-    copy(Path(__file__).parent.parent / "odd_models.py", tmp_path)
+    copy(SUPPORT / "odd_models.py", tmp_path)
     return Odd(tmp_path, ddpforge)
 
 

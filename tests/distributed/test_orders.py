@@ -7,6 +7,7 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
+from support import SUPPORT
 
 RECIPE = """
 recipe = 1
@@ -104,7 +105,7 @@ def test_a_stream_in_parts_is_used_once_by_ranks_with_loader_processes_and_resum
     ddpforge: Callable[..., object], tmp_path: Path
 ) -> None:
     """13 steps an epoch; the first attempt ends after 6."""
-    copy(Path(__file__).parent.parent / "parts.py", tmp_path)
+    copy(SUPPORT / "parts.py", tmp_path)
     (tmp_path / "mine.py").write_text(SHARDS)
     (tmp_path / "run.toml").write_text(STREAM)
     ddpforge("run", "run.toml", "--set", "train.length=6st", nproc=2)

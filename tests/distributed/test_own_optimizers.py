@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import DDP, EACH, RECIPE, ZERO, Bench, weights_in
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, EACH, RECIPE, ZERO, Bench, weights_in
 
 from ddpforge.checkpoint.reader import Reader
 
@@ -18,7 +19,7 @@ GIVEN = RECIPE[RECIPE.index('use = "adamw"') : RECIPE.index("[strategy]")]
 
 @pytest.fixture
 def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Callable[[str], Bench]:
-    copy(Path(__file__).parent.parent / "own_optimizers.py", tmp_path)
+    copy(SUPPORT / "own_optimizers.py", tmp_path)
 
     def make(name: str) -> Bench:
         own = f'use = "{name if ":" in name else f"./own_optimizers.py:{name}"}"\nlr = 0.5\n'

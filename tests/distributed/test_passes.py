@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import DDP, HSDP, ZERO, each_strategy, weights_in
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, HSDP, ZERO, each_strategy, weights_in
 from torch import Tensor
 
 RECIPE = """
@@ -47,7 +48,7 @@ class Run:
     def __init__(self, folder: Path, ddpforge: Callable[..., Ranks]) -> None:
         self.folder, self.ddpforge = folder, ddpforge
         for name in ("parts.py", "exploring.py"):
-            copy(Path(__file__).parent.parent / name, folder)
+            copy(SUPPORT / name, folder)
 
     def __call__(self, *, nproc: int = 2, fails: bool = False, **text: Any) -> Ranks:
         blank = dict.fromkeys(("model", "data", "optimizer", "train"), "")

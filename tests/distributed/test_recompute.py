@@ -6,8 +6,9 @@ from shutil import copy
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import DDP, EACH, RECIPE, Bench
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, EACH, RECIPE, Bench
 from torch import Tensor
 
 from ddpforge.checkpoint.reader import Reader
@@ -50,7 +51,7 @@ def test_recomputing_changes_no_number(
     """Several micro-batches per step; with an optimizer that makes several passes, buffers go back after each."""
     bench = Bench(tmp_path, ddpforge, recipe)
     for name in ("odd_models.py", "exploring.py"):
-        copy(Path(__file__).parents[1] / name, tmp_path)
+        copy(SUPPORT / name, tmp_path)
     nproc = 1 if "single" in strategy else 2
     for name, more in (("kept", ""), ("recomputed", f"activation_checkpointing = {kind}\n")):
         bench(name, strategy, nproc=nproc, parts=PARTS, length="6st", train=f'{more}{train}\nblocks = ["_Normed"]')
@@ -81,7 +82,7 @@ def test_recomputing_attention_with_biases_and_changes_in_place_changes_no_numbe
     tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str, nproc: int
 ) -> None:
     bench = Bench(tmp_path, ddpforge)
-    copy(Path(__file__).parents[1] / "odd_models.py", tmp_path)
+    copy(SUPPORT / "odd_models.py", tmp_path)
     kinds = {"kept": "false", "recomputed": "true", "selective": '"selective"'}
     for name, kind in kinds.items():
         more = f"activation_checkpointing = {kind}"

@@ -7,8 +7,9 @@ from pathlib import Path
 from shutil import copy, copytree
 
 import pytest
-from launched import Ranks
-from sharding import DDP, FSDP, ZERO, Bench
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, FSDP, ZERO, Bench
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
@@ -61,7 +62,7 @@ signal = "{signal}"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    copy(Path(__file__).parent.parent / "parts.py", tmp_path)
+    copy(SUPPORT / "parts.py", tmp_path)
     return tmp_path
 
 

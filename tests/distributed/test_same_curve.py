@@ -9,8 +9,9 @@ from shutil import copy
 import numpy as np
 import pytest
 import torch
-from launched import Ranks
-from parts import RaggedTokens
+from support import SUPPORT
+from support.launched import Ranks
+from support.parts import RaggedTokens
 
 from ddpforge.app.build import WEIGHTS
 from ddpforge.builtin.models.gpt import GPT
@@ -90,7 +91,7 @@ def by_hand() -> tuple[list[float], list[float]]:
 
 @pytest.fixture
 def curves(ddpforge: Callable[..., Ranks], tmp_path: Path) -> dict[int, Path]:
-    copy(Path(__file__).parent.parent / "parts.py", tmp_path)
+    copy(SUPPORT / "parts.py", tmp_path)
     folders = {}
     for nproc in (1, 2, 4):
         (tmp_path / f"{nproc}.toml").write_text(RECIPE.format(name=f"on-{nproc}"))

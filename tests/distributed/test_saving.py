@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import Ranks
 from safetensors.torch import load_file
-from sharding import FSDP, Bench, each_strategy, weights_in
+from support.launched import Ranks
+from support.sharding import FSDP, Bench, each_strategy, weights_in
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode

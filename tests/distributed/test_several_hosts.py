@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import in_ranks
-from hosts import Hosts
-from sharding import DDP, FSDP, ZERO
+from support.forked import in_ranks
+from support.hosts import Hosts
+from support.sharding import DDP, FSDP, ZERO
 
 from ddpforge.app.run import run
 

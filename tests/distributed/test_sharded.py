@@ -6,9 +6,10 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
-from launched import Ranks
 from safetensors.torch import load_file
-from sharding import DDP, EACH, FSDP, HSDP, ZERO, Bench, weights_in
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, EACH, FSDP, HSDP, ZERO, Bench, weights_in
 
 from ddpforge.builtin.models.gpt import GPT
 
@@ -39,7 +40,7 @@ each_sharded = pytest.mark.parametrize(
 
 @pytest.fixture
 def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
-    copy(Path(__file__).parent.parent / "odd_models.py", tmp_path)
+    copy(SUPPORT / "odd_models.py", tmp_path)
     return Bench(tmp_path, ddpforge)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launched import Ranks
 from PIL import Image
+from support import SUPPORT
+from support.launched import Ranks
 
 from ddpforge.runs.metrics import read_metrics
 
@@ -83,7 +84,7 @@ class Looks(Callback):
 
 @pytest.fixture
 def train(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Callable[..., Path]:
-    copy(Path(__file__).parent.parent / "parts.py", tmp_path)
+    copy(SUPPORT / "parts.py", tmp_path)
     (tmp_path / "shows.py").write_text(CODE)
     (tmp_path / "run.toml").write_text(RECIPE)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import in_ranks
-from launched import Ranks
+from support.forked import in_ranks
+from support.launched import Ranks
 
 import ddpforge as package
 from ddpforge.errors import ExitCode, ForgeError

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import DDP, each_strategy, each_strategy_and_one_process, weights_in
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, each_strategy, each_strategy_and_one_process, weights_in
 
 RECIPE = """
 recipe = 1
@@ -43,7 +44,7 @@ class Run:
 
     def __init__(self, folder: Path, ddpforge: Callable[..., Ranks]) -> None:
         self.folder, self.ddpforge = folder, ddpforge
-        copy(Path(__file__).parent.parent / "parts.py", folder)
+        copy(SUPPORT / "parts.py", folder)
 
     def __call__(self, *, nproc: int, fails: bool = False, **text: Any) -> Ranks:
         options = {"model": "", "strategy": DDP, "train": "", "more": "", "batch": 2, "length": "1st"} | text
@@ -125,7 +126,7 @@ def test_the_logged_loss_is_that_of_all_ranks(run: Run, strategy: str) -> None:
 @each_strategy
 def test_all_ranks_begin_with_the_weights_of_rank_0(run: Run, tmp_path: Path, strategy: str) -> None:
     """Trap 11: a model that seeds itself by rank."""
-    copy(Path(__file__).parent.parent / "odd_models.py", tmp_path)
+    copy(SUPPORT / "odd_models.py", tmp_path)
     text = (
         RECIPE.replace("./parts.py:Scalars", "./odd_models.py:OwnSeed")
         .replace('use = "./parts.py:Values"\nvalues = {values}', 'use = "./parts.py:Points"')

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import weights_in
+from support.launched import Ranks
+from support.sharding import weights_in
 
 SMALL = (
     *("train.eval_every=6st", "checkpoint.every=99st", "track.every=1st", "model.width=32"),

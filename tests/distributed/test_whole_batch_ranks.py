@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Ranks
-from torch_versions import needs_pipelines
+from support.launched import Ranks
+from support.torch_versions import needs_pipelines
 
 SMALL = (
     *("data.train.of.split=test", "train.last_batch=keep", "train.length=7st", "train.eval_every=7st"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import Ranks
+from support.launched import Ranks
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import DDP, FSDP, ZERO, Bench
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import DDP, FSDP, ZERO, Bench
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -30,8 +31,8 @@ pytestmark = [
 
 @pytest.fixture
 def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
-    for name in ("lean.py", "odd_models.py"):
-        copy(Path(__file__).parents[1] / name, tmp_path)
+    for name in ("weight_copies.py", "odd_models.py"):
+        copy(SUPPORT / name, tmp_path)
     return Bench(tmp_path, ddpforge)
 
 

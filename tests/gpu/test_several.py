@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import CNN, DDP, EACH, FSDP, RECIPE, ZERO, Bench
+from support.launched import Ranks
+from support.sharding import CNN, DDP, EACH, FSDP, RECIPE, ZERO, Bench
 
 GPUS = torch.cuda.device_count()
 SOON = 30  # seconds, in which nothing may be left of a run that lost a rank

@@ -7,8 +7,9 @@ from shutil import copy
 
 import pytest
 import torch
-from launched import Ranks
-from sharding import CNN, DDP, FSDP, GPT, ZERO, Bench, weights_in
+from support import SUPPORT
+from support.launched import Ranks
+from support.sharding import CNN, DDP, FSDP, GPT, ZERO, Bench, weights_in
 from torch import Tensor
 
 from ddpforge.checkpoint.reader import Reader
@@ -271,7 +272,7 @@ def test_convolutions_in_fp32_train_like_on_the_cpu(bench: Bench, channels_last:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_optimizer_that_looks_around_first_trains_like_on_the_cpu(bench: Bench, precision: str) -> None:
-    copy(Path(__file__).parents[1] / "exploring.py", bench.folder)
+    copy(SUPPORT / "exploring.py", bench.folder)
     bench.recipe = bench.recipe.replace(OPTIMIZERS["adamw"], 'use = "./exploring.py:Uphill"\nlr = 0.1')
     bench.recipe = bench.recipe.replace("weight_decay = 0.1", "")
     for device in ("cuda", "cpu"):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from doubles import Elsewhere, Plain
-from stages import staged
+from support.doubles import Elsewhere, Plain
+from support.stages import staged
 from torch import Tensor, nn
 
 from ddpforge.builtin.orders.plain import Shuffled

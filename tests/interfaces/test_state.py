@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved import Saved
+from support.saved_tensors import Saved
 from torch import Tensor
 
 from ddpforge.interfaces import Range, Region, read_all

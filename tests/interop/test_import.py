@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.doubles import Bomb, same
-from forked import in_ranks
 from interop.foreign_ranks import RANKS, STEPS, adamw, build, loss_of, save_all
 from safetensors.torch import load_file, save_file
+from support.forked import in_ranks
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.doubles import Checkpoint, checkpoint_of, write
-from doubles import Plain
 from safetensors.torch import save_file
+from support.doubles import Plain
 from torch import Tensor, nn
 
 from ddpforge.errors import CheckpointError, UsageError

@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from launched import Zygote
+from support import SUPPORT
+from support.launched import Zygote
 
 from ddpforge.errors import ExitCode
 from ddpforge.launchers.process import launch
@@ -317,7 +318,7 @@ def test_without_accelerate_nobody_asked_for_anything(monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------------------------------- how they end
 @pytest.mark.slow
 def test_launch_ends_with_the_exit_code_of_the_run_and_the_last_word_is_ours(tmp_path: Path, start: Start) -> None:
-    copy(REPOSITORY / "tests/parts.py", tmp_path)
+    copy(SUPPORT / "parts.py", tmp_path)
     (tmp_path / "tiny.toml").write_text(NOT_A_NUMBER)
     ended = start('ddpforge launch tiny.toml --nproc 2 --set strategy.use="deepspeed" -- --role=scientist')
 

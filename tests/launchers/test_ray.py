@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from launched import Ranks
+from support.launched import Ranks
 
 pytestmark = pytest.mark.full
 

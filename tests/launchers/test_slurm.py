@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm import Job, Slurm, until
+from support.slurm import Job, Slurm, until
 
 from ddpforge.errors import EnvironmentProblem
 from ddpforge.launchers import slurm as scripts

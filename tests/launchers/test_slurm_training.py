@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import Ranks
-from slurm import Job, Slurm, until
+from support.launched import Ranks
+from support.slurm import Job, Slurm, until
 
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.runs.folder import RunFolder

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Plain
-from stages import Staged, staged
+from support import SUPPORT
+from support.doubles import Plain
+from support.stages import Staged, staged
 
 from ddpforge import preflight
 from ddpforge.app.build import short_steps
@@ -128,7 +129,7 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Staged]) -> Non
 def test_batches_that_are_no_columns_of_tensors_are_tried(
     parts: Callable[..., Staged], uses: Sequence[str], form: str
 ) -> None:
-    shutil.copy(Path(__file__).parents[1] / "odd_batches.py", "mine.py")
+    shutil.copy(SUPPORT / "odd_batches.py", "mine.py")
     named = zip(("model", "data.train", "task"), uses, strict=True)
     sets = [f"{part}={{use='./mine.py:{use}'}}" for part, use in named]
     built = parts(*sets)

@@ -1,8 +1,8 @@
 """What no strategy can do with a recipe is refused by the recipe's key."""
 
 import pytest
-from forked import train
-from stages import chosen_with
+from support.forked import train
+from support.stages import chosen_with
 
 from ddpforge.preflight.static import check_device
 

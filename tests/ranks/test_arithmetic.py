@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import refused, train
+from support.forked import refused, train
 
 from ddpforge.errors import StrategyError
 from ddpforge.ranks.arithmetic import arithmetic_restored, set_arithmetic, told_of_determinism

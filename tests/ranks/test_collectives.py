@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import in_ranks
-from talking import CHECKS, talk
+from support.forked import in_ranks
+from support.ranks_contract import CHECKS, talk
 
 from ddpforge.errors import PeerFailed, UsageError
 from ddpforge.interfaces import Ranks

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from doubles import Elsewhere
-from stages import chosen_with
+from support.doubles import Elsewhere
+from support.stages import chosen_with
 from torch import nn
 
 from ddpforge.errors import StrategyError

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from doubles import Clock
+from support.doubles import Clock
 
 from ddpforge.errors import UsageError
 from ddpforge.ranks.halt import STOP, Halt, seconds_of

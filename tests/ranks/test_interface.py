@@ -5,8 +5,8 @@ import socket
 
 import pytest
 import torch
-from forked import set_up
-from hosts import Hosts
+from support.forked import set_up
+from support.hosts import Hosts
 
 from ddpforge.errors import EnvironmentProblem
 from ddpforge.ranks import interface

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from doubles import Elsewhere
-from forked import in_ranks, refused, train
+from support.doubles import Elsewhere
+from support.forked import in_ranks, refused, train
 
 from ddpforge.errors import EnvironmentProblem, PeerFailed, StrategyError
 from ddpforge.interfaces import World

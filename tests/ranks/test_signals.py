@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from doubles import Clock
+from support.doubles import Clock
 
 from ddpforge.launchers.verdict import VERDICT
 from ddpforge.ranks.signals import (

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from run_folders import made
+from support.run_folders import made
 
 from ddpforge.errors import UsageError
 from ddpforge.runs.overview import compare, curves, thinned

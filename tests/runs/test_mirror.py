@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import in_ranks, refused
 from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
+from support.forked import in_ranks, refused
 
 import ddpforge
 from ddpforge.checkpoint.schema import COMMIT

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import made, trained
+from support.run_folders import made, trained
 
 from ddpforge.errors import RecipeError, UsageError
 from ddpforge.runs.overview import chosen, differences, find_runs, notable, sorted_by, standing

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Elsewhere
-from forked import Training, in_ranks
-from saved import Saved
+from support.doubles import Elsewhere
+from support.forked import Training, in_ranks
+from support.saved_tensors import Saved
 from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from doubles import Elsewhere
-from forked import in_ranks, refused, train
+from support.doubles import Elsewhere
+from support.forked import in_ranks, refused, train
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 

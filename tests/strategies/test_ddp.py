@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Training, in_ranks, refused, saved, train
-from own_optimizers import Counting
-from saved import Saved
+from support.forked import Training, in_ranks, refused, saved, train
+from support.own_optimizers import Counting
+from support.saved_tensors import Saved
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Training, in_ranks, refused, train
+from support.forked import Training, in_ranks, refused, train
 from torch import Tensor, nn
 
 from ddpforge.builtin.models.gpt import GPT

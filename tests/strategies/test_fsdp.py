@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Training, in_ranks, refused, saved, set_up, train
-from saved import Saved
-from stages import chosen_with
+from support.forked import Training, in_ranks, refused, saved, set_up, train
+from support.saved_tensors import Saved
+from support.stages import chosen_with
+from support.torch_versions import needs_torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
-from torch_versions import needs_torch
 
 from ddpforge.errors import CheckpointError, StrategyError
 from ddpforge.interfaces import CanonicalState, Part, Range

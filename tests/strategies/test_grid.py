@@ -1,7 +1,7 @@
 """Which ranks share what, of every rank, worked out by hand."""
 
 import pytest
-from forked import in_ranks, train
+from support.forked import in_ranks, train
 
 from ddpforge.ranks.join import join
 from ddpforge.strategies.fsdp import FSDP

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from small_gpt import BLOCK, PIPELINE, SHARDED, shared, train
+from support.small_gpt import BLOCK, PIPELINE, SHARDED, shared, train
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/which-parallelism.md"
 TOKENS, PLACES, NORM = 16 * 16, 8 * 16, 2 * 16

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Training, in_ranks
+from support.forked import Training, in_ranks
 from torch import Tensor, nn
 
 from ddpforge.components.registry import Registry

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from forked import refused
+from support.forked import refused
 from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError

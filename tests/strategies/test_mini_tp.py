@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+from support.trained import Trained, trained
 from test_docs import ROOT, blocks
-from trained import Trained, trained
 
 PAGE = ROOT / "docs/how-to/write-a-strategy.md"
 RECIPE = """

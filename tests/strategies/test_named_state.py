@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import refused
-from saved import Saved
+from support.forked import refused
+from support.saved_tensors import Saved
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Training, in_ranks, refused, saved, train
+from support.forked import Training, in_ranks, refused, saved, train
+from support.torch_versions import needs_torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import AdamW
-from torch_versions import needs_torch
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.errors import StrategyError

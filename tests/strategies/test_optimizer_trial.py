@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import refused
-from own_optimizers import Counting
+from support.forked import refused
+from support.own_optimizers import Counting
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_optimizers import Common, Counting, Noisy, Remembering
+from support.own_optimizers import Common, Counting, Noisy, Remembering
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from forked import in_ranks, set_up
-from small_gpt import BLOCK, BOTH, DDP, PIPELINE, RECIPE, SHARDED, shared, train
+from support.forked import in_ranks, set_up
+from support.small_gpt import BLOCK, BOTH, DDP, PIPELINE, RECIPE, SHARDED, shared, train
+from support.torch_versions import needs_pipelines
+from support.trained import Trained, trained
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch_versions import needs_pipelines
-from trained import Trained, trained
 
 from ddpforge.strategies.pipeline import Pipeline
 

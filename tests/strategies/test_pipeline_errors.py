@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.pipelining
-from forked import in_ranks, refused, set_up
+from support.forked import in_ranks, refused, set_up
+from support.torch_versions import needs_pipelines
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch_versions import needs_pipelines
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Pass

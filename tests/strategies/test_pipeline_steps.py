@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from forked import refused, train
+from support.forked import refused, train
+from support.torch_versions import needs_pipelines
 from torch import Tensor, nn
-from torch_versions import needs_pipelines
 
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.gpt import GPT

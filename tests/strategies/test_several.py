@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Training, in_ranks, saved
-from own_optimizers import Counting
+from support.forked import Training, in_ranks, saved
+from support.own_optimizers import Counting
+from support.trained import trained as runs
 from torch import nn
 from torch.optim import SGD
 from torch.utils._pytree import tree_map_only
-from trained import trained as runs
 
 from ddpforge.builtin.optim.muon import muon
 from ddpforge.builtin.optim.optimizers import adamw, sgd

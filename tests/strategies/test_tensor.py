@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import Training, in_ranks, refused, set_up, train
+from support.forked import Training, in_ranks, refused, set_up, train
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 

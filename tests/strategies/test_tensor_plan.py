@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 import pytest
 import torch
-from forked import refused
 from hypothesis import given
+from support.forked import refused
 from torch import nn
 
 from ddpforge.builtin.models.gpt import GPT

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Training, in_ranks, saved
+from support.forked import Training, in_ranks, saved
 from torch import Tensor, nn
 from torch.optim import SGD
 

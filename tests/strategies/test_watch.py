@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Training, in_ranks, refused
+from support.forked import Training, in_ranks, refused
 from torch import Tensor, nn
 
 from ddpforge.errors import ForgeError, StrategyError, UsageError

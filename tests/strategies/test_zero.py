@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Training, in_ranks, refused, saved, train
-from saved import Saved
+from support.forked import Training, in_ranks, refused, saved, train
+from support.saved_tensors import Saved
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 

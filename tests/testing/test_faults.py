@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doubles import Clock
+from support.doubles import Clock
 
 from ddpforge.interfaces import Tracker
 from ddpforge.testing import Kit, Result

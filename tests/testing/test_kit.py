@@ -13,7 +13,8 @@ from textwrap import dedent
 import psutil
 import pytest
 from click.testing import CliRunner, Result
-from fake_distributions import forgetting_modules_below, install
+from support import SUPPORT
+from support.fake_distributions import forgetting_modules_below, install
 
 from ddpforge.cli import main
 from ddpforge.components.registry import PLUGIN_API, Registry
@@ -224,7 +225,7 @@ def test_settings_give_options_companions_and_declarations() -> None:
 @pytest.mark.parametrize("uses", [("GraphNet", "Graphs", "GraphTask"), ("Detector", "Boxes", "Detection")])
 def test_batches_may_be_no_columns_of_tensors(folder: Path, uses: Sequence[str]) -> None:
     file, (net, data, task) = folder / "odd_batches.py", uses
-    file.write_text((Path(__file__).parents[1] / "odd_batches.py").read_text())
+    file.write_text((SUPPORT / "odd_batches.py").read_text())
     model, given, trained = (f'{{ use = "./odd_batches.py:{use}" }}' for use in uses)
     write(
         "ddpforge_testing.toml",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fake_distributions import forgetting_modules_below
+from support.fake_distributions import forgetting_modules_below
 
 from ddpforge.cli import main
 from ddpforge.components.kinds import KINDS

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doubles import Rows
-from stages import ALONE, dealt
+from support.doubles import Rows
+from support.stages import ALONE, dealt
 from torch import nn
 
 from ddpforge.checkpoint.manager import Checkpoints

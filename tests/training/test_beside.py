@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Plain
-from forked import train
 from safetensors.torch import save_file
-from saved import Saved
+from support.doubles import Plain
+from support.forked import train
+from support.saved_tensors import Saved
 from torch import Tensor, nn
 
 from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from odd_models import NormedBlocks
+from support.odd_models import NormedBlocks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode

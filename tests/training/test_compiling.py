@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import train
+from support.forked import train
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.classification import Classification

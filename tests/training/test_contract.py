@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Training, in_ranks, refused
+from support.forked import Training, in_ranks, refused
 from torch import nn
 
 from ddpforge.errors import PluginError, StrategyError

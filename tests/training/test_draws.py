@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Plain
+from support.doubles import Plain
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.diffusion import Diffusion

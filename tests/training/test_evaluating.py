@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stages import dealt
+from support.stages import dealt
 
 from ddpforge.checkpoint.contents import Facts
 from ddpforge.errors import CheckpointError

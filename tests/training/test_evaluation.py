@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Line, Loop, Plain, Sums, noting
+from support.doubles import Line, Loop, Plain, Sums, noting
 from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch

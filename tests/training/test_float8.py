@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import train as train_section
-from small_gpt import DDP, train
+from support.forked import train as train_section
+from support.small_gpt import DDP, train
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 

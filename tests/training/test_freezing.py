@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Elsewhere, Plain
-from saved import Saved
+from support.doubles import Elsewhere, Plain
+from support.saved_tensors import Saved
 from torch import nn
 
 from ddpforge.errors import CheckpointError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Clock
+from support.doubles import Clock
 from torch import Tensor
 from torch.utils.data import IterableDataset
 

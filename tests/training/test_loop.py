@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Line, Loop, Numbers, Plain, Saved, Sums, noting
+from support.doubles import Line, Loop, Numbers, Plain, Saved, Sums, noting
 from torch import Tensor, nn
 
 import ddpforge.training.loop

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import refused
-from odd_models import Gapped
+from support.forked import refused
+from support.odd_models import Gapped
+from support.trained import Trained, trained
 from torch import nn
-from trained import Trained, trained
 
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.mlp import MLP

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from doubles import Loop, Plain
-from launched import Ranks
+from support.doubles import Loop, Plain
+from support.launched import Ranks
 
 from ddpforge.errors import Diverged, UsageError
 from ddpforge.ranks import phases

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doubles import Clock, Loop, Sums
+from support.doubles import Clock, Loop, Sums
 from torch import Tensor
 
 from ddpforge.ranks import phases

@@ -10,7 +10,7 @@ from weakref import ref
 
 import pytest
 import torch
-from doubles import Line, Plain
+from support.doubles import Line, Plain
 from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed as of_ddp
-from forked import train
+from support.forked import train
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Plain
-from odd_models import Remembers
-from saved import Saved
+from support.doubles import Plain
+from support.odd_models import Remembers
+from support.saved_tensors import Saved
+from support.trained import trained
 from torch import Tensor, nn
-from trained import trained
 
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Beside, Task

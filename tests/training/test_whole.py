@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import small_gpt
 import torch
 import torch.distributed.pipelining
-from forked import in_ranks, set_up
-from launched import Ranks
-from sharding import Bench
+from support import small_gpt
+from support.forked import in_ranks, set_up
+from support.launched import Ranks
+from support.sharding import Bench
 from torch import Tensor, nn
 from torch.optim import SGD
 

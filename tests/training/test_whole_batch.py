@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Line, Plain
-from stages import staged
+from support.doubles import Line, Plain
+from support.stages import staged
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.contrastive import Contrastive

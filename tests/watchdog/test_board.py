@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import Clock
+from support.doubles import Clock
 
 from ddpforge.launchers.nodes import Nodes
 from ddpforge.launchers.store import ADDRESS, Attempts, serving, store_at

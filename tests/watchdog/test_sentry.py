@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
-from doubles import Clock
+from support.doubles import Clock
 
 from ddpforge.ranks.phases import BACKWARD, DATA, END, EVAL, FORWARD, SAVE, START, Place
 from ddpforge.watchdog.blame import Blame

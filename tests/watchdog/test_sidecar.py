@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import Clock
+from support.doubles import Clock
 
 from ddpforge.errors import ExitCode
 from ddpforge.watchdog import sidecar

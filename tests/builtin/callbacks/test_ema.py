@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from doubles import run_of
-from saved import Saved
+from support.doubles import run_of
+from support.saved_tensors import Saved
 from torch import Tensor, nn
 
 from ddpforge.builtin.callbacks.ema import EMA

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Loop
+from support.doubles import Loop
 
 from ddpforge.builtin.callbacks.plateau import ReduceOnPlateau
 from ddpforge.builtin.callbacks.recovery import SpikeGuard, WarmupAfterRollback

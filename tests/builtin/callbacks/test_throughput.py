@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from doubles import Elsewhere, run_of
+from support.doubles import Elsewhere, run_of
 
 from ddpforge.builtin.callbacks.throughput import Throughput
 from ddpforge.interfaces import StepInfo, World

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Plain
+from support.doubles import Plain
 from torch import Tensor, nn
 
 from ddpforge.builtin.metrics.calibration import CalibrationError

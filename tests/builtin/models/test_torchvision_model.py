@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained import Trained, trained
+from support.trained import Trained, trained
 
 pytest.importorskip("torchvision")
 
-from torch_versions import needs_pipelines
+from support.torch_versions import needs_pipelines
 
 from ddpforge.builtin.models.vision import torchvision_model
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import refused
-from small_gpt import DDP, RECIPE, train
+from support.forked import refused
+from support.small_gpt import DDP, RECIPE, train
 from torch import Tensor, nn
 
 from ddpforge.builtin.models.gpt import GPT

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles import Elsewhere, run_of
+from support.doubles import Elsewhere, run_of
 from torch import Tensor, nn
 
 from ddpforge.builtin.callbacks.samples import DiffusionSamples

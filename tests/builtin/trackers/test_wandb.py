@@ -21,7 +21,7 @@ import psutil
 import pytest
 from PIL import Image
 from pydantic import ValidationError
-from wandb_stub import Fault, WandbStub
+from support.wandb_stub import Fault, WandbStub
 
 from ddpforge.builtin.trackers import wandb as wandb_tracker
 from ddpforge.builtin.trackers.wandb import WandbTracker

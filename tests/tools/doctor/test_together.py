@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hosts import Hosts
-from launched import Ranks
+from support.hosts import Hosts
+from support.launched import Ranks
 
 from ddpforge.cli import main
 from ddpforge.testing.doubles import in_threads

@@ -10,7 +10,8 @@ from typing import IO, Any
 
 import pytest
 import torch
-from launched import Zygote
+from support import SUPPORT
+from support.launched import Zygote
 
 from ddpforge.components.installed import Entry
 from ddpforge.components.registry import Registry
@@ -59,7 +60,7 @@ REGISTRY = Registry(
 def test_a_strategy_is_its_name_its_options_and_a_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, text: str, use: str, options: tuple[str, ...], ranks: int
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(SUPPORT)
     spec = parse(text, REGISTRY, ranks=2)
     assert (spec.use, spec.options, spec.ranks) == (use, options, ranks)
     assert spec.sets == [f'strategy.use="{use}"', *(f"strategy.{option}" for option in options)]
@@ -86,7 +87,7 @@ def test_a_strategy_is_its_name_its_options_and_a_number_of_ranks(
 def test_what_is_wrong_with_a_strategy_is_shown_where_it_is_written(
     monkeypatch: pytest.MonkeyPatch, text: str, message: str, hint: str
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(SUPPORT)
     with pytest.raises(RecipeError) as caught:
         parse(text, REGISTRY, ranks=2)
     (problem,) = caught.value.problems
@@ -278,7 +279,7 @@ Compare = Callable[..., ParityReport]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    copy(Path(__file__).parents[2] / "wrong_strategies.py", tmp_path)
+    copy(SUPPORT / "wrong_strategies.py", tmp_path)
     (tmp_path / "tiny.toml").write_text(RECIPE)
     return tmp_path
 

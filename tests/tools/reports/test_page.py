@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
-from run_folders import made
+from support.run_folders import made
 
 from ddpforge.cli.report import server_of
 from ddpforge.errors import EnvironmentProblem

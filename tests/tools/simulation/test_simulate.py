@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from apart import apart
+from support.isolated import apart
+from support.torch_versions import needs_pipelines
 from torch.nn.parallel import DistributedDataParallel
-from torch_versions import needs_pipelines
 
 from ddpforge.components.registry import Registry
 from ddpforge.strategies.pipeline.strategy import StageSimulation

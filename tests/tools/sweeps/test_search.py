@@ -8,7 +8,7 @@ from typing import Any
 
 import optuna
 import pytest
-from run_folders import made, trained
+from support.run_folders import made, trained
 
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.ranks.collectives import Alone

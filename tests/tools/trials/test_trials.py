@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from launched import Ranks
+from support import SUPPORT
+from support.launched import Ranks
 
 from ddpforge.cli import main
 
@@ -155,7 +156,7 @@ def test_a_forward_pass_may_have_a_part_of_a_step() -> None:
 
 
 def test_an_object_of_its_own_is_shown_by_what_it_holds() -> None:
-    shutil.copy(Path(__file__).parents[2] / "odd_batches.py", ".")
+    shutil.copy(SUPPORT / "odd_batches.py", ".")
     graphs = ["model={use='./odd_batches.py:GraphNet'}", "task={use='./odd_batches.py:GraphTask'}"]
     result = shown("--batches", "1", *graphs, "data.train={use='./odd_batches.py:Graphs'}")
     lines = result.stdout.splitlines()

@@ -9,7 +9,6 @@ from shutil import copy
 from typing import Any
 
 import torch.distributed.pipelining  # noqa: F401 (once, here, and not in every rank)
-from forked import in_ranks
 
 from ddpforge.app.attempt import checkpoints_of
 from ddpforge.app.build import build_checked, check_chosen, choose
@@ -22,6 +21,8 @@ from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder
 from ddpforge.training.assemble import assemble
+from support import SUPPORT
+from support.forked import in_ranks
 
 
 @dataclass
@@ -46,7 +47,7 @@ class _Rows(Tracker):
 def trained(folder: Path, recipe: str, ranks: int) -> list[Trained]:
     """Trains a recipe, from the newest checkpoint of its name in `folder` on; one result for each rank."""
     for name in ("parts.py", "odd_models.py", "exploring.py"):
-        copy(Path(__file__).parent / name, folder)
+        copy(SUPPORT / name, folder)
     path = folder / "recipe.toml"
     path.write_text(recipe)
     before = Path.cwd()

@@ -22,7 +22,6 @@ import torch._dynamo  # by the first optimizer of every process: 2 seconds
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 import torch.distributed.fsdp
 from accelerate.state import AcceleratorState
-from saved import Saved
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -30,6 +29,7 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import CanonicalState, Strategy, World
 from ddpforge.ranks.join import join
 from ddpforge.recipe.schema import TrainSection
+from support.saved_tensors import Saved
 
 
 def in_ranks(

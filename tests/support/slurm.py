@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from hosts import Host
+from support.hosts import Host
 
 __all__ = ["PROGRAMS", "Job", "Slurm", "new_slurm"]
 

@@ -17,7 +17,8 @@ from typing import IO, Any
 
 import psutil
 import pytest
-from forked import in_ranks
+
+from support.forked import in_ranks
 
 __all__ = ["Command", "Host", "Hosts", "needs_root", "new_hosts"]
 

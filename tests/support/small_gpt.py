@@ -3,7 +3,7 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trained import Trained, trained
+from support.trained import Trained, trained
 
 RECIPE = """
 recipe = 1

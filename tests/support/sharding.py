@@ -7,10 +7,11 @@ from shutil import copy
 from typing import Any
 
 import pytest
-from launched import Ranks
 from torch import Tensor
 
 from ddpforge.checkpoint.reader import Reader
+from support import SUPPORT
+from support.launched import Ranks
 
 DDP = 'use = "ddp"'
 FSDP = 'use = "fsdp"'
@@ -114,7 +115,7 @@ class Bench:
 
     def __init__(self, folder: Path, ddpforge: Callable[..., Ranks], recipe: str = RECIPE) -> None:
         self.folder, self.ddpforge, self.recipe = folder, ddpforge, recipe
-        copy(Path(__file__).parent / "parts.py", folder)
+        copy(SUPPORT / "parts.py", folder)
 
     def __call__(
         self,

@@ -1,0 +1,6 @@
+"""Doubles, recipes, components and processes that several test files share."""
+
+from pathlib import Path
+
+SUPPORT = Path(__file__).parent
+"""The folder of components that tests copy beside their recipes."""
