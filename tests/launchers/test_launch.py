@@ -143,7 +143,7 @@ def test_every_launcher_trains_the_same_curve(
     tmp_path: Path, start: Start, curve: list[float], form: str, nproc: int
 ) -> None:
     """All for `make test-all`, as they are covered otherwise: processes of each launcher by the tests below, those of
-    torchrun by all that `tests/launched.py` starts, which is the environment that it gives.
+    torchrun by all that `tests/support/launched.py` starts, which is the environment that it gives.
     """
     ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} --json")
 

@@ -53,7 +53,7 @@ REGISTRY = Registry(
         ("twin:twin:3", "twin:twin", ("bucket_cap_mb=3",), 2),
         ("./wrong_strategies.py:Slips", "./wrong_strategies.py:Slips", (), 2),
         ("./wrong_strategies.py:Slips:5@3", "./wrong_strategies.py:Slips", ("at=5",), 3),
-        ("wrong_strategies:Slips:at=5", "wrong_strategies:Slips", ("at=5",), 2),
+        ("support.wrong_strategies:Slips:at=5", "support.wrong_strategies:Slips", ("at=5",), 2),
         ("ddpforge.strategies.ddp:DDP:5", "ddpforge.strategies.ddp:DDP", ("bucket_cap_mb=5",), 2),
     ],
 )
