@@ -86,8 +86,9 @@ class Saving:
             self.checkpoints.reserve(self._own(self._replica.state()))
 
     def before_update(self) -> None:
-        """To be called before an update, or whatever else changes weights: they are copied to the end first."""
-        self.checkpoints.before_update()
+        """Finishes the copy of weights that are being saved: call before an update, or whatever else changes them."""
+        if self.checkpoints.pending:
+            self.checkpoints.before_update()
 
     def _own(self, state: CanonicalState[Any]) -> RankState:
         return RankState.of(state, {name: state_of(name, callback) for name, callback in self._callbacks().items()})
