@@ -66,7 +66,7 @@ LIGHT = {
 LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
 LIGHT |= {"app.choose", "preflight"}
 LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "metric_direction", "optimizer_trial", "stages")}
-LIGHT.add("training.turns")
+LIGHT |= {"strategies.ddp", "strategies.single", "training.turns"}
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted")}
 
 
