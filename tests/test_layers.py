@@ -66,7 +66,8 @@ LIGHT = {
 LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
 LIGHT |= {"app.choose", "preflight"}
 LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "metric_direction", "optimizer_trial", "stages")}
-LIGHT |= {"strategies.ddp", "strategies.single", "training.turns"}
+LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.grid", "fsdp.strategy", "single", "tensor.options")}
+LIGHT.add("training.turns")
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted")}
 
 

@@ -36,14 +36,8 @@ from ddpforge.strategies.pipeline.steps import (
     held_by,
     named_tensors,
 )
-from ddpforge.strategies.tensor import (
-    Loss,
-    Sequenced,
-    Shares,
-    Sharing,
-    Styles,
-    Tensored,
-)
+from ddpforge.strategies.tensor.options import Loss, Sequenced, Sharing, Styles, Tensored
+from ddpforge.strategies.tensor.shares import Shares
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
