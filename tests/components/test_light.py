@@ -29,7 +29,7 @@ TAKE_MODELS = [("model", "lora"), ("task", "distillation")]  # an option of thei
 OWN = [
     ["plugins", "show", entry.name, "--kind", entry.kind]
     for entry in Registry.installed().entries()
-    if entry.distribution == "ddpforge" and (entry.kind, entry.name) not in TAKE_MODELS and entry.kind != "strategy"
+    if entry.distribution == "ddpforge" and (entry.kind, entry.name) not in TAKE_MODELS
 ]
 
 _SCRIPT = """
@@ -60,9 +60,12 @@ def test_a_launch_is_checked_without_torch(tmp_path: Path) -> None:
         ["launch", "digits", "--nproc=2", "--dry-run"],
         ["launch", "digits", "--nproc=2", "optimizer.lr=-1", "--dry-run"],
         ["launch", "digits", "--nproc=2", "strategy.use=dpp", "--dry-run"],
+        ["launch", "digits", "--nproc=2", "strategy.use=fsdp", "strategy.replicas=many", "--dry-run"],
     ]
-    fine, limit, name = looked(looks, tmp_path)
-    assert [(code, imported) for code, _, imported in (fine, limit, name)] == [(0, []), (2, []), (2, [])]
+    fine, limit, name, option = looked(looks, tmp_path)
+    refused = [(code, imported) for code, _, imported in (limit, name, option)]
+    assert (fine[0], fine[2], refused) == (0, [], [(2, [])] * 3)
+    assert "`strategy.replicas`" in option[1]
     assert "`optimizer.lr` must be at least" in limit[1]
     assert "did you mean `ddp`?" in name[1]
 
