@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ddpforge.app import evaluate as evaluation
 from ddpforge.app.attempt import Outcome
-from ddpforge.app.build import TEACHERS, WEIGHTS
+from ddpforge.app.build import WEIGHTS
+from ddpforge.app.choose import TEACHERS
 from ddpforge.app.generation import Sampling, check_language, generate
 from ddpforge.app.starting import Ranks, prepare
 from ddpforge.checkpoint.reader import Reader

@@ -1,6 +1,6 @@
-"""Makes the stages of a run out of its recipe: chooses components, builds data and model, deals batches to a rank.
+"""Makes the stages of a run out of what its recipe chooses: builds data and model, deals batches to a rank.
 
-This is the one place where components are built. An error goes into the caller's `Problems`, and the building goes on
+Components are built here and in `choose` alone. An error goes into the caller's `Problems`, and the building goes on
 with MISSING in place of the component, so that all errors of a recipe are found in one pass.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ddpforge import preflight
+from ddpforge.app.choose import choose
 from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.components.registry import Registry
 from ddpforge.components.registry import build as build_component
@@ -25,30 +26,27 @@ from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.order import Even
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PeerFailed, recipe_faults
-from ddpforge.interfaces import Beside, EpochOrder, Order, Schedule, Task, World
+from ddpforge.interfaces import Beside, EpochOrder, Order, Schedule, World
 from ddpforge.preflight import Problems
+from ddpforge.preflight.samples import check_first_batch
 from ddpforge.preflight.static import no_order_of_streams
 from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.layers import kind_at
-from ddpforge.recipe.load import check_world
 from ddpforge.recipe.plan import Plan, plan_batch
 from ddpforge.training.beside import declared
 from ddpforge.training.blocks import find_blocks
-from ddpforge.training.contract import contract_of, count_parameters
+from ddpforge.training.contract import count_parameters
 from ddpforge.training.fingerprint import DataPrint, compare_built
 from ddpforge.training.loaders import served
 from ddpforge.training.memory_format import make_dense
-from ddpforge.training.metric_direction import with_direction
 from ddpforge.training.optimizers import shares
 from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of
 from ddpforge.training.task_checks import SMALL
-from ddpforge.training.turns import draws_of, turns_of
+from ddpforge.training.turns import draws_of
 
 __all__ = [
-    "TEACHERS",
     "WEIGHTS",
     "build",
     "build_alike",
@@ -56,7 +54,6 @@ __all__ = [
     "build_without_ranks",
     "check_chosen",
     "check_cut",
-    "choose",
     "deal",
     "describe_shares",
     "short_steps",
@@ -66,80 +63,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("ddpforge")
 
-TEACHERS = 0x7EAC  # keeps the random numbers of models that a task holds apart from all others
 WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
-
-
-# ---------------------------------------------------------------------------------------------- what costs little
-def choose(
-    loaded: LoadedRecipe,
-    registry: Registry,
-    problems: Problems,
-    *,
-    ranks: int,
-    device: str | None = None,
-    trains: bool = True,
-    only: Sequence[str] = (),
-    resumes: bool = False,
-) -> Chosen:
-    """Builds the components of a recipe that need neither data nor model, for `ranks` ranks; see `Chosen`."""
-    strategy, task, data_ranks, batch, other_layout = MISSING, MISSING, 1, MISSING, ""
-    problems.not_imported += [
-        component.use
-        for path, component in loaded.recipe.components().items()
-        if not registry.imports(str(kind_at(path, loaded.tables)), component.use)
-    ]
-    with problems.at("strategy"):
-        strategy = build_component(registry, "strategy", loaded.recipe.strategy)
-        contract_of(strategy)
-        if not trains:
-            strategy, other_layout = strategy.evaluating(ranks)
-        data_ranks = strategy.data_ranks(ranks)
-    with problems.at("task"):
-        torch.manual_seed(mix(loaded.recipe.train.seed, TEACHERS))  # it may hold models
-        task = build_component(registry, "task", loaded.recipe.task)
-        loaded = with_direction(loaded, task.reports)
-    recipe = loaded.recipe
-    if trains:
-        with problems.at("train", "global_batch"):
-            # The batch of a strategy that is not imported is checked as if each rank saw other data.
-            batch = check_world(loaded, ranks if recipe.strategy.use in problems.not_imported else data_ranks)
-    return Chosen(
-        loaded=loaded,
-        registry=registry,
-        ranks=ranks,
-        device=device,
-        trains=trains,
-        only=tuple(only),
-        resumes=resumes,
-        strategy=strategy,
-        data_ranks=data_ranks,
-        task=task,
-        callbacks=_named(registry, problems, "callbacks", "callback", recipe.callbacks),
-        trackers=_named(registry, problems, "track", "tracker", recipe.track.trackers) if trains else {},
-        turns=_turns(task, recipe.optimizer.turns, problems),
-        batch=batch,
-        other_layout=other_layout,
-    )
-
-
-def _named(
-    registry: Registry, problems: Problems, table: str, kind: str, components: Mapping[str, Any]
-) -> dict[str, Any]:
-    found = {}
-    for name, component in components.items():
-        with problems.at(table, name):
-            found[name] = build_component(registry, kind, component)
-    return found
-
-
-def _turns(task: Task, given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Returns the recipe's turns in the order of the task, if they are the same; preflight finds others."""
-    found: dict[str, Any] = {}
-    with problems.at("task"):
-        names = turns_of(task)
-        found = {name: given[name] for name in names} if given.keys() == set(names) else {}
-    return found
 
 
 # ---------------------------------------------------------------------------------------------- data and model
@@ -195,7 +119,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
 def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
     """True if the checks of a bare model find nothing; what they need is not there in a model that fails them."""
     before = len(problems)
-    preflight.check(model, problems, preflight.CHECKS[nn.Module], key=key)
+    preflight.check(model, problems, preflight.CHECKS["model"], key=key)
     return len(problems) == before
 
 
@@ -347,7 +271,7 @@ def check_chosen(chosen: Chosen, problems: Problems) -> None:
     if problems:
         built = build(chosen, problems, meta=True)
         if preflight.check_built(built, problems):
-            preflight.check_first_batch(built, problems)
+            check_first_batch(built, problems)
     problems.raise_if_any()
 
 
@@ -370,7 +294,7 @@ def build_checked(chosen: Chosen, world: World, problems: Problems, *, samples: 
     built = build(chosen, problems)
     fits = preflight.check_built(built, problems)
     stage: Built = built if problems else deal(built, world)
-    compared = samples and fits and preflight.check_first_batch(stage, problems)
+    compared = samples and fits and check_first_batch(stage, problems)
     problems.raise_if_any()
     assert isinstance(stage, Dealt)
     return replace(stage, compares=not compared)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ddpforge.app.build import build_checked, check_chosen, choose, deal
+from ddpforge.app.build import build_checked, check_chosen, deal
+from ddpforge.app.choose import choose
 from ddpforge.app.run import join
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.components.registry import Registry

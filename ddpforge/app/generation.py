@@ -14,7 +14,7 @@ from ddpforge.data import mix
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Context, Experts, Task
-from ddpforge.training.task_checks import name_of
+from ddpforge.training.turns import name_of
 
 __all__ = ["Sampling", "check_language", "generate"]
 

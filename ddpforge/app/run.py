@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from ddpforge.app.attempt import Attempt, Outcome
-from ddpforge.app.build import build_alike, check_chosen, choose
+from ddpforge.app.build import build_alike, check_chosen
+from ddpforge.app.choose import choose
 from ddpforge.app.hosts import compare_clocks, refuse_differences, share_folder
 from ddpforge.app.planned import Room
 from ddpforge.components.registry import Registry

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -141,28 +140,22 @@ def prepare(
 
 def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) -> tuple[RunFolder, int]:
     """The run's folder and the number of ranks on this machine, of a recipe that can train on all of them."""
-    from ddpforge.recipe.load import check_world as check_batch
-    from ddpforge.recipe.load import load_recipe
+    from ddpforge.recipe import load_recipe
 
-    registry = Registry.installed()
-    if "torch" not in sys.modules:
-        registry = registry.only_light()  # the ranks check what takes seconds to import
+    registry = Registry.installed().only_own()  # plugins may import anything, which takes seconds: the ranks check them
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     if not any(flag.startswith("--nnodes") for flag in ranks.flags):
         for world in ranks.nodes.worlds(nproc):
-            try:
-                check_batch(loaded, world)
-            except RecipeError:  # the strategy decides, which needs its options checked
-                check_world(load_recipe(recipe, sets=sets, registry=Registry.installed()), world)
+            check_world(loaded, world)
     return RunFolder.of(loaded.recipe, out), nproc
 
 
 def check_world(loaded: LoadedRecipe, nproc: int) -> None:
     """Raises RecipeError where the batch cannot be dealt to the ranks that see different data.
 
-    Only a strategy knows how many these are, and importing one takes seconds. A batch that all ranks can share out can
-    be shared out by fewer, which divide them; so a strategy is asked where the batch is refused.
+    Only a strategy knows how many these are, and to import a plugin's may take seconds. A batch that all ranks can
+    share out can be shared out by fewer, which divide them; so a strategy is asked where the batch is refused.
     """
     from ddpforge.recipe.load import check_world
 

@@ -51,7 +51,7 @@ def check(
 
 def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool) -> str:
     """Describes the run that the recipe amounts to; raises ForgeError when it cannot be run."""
-    chosen, problems = choose_and_check(recipe, sets, ranks, device, imports=imports)
+    chosen, problems = choose_and_check(recipe, sets, ranks, device, imports=imports, seeds=builds)
     if not builds and not problems:
         _check_cut(chosen, problems)
     built = _build(chosen, problems) if builds else ""
@@ -61,11 +61,14 @@ def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, bui
 
 
 def choose_and_check(
-    recipe: str, sets: Sequence[str], ranks: int, device: str | None, *, imports: bool = True
+    recipe: str, sets: Sequence[str], ranks: int, device: str | None, *, imports: bool = True, seeds: bool = False
 ) -> "tuple[Chosen, Problems]":
-    """Loads a recipe, and finds the problems that so many ranks would have with it before data and model are built."""
+    """Loads a recipe, and finds the problems that so many ranks would have with it before data and model are built.
+
+    With `seeds`, models that a task holds have the weights of a run.
+    """
     from ddpforge import preflight
-    from ddpforge.app.build import choose
+    from ddpforge.app.choose import choose
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import load_recipe
     from ddpforge.runs.folder import RunFolder
@@ -74,7 +77,7 @@ def choose_and_check(
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     problems = preflight.Problems(loaded)
     resumes = any(RunFolder.of(loaded.recipe).checkpoints.glob("step-*"))
-    chosen = choose(loaded, registry, problems, ranks=ranks, device=device, resumes=resumes)
+    chosen = choose(loaded, registry, problems, ranks=ranks, device=device, resumes=resumes, seeds=seeds)
     preflight.check(chosen, problems)
     return chosen, problems
 
@@ -95,12 +98,13 @@ def _check_cut(chosen: "Chosen", problems: "Problems") -> None:
 def _build(chosen: "Chosen", problems: "Problems") -> str:
     from ddpforge import preflight
     from ddpforge.app.build import build, describe_shares, short_steps
+    from ddpforge.preflight.samples import check_each_dataset
 
     built = build(chosen, problems, meta=True)
     fits = preflight.check_built(built, problems)
     if not problems:
         preflight.check_optimizer(built, problems)
-    results = preflight.check_each_dataset(built, problems) if fits else {}
+    results = check_each_dataset(built, problems) if fits else {}
     problems.raise_if_any()
     steps = built.plan.horizon.total
     lines = [

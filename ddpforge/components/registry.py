@@ -64,9 +64,7 @@ class Registry:
     `package.module:Name`; or `./file.py:Name`, relative to `base`, the folder of the recipe that says it.
     """
 
-    def __init__(
-        self, entries: Iterable[Entry] = (), *, imports: Literal["all", "registered", "light"] = "all"
-    ) -> None:
+    def __init__(self, entries: Iterable[Entry] = (), *, imports: Literal["all", "registered", "own"] = "all") -> None:
         """`imports` is the code that is ever imported; any other takes any options."""
         self._entries = sorted(entries)
         self._imports = imports
@@ -75,12 +73,9 @@ class Registry:
         """The same, which imports no code that a recipe locates by a file or a module: it takes any options."""
         return Registry(self._entries, imports="registered")
 
-    def only_light(self) -> Registry:
-        """The same, which imports ddpforge's own components alone: plugins, and strategies, take any options.
-
-        Strategies need torch, which takes seconds to import; plugins may import anything.
-        """
-        return Registry(self._entries, imports="light")
+    def only_own(self) -> Registry:
+        """The same, which imports ddpforge's own components alone: those of plugins take any options, too."""
+        return Registry(self._entries, imports="own")
 
     @classmethod
     def installed(cls) -> Registry:
@@ -118,9 +113,7 @@ class Registry:
         if self._imports == "all":
             return True
         entry = self.find(kind, use)
-        if self._imports == "light":
-            return entry is not None and entry.is_own and kind != "strategy"
-        return entry is not None
+        return entry is not None and (entry.is_own or self._imports == "registered")
 
     def load(self, kind: str, use: str, base: Path = Path()) -> Callable[..., Any]:
         """Imports the component; raises UnknownComponent, AmbiguousComponent or BrokenComponent."""

@@ -18,7 +18,7 @@ from ddpforge.data.randomness import RandomState, seed_all
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import mix
 
-__all__ = ["Stream", "are_streams", "is_stream", "loader_in"]
+__all__ = ["Stream", "is_stream", "loader_in"]
 
 _PASS = 0x9A55  # keeps the random numbers of a stream apart from those of its batches
 _DEPTH = 8
@@ -27,11 +27,6 @@ _DEPTH = 8
 def is_stream(data: Any) -> bool:
     """True for an iterable dataset; torch's own base class of them has a `__getitem__`, which only raises."""
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
-
-
-def are_streams(kind: type) -> bool:
-    """True for a class of iterable datasets."""
-    return issubclass(kind, IterableDataset) or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
 
 
 def loader_in(data: Any, depth: int = _DEPTH) -> Any:

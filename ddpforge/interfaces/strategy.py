@@ -126,7 +126,8 @@ class Strategy(ABC):
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterable[Refusal]:
         """Names all that the strategy cannot do on `ranks` ranks that compute on `device` ("cpu" or "cuda").
 
-        Called before ranks join, by `ddpforge check` and `show` too; it reads the recipe and starts nothing.
+        Called before ranks join, by `ddpforge check` and `show` too; it reads the recipe and starts nothing. This
+        machine may lack such a device.
         """
         return ()
 

@@ -3,65 +3,55 @@
 A check is a function of a stage. It yields, or raises, an error for each thing that cannot work; the error names a key
 of its own if that is another one. A check that needs a component which could not be built is left out. Checks of the
 first samples are functions of `samples`, as they return results.
+
+The list names functions, whose modules are imported when a check is made: those of what a recipe chooses need no torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
-from torch import nn
-
 from ddpforge.errors import ForgeError
-from ddpforge.preflight import fit, model, static
 from ddpforge.preflight.problems import Problems
-from ddpforge.preflight.samples import FirstSamples, check_each_dataset, check_first_batch
 from ddpforge.training.stages import Built, Chosen
 
-__all__ = [
-    "CHECKS",
-    "FirstSamples",
-    "Problems",
-    "check",
-    "check_built",
-    "check_each_dataset",
-    "check_first_batch",
-    "check_optimizer",
-]
+__all__ = ["CHECKS", "Problems", "check", "check_built", "check_optimizer", "function_of"]
 
-Check = tuple[str, Callable[[Any], Iterator[ForgeError] | None]]
+Check = tuple[str, str]
 
-CHECKS: dict[type, Sequence[Check]] = {
+CHECKS: dict[type | str, Sequence[Check]] = {
     Chosen: (
-        ("optimizer", static.check_optimizer_options),
-        ("optimizer", static.check_optimizers),
-        ("task", static.check_turns),
-        ("task", static.check_metrics),
-        ("checkpoint.keep.by", static.check_metric_direction),
-        ("task", static.check_whole_batch),
-        ("task", static.check_fused_loss),
-        ("callbacks", static.check_callbacks),
-        ("train", static.check_device),
-        ("train.compile", static.check_compile),
-        ("train.fp8", static.check_float8),
-        ("strategy", static.check_strategy),
-        ("data.train", static.check_stream),
-        ("checkpoint.init_from", static.check_initial_weights),
+        ("optimizer", "static.check_optimizer_options"),
+        ("optimizer", "static.check_optimizers"),
+        ("task", "static.check_turns"),
+        ("task", "static.check_metrics"),
+        ("checkpoint.keep.by", "static.check_metric_direction"),
+        ("task", "static.check_whole_batch"),
+        ("task", "static.check_fused_loss"),
+        ("callbacks", "static.check_callbacks"),
+        ("train", "static.check_device"),
+        ("train.compile", "static.check_compile"),
+        ("train.fp8", "static.check_float8"),
+        ("strategy", "static.check_strategy"),
+        ("data.train", "static.check_stream"),
+        ("checkpoint.init_from", "static.check_initial_weights"),
     ),
-    nn.Module: (
-        ("", model.check_uninitialised),
-        ("", model.check_max_norm),
-        ("", model.check_forms),
-        ("", model.check_overlap),
-        ("", model.check_savable),
+    "model": (
+        ("", "model.check_uninitialised"),
+        ("", "model.check_max_norm"),
+        ("", "model.check_forms"),
+        ("", "model.check_overlap"),
+        ("", "model.check_savable"),
     ),
     Built: (
-        ("data", fit.check_batches),
-        ("task", fit.check_auxiliary),
-        ("task", fit.check_own_parameters),
-        ("task", fit.check_task),
-        ("strategy", fit.check_strategy_data),
-        ("train.blocks", fit.check_blocks),
-        ("train.fp8", fit.check_layers),
-        ("optimizer", fit.check_parameter_groups),
+        ("data", "fit.check_batches"),
+        ("task", "fit.check_auxiliary"),
+        ("task", "fit.check_own_parameters"),
+        ("task", "fit.check_task"),
+        ("strategy", "fit.check_strategy_data"),
+        ("train.blocks", "fit.check_blocks"),
+        ("train.fp8", "fit.check_layers"),
+        ("optimizer", "fit.check_parameter_groups"),
     ),
 }
 """The checks that every run passes: of what its recipe chooses, of its model, and of how all parts fit together."""
@@ -73,23 +63,30 @@ def check(stage: object, problems: Problems, checks: Sequence[Check] = (), *, ke
     `checks` replaces those of `CHECKS`, `key` their keys.
     """
     passed = True
-    for own, function in checks or CHECKS[type(stage)]:
+    for own, name in checks or CHECKS[type(stage)]:
         path, before, made = tuple((key or own).split(".")), len(problems), False
         with problems.at(*path):
-            for error in function(stage) or ():
+            for error in function_of(name)(stage) or ():
                 problems.add(path, error)
             made = True
         passed = passed and made and len(problems) == before
     return passed
 
 
+def function_of(name: str) -> Callable[[Any], Iterator[ForgeError] | None]:
+    """Returns the function of a check, such as that of "static.check_device" in `preflight/static.py`."""
+    module, _, function = name.partition(".")
+    found: Callable[[Any], Iterator[ForgeError] | None] = getattr(import_module(f"{__name__}.{module}"), function)
+    return found
+
+
 def check_optimizer(built: Built, problems: Problems) -> None:
     """Builds the optimizer over the model's parameters, if these have memory; a run does so when it is assembled."""
-    check(built, problems, (("optimizer", fit.check_optimizer),))
+    check(built, problems, (("optimizer", "fit.check_optimizer"),))
 
 
 def check_built(built: Built, problems: Problems) -> bool:
     """Makes the checks of what is built; returns whether a batch of the data can go through task and model."""
-    passed = check(built, problems, [one for one in CHECKS[Built] if one[1] is fit.check_task]) and bool(built.data)
-    check(built, problems, [one for one in CHECKS[Built] if one[1] is not fit.check_task])
+    passed = check(built, problems, [one for one in CHECKS[Built] if one[1] == "fit.check_task"]) and bool(built.data)
+    check(built, problems, [one for one in CHECKS[Built] if one[1] != "fit.check_task"])
     return passed

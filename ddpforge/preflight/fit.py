@@ -15,9 +15,8 @@ from ddpforge.training.float8 import check_float8
 from ddpforge.training.optimizers import build_optimizer, check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.stages import Built
-from ddpforge.training.task_checks import name_of
 from ddpforge.training.task_state import NAME, has_state, refuse_parameters
-from ddpforge.training.turns import draws_of
+from ddpforge.training.turns import draws_of, name_of
 
 __all__ = [
     "check_auxiliary",

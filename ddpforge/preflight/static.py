@@ -7,15 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-import torch
-
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import build
-from ddpforge.data.streams import are_streams
 from ddpforge.errors import ForgeError, PluginError, UsageError
-from ddpforge.interfaces import Metric
-from ddpforge.interop.initial import find_initial
-from ddpforge.ranks.devices import device_type
+from ddpforge.interfaces import Metric, Refusal
 from ddpforge.recipe.plan import Plan, plan_batch
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.schema import Component, TrainSection
@@ -24,8 +19,7 @@ from ddpforge.training.contract import contract_of
 from ddpforge.training.metric_direction import missing_direction
 from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.stages import MISSING, Chosen
-from ddpforge.training.task_checks import name_of
-from ddpforge.training.turns import takes_turn, turns_of
+from ddpforge.training.turns import name_of, takes_turn, turns_of
 
 __all__ = [
     "check_callbacks",
@@ -54,15 +48,19 @@ _CALLABLE = ('"single"', '"ddp"', '"fsdp"')  # strategies whose ranks can call t
 
 def device_of(chosen: Chosen) -> str:
     """Returns the type of device that ranks compute on, "cpu" or "cuda"."""
-    return chosen.device or device_type(chosen.recipe.train)
+    if (given := chosen.device or chosen.recipe.train.device) != "auto":
+        return given
+    from ddpforge.ranks.devices import device_type
+
+    return device_type(chosen.recipe.train)
 
 
 # ---------------------------------------------------------------------------------------------- machine and [train]
 def check_device(chosen: Chosen) -> Errors:
     """Yields settings that a GPU is needed for, if ranks compute on a CPU."""
-    train, device = chosen.recipe.train, device_of(chosen)
+    train = chosen.recipe.train
     for key, what in (("tf32", "multiplies in TF32"), ("cudnn_benchmark", "lets cuDNN choose")):
-        if getattr(train, key) and device != "cuda":
+        if getattr(train, key) and (device := device_of(chosen)) != "cuda":
             message = f"train.{key} {what}, which a GPU does, and this run is on {device}"
             yield UsageError(message, hints=[f"leave train.{key} out"], key=f"train.{key}")
     if train.cudnn_benchmark and train.deterministic:
@@ -70,7 +68,7 @@ def check_device(chosen: Chosen) -> Errors:
             "train.cudnn_benchmark chooses by time, now this algorithm and now that, and train.deterministic forbids it"
         )
         yield UsageError(message, hints=["leave one of both out"], key="train.cudnn_benchmark")
-    if train.sync_batchnorm and device != "cuda":
+    if train.sync_batchnorm and (device := device_of(chosen)) != "cuda":
         hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
         message = f"train.sync_batchnorm needs CUDA, and this run is on {device}"
         yield UsageError(message, hints=[hint], key="train.sync_batchnorm")
@@ -79,7 +77,7 @@ def check_device(chosen: Chosen) -> Errors:
 def check_compile(chosen: Chosen) -> Errors:
     """Yields CUDA graphs where gradients add up in their memory, or where turns train different parameters."""
     train = chosen.recipe.train
-    if device_of(chosen) != "cuda" or not train.uses_cuda_graphs:
+    if not train.uses_cuda_graphs or device_of(chosen) != "cuda":
         return
     together = max(1, train.per_pass(chosen.data_ranks)) * chosen.data_ranks
     if train.global_batch > together:
@@ -109,9 +107,12 @@ def _one_pass(train: TrainSection) -> str:
 
 def check_float8(chosen: Chosen) -> Errors:
     """Yields reasons against float8: CPUs and older GPUs, no torchao, strategies that share layers."""
-    recipe, device = chosen.recipe, device_of(chosen)
+    recipe = chosen.recipe
     if recipe.train.fp8 == "off":
         return
+    import torch
+
+    device = device_of(chosen)
 
     def error(message: str, *hints: str) -> UsageError:
         ways = [*hints, f"{'or ' * bool(hints)}leave train.fp8 out"]
@@ -273,7 +274,15 @@ def check_callbacks(chosen: Chosen) -> Errors:
 # ---------------------------------------------------------------------------------------------- [strategy]
 def check_strategy(chosen: Chosen) -> Errors:
     """Yields what the strategy cannot do with the recipe, as its `refusals` say."""
-    for refusal in chosen.strategy.refusals(chosen.recipe.train, chosen.ranks, device_of(chosen)):
+
+    def refusals(device: str) -> list[Refusal]:
+        return list(chosen.strategy.refusals(chosen.recipe.train, chosen.ranks, device))
+
+    given = chosen.device or chosen.recipe.train.device
+    found = refusals("cpu" if given == "auto" else given)
+    if given == "auto" and found != refusals("cuda"):
+        found = refusals(device_of(chosen))  # the device matters, and whether there is a GPU is known to torch
+    for refusal in found:
         yield UsageError(refusal.message, hints=refusal.hints, key=refusal.key)
 
 
@@ -282,7 +291,7 @@ def check_stream(chosen: Chosen) -> Errors:
     """Yields an order, and lengths in epochs, of training data whose class says that it is a stream."""
     train = chosen.recipe.data.train
     kind = chosen.registry.load("data", train.use, train.base) if chosen.trains else None
-    if not inspect.isclass(kind) or not are_streams(kind):
+    if not inspect.isclass(kind) or not _are_streams(kind):
         return
     if chosen.recipe.data.order:
         yield no_order_of_streams(kind)
@@ -301,6 +310,15 @@ def check_stream(chosen: Chosen) -> Errors:
         yield from found
 
 
+def _are_streams(kind: type) -> bool:
+    """True for a class whose objects are streams, see `data.streams.is_stream`."""
+    if not hasattr(kind, "__iter__") or not hasattr(kind, "__getitem__"):
+        return hasattr(kind, "__iter__")
+    from torch.utils.data import IterableDataset
+
+    return issubclass(kind, IterableDataset)
+
+
 def no_order_of_streams(stream: type) -> UsageError:
     """Returns the error of an order for data that is a stream."""
     return UsageError(
@@ -314,4 +332,6 @@ def check_initial_weights(chosen: Chosen) -> None:
     """Raises UsageError unless the initial weights are there, if the run begins with them."""
     source = chosen.recipe.checkpoint.init_from
     if chosen.trains and source and not chosen.resumes:
+        from ddpforge.interop.initial import find_initial
+
         find_initial(source)

@@ -207,6 +207,11 @@ class OptimizerComponent(Component):
     )
 
 
+def settings_of(group: Component, component: Component) -> dict[str, Any]:
+    """Returns the options of a group that are not those of the optimizer around it."""
+    return {key: value for key, value in group.options.items() if value != component.options.get(key)}
+
+
 class DataSection(Section):
     """The source of the samples, and how they are fetched."""
 

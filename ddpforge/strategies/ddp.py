@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from ddpforge import compat
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Replica, SavedTensor, Strategy
-from ddpforge.strategies.comm_hooks import HoldBack, PowerSGD
-from ddpforge.strategies.several import InTurns
-from ddpforge.strategies.torch_replica import WholeReplica
+from ddpforge.interfaces import Contract, Replica, Strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from ddpforge.strategies.ddp_replica import Wrapped
 
 __all__ = ["DDP"]
 
-_HOOKS: dict[str, tuple[Callable[..., Any] | None, str]] = {
-    "none": (None, "float32"),
-    "fp16": (default_hooks.fp16_compress_hook, "float16"),
-    "bf16": (default_hooks.bf16_compress_hook, "bfloat16"),
-    "powersgd": (None, "float32, of a low-rank approximation"),  # its hook has a memory, see `PowerSGD`
+_REDUCED = {
+    "none": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "powersgd": "float32, of a low-rank approximation",
 }
-
-
 _UNUSED = ("or set strategy.find_unused_parameters = true, which costs a walk of the graph at every step",)
 
 
@@ -76,9 +71,8 @@ class DDP(Strategy):
         ] = 1000,
     ) -> None:
         self._may_be_unused = find_unused_parameters or static_graph
-        self._static_graph = static_graph
-        self._hook, reduce_dtype = _HOOKS[compression]
-        self.contract = replace(self.contract, reduce_dtype=reduce_dtype)
+        self._compression = compression
+        self.contract = replace(self.contract, reduce_dtype=_REDUCED[compression])
         self._powersgd = (powersgd_rank, powersgd_start) if compression == "powersgd" else None
         if self._powersgd:
             self.contract = replace(self.contract, optimizers="one")  # its memory is that of one reducer
@@ -92,6 +86,11 @@ class DDP(Strategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """The model as a DistributedDataParallel; alone it stays as it is."""
+        from ddpforge import compat
+        from ddpforge.strategies.ddp_replica import DDPReplica
+        from ddpforge.strategies.several import InTurns
+        from ddpforge.strategies.torch_replica import WholeReplica
+
         if self.world.all.size == 1:
             return WholeReplica(self, model, optimizer, may_be_unused=self._may_be_unused, unused_hints=_UNUSED)
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -105,7 +104,7 @@ class DDP(Strategy):
         else:
             wrapped = {"": self._wrapped(model, [{"params": list(model.parameters())}])}
         keeps = self._options["gradient_as_bucket_view"] and not self._may_be_unused and "" in wrapped
-        return _DDPReplica(
+        return DDPReplica(
             self,
             model,
             optimizer,
@@ -135,92 +134,14 @@ class DDP(Strategy):
         for _, tensor in named:
             self.world.all.broadcast(tensor)
 
-    def _wrapped(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> _Wrapped:
+    def _wrapped(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Wrapped:
         """The model in a DistributedDataParallel for the parameters in `groups`.
 
         One for each turn has its own buckets: what the others train is neither waited for nor sent.
         """
+        from ddpforge.strategies.comm_hooks import PowerSGD
+        from ddpforge.strategies.ddp_replica import Wrapped
+
         mine = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
-        options: dict[str, Any] = {**self._options, **compat.leaves_buffers()}
-        with _frozen(parameter for parameter in model.parameters() if id(parameter) not in mine):
-            module = DistributedDataParallel(model, **options)
-        hook, powersgd = self._hook, None
-        if self._powersgd:
-            powersgd = PowerSGD(*self._powersgd, self.world.all)
-            powersgd.look_at(model)
-            hook = powersgd.reduce
-        holds_back = HoldBack(hook or default_hooks.allreduce_hook) if self._static_graph else None
-        if holds_back:
-            hook = holds_back.reduce
-        if hook is not None:
-            module.register_comm_hook(None, hook)
-        return _Wrapped(module, holds_back, powersgd)
-
-
-@contextmanager
-def _frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Freezes parameters within: a DistributedDataParallel takes those that are trained when it is made."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-class _Wrapped(NamedTuple):
-    """A DistributedDataParallel, and what its hook is made of."""
-
-    module: DistributedDataParallel
-    holds_back: HoldBack | None
-    powersgd: PowerSGD | None
-
-
-class _DDPReplica(WholeReplica):
-    """A model in a DistributedDataParallel, or one for each turn, which averages gradients while backward runs."""
-
-    def __init__(self, *parts: Any, wrapped: Mapping[str, _Wrapped], **options: Any) -> None:
-        self._wrapped, self._now = wrapped, next(iter(wrapped.values()))
-        super().__init__(*parts, module=self._now.module, **options)
-        for other in list(wrapped.values())[1:]:
-            self.compile(other.module)
-        self._powersgd = self._now.powersgd
-
-    @contextmanager
-    def turn(self, name: str) -> Iterator[None]:
-        """Also sends what it passes through the DistributedDataParallel of the turn."""
-        before = self._now
-        self._now = self._wrapped[name]
-        self.module = self._now.module
-        try:
-            with super().turn(name):
-                yield
-        finally:
-            self._now, self.module = before, before.module
-
-    def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Also holds the all-reduce back until the step's last micro-batch."""
-        wrapped, holds_back, _ = self._now
-        if holds_back is not None:
-            holds_back.held = not last
-        elif not last:
-            return _both(wrapped.no_sync(), super().forward(last=last))
-        return super().forward(last=last)
-
-    def remembered(self) -> Mapping[str, Any]:
-        """Also what PowerSGD left out, of which each rank has its own memory."""
-        return {**super().remembered(), **(self._powersgd.capture() if self._powersgd else {})}
-
-    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Every rank takes everything, and of PowerSGD's memory its own."""
-        super().load_state(state, partial=partial)
-        if self._powersgd and not partial:
-            self._powersgd.restore(state.shared)
+        powersgd = PowerSGD(*self._powersgd, self.world.all) if self._powersgd else None
+        return Wrapped.of(model, mine, self._options, self._compression, powersgd)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ddpforge import compat
-from ddpforge.compat import tree_map_only
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Compute, Contract, Pass, Refusal, Replica, Strategy, World
-from ddpforge.strategies.torch_replica import WholeReplica
+from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, World
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["DataParallel", "NaiveSplit"]
@@ -69,6 +66,8 @@ class _OneProcess(Strategy):
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Finds the devices; says what replaces the strategy."""
+        import torch
+
         self.devices = [torch.device(name) for name in self._named or self._all(world.device.type)]
         there = torch.cuda.device_count()
         for device in self.devices:
@@ -83,6 +82,8 @@ class _OneProcess(Strategy):
     def _all(self, kind: str) -> Sequence[str]:
         if kind == "cpu":
             return ("cpu", "cpu")
+        import torch
+
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
 
 
@@ -110,6 +111,8 @@ class NaiveSplit(_OneProcess):
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Moves the blocks to their devices, and the rest to the first; what goes into a block then follows it."""
+        from ddpforge.strategies.split_replica import move_inputs, move_outputs
+
         first, inside = self.devices[0], {id(module) for block in blocks for module in block.modules()}
         outside = [module for module in model.modules() if id(module) not in inside]
         places = self._places(blocks, sum(p.numel() for module in outside for p in module.parameters(recurse=False)))
@@ -118,9 +121,9 @@ class NaiveSplit(_OneProcess):
             compat.move_own(module, first)  # of `to`, all would pass through the first device
         for block, place in zip(blocks, places, strict=True):
             block.to(self.devices[place])
-            block.register_forward_pre_hook(partial(_to, self.devices[place]), with_kwargs=True)
+            block.register_forward_pre_hook(partial(move_inputs, self.devices[place]), with_kwargs=True)
         for block, (_, following) in zip(blocks, pairwise([*places, 0]), strict=True):
-            block.register_forward_hook(partial(_on, self.devices[following]))
+            block.register_forward_hook(partial(move_outputs, self.devices[following]))
         return model
 
     def _places(self, blocks: Sequence[nn.Module], outside: int) -> list[int]:
@@ -157,7 +160,9 @@ class NaiveSplit(_OneProcess):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """The model as it lies on its devices."""
-        return _SplitReplica(self, model, optimizer, may_be_unused=True)
+        from ddpforge.strategies.split_replica import SplitReplica
+
+        return SplitReplica(self, model, optimizer, devices=self.devices, may_be_unused=True)
 
 
 class DataParallel(_OneProcess):
@@ -205,53 +210,14 @@ class DataParallel(_OneProcess):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """The model in a torch.nn.DataParallel."""
-        module: nn.Module = nn.DataParallel(model, device_ids=self.devices)
-        return _SplitReplica(self, model, optimizer, module=module, may_be_unused=True)
+        from torch import nn
 
+        from ddpforge.strategies.split_replica import SplitReplica
 
-class _SplitReplica(WholeReplica):
-    """A model on several devices of one process, each with random numbers of its own."""
-
-    def __init__(self, strategy: _OneProcess, *parts: Any, **options: Any) -> None:
-        super().__init__(strategy, *parts, **options)
-        self._others = strategy.devices[1:]
-
-    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
-        """Also seeds the other devices: from one seed all would draw the same numbers."""
-        seeded = (replace(one, seed=partial(self._seed, one)) for one in passes)
-        return super().passes(seeded, compute, trains=trains)
-
-    def _seed(self, one: Pass) -> None:
-        one.seed()
-        for number, device in enumerate(self._others, 1):
-            if device.type == "cuda" and device != self.world.device:
-                torch.cuda.default_generators[device.index].manual_seed(torch.initial_seed() + number)
-
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Also says in the recipe's words what torch says of tensors on different devices."""
-        try:
-            with super().autocast():
-                yield
-        except RuntimeError as error:
-            if "on the same device" not in str(error):
-                raise
-            raise StrategyError(
-                f"between its blocks the model computes with tensors of different devices: {error}",
-                hints=["name larger classes in train.blocks, which hold all that is computed together"],
-            ) from error
+        module = nn.DataParallel(model, device_ids=self.devices)
+        return SplitReplica(self, model, optimizer, devices=self.devices, module=module, may_be_unused=True)
 
 
 def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor]:
     yield from module.parameters(recurse)
     yield from module.buffers(recurse)
-
-
-def _to(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A hook that gives a module its inputs on a device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-
-
-def _on(device: torch.device, _: nn.Module, args: Any, outputs: Any) -> Any:
-    """A hook that gives a module's outputs on to a device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), outputs)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch import nn
-from torch.optim import Optimizer
-
 from ddpforge.interfaces import Contract, Refusal, Replica, Strategy
-from ddpforge.strategies.torch_replica import WholeReplica
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["Single"]
@@ -40,4 +39,6 @@ class Single(Strategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """The model as it is."""
+        from ddpforge.strategies.torch_replica import WholeReplica
+
         return WholeReplica(self, model, optimizer, may_be_unused=True)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ddpforge import preflight
-from ddpforge.app.build import build_checked, choose
+from ddpforge.app.build import build_checked
+from ddpforge.app.choose import choose
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader

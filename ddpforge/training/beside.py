@@ -17,7 +17,7 @@ from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.named_state import match, match_form, tensors
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.left_out import measure, same
-from ddpforge.training.task_checks import name_of
+from ddpforge.training.turns import name_of
 
 __all__ = ["OWNER", "BesideModule", "declared", "place", "with_statistics"]
 

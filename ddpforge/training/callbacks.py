@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ddpforge.checkpoint.contents import RankState, flatten
 from ddpforge.errors import CheckpointError, PluginError, UsageError
 from ddpforge.interfaces import Callback, Contract
 
@@ -68,6 +67,8 @@ def state_of(name: str, callback: Callback) -> Mapping[str, Any]:
 
 def refuse_state(callbacks: Mapping[str, Callback]) -> None:
     """Raises PluginError for a callback whose state no checkpoint can hold."""
+    from ddpforge.checkpoint.contents import RankState, flatten
+
     for name, callback in callbacks.items():
         try:
             flatten(RankState(model={}, callbacks={name: state_of(name, callback)}), rank=0, ranks=1)

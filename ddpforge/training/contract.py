@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Contract, Strategy, Weights, World
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Size", "contract_of", "count_parameters", "prove"]
 
@@ -43,6 +44,8 @@ def prove(contract: Contract, name: str, world: World, weights: Weights, size: S
     Every rank counts the elements that its optimizer updates, each divided by how often it exists. Over all ranks they
     must be the model once. What is split exists once in each replica, what is not is whole on every rank.
     """
+    import torch
+
     parts = weights.parts()
     for parameter, part in parts.items():
         dtype = str(part.tensor.dtype).removeprefix("torch.")

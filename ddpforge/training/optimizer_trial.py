@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ddpforge.components.errors import NotImported
 from ddpforge.errors import PluginError, RecipeError
 from ddpforge.recipe.report import dotted
-from ddpforge.training.optimizers import settings_of
+from ddpforge.recipe.schema import settings_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

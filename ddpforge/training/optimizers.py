@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddpforge.components.registry import Registry, build
-from ddpforge.recipe.schema import Component, OptimizerComponent
+from ddpforge.recipe.schema import Component, OptimizerComponent, settings_of
 from ddpforge.strategies.optimizer_trial import remember
 from ddpforge.strategies.several import InTurns, Several
 from ddpforge.training.blocks import find_blocks
@@ -22,7 +22,7 @@ from ddpforge.training.parameter_groups import (
     parameters_of_turns,
 )
 
-__all__ = ["build_optimizer", "check_parameters", "settings_of", "shares"]
+__all__ = ["build_optimizer", "check_parameters", "shares"]
 
 
 def build_optimizer(
@@ -133,11 +133,6 @@ def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]
         f"{len(names)} tensors with {sum(sizes[name] for name in names):,} parameters"
         for part, names in found.items()
     ]
-
-
-def settings_of(group: Component, component: Component) -> dict[str, Any]:
-    """The options of a group that are not those of the optimizer around it."""
-    return {key: value for key, value in group.options.items() if value != component.options.get(key)}
 
 
 def _chosen(component: OptimizerComponent, model: nn.Module) -> Mapping[str, Sequence[str]]:

@@ -19,7 +19,7 @@ from ddpforge.data import Batches, MicroBatch
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import PartedData, Pass, Task, World
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.task_checks import name_of
+from ddpforge.training.turns import name_of
 
 __all__ = ["INDEX", "Predicted", "in_order", "predictions", "refuse_turns"]
 

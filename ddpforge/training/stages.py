@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn, Self
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ddpforge.components.registry import Registry
-from ddpforge.data import Batches
 from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker
 from ddpforge.recipe import LoadedRecipe, Recipe
 from ddpforge.recipe.plan import BatchPlan, Plan
 from ddpforge.recipe.schema import Component, TurnComponent
-from ddpforge.training.contract import Size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ddpforge.data import Batches
+    from ddpforge.training.contract import Size
 
 __all__ = ["MISSING", "Built", "Chosen", "Dealt", "NotBuilt", "key_of"]
 

@@ -18,8 +18,9 @@ from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Rows, Task, Total, World
 from ddpforge.ranks import phases
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
-from ddpforge.training.task_checks import CheckedTask, check_sum_reduction, check_whole, checked_quantity, name_of
+from ddpforge.training.task_checks import CheckedTask, check_sum_reduction, check_whole, checked_quantity
 from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
+from ddpforge.training.turns import name_of
 
 __all__ = ["KeepsBuffers", "MultiPassUpdate", "Stepper", "check_first_loss", "update_of"]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping
-from inspect import getsourcefile
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,13 +11,12 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.forms import described, holds_text
 from ddpforge.components.errors import where_raised
-from ddpforge.components.local_code import PREFIX
 from ddpforge.data import MicroBatch
 from ddpforge.data.nests import take
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Rows, Task, Total
-from ddpforge.training.turns import OneTurn
+from ddpforge.training.turns import name_of
 
 __all__ = [
     "SMALL",
@@ -32,7 +29,6 @@ __all__ = [
     "checked_quantity",
     "explain",
     "first_metrics",
-    "name_of",
 ]
 
 
@@ -160,14 +156,6 @@ _TOTAL = "return Total(values.sum(), len(values)): means are taken once, over al
 
 
 # ---------------------------------------------------------------------------------------------- in words
-def name_of(part: object) -> str:
-    """A component as people know it: its class, and the file of code that is not installed."""
-    kind = type(part.task if isinstance(part, OneTurn) else part)
-    if not kind.__module__.startswith(PREFIX):
-        return kind.__qualname__
-    return f"{os.path.basename(getsourcefile(kind) or '')}:{kind.__qualname__}"
-
-
 def check_whole(task: Task, micro: MicroBatch) -> None:
     """Raises UsageError for a micro-batch that is not this rank's whole part, as streams and orders may give."""
     if task.whole_batch and (micro.samples == 0 or micro.number or not micro.last):

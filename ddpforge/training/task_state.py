@@ -17,7 +17,7 @@ from ddpforge import compat
 from ddpforge.data.nests import digest
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Beside, Callback, Metric, Part, Ranks, Replica, Task
-from ddpforge.training.task_checks import name_of
+from ddpforge.training.turns import name_of
 
 __all__ = ["NAME", "TaskState", "Unsaved", "has_state", "refuse_parameters"]
 

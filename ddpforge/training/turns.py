@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from inspect import getsourcefile
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-import torch
-from torch import Tensor, nn
-
-from ddpforge.data import MicroBatch
+from ddpforge.components.local_code import PREFIX
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Metric, Replica, TakesTurns, Task, Total
 from ddpforge.recipe.schema import TurnComponent
-from ddpforge.training.totals import add
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ddpforge.data import MicroBatch
 
 __all__ = [
     "OneTurn",
     "Turns",
     "draws_of",
     "finished",
+    "name_of",
     "of_turn",
     "of_turns",
     "reports_of",
@@ -81,6 +85,14 @@ class OneTurn:
         return self.task.finish({of_turn(name, self.turn): value for name, value in metrics.items()})
 
 
+def name_of(part: object) -> str:
+    """A component as people know it: its class, and the file of code that is not installed."""
+    kind = type(part.task if isinstance(part, OneTurn) else part)
+    if not kind.__module__.startswith(PREFIX):
+        return kind.__qualname__
+    return f"{os.path.basename(getsourcefile(kind) or '')}:{kind.__qualname__}"
+
+
 def reports_of(task: Task) -> Mapping[str, Metric]:
     """A task's metrics by the names of what all of its turns report."""
     turns = turns_of(task)
@@ -104,10 +116,10 @@ def of_turn(name: str, turn: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- the updates
-StepFunction = Callable[..., tuple[dict[str, Total], Tensor]]
+StepFunction: TypeAlias = "Callable[..., tuple[dict[str, Total], Tensor]]"
 """Takes an update on micro-batches, as `Stepper.train_step` does; returns totals and the gradient's norm."""
 
-Draws = Iterator[tuple[MicroBatch, Iterable[MicroBatch]]]
+Draws: TypeAlias = "Iterator[tuple[MicroBatch, Iterable[MicroBatch]]]"
 """The global batches of a step: of each the first micro-batch on this rank, and all of them."""
 
 
@@ -159,6 +171,10 @@ class Turns:
 
     def train_step(self, step: int, draws: Draws, *, measure: bool) -> tuple[dict[str, Total], Tensor]:
         """Takes one step on the global batches of `draws`; the norm (0-d) is that over all parameters."""
+        import torch
+
+        from ddpforge.training.totals import add
+
         found: dict[str, Total] = {}
         norms: dict[str, list[Tensor]] = {}
         for number, update in enumerate(self.updates):
@@ -180,4 +196,6 @@ def _root_mean_square(norms: Sequence[Tensor]) -> Tensor:
     """Of the norms of a turn's updates in one step."""
     if len(norms) == 1:
         return norms[0].double()
+    import torch
+
     return torch.stack(list(norms)).double().square().mean().sqrt()

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
 
 from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.denoiser import Denoiser
@@ -16,7 +18,9 @@ from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.models.unet import UNet
+from ddpforge.cli import main
 from ddpforge.components.registry import Registry
+from ddpforge.recipe import bundled
 
 HEAVY = ("accelerate", "deepspeed", "numpy", "safetensors", "torch", "torch._dynamo", "torchvision", "wandb")
 """What takes long to import; with torch come numpy and much else."""
@@ -25,7 +29,7 @@ TAKE_MODELS = [("model", "lora"), ("task", "distillation")]  # an option of thei
 OWN = [
     ["plugins", "show", entry.name, "--kind", entry.kind]
     for entry in Registry.installed().entries()
-    if entry.distribution == "ddpforge" and (entry.kind, entry.name) not in TAKE_MODELS and entry.kind != "strategy"
+    if entry.distribution == "ddpforge" and (entry.kind, entry.name) not in TAKE_MODELS
 ]
 
 _SCRIPT = """
@@ -56,9 +60,12 @@ def test_a_launch_is_checked_without_torch(tmp_path: Path) -> None:
         ["launch", "digits", "--nproc=2", "--dry-run"],
         ["launch", "digits", "--nproc=2", "optimizer.lr=-1", "--dry-run"],
         ["launch", "digits", "--nproc=2", "strategy.use=dpp", "--dry-run"],
+        ["launch", "digits", "--nproc=2", "strategy.use=fsdp", "strategy.replicas=many", "--dry-run"],
     ]
-    fine, limit, name = looked(looks, tmp_path)
-    assert [(code, imported) for code, _, imported in (fine, limit, name)] == [(0, []), (2, []), (2, [])]
+    fine, limit, name, option = looked(looks, tmp_path)
+    refused = [(code, imported) for code, _, imported in (limit, name, option)]
+    assert (fine[0], fine[2], refused) == (0, [], [(2, [])] * 3)
+    assert "`strategy.replicas`" in option[1]
     assert "`optimizer.lr` must be at least" in limit[1]
     assert "did you mean `ddp`?" in name[1]
 
@@ -70,6 +77,36 @@ def test_a_launch_whose_batch_does_not_divide_has_the_options_of_its_strategy_ch
     assert "cannot be dealt out evenly to 3 ranks" in indivisible
     assert code == 2
     assert "`strategy.replicas`" in wrong
+
+
+NEED_TORCH = {"distil-digits", "finetune-digits"}  # a task that holds a model, and weights to begin with
+BUNDLED = sorted(bundled().keys() - NEED_TORCH)
+
+
+def test_bundled_recipes_are_checked_and_shown_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the words that they have where torch is imported, as it is in this process."""
+    looks = [[command, name, "--ranks=2"] for name in BUNDLED for command in ("check", "show")]
+    looks += [["check", "digits", "optimizer.lr=-1"], ["check", "digits", "strategy.use=single", "--ranks=2"]]
+    monkeypatch.chdir(tmp_path)
+    for given, (code, shown, imported) in zip(looks, looked(looks, tmp_path), strict=True):
+        beside = CliRunner().invoke(main, given)
+        assert (code, shown) == (beside.exit_code, beside.output), given
+        assert [name for name in imported if name != "numpy"] == [], given
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["train.tf32=true"], "train.tf32 multiplies in TF32"),
+        (["strategy.use=fsdp", "strategy.cpu_offload=true"], "strategy.cpu_offload moves shards from a GPU"),
+    ],
+)
+def test_torch_tells_whether_there_is_a_gpu_if_that_matters(tmp_path: Path, options: list[str], said: str) -> None:
+    look = ["check", "digits", *options]
+    on_gpu, here = looked([[*look, "--device=cuda"], look], tmp_path)
+    assert (on_gpu[0], on_gpu[2]) == (0, [])
+    assert (here[0], said in here[1]) == ((0, False) if torch.cuda.is_available() else (2, True))
+    assert "torch" in here[2]
 
 
 def test_the_options_of_built_in_components_are_shown_without_torch(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import UsageError
-from ddpforge.preflight import CHECKS
+from ddpforge.preflight import CHECKS, function_of
 from ddpforge.training.batchnorm import watch_batchnorm
 
 
@@ -70,8 +70,8 @@ def test_state_that_is_no_tensor_is_refused_by_name() -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    for _, check in CHECKS[nn.Module]:
-        check(model)
+    for _, check in CHECKS["model"]:
+        function_of(check)(model)
 
 
 class Tied(nn.Module):

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from ddpforge.app.build import short_steps
 from ddpforge.app.evaluate import check_sets
 from ddpforge.builtin.orders.plain import Shuffled
 from ddpforge.errors import ForgeError, RecipeError, UsageError
+from ddpforge.preflight import CHECKS, function_of
 from ddpforge.recipe import load_recipe
 from ddpforge.training.stages import Chosen
 
@@ -696,3 +698,10 @@ def test_a_model_with_too_few_outputs_is_at_its_own_option_or_its_table(parts: C
     mlp = "model={use='mlp', inputs=64, outputs=7}"
     found = told(parts(mlp, "data.train={use='digits', split='train'}"))
     assert found == {"model": "the data has 10 classes and the model 7 outputs"}
+
+
+def test_the_list_of_checks_names_functions_of_one_stage_each_once() -> None:
+    rows = [name for stage in CHECKS.values() for _, name in stage]
+    assert len({*rows}) == len(rows)
+    for name in rows:
+        assert len(signature(function_of(name)).parameters) == 1, name

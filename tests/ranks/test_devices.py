@@ -21,7 +21,7 @@ from ddpforge.preflight.static import check_compile
 from ddpforge.ranks import devices, join
 from ddpforge.ranks.devices import check, choose_device, device_type
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.strategies import ddp
+from ddpforge.strategies import ddp_replica
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.deepspeed import DeepSpeed, zero
 from ddpforge.strategies.fsdp import FSDP
@@ -247,8 +247,8 @@ def test_ddp_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> 
     def wrapped(wrapper: object, model: nn.Module, **options: Any) -> None:
         raise Told(options.get("device_ids"))
 
-    monkeypatch.setattr(ddp.DistributedDataParallel, "__init__", wrapped)
-    monkeypatch.setattr(DDP, "_share_constants", lambda self, model: None)
+    monkeypatch.setattr(ddp_replica.DistributedDataParallel, "__init__", wrapped)
+    monkeypatch.setattr(DDP, "_share", lambda self, model: None)
     strategy = DDP()
     strategy.setup(train(), SEES_ONE)
     with pytest.raises(Told) as told:

@@ -14,7 +14,8 @@ from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import Part, Range
 from ddpforge.interfaces.regions import copy, flaw
 from ddpforge.interfaces.regions import whole as all_of
-from ddpforge.strategies.tensor import Cut, Plan, resolve
+from ddpforge.strategies.tensor.cut import Cut
+from ddpforge.strategies.tensor.plan import Plan, resolve
 
 
 def plan_of(model: Any, given: dict[str, str] | None = None, ranks: int = 2, **options: Any) -> Plan:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from ddpforge import preflight
-from ddpforge.app.build import build, choose, deal
+from ddpforge.app.build import build, deal
+from ddpforge.app.choose import choose
 from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
 from ddpforge.interfaces import World
-from ddpforge.preflight import FirstSamples, Problems
+from ddpforge.preflight import Problems
+from ddpforge.preflight.samples import FirstSamples, check_each_dataset, check_first_batch
 from ddpforge.ranks.collectives import Alone
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.schema import TrainSection
@@ -33,14 +35,14 @@ class Staged:
 
     def evaluate(self) -> dict[str, FirstSamples]:
         """Evaluates a few samples of every dataset, as a check does."""
-        return preflight.check_each_dataset(self.stage, self.problems) if self.fits else {}
+        return check_each_dataset(self.stage, self.problems) if self.fits else {}
 
     def errors(self, *, strict: bool = False) -> dict[str, str]:
         """Every message by key: of what a run finds in the first batch or, if `strict`, a check in every dataset."""
         if strict:
             self.evaluate()
         elif self.fits:
-            preflight.check_first_batch(self.stage, self.problems)
+            check_first_batch(self.stage, self.problems)
         try:
             self.problems.raise_if_any()
         except RecipeError as error:

@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed.pipelining  # noqa: F401 (once, here, and not in every rank)
 
 from ddpforge.app.attempt import checkpoints_of
-from ddpforge.app.build import build_checked, check_chosen, choose
+from ddpforge.app.build import build_checked, check_chosen
+from ddpforge.app.choose import choose
 from ddpforge.app.run import join
 from ddpforge.components.registry import Registry
 from ddpforge.interfaces import Tracker

@@ -18,8 +18,7 @@ from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.strategies.several import InTurns, Several, members
 from ddpforge.training.parameter_groups import parameters_of_turns
 from ddpforge.training.rows import Rates
-from ddpforge.training.task_checks import name_of
-from ddpforge.training.turns import draws_of, finished, of_turns, step_function, turns_of
+from ddpforge.training.turns import draws_of, finished, name_of, of_turns, step_function, turns_of
 
 
 def turn(**settings: Any) -> TurnComponent:

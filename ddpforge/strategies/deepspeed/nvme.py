@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import StrategyError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["SMALLEST", "Folder", "SwapFiles", "check_root", "is_swapped", "mend_prefetch", "require_io"]
 
@@ -112,6 +112,8 @@ class SwapFiles:
         if path not in self._maps:
             with open(path, "r+b") as file:
                 self._maps[path] = mmap.mmap(file.fileno(), 0)
+        import torch
+
         return torch.frombuffer(self._maps[path], dtype=torch.float32, count=numel)
 
 

@@ -7,20 +7,17 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-from packaging.version import Version
 from pydantic import Field
-from torch import nn
-from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Refusal, Replica, Sharded, Strategy, Weights, World
 from ddpforge.strategies.deepspeed.extra import Offload, merge, refuse_owned
 from ddpforge.strategies.deepspeed.nvme import Folder, require_io
-from ddpforge.strategies.deepspeed.replica import ZeroReplica
-from ddpforge.strategies.deepspeed.zero import BesideWeights, import_deepspeed, require_deepspeed, start
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["DeepSpeed"]
@@ -35,7 +32,7 @@ _ACCUMULATES = {
     2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
     3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
 }
-_COMPILES = Version("2.12")  # torch 2.11: the compiled backward pass does not reach what stage 3 gathered
+_COMPILES = "2.12"  # torch 2.11: the compiled backward pass does not reach what stage 3 gathered
 
 
 class DeepSpeed(Strategy):
@@ -150,6 +147,11 @@ class DeepSpeed(Strategy):
     # -- before the loop
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
         """Refuses what cannot be compiled, and a DeepSpeed that is not there."""
+        import torch
+        from packaging.version import Version
+
+        from ddpforge.strategies.deepspeed.zero import require_deepspeed
+
         try:
             require_deepspeed()
         except StrategyError as error:
@@ -161,7 +163,7 @@ class DeepSpeed(Strategy):
                 "and ZeRO stage 3 gathers them again for every pass",
                 ('set train.compile = "default", or strategy.stage = 2',),
             )
-        if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < _COMPILES:
+        if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < Version(_COMPILES):
             yield Refusal(
                 "train.compile",
                 f"under ZeRO stage 3, torch {torch.__version__} compiles models whose gradients are zero in part",
@@ -170,6 +172,8 @@ class DeepSpeed(Strategy):
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Imports DeepSpeed for the device."""
+        from ddpforge.strategies.deepspeed.zero import import_deepspeed
+
         self.deepspeed = import_deepspeed(world.device)
         self.folder = Folder(self.nvme_path) if self.nvme_path is not None else None
         if self.folder:
@@ -187,6 +191,8 @@ class DeepSpeed(Strategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Starts the engine around both, and proves that it is the one that was asked for."""
+        from ddpforge.strategies.deepspeed.replica import ZeroReplica
+
         return ZeroReplica(self, model, optimizer)
 
     def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
@@ -196,6 +202,8 @@ class DeepSpeed(Strategy):
         """
         if self.stage < 3 or not any(True for _ in module.parameters()):
             return super().beside(module, blocks)
+        from ddpforge.strategies.deepspeed.zero import BesideWeights, start
+
         zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # nothing old may stay gathered
         if self.offload_parameters != "none":
             zero["offload_param"] = {"device": "cpu"}

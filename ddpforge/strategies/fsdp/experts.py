@@ -18,7 +18,7 @@ from ddpforge.interfaces import Compute, Experts, Pass, Refusal, World
 from ddpforge.ranks.collectives import Group
 from ddpforge.strategies.fsdp.grid import Grid
 from ddpforge.strategies.fsdp.replica import FSDPReplica
-from ddpforge.strategies.tensor import Cut
+from ddpforge.strategies.tensor.cut import Cut
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection

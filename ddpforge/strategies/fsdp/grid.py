@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING
 
 from ddpforge.interfaces import Ranks, Refusal, World
-from ddpforge.ranks.collectives import Alone, Connected, Group
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ddpforge.ranks.collectives import Connected
 
 __all__ = ["Grid", "Places"]
 
@@ -72,6 +75,8 @@ class Grid:
 
     def places(self, world: World) -> Places:
         """Forms the groups; called on every rank, in the same order."""
+        from ddpforge.ranks.collectives import Alone, Group
+
         ranks, together = world.all.size, self.together
         mesh = self._mesh(world)
         fsdp = [name for name in ("replicate", "shard") if name in (mesh.mesh_dim_names or ())]
@@ -97,6 +102,8 @@ class Grid:
 
     def _mesh(self, world: World) -> DeviceMesh:
         """All ranks; of dimensions that are 1, only `shard` is needed."""
+        from torch.distributed.device_mesh import init_device_mesh
+
         shards = world.all.size // self.replicas // self.tensor
         sizes = {"replicate": self.replicas, "shard": shards, "tensor": self.tensor}
         kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}

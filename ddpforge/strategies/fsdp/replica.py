@@ -18,7 +18,7 @@ from ddpforge.interfaces import CanonicalState, Compute, Part, Pass, SavedTensor
 from ddpforge.strategies import named_state
 from ddpforge.strategies.fsdp.shards import Shards, clip_local, local, reshard, shard_like
 from ddpforge.strategies.fsdp.units import Used
-from ddpforge.strategies.tensor import ShareGradients
+from ddpforge.strategies.tensor.shares import ShareGradients
 from ddpforge.strategies.torch_replica import TorchReplica
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ddpforge import compat
 from ddpforge.interfaces import Part, PartWeights, Range, Ranks
 from ddpforge.strategies.optimizer_trial import refuse_unlike
-from ddpforge.strategies.tensor import Cut
+from ddpforge.strategies.tensor.cut import Cut
 
 __all__ = ["Layout", "Shards", "clip_local", "local", "part_of", "reshard", "rows_of", "shard_like", "try_on_shards"]
 

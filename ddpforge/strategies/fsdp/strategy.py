@@ -9,29 +9,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-import torch
 from pydantic import Field
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Cuts, Refusal, Replica, Strategy, Task, Weights, World
-from ddpforge.ranks.join import limit_waiting
-from ddpforge.strategies.fsdp.context import ContextReplica, Cut, check_context, refuse_length
-from ddpforge.strategies.fsdp.experts import ExpertReplica, Spread, check_experts, refusals_of_experts
 from ddpforge.strategies.fsdp.grid import Grid
-from ddpforge.strategies.fsdp.replica import FSDPReplica
-from ddpforge.strategies.fsdp.shards import Layout, Shards, try_on_shards
-from ddpforge.strategies.fsdp.units import check_sharded, materialise, policy, reduced, refuse_form, refuse_ties, ties
-from ddpforge.strategies.precision import precision_for
-from ddpforge.strategies.several import members
-from ddpforge.strategies.tensor import Loss, Sequenced, Shares, Sharing, Styles, Tensored
+from ddpforge.strategies.tensor.options import Loss, Sequenced, Sharing, Styles, Tensored
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, OffloadPolicy
+    from torch.optim import Optimizer
+
     from ddpforge.recipe.schema import TrainSection
+    from ddpforge.strategies.fsdp.experts import Spread
+    from ddpforge.strategies.fsdp.shards import Layout
+    from ddpforge.strategies.tensor.shares import Shares
 
 __all__ = ["FSDP"]
 
@@ -113,7 +107,7 @@ class FSDP(Strategy):
             ),
         ] = False,
     ) -> None:
-        self.experts, self.spread = experts, cast(Spread | None, None)
+        self.experts, self.spread = experts, cast("Spread | None", None)
         self.reshard_after_forward = reshard_after_forward
         self.accumulate = accumulate
         self.gather = gather
@@ -181,6 +175,8 @@ class FSDP(Strategy):
                 ('set train.compile = "off"', "or leave strategy.context out"),
             )
         if self.experts > 1:
+            from ddpforge.strategies.fsdp.experts import refusals_of_experts
+
             yield from refusals_of_experts(self.experts, self.grid, train, ranks, cpu_offload=self.cpu_offload)
         if self.gather == "compute" and train.precision == "fp32":
             yield Refusal(
@@ -198,8 +194,12 @@ class FSDP(Strategy):
         """Reads the plan of which layers are cut how."""
         self.sharing.check(model, task, blocks)
         if self.context > 1:
+            from ddpforge.strategies.fsdp.context import check_context
+
             check_context(self.context, model, task)
         if self.experts > 1:
+            from ddpforge.strategies.fsdp.experts import check_experts
+
             check_experts(self.experts, model)
 
     def data_ranks(self, ranks: int) -> int:
@@ -210,14 +210,20 @@ class FSDP(Strategy):
         """Asks whether sequences can be cut."""
         self.sharing.check_data(data)
         if self.context > 1 and isinstance(length := getattr(data, "block_size", None), int):
+            from ddpforge.strategies.fsdp.context import refuse_length
+
             refuse_length(length, self.context)
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Lays the ranks out in the grid."""
+        from ddpforge.ranks.join import limit_waiting
+
         self.places = self.grid.places(world)
         self.mesh = self.places.mesh
         limit_waiting(self.places.groups, train)
         if self.experts > 1:
+            from ddpforge.strategies.fsdp.experts import Spread
+
             self.spread = Spread(world, self.experts)
             limit_waiting(self.spread.groups, train)
         return super().setup(train, replace(world, data=self.places.data))
@@ -226,12 +232,16 @@ class FSDP(Strategy):
         """The meta device, where the recipe asks for it."""
         if not self.meta:
             return nullcontext()
+        import torch
+
         self._random = torch.get_rng_state()  # initial weights are drawn later, from where they would have been
         return torch.device("meta")
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
         if self.meta:
+            import torch
+
             torch.set_rng_state(self._random)
         self.shares = self.sharing.attach(model, blocks, self.places.tensor, self.places.tensor_mesh, self.world)
         return self._shard_all(model, blocks)
@@ -239,11 +249,15 @@ class FSDP(Strategy):
     @property
     def layout(self) -> Layout:
         """The parts of weights that this rank holds."""
+        from ddpforge.strategies.fsdp.shards import Layout
+
         held = self.shares or self.spread
         return Layout(held.cuts if held else {}, self.places.tensor)
 
     def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
         """Shards the module like the model, apart from it."""
+        from ddpforge.strategies.fsdp.shards import Shards
+
         if self.tensor > 1:
             raise StrategyError(
                 f"the task uses {type(module).__name__} beside the model, and strategy.tensor = {self.tensor} shares "
@@ -256,6 +270,11 @@ class FSDP(Strategy):
     def _shard_all(
         self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
     ) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        from ddpforge.strategies.fsdp.context import Cut
+        from ddpforge.strategies.fsdp.units import materialise, policy, reduced, refuse_form, refuse_ties, ties
+
         for name, parameter in model.named_parameters():
             refuse_form(name, parameter)
             if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
@@ -283,6 +302,13 @@ class FSDP(Strategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Tries the optimizer out on a sharded weight before it gets those of the model, which are proven to be."""
+        from ddpforge.strategies.fsdp.context import ContextReplica, Cut
+        from ddpforge.strategies.fsdp.experts import ExpertReplica
+        from ddpforge.strategies.fsdp.replica import FSDPReplica
+        from ddpforge.strategies.fsdp.shards import try_on_shards
+        from ddpforge.strategies.fsdp.units import check_sharded
+        from ddpforge.strategies.several import members
+
         for _, member in members(optimizer):
             try_on_shards(member, self.mesh, self.world.device)
             self.sharing.try_out(member, self.world.device)
@@ -301,6 +327,11 @@ class FSDP(Strategy):
         self._shard(block, self.mesh)
 
     def _shard(self, block: nn.Module, mesh: DeviceMesh) -> FSDPModule:
+        from torch.distributed.fsdp import fully_shard
+
+        from ddpforge.strategies.fsdp.units import policy, reduced
+        from ddpforge.strategies.precision import precision_for
+
         return fully_shard(
             block,
             mesh=mesh,
@@ -320,17 +351,23 @@ class FSDP(Strategy):
 
     def _agree_on(self, module: nn.Module) -> None:
         """Gives every rank rank 0's values of what is not sharded yet, as DDP does; most often they are the same."""
+        from torch.distributed.tensor import DTensor
+
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.world.device)
                 self.world.all.broadcast(tensor.data)
 
     def _offload(self) -> OffloadPolicy:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
 
 
 def _refuse_norms(block: nn.Module) -> None:
     """A CPU's kernels take no weights of another dtype than the stream that they normalise; a GPU's do."""
+    from torch import nn
+
     for name, module in block.named_modules():
         if isinstance(module, nn.LayerNorm | nn.GroupNorm) and module.weight is not None:
             raise StrategyError(

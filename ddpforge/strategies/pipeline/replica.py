@@ -31,7 +31,7 @@ from ddpforge.strategies.pipeline import stage
 from ddpforge.strategies.pipeline.schedules import Held, schedule_for
 from ddpforge.strategies.pipeline.stage import Micro, Output, called_with
 from ddpforge.strategies.pipeline.steps import Step, held_by
-from ddpforge.strategies.tensor import ShareGradients
+from ddpforge.strategies.tensor.shares import ShareGradients
 from ddpforge.strategies.torch_replica import TorchReplica
 from ddpforge.strategies.watch import refuse_loss
 

@@ -19,7 +19,8 @@ from torch.distributed.pipelining import (
 
 from ddpforge.ranks.collectives import Connected
 from ddpforge.strategies.pipeline.steps import Step
-from ddpforge.strategies.tensor import Shares, Sharing
+from ddpforge.strategies.tensor.options import Sharing
+from ddpforge.strategies.tensor.shares import Shares
 
 # What goes wrong is raised; before that, torch lists the plan of all ranks as an error of its own.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)

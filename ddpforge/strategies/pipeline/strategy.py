@@ -6,47 +6,24 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-import torch
-import torch.distributed as dist
 from pydantic import Field
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.optim import Optimizer
 
 from ddpforge import compat
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Refusal, Replica, Simulation, Strategy, Task, World
-from ddpforge.ranks.collectives import Alone, Connected, Group
-from ddpforge.ranks.join import limit_waiting
-from ddpforge.strategies import named_state
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp.grid import Grid
-from ddpforge.strategies.fsdp.shards import try_on_shards
-from ddpforge.strategies.fsdp.units import check_sharded, policy, reduced, refuse_form, refuse_ties, ties
-from ddpforge.strategies.optimizer_trial import refuse_sparse
-from ddpforge.strategies.pipeline.replica import PipelineReplica
-from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
-from ddpforge.strategies.pipeline.steps import (
-    Step,
-    cut_evenly,
-    cut_where,
-    declared_steps,
-    forms,
-    held_by,
-    named_tensors,
-)
-from ddpforge.strategies.tensor import (
-    Loss,
-    Sequenced,
-    Shares,
-    Sharing,
-    Styles,
-    Tensored,
-)
+from ddpforge.strategies.tensor.options import Loss, Sequenced, Sharing, Styles, Tensored
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from ddpforge.ranks.collectives import Connected
     from ddpforge.recipe.schema import TrainSection
+    from ddpforge.strategies.pipeline.steps import Step
+    from ddpforge.strategies.tensor.shares import Shares
 
 __all__ = ["Pipeline"]
 
@@ -147,6 +124,8 @@ class Pipeline(Strategy):
 
     def steps_of_stages(self, model: nn.Module, ranks: int) -> list[Sequence[Step]]:
         """The steps of each stage, where a rank has one."""
+        from ddpforge.strategies.pipeline.steps import declared_steps
+
         steps, stages = declared_steps(model), self.stages_of(ranks)
         begins = self._begins(model, steps, stages)
         return [steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in range(stages)]
@@ -158,6 +137,8 @@ class Pipeline(Strategy):
         yield from self._refusals_of_ranks(ranks)
         yield from self.sharing.refusals(train)
         if not compat.has_pipelines():
+            import torch
+
             message = f"pipelines need torch 2.14 or newer, and this is torch {torch.__version__}"
             yield Refusal("strategy.use", message, ("pip install 'torch>=2.14'", 'or set strategy.use = "fsdp"'))
         if train.precision == "fp16":
@@ -193,6 +174,8 @@ class Pipeline(Strategy):
             )
 
     def _refusals_of_blocks(self, train: TrainSection) -> Iterator[Refusal]:
+        from ddpforge.strategies.pipeline.schedules import SCHEDULES
+
         splits = SCHEDULES[self.schedule].splits_backward
         if self.sharded and splits:
             yield Refusal(
@@ -219,6 +202,9 @@ class Pipeline(Strategy):
 
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
         """Its steps must be known, and be all of it; those that the recipe names must be among them."""
+        from ddpforge.strategies.pipeline.schedules import SCHEDULES
+        from ddpforge.strategies.pipeline.steps import cut_where, declared_steps
+
         steps = declared_steps(model)
         if self._ranks and not any(self._refusals_of_ranks(self._ranks)):
             self._begins(model, steps, self.stages_of(self._ranks) * SCHEDULES[self.schedule].parts)
@@ -232,6 +218,11 @@ class Pipeline(Strategy):
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Lays the ranks out as stages × data × tensor: those of a stage are neighbours."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from ddpforge.ranks.collectives import Alone, Group
+        from ddpforge.ranks.join import limit_waiting
+
         data = self.data_ranks(world.all.size)
         sizes = {"stage": world.all.size // (data * self.tensor), "data": data, "tensor": self.tensor}
         kept = {name: size for name, size in sizes.items() if size > 1 or name != "tensor"}
@@ -250,6 +241,12 @@ class Pipeline(Strategy):
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Keeps the tensors of this rank's steps; all others give their memory back, and keep name and shape."""
+        import torch.distributed as dist
+
+        from ddpforge.strategies import named_state
+        from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
+        from ddpforge.strategies.pipeline.steps import declared_steps, held_by
+
         steps = declared_steps(model)
         self._refuse_batchnorm(model)
         shares = self.sharing.attach(model, blocks, self.sharers, self.sharers_mesh, self.world)
@@ -287,10 +284,16 @@ class Pipeline(Strategy):
 
     def _begins(self, model: nn.Module, steps: Sequence[Step], parts: int) -> list[int]:
         """The number of the step with which each part begins."""
+        from ddpforge.strategies.pipeline.steps import cut_evenly, cut_where
+
         return cut_where(steps, self.split, parts) if self.split else cut_evenly(model, steps, parts)
 
     def _shard(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Shards this rank's blocks, then what else it has of the model."""
+        from torch.distributed.fsdp import fully_shard
+
+        from ddpforge.strategies.fsdp.units import policy, reduced, refuse_form, refuse_ties, ties
+
         away = {parameter for parameter in model.parameters() if parameter.is_meta}
         for name, parameter in model.named_parameters():
             if parameter not in away:
@@ -313,6 +316,9 @@ class Pipeline(Strategy):
 
     def _keep(self, model: nn.Module, mine: set[int], shares: Shares | None) -> None:
         """Gives every rank rank 0's values, or its share of them; what is not its own then goes to the meta device."""
+        import torch
+        from torch import nn
+
         away: dict[int, Tensor] = {}
         cuts = (
             {id(p): shares.cuts[name] for name, p in model.named_parameters() if name in shares.cuts} if shares else {}
@@ -344,6 +350,10 @@ class Pipeline(Strategy):
 
     def _groups(self, alike: Mapping[str, Sequence[int]], here: int) -> dict[str, dist.ProcessGroup]:
         """Forms, on all ranks alike, the groups of those that hold the same tensors for the same data."""
+        import torch.distributed as dist
+
+        from ddpforge.ranks.join import limit_waiting
+
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for places in dict.fromkeys(tuple(those) for those in alike.values()):
             for column in range(len(self.grid[0])):
@@ -355,6 +365,12 @@ class Pipeline(Strategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Takes out of the model what other ranks have."""
+        from ddpforge.strategies.fsdp.shards import try_on_shards
+        from ddpforge.strategies.fsdp.units import check_sharded
+        from ddpforge.strategies.optimizer_trial import refuse_sparse
+        from ddpforge.strategies.pipeline.replica import PipelineReplica
+        from ddpforge.strategies.pipeline.steps import named_tensors
+
         refuse_sparse(optimizer, model, sharded=True)
         self.sharing.try_out(optimizer, self.world.device)
         if self.sharded:
@@ -374,6 +390,9 @@ class StageSimulation(Simulation):
 
     def ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
         """The first of every stage; of two with equal layers the later has no more micro-batches on their way."""
+        from ddpforge.strategies.pipeline.schedules import SCHEDULES
+        from ddpforge.strategies.pipeline.steps import forms
+
         pipeline = self._strategy
         first = range(0, ranks, max(1, ranks // pipeline.stages_of(ranks)))
         if SCHEDULES[pipeline.schedule].parts > 1:
@@ -383,6 +402,8 @@ class StageSimulation(Simulation):
 
     def micro_batches(self, ranks: int) -> tuple[int, int]:
         """From where on every rank alternates; in whole rounds where it has two parts."""
+        from ddpforge.strategies.pipeline.schedules import SCHEDULES
+
         stages = self._strategy.stages_of(ranks)
         return (stages + 1, stages + 2) if SCHEDULES[self._strategy.schedule].parts == 1 else (3 * stages, 4 * stages)
 

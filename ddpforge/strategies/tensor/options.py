@@ -8,22 +8,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
-from torch.optim import Optimizer
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Refusal, Task, World
-from ddpforge.ranks.collectives import Connected
-from ddpforge.strategies.optimizer_trial import refuse_unlike
-from ddpforge.strategies.tensor.plan import Plan, Style, check_words, resolve
-from ddpforge.strategies.tensor.shares import Shares, refuse_uneven
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from ddpforge.ranks.collectives import Connected
     from ddpforge.recipe.schema import TrainSection
+    from ddpforge.strategies.tensor.plan import Plan, Style
+    from ddpforge.strategies.tensor.shares import Shares
 
 __all__ = ["Loss", "Sequenced", "Sharing", "Styles", "Tensored"]
 
@@ -67,6 +66,8 @@ class Sharing:
                     )
             return
         if self.plan:
+            from ddpforge.strategies.tensor.plan import check_words
+
             try:
                 check_words(self.plan)
             except UsageError as error:
@@ -95,6 +96,8 @@ class Sharing:
     def check_data(self, data: Any) -> None:
         """Asks whether sequences can be cut."""
         if self.sequence and isinstance(length := getattr(data, "block_size", None), int):
+            from ddpforge.strategies.tensor.shares import refuse_uneven
+
             refuse_uneven(length, self.tensor)
 
     def attach(
@@ -103,6 +106,8 @@ class Sharing:
         """Makes layers compute shares among `ranks`, which `mesh` has too; their weights are still whole."""
         if self.tensor == 1:
             return None
+        from ddpforge.strategies.tensor.shares import Shares
+
         logits = mesh if self.loss == "vocabulary" else None
         shares = Shares(self._resolved(model, blocks), ranks, world.device, sequence=self.sequence, logits=logits)
         shares.attach(model)
@@ -111,6 +116,10 @@ class Sharing:
     def try_out(self, optimizer: Optimizer, device: torch.device) -> None:
         """Raises StrategyError for an optimizer that does not do with shares what it does with a whole weight."""
         if self.tensor > 1:
+            import torch
+
+            from ddpforge.strategies.optimizer_trial import refuse_unlike
+
             refuse_unlike(
                 optimizer,
                 device,
@@ -122,12 +131,18 @@ class Sharing:
 
     def losses(self) -> AbstractContextManager[Any]:
         """Wraps what computes a loss of logits that ranks share, and its backward pass; not to be nested."""
-        return loss_parallel() if self.loss == "vocabulary" else nullcontext()
+        if self.loss != "vocabulary":
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
 
     def styles(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[str, Style]:
         """Says how each module is shared, by full name."""
         return self._resolved(model, blocks).styles if self.tensor > 1 else {}
 
     def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
+        from ddpforge.strategies.tensor.plan import resolve
+
         vocabulary = self.loss == "vocabulary"
         return resolve(model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=vocabulary)

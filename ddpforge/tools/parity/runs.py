@@ -12,7 +12,7 @@ from shutil import copytree
 from typing import Any
 
 from ddpforge import preflight
-from ddpforge.app.build import choose
+from ddpforge.app.choose import choose
 from ddpforge.checkpoint import retention
 from ddpforge.components.registry import Registry
 from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, RecipeError, UsageError

@@ -10,7 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ddpforge.app.build import build_alike, check_chosen, choose
+from ddpforge.app.build import build_alike, check_chosen
+from ddpforge.app.choose import choose
 from ddpforge.app.run import join, peers_of
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader

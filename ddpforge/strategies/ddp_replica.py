@@ -1,0 +1,113 @@
+"""The replica of data parallelism: the model in a DistributedDataParallel, and the hooks of its all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpforge import compat
+from ddpforge.interfaces import CanonicalState, SavedTensor
+from ddpforge.strategies.comm_hooks import HoldBack, PowerSGD
+from ddpforge.strategies.torch_replica import WholeReplica
+
+__all__ = ["DDPReplica", "Wrapped"]
+
+_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+@contextmanager
+def _frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Freezes parameters within: a DistributedDataParallel takes those that are trained when it is made."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class Wrapped(NamedTuple):
+    """A DistributedDataParallel, and what its hook is made of."""
+
+    module: DistributedDataParallel
+    holds_back: HoldBack | None
+    powersgd: PowerSGD | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        trained: Collection[int],
+        options: Mapping[str, Any],
+        compression: str,
+        powersgd: PowerSGD | None,
+    ) -> Wrapped:
+        """Wraps `model` to reduce the gradients of those parameters whose `id` is in `trained`."""
+        given: dict[str, Any] = {**options, **compat.leaves_buffers()}
+        with _frozen(parameter for parameter in model.parameters() if id(parameter) not in trained):
+            module = DistributedDataParallel(model, **given)
+        hook: Any = _HOOKS.get(compression)
+        if powersgd:
+            powersgd.look_at(model)
+            hook = powersgd.reduce
+        holds_back = HoldBack(hook or default_hooks.allreduce_hook) if options["static_graph"] else None
+        if holds_back:
+            hook = holds_back.reduce
+        if hook is not None:
+            module.register_comm_hook(None, hook)
+        return cls(module, holds_back, powersgd)
+
+
+class DDPReplica(WholeReplica):
+    """A model in a DistributedDataParallel, or one for each turn, which averages gradients while backward runs."""
+
+    def __init__(self, *parts: Any, wrapped: Mapping[str, Wrapped], **options: Any) -> None:
+        self._wrapped, self._now = wrapped, next(iter(wrapped.values()))
+        super().__init__(*parts, module=self._now.module, **options)
+        for other in list(wrapped.values())[1:]:
+            self.compile(other.module)
+        self._powersgd = self._now.powersgd
+
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """Also sends what it passes through the DistributedDataParallel of the turn."""
+        before = self._now
+        self._now = self._wrapped[name]
+        self.module = self._now.module
+        try:
+            with super().turn(name):
+                yield
+        finally:
+            self._now, self.module = before, before.module
+
+    def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
+        """Also holds the all-reduce back until the step's last micro-batch."""
+        wrapped, holds_back, _ = self._now
+        if holds_back is not None:
+            holds_back.held = not last
+        elif not last:
+            return _both(wrapped.no_sync(), super().forward(last=last))
+        return super().forward(last=last)
+
+    def remembered(self) -> Mapping[str, Any]:
+        """Also what PowerSGD left out, of which each rank has its own memory."""
+        return {**super().remembered(), **(self._powersgd.capture() if self._powersgd else {})}
+
+    def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
+        """Every rank takes everything, and of PowerSGD's memory its own."""
+        super().load_state(state, partial=partial)
+        if self._powersgd and not partial:
+            self._powersgd.restore(state.shared)
