@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -142,7 +143,9 @@ def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) ->
     """The run's folder and the number of ranks on this machine, of a recipe that can train on all of them."""
     from ddpforge.recipe import load_recipe
 
-    registry = Registry.installed().only_own()  # plugins may import anything, which takes seconds: the ranks check them
+    registry = Registry.installed()
+    if "torch" not in sys.modules:
+        registry = registry.only_own()  # plugins may import anything, which takes seconds: the ranks check them
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     if not any(flag.startswith("--nnodes") for flag in ranks.flags):

@@ -34,11 +34,12 @@ from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_
 from ddpforge.training.consensus import Consensus, Interrupted, Looks
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
+from ddpforge.training.learning_rates import Rates
 from ddpforge.training.left_out import complete, without_state_of_frozen
 from ddpforge.training.nonfinite import NonfinitePolicy, RollBack
 from ddpforge.training.progress import Progress
 from ddpforge.training.restoring import is_another, restore_callbacks
-from ddpforge.training.rows import Rates, RowBuilder
+from ddpforge.training.rows import RowBuilder
 from ddpforge.training.saving import Saving
 from ddpforge.training.shows import Shows
 from ddpforge.training.step import KeepsBuffers, Stepper, check_first_loss, update_of

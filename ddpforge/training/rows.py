@@ -7,18 +7,17 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Schedule, Task, Total, World
+from ddpforge.interfaces import Task, Total, World
 from ddpforge.ranks import phases
 from ddpforge.recipe.plan import Plan
-from ddpforge.strategies.several import InTurns
 from ddpforge.training.cadence import Stopwatch
+from ddpforge.training.learning_rates import Rates
 from ddpforge.training.progress import Progress
 from ddpforge.training.turns import finished, of_turn
 
-__all__ = ["Rates", "RowBuilder", "Spending"]
+__all__ = ["RowBuilder", "Spending"]
 
 log = logging.getLogger("ddpforge")
 
@@ -159,32 +158,3 @@ class RowBuilder:
         if advice := self.spending.advice(waited, self.stopwatch.seconds, workers=workers):
             log.warning("step %d: %s", step, advice)
         self.stopwatch.restart()
-
-
-class Rates:
-    """The learning rates of an optimizer's groups at each step; `schedules` has the one of all as ""."""
-
-    def __init__(self, optimizer: Optimizer, schedules: Mapping[str, Schedule]) -> None:
-        self._parts: Mapping[str, Optimizer] = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
-        self._base = {
-            name: (schedules.get(name, schedules[""]), [group["lr"] for group in part.param_groups])
-            for name, part in self._parts.items()
-        }
-
-    def set(self, step: int, wanted: float = 1.0) -> None:
-        """Gives every group its rate of `step`, 0 for the first, times the factor that callbacks `wanted`."""
-        for name, (schedule, rates) in self._base.items():
-            factor = schedule(step) * wanted
-            # Looked up again: torch replaces the groups of an optimizer whose state it loads.
-            for group, rate in zip(self._parts[name].param_groups, rates, strict=True):
-                group["lr"] = rate * factor
-
-    def named(self) -> Mapping[str, float]:
-        """The rates, as they are now, of turns and of groups whose last layer has another than the first group."""
-        found = {name: part.param_groups[0]["lr"] for name, part in self._parts.items() if name}
-        for part in self._parts.values():
-            first, *others = part.param_groups
-            for each in others:
-                if each.get("group") and each["lr"] != first["lr"]:
-                    found.setdefault(each["group"], each["lr"])
-        return found

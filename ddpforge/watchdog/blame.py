@@ -15,7 +15,7 @@ __all__ = ["Blame", "blame"]
 _WAITING = (
     *("torch/distributed/", "torch/autograd/", "deepspeed/comm/", "torch/_ops.py"),
     *("distributed/pipelining/schedules.py", "strategies/pipeline/replica.py"),
-    *("ddpforge/training/norms.py", "ddpforge/training/step.py", "ddpforge/ranks/means.py", "torch/cuda/"),
+    *("ddpforge/training/nonfinite.py", "ddpforge/training/step.py", "ddpforge/ranks/means.py", "torch/cuda/"),
     *("ddpforge/ranks/collectives.py", "ddpforge/checkpoint/staging.py", "ddpforge/checkpoint/contents.py"),
     *("ddpforge/strategies/torch_replica.py", "ddpforge/strategies/precision.py"),
 )

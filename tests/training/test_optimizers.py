@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW, Muon
 from ddpforge.components.registry import Registry
 from ddpforge.recipe.schema import OptimizerComponent
 from ddpforge.strategies.several import members
+from ddpforge.training.learning_rates import Rates
 from ddpforge.training.optimizers import build_optimizer, check_parameters
-from ddpforge.training.rows import Rates
 
 
 class Net(nn.Module):

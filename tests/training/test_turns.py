@@ -16,8 +16,8 @@ from ddpforge.errors import PluginError
 from ddpforge.interfaces import Task, Total
 from ddpforge.recipe.schema import Component, TurnComponent
 from ddpforge.strategies.several import InTurns, Several, members
+from ddpforge.training.learning_rates import Rates
 from ddpforge.training.parameter_groups import parameters_of_turns
-from ddpforge.training.rows import Rates
 from ddpforge.training.turns import draws_of, finished, name_of, of_turns, step_function, turns_of
 
 

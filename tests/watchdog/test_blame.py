@@ -1,10 +1,12 @@
 """The rank that the others wait for, from where all of them stand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpforge.watchdog.blame import Blame, blame
+import ddpforge
+from ddpforge.watchdog.blame import _WAITING, Blame, blame
 from ddpforge.watchdog.board import Row
 
 ENGINE = "torch/autograd/graph.py:10 in _engine_run_backward"
@@ -40,7 +42,7 @@ def test_of_ranks_in_one_place_the_one_that_is_not_in_a_collective_is_at_fault()
 @pytest.mark.parametrize(
     "at",
     [
-        *("ddpforge/training/norms.py:31 in take", "ddpforge/ranks/means.py:86 in _reduce"),
+        *("ddpforge/training/nonfinite.py:42 in take", "ddpforge/ranks/means.py:86 in _reduce"),
         *("ddpforge/checkpoint/staging.py:110 in finish", "torch/cuda/streams.py:110 in synchronize"),
         *("ddpforge/training/step.py:173 in _look", "ddpforge/strategies/torch_replica.py:155 in clip"),
     ],
@@ -49,6 +51,11 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_the_others(at: str) -> None:
     """With NCCL the host runs ahead, and first stands still where it reads what the collective is to give."""
     assert found(row(0, at=at), row(1, at="model.py:7 in forward"), row(2, at=at)).ranks == [1]
     assert "none is behind" in found(row(0, at=at), row(1, at=at)).sentence
+
+
+def test_the_files_in_which_a_rank_waits_exist() -> None:
+    root = Path(ddpforge.__file__).parents[1]
+    assert [path for path in _WAITING if path.startswith("ddpforge/") and not (root / path).exists()] == []
 
 
 def test_a_rank_that_is_ahead_is_waited_for_where_those_behind_only_wait() -> None:
