@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.interfaces import Replica, RunContext, Task, Tracker, World
 from ddpforge.ranks import phases
 from ddpforge.strategies import torch_replica
+from ddpforge.strategies.deepspeed import replica as zero_replica
 from ddpforge.strategies.fsdp import strategy as fsdp
 from ddpforge.strategies.several import InTurns, members
 from ddpforge.tools.simulation.devices import Work
@@ -97,9 +97,7 @@ def simulate(
             fakes(post) as mode,
             patch.object(assemble, "prove", _nothing),
             patch.object(torch_replica, "watched", _unwatched),
-            patch.object(
-                sys.modules.get("ddpforge.strategies.deepspeed.replica", torch_replica), "watched", _unwatched
-            ),
+            patch.object(zero_replica, "watched", _unwatched),
             patch.object(fsdp, "_refuse_norms", _nothing),  # of CPUs, and this may be for GPUs
         ):
             batches = [one._replace(data=fake_batch(one.data, mode)) for one in batches]
