@@ -87,8 +87,7 @@ class Saving:
 
     def before_update(self) -> None:
         """Finishes the copy of weights that are being saved: call before an update, or whatever else changes them."""
-        if self.checkpoints.pending:
-            self.checkpoints.before_update()
+        self.checkpoints.before_update()
 
     def _own(self, state: CanonicalState[Any]) -> RankState:
         return RankState.of(state, {name: state_of(name, callback) for name, callback in self._callbacks().items()})

@@ -166,7 +166,7 @@ def test_what_a_gpu_could_do_faster_is_said(
     monkeypatch.setattr(join, "choose_device", lambda kind, asked: torch.device("cuda", 0))
     monkeypatch.setattr(join, "DeviceCheck", lambda device, timeout: None)
     monkeypatch.setattr(join, "Accelerator", lambda **_: Believes())
-    monkeypatch.setattr(join, "Group", lambda group, device, keeps: Elsewhere(ranks))
+    monkeypatch.setattr(join, "Group", lambda group, device, keeps, timeout: Elsewhere(ranks))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with caplog.at_level(logging.INFO, "ddpforge"):
         join.join(train(precision=precision, device="cuda"), DDP())
