@@ -77,7 +77,7 @@ class OwnState:
         return name.removeprefix(self._prefix).partition(".")[0] in self._roots()
 
     def _changed(self, leaves: _Leaves) -> dict[str, Any]:
-        """What is not as it was when this was made; an empty tuple for what is gone."""
+        """Finds the values that are not as they were when this was made; an empty tuple stands for one that is gone."""
         now = dict.fromkeys(self._first, ()) | {name: value for name, (_, _, value) in leaves.items()}
         return {name: value for name, value in now.items() if not _same(self._first.get(name, ()), value)}
 
