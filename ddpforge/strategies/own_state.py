@@ -60,12 +60,12 @@ class OwnState:
             try:
                 holder, key, held = there.get(name) or self._place(name)
                 if isinstance(value, tuple):
-                    del holder[key]  # it was not there
+                    holder.pop(key, None)  # it was not there; a list is not shortened
                 elif isinstance(held, Tensor) and isinstance(value, Tensor):
                     holder[key].detach().copy_(value)  # in place: another object may hold it too
                 else:
                     holder[key] = value
-            except (IndexError, KeyError, TypeError) as error:
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
                 raise CheckpointError(
                     f"the checkpoint holds `{name}`, for which {type(self._optimizer).__name__} has no place"
                 ) from error
@@ -78,7 +78,8 @@ class OwnState:
 
     def _changed(self, leaves: _Leaves) -> dict[str, Any]:
         """Finds the values that are not as they were when this was made; an empty tuple stands for one that is gone."""
-        now = dict.fromkeys(self._first, ()) | {name: value for name, (_, _, value) in leaves.items()}
+        now = {name: value for name, (_, _, value) in leaves.items()}
+        now |= {name: () for name in self._first if name not in now}
         return {name: value for name, value in now.items() if not _same(self._first.get(name, ()), value)}
 
     def _roots(self) -> dict[str, Any]:
