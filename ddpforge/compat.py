@@ -150,14 +150,6 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return any(getattr(parameter, name, None) for name in names)
 
 
-def move_own(module: nn.Module, device: torch.device) -> None:
-    """Moves a module's own parameters and buffers, not those of its children; without the name, those too."""
-    if (apply := getattr(module, "_apply", None)) is not None:
-        apply(lambda tensor: tensor.to(device), recurse=False)
-    else:
-        module.to(device)
-
-
 @cache
 def batch_norms() -> tuple[type[nn.Module], ...]:
     """Returns the classes of all BatchNorms: torch's base class, of which others derive too; else the public ones."""

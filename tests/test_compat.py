@@ -306,18 +306,6 @@ def test_the_older_name_of_the_option_that_leaves_buffers_alone(monkeypatch: pyt
     assert compat.leaves_buffers() == {"broadcast_buffers": False}
 
 
-def test_an_own_move_of_a_module_leaves_its_children_or_moves_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def moved() -> list[str]:
-        model = nn.Sequential(nn.Linear(2, 2))
-        model.register_buffer("own", torch.ones(2))
-        compat.move_own(model, torch.device("meta"))
-        return [str(tensor.device) for tensor in (model.get_buffer("own"), model.get_submodule("0").weight)]
-
-    assert moved() == ["meta", "cpu"]
-    lack("_apply")(monkeypatch)
-    assert moved() == ["meta", "meta"]
-
-
 # ------------------------------------------------------------------------------------------------ optimizers
 def test_an_optimizer_that_decides_on_the_device_says_so() -> None:
     weights = [nn.Parameter(torch.ones(2))]

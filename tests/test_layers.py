@@ -65,8 +65,8 @@ LIGHT = {
 }
 LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
 LIGHT |= {"app.choose", "preflight"}
-LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "metric_direction", "optimizer_trial", "stages")}
-LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.grid", "one_process", "single", "tensor.options")}
+LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "metric_direction", "stages")}
+LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.grid", "single", "tensor.options")}
 LIGHT |= {f"strategies.{name}.strategy" for name in ("deepspeed", "fsdp", "pipeline")}
 LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra", "nvme")}
 LIGHT.add("training.turns")

@@ -73,6 +73,8 @@ def _elsewhere(kind: str, use: str) -> Iterator[str]:
         yield f'write use = "deepspeed" and stage = {stage[1]}'
     elif kind == "strategy" and name in ("hsdp", "hybridshard"):
         yield 'write use = "fsdp" and replicas = 2, or how many groups of ranks there are'
+    elif kind == "strategy" and name in ("naivesplit", "dataparallel"):
+        yield "install ddpforge-teaching, which has naive_split and data_parallel"
     elif kind == "optimizer" and (found := next((one for one in _TORCH_OPTIMIZERS if one.lower() == name), None)):
         yield f"torch has it: `torch.optim:{found}`"
     elif kind == "model" and re.fullmatch(r"(resnet|vit|convnext|efficientnet|densenet|vgg|swin|mobilenet)\w*", name):

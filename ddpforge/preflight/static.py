@@ -6,20 +6,24 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
+from ddpforge.components.errors import NotImported
 from ddpforge.components.options import Nested
-from ddpforge.components.registry import build
+from ddpforge.components.registry import Registry, build
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Metric, Refusal
 from ddpforge.recipe.plan import Plan, plan_batch
 from ddpforge.recipe.report import did_you_mean
-from ddpforge.recipe.schema import Component, TrainSection
+from ddpforge.recipe.schema import Component, TrainSection, settings_of
 from ddpforge.training.callbacks import check_callback
 from ddpforge.training.contract import contract_of
 from ddpforge.training.metric_direction import missing_direction
-from ddpforge.training.optimizer_trial import check_optimizer
 from ddpforge.training.stages import MISSING, Chosen
 from ddpforge.training.turns import name_of, takes_turn, turns_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 __all__ = [
     "check_callbacks",
@@ -41,6 +45,7 @@ __all__ = [
 
 Errors = Iterator[ForgeError]
 
+_OF_GROUPS = {"betas", "eps", "lr", "momentum", "ns_steps", "weight_decay"}  # ddpforge's own have them for each group
 _FLOAT8 = (8, 9)  # the compute capability from which on tensor cores multiply it
 _SEVERAL = ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp" or "single"',)
 _CALLABLE = ('"single"', '"ddp"', '"fsdp"')  # strategies whose ranks can call the model
@@ -134,9 +139,67 @@ def check_float8(chosen: Chosen) -> Errors:
 
 # ---------------------------------------------------------------------------------------------- [optimizer]
 def check_optimizer_options(chosen: Chosen) -> None:
-    """Raises RecipeError for options that the optimizer itself refuses."""
-    if chosen.trains:
-        check_optimizer(chosen.loaded, chosen.registry)
+    """Builds the optimizers over one small parameter; raises UsageError if one could not train.
+
+    Those of ddpforge's own whose signatures say all that they would refuse are not built.
+    """
+    if not chosen.trains:
+        return
+    optimizer, registry = chosen.recipe.optimizer, chosen.registry
+    for name, turn in optimizer.turns.items():
+        if not _is_sure(turn, registry):
+            _small(f"optimizer.turns.{name}", turn, registry)
+    is_sure = bool(optimizer.turns) or _is_sure(optimizer, registry)
+    built = None if is_sure else _small("optimizer", optimizer, registry)
+    for name, group in optimizer.groups.items():
+        key, settings = f"optimizer.groups.{name}", settings_of(group, optimizer)
+        if group.use != optimizer.use and not _is_sure(group, registry):
+            _small(key, group, registry)
+        elif group.use == optimizer.use and not (is_sure and settings.keys() <= _OF_GROUPS):
+            built = built or _small("optimizer", optimizer, registry)
+            for option, value in settings.items():
+                default = built.defaults.get(option, MISSING)
+                if default is MISSING or isinstance(value, str) != isinstance(default, str):
+                    raise UsageError(
+                        f"`{option}` of {type(built).__name__} is the same for all of its parameters",
+                        hints=[f"set optimizer.{option}, or give the group another `use`"],
+                        key=f"{key}.{option}",
+                    )
+
+
+def _is_sure(component: Component, registry: Registry) -> bool:
+    """True for an optimizer of ddpforge's own, unless it is set to what it refuses although its signature does not."""
+    entry, options = registry.find("optimizer", component.use), component.options
+    is_own = entry is not None and entry.target.startswith("ddpforge.builtin.")
+    return is_own and not (options.get("nesterov") and not options.get("momentum"))
+
+
+def _small(key: str, component: Component, registry: Registry) -> Optimizer:
+    """Builds an optimizer over one small parameter; raises UsageError if it could not train."""
+    import torch
+
+    group = {"params": [torch.nn.Parameter(torch.zeros(2, 2))]}
+    try:
+        optimizer = registry.build("optimizer", component, params=[group])
+    except NotImported:
+        raise
+    except PluginError as error:
+        raise UsageError(error.message, hints=error.hints, key=key) from error
+    kind, use = type(optimizer).__name__, f'optimizer "{component.use}"'
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"{use} makes a {kind}, not a torch.optim.Optimizer", key=f"{key}.use")
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    if any(parameter.default is parameter.empty for parameter in parameters[:1]):
+        raise UsageError(
+            f"{use} computes the loss itself, several times a step, which ddpforge does not do",
+            hints=["use a first-order optimizer"],
+            key=f"{key}.use",
+        )
+    settings: Any
+    for settings in optimizer.param_groups:
+        if "lr" in settings and not settings["lr"] > 0:
+            raise UsageError(f"`{key}.lr` must be more than 0, not {float(settings['lr'])}", key=f"{key}.lr")
+    return optimizer
 
 
 def check_optimizers(chosen: Chosen) -> Errors:

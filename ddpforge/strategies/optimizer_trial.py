@@ -123,55 +123,49 @@ def refuse_sparse(optimizer: Optimizer, model: nn.Module, *, sharded: bool) -> N
 
     Where gradients are `sharded` nothing can take them.
     """
-    embeddings = {name: module for name, module in model.named_modules() if _is_sparse(module)}
-    for name, module in embeddings.items():
+    owners = {
+        weight: (member, group)
+        for _, member in members(optimizer)
+        for group in member.param_groups
+        for weight in group["params"]
+    }
+    sparse = set[Tensor]()
+    for name, module in model.named_modules():
+        if not (isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad):
+            continue
+        gives = f"`{name}` ({type(module).__name__}) gives sparse gradients, and "
         if sharded:
             raise StrategyError(
-                f"`{name}` ({type(module).__name__}) gives sparse gradients, and sharded ones are dense",
+                f"{gives}sharded ones are dense",
                 hints=["leave out `sparse = True` of the embedding", 'or set strategy.use = "ddp"'],
             )
-        assert isinstance(module.weight, nn.Parameter)
-        owner, group = _owner(optimizer, module.weight)
-        gradient = torch.sparse_coo_tensor(
-            torch.tensor([[0, 2]]), torch.ones(2, 3), (4, 3), device=module.weight.device, check_invariants=True
-        )
-        try:
-            try:
-                _, state = tried(owner, group, [torch.zeros(4, 3, device=gradient.device), gradient, gradient])
-            except StrategyError:  # it steps with the state that it has
-                state = owner.state[module.weight]
-            kept = [key for key, value in state.items() if isinstance(value, Tensor) and value.is_sparse]
-            reason = f"keeps its `{kept[0]}` sparse, which no checkpoint can hold" if kept else None
-        except RuntimeError as error:
-            reason = f"does not take them: {error}"
-        if reason:
+        sparse.add(module.weight)
+        if reason := _refuses_sparse(*owners[module.weight], module.weight):
             raise StrategyError(
-                f"`{name}` ({type(module).__name__}) gives sparse gradients, and {type(owner).__name__} {reason}",
+                f"{gives}{type(owners[module.weight][0]).__name__} {reason}",
                 hints=[
                     "leave out `sparse = True` of the embedding",
                     'or set optimizer.use = "sgd" with fused = false and without momentum',
                 ],
             )
-    for _, member in members(optimizer):
-        if isinstance(member, torch.optim.SparseAdam):
-            _refuse_dense(member, model, {id(module.weight) for module in embeddings.values()})
-
-
-def _owner(optimizer: Optimizer, weight: Tensor) -> tuple[Optimizer, dict[str, Any]]:
-    """The optimizer that updates a weight, and the group in it."""
-    groups = ((member, group) for _, member in members(optimizer) for group in member.param_groups)
-    return next((member, group) for member, group in groups if any(p is weight for p in group["params"]))
-
-
-def _is_sparse(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
-
-
-def _refuse_dense(optimizer: Optimizer, model: nn.Module, sparse: set[int]) -> None:
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in mine - sparse:
+    for name, weight in model.named_parameters():
+        if weight in owners and weight not in sparse and isinstance(owners[weight][0], torch.optim.SparseAdam):
             raise StrategyError(
                 f"SparseAdam takes sparse gradients only, and that of `{name}` is dense",
                 hints=['set optimizer.use = "adamw"'],
             )
+
+
+def _refuses_sparse(optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor) -> str | None:
+    """Returns why an optimizer cannot have the sparse gradients of one of its weights."""
+    gradient = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2]]), torch.ones(2, 3), (4, 3), device=weight.device, check_invariants=True
+    )
+    try:
+        _, state = tried(optimizer, group, [torch.zeros(4, 3, device=weight.device), gradient, gradient])
+    except StrategyError:  # it steps with the state that it has
+        state = optimizer.state[weight]
+    except RuntimeError as error:
+        return f"does not take them: {error}"
+    kept = [key for key, value in state.items() if isinstance(value, Tensor) and value.is_sparse]
+    return f"keeps its `{kept[0]}` sparse, which no checkpoint can hold" if kept else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,13 @@ __all__ = ["OwnState"]
 
 _PREFIX = "optimizer."
 # What torch itself and gradient scaling note in an optimizer, and what the recipe decides at every step.
-_NOT_STATE = {"state", "param_groups", "defaults", "step", "found_inf", "grad_scale"} | {
-    *("_need_device_dtype_check_for_unscale", "_need_device_dtype_check_for_fused"),
-    *("_warned_capturable_if_run_uncaptured", "_opt_called"),
-}
-_TORCHS = ("_optimizer_", "_zero_grad_", "_patched_")  # begin other attributes that torch notes
+_NOT_STATE = {"defaults", "found_inf", "grad_scale", "_opt_called", "_warned_capturable_if_run_uncaptured"}
+_TORCHS = ("_optimizer_", "_zero_grad_", "_patched_", "_need_device_dtype_check_")  # begin other attributes of torch's
 _RECIPES = {"params", "names", "lr", "initial_lr"}
-_DEEPEST = 8
+_DEEPEST = 7  # steps from the optimizer
 
 Number = bool | int | float | Tensor | None
-Path = tuple[str | int, ...]
+_Leaves = dict[str, tuple[Any, Any, Any]]  # by name the collection, the key, and what `_kept` returns of the value
 
 
 class OwnState:
@@ -40,133 +37,119 @@ class OwnState:
     def __init__(self, optimizer: Optimizer, name: str = "", among: Collection[str] = ()) -> None:
         self._optimizer, self._prefix = optimizer, _prefix(name)
         self._longer = tuple(_prefix(other) for other in among if len(other) > len(name))
-        self._numbers, self._others = self._values()
+        self._first = {name: value for name, (_, _, value) in self._leaves().items()}
 
     def capture(self) -> dict[str, Number]:
         """Captures the numbers that have changed, by name; raises CheckpointError if anything else has."""
-        numbers, others = self._values()
-        changed = {path for path in {*others, *self._others} if others.get(path) != self._others.get(path)}
-        for path in sorted((changed - numbers.keys()) | (self._numbers.keys() - numbers.keys()), key=str):
-            raise CheckpointError(
-                f"{type(self._optimizer).__name__} changes its `{_spelled(path)}`, which is no number and no "
-                "parameter's state: a checkpoint cannot hold it, and a resumed run would continue without",
-                hints=["keep it as tensors in `optimizer.state[parameter]`, or as numbers"],
-            )
-        return {self._prefix + _spelled(path): value for path, value in numbers.items() if self._is_new(path, value)}
+        changed = self._changed(self._leaves())
+        for name, value in changed.items():
+            if isinstance(value, tuple):
+                raise CheckpointError(
+                    f"{type(self._optimizer).__name__} changes its `{name}`, which is no number and no parameter's "
+                    "state: a checkpoint cannot hold it, and a resumed run would continue without",
+                    hints=["keep it as tensors in `optimizer.state[parameter]`, or as numbers"],
+                )
+        return {self._prefix + name: value for name, value in changed.items()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes back what `capture` gave; what is not in there becomes what it was when this was made."""
+        there = self._leaves()
+        begun = {n: self._first.get(n, ()) for n, now in self._changed(there).items() if not isinstance(now, tuple)}
         found = {name.removeprefix(self._prefix): value for name, value in saved.items() if self._is_mine(name)}
-        for path, value in self._values()[0].items():
-            if _spelled(path) not in found and self._is_new(path, value):
-                self._put(path, self._numbers.get(path), removes=path not in self._numbers)
-        known = {_spelled(path): path for path in self._values()[0]}
-        for name, value in found.items():
-            kind, *rest = name.split(".")
-            self._put(known.get(name) or (kind, *(int(key) if key.isdigit() else key for key in rest)), value)
+        for name, value in (begun | found).items():
+            try:
+                holder, key, held = there.get(name) or self._place(name)
+                if isinstance(value, tuple):
+                    holder.pop(key, None)  # it was not there; a list is not shortened
+                elif isinstance(held, Tensor) and isinstance(value, Tensor):
+                    holder[key].detach().copy_(value)  # in place: another object may hold it too
+                else:
+                    holder[key] = value
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"the checkpoint holds `{name}`, for which {type(self._optimizer).__name__} has no place"
+                ) from error
 
     def _is_mine(self, name: str) -> bool:
         """True for a value of this optimizer: its prefix may begin that of another, as "" begins all."""
         if not name.startswith(self._prefix) or name.startswith(self._longer):
             return False
-        return name.removeprefix(self._prefix).partition(".")[0] in ("groups", "state", "attributes")
+        return name.removeprefix(self._prefix).partition(".")[0] in self._roots()
 
-    def _is_new(self, path: Path, value: Number) -> bool:
-        return path not in self._numbers or not _same(self._numbers[path], value)
-
-    def _values(self) -> tuple[dict[Path, Number], dict[Path, Any]]:
-        """The numbers, and of all else what tells a change."""
-        numbers: dict[Path, Number] = {}
-        others: dict[Path, Any] = {}
-        seen = {id(self._optimizer)}
-        for kind, held in self._roots().items():
-            for path, value in _leaves((kind,), held, seen):
-                if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
-                    numbers[path] = value.item()
-                elif isinstance(value, Tensor) and not value.ndim and not value.is_complex():
-                    numbers[path] = value.detach().clone()
-                elif isinstance(value, bool | int | float | None):
-                    numbers[path] = value
-                else:
-                    others[path] = _mark(value)
-        return numbers, others
+    def _changed(self, leaves: _Leaves) -> dict[str, Any]:
+        """Finds the values that are not as they were when this was made; an empty tuple stands for one that is gone."""
+        now = {name: value for name, (_, _, value) in leaves.items()}
+        now |= {name: () for name in self._first if name not in now}
+        return {name: value for name, value in now.items() if not _same(self._first.get(name, ()), value)}
 
     def _roots(self) -> dict[str, Any]:
-        state: Mapping[Any, Any] = self._optimizer.state
-        names = (name for name in vars(self._optimizer) if name not in _NOT_STATE and not name.startswith(_TORCHS))
-        return {
-            "groups": self._optimizer.param_groups,
-            "state": {owner: value for owner, value in state.items() if not isinstance(owner, Tensor)},
-            "attributes": {name: getattr(self._optimizer, name) for name in names},
-        }
+        optimizer = self._optimizer
+        return {"groups": optimizer.param_groups, "state": optimizer.state, "attributes": vars(optimizer)}
 
-    def _put(self, path: Path, value: Any, *, removes: bool = False) -> None:
-        """Gives the number at a path a value, or removes it."""
-        kind, *steps, last = path
-        at: Any = {"groups": self._optimizer.param_groups, "state": self._optimizer.state}.get(
-            str(kind), self._optimizer
-        )
-        try:
-            for step in steps:
-                at = at[step] if isinstance(at, Mapping | Sequence) else getattr(at, str(step))  # type: ignore[index]
-            if removes:
-                at.pop(last) if isinstance(at, MutableMapping) else delattr(at, str(last))
-                return
-            held = at.get(last) if isinstance(at, Mapping) else getattr(at, str(last), None)
-            if isinstance(held, Tensor) and isinstance(value, Tensor):
-                held.detach().copy_(value)  # in place: another object may hold it too
-            elif isinstance(at, Mapping | Sequence):
-                at[last] = value  # type: ignore[index]
-            else:
-                setattr(at, str(last), value)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"the checkpoint holds `{_spelled(path)}`, for which {type(self._optimizer).__name__} has no place"
-            ) from error
+    def _leaves(self) -> _Leaves:
+        seen, found = {id(self._optimizer)}, _Leaves()
+        for name, root in self._roots().items():
+            seen.add(id(root))
+            found.update(_walk(name, root, seen))
+        return found
+
+    def _place(self, name: str) -> tuple[Any, Any, None]:
+        """The collection and the key of a value that is not there."""
+        *steps, key = (int(step) if step.isdigit() else step for step in name.split("."))
+        at: Any = self._roots()
+        for step in steps:
+            at = _inside(at[step])
+        return at, key, None
 
 
 def _prefix(name: str) -> str:
     return f"{_PREFIX}{name}:" if name else _PREFIX
 
 
-def _spelled(path: Path) -> str:
-    return ".".join(map(str, path))
+def _walk(name: str, holder: Any, seen: set[int]) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
+    """Yields the values in collections and objects that are computed with, by name; of a list also the length."""
+    pairs = list(holder.items() if isinstance(holder, Mapping) else enumerate(holder))
+    if name == "state":
+        pairs = [(owner, entry) for owner, entry in pairs if not isinstance(owner, Tensor)]
+    elif name == "attributes":
+        pairs = [(key, value) for key, value in pairs if key not in _NOT_STATE and not key.startswith(_TORCHS)]
+    for number, (key, value) in enumerate(pairs):
+        path = f"{name}.{key if isinstance(key, str | int) else number}"
+        if key in _RECIPES or isinstance(value, nn.Parameter | nn.Module | type) or callable(value):
+            continue  # weights are saved elsewhere, code does not change
+        if (inside := _inside(value)) is None:
+            if (kept := _kept(value)) != ():
+                yield path, (holder, key, kept)
+        elif id(value) not in seen and path.count(".") < _DEEPEST:
+            seen.add(id(value))
+            yield from _walk(path, inside, seen)
+            if isinstance(value, list | tuple):
+                yield f"{path}.length", (value, "length", (len(value),))
 
 
-def _leaves(path: Path, value: Any, seen: set[int]) -> Iterator[tuple[Path, Any]]:
-    """The values in collections and objects, each with its path; of a list also the length."""
-    if isinstance(value, nn.Parameter | nn.Module | type) or callable(value):
-        return  # weights are saved elsewhere, code does not change
-    inside: Any = None
-    if isinstance(value, Mapping):
-        inside = [
-            (key if isinstance(key, str | int) else number, one) for number, (key, one) in enumerate(value.items())
-        ]
-    elif isinstance(value, list | tuple):
-        inside = [*enumerate(value), *([("length", str(len(value)))] if len(path) > 1 else [])]
-    elif hasattr(value, "__dict__") and not isinstance(value, Tensor):
-        inside = vars(value).items()
-    if inside is None:
-        yield path, value
-    elif id(value) not in seen and len(path) < _DEEPEST:
-        seen.add(id(value))
-        for key, one in inside:
-            if key not in _RECIPES:
-                yield from _leaves((*path, key), one, seen)
+def _inside(value: Any) -> Any:
+    """The values in a collection or an object, by key; None for any other value."""
+    if isinstance(value, Mapping | list | tuple):
+        return value
+    return vars(value) if hasattr(value, "__dict__") and not isinstance(value, Tensor) else None
 
 
-def _mark(value: Any) -> Any:
-    """Returns what differs after a value that is no number has changed; None for one that is not computed with."""
+def _kept(value: Any) -> Any:
+    """Returns a number as it is now; of what is none what differs once it has changed, in a tuple, empty for code."""
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, Tensor):
-        return id(value), compat.version(value)
+        is_number = not value.ndim and not value.is_complex()
+        return value.detach().clone() if is_number else (id(value), compat.version(value))
     if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
+        return (value.get_state().numpy().tobytes(),)
     if isinstance(value, np.ndarray):
-        return value.tobytes()
-    return value if isinstance(value, str | bytes | complex | set | torch.dtype) else None
+        return (value.tobytes(),)
+    if isinstance(value, str | bytes | complex | set | torch.dtype):
+        return (value,)
+    return value if isinstance(value, bool | int | float | None) else ()
 
 
-def _same(before: Number, now: Number) -> bool:
-    if isinstance(before, Tensor) and isinstance(now, Tensor):
-        return before.dtype == now.dtype and bool(((before == now) | (before != before) & (now != now)).item())
-    return type(before) is type(now) and bool(before == now or (before != before and now != now))
+def _same(first: Any, now: Any) -> bool:
+    """True if neither type nor value is another; what is not a number is the same as itself."""
+    alike = type(first) is type(now) and getattr(first, "dtype", None) == getattr(now, "dtype", None)
+    return alike and bool(first == now or (first != first and now != now))

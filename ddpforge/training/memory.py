@@ -48,7 +48,7 @@ def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
         yield f"if an evaluation needed it, set train.eval_batch = {train.eval_batch // 2}"
     if train.activation_checkpointing is not True:
         yield "set train.activation_checkpointing = true: the same numbers, about a third more time"
-    if strategy.use in ("single", "ddp", "naive_split", "data_parallel"):
+    if strategy.use not in ("fsdp", "pipeline", "deepspeed"):
         yield 'set strategy.use = "fsdp": each rank holds its part of weights, gradients and optimizer state'
     if strategy.use == "fsdp" and not strategy.options.get("cpu_offload"):
         yield "use more ranks, or set strategy.cpu_offload = true, which is slow"

@@ -155,10 +155,10 @@ class Unsaved:
             _refuse_hidden(self._model)
             self._before = dict(islice(self._values(), _MOST))
             return True
-        kept = self._state.state() if self._state else {}
-        changed = [name for name, value in islice(self._values(), _MOST) if self._has_changed(name, value)]
-        lost = [name for name in changed if not self._is_kept(name, kept)]
-        if lost:
+        before, kept = self._before, self._state.state() if self._state else {}
+        found = islice(self._values(), _MOST)
+        changed = [name for name, value in found if name in before and not before[name].equals(value)]
+        if lost := [name for name in changed if not self._is_kept(name, kept)]:
             few = ", ".join(f"`{name}`" for name in lost[:8]) + (" …" if len(lost) > 8 else "")
             log.log(
                 logging.WARNING if self._is_main else logging.INFO,
@@ -186,11 +186,6 @@ class Unsaved:
         for name, value in _inside(self._task, "task", seen):
             yield name, _Value.of(value)
 
-    def _has_changed(self, name: str, now: _Value) -> bool:
-        assert self._before is not None
-        before = self._before.get(name)
-        return before is not None and not before.equals(now)
-
     def _is_kept(self, name: str, kept: Mapping[str, Any]) -> bool:
         """True for what the task's state has, under one of the names on the way there or as it is."""
         if not name.startswith("task.") or not kept:
@@ -207,15 +202,14 @@ class _Value(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> _Value:
-        if isinstance(value, Tensor):
-            form = (value.dtype, tuple(value.shape))
-            if value.numel() <= _SMALL and not value.is_meta:
-                return cls(form, value.detach().clone())
-            return cls((*form, id(value), compat.version(value)), None)
+        if not isinstance(value, Tensor | np.ndarray):
+            return cls(value, None)
+        form = (str(value.dtype), tuple(value.shape))
         if isinstance(value, np.ndarray):
-            small = value.size <= _SMALL
-            return cls((str(value.dtype), value.shape, None if small else id(value)), value.copy() if small else None)
-        return cls(value, None)
+            return cls(form, value.copy()) if value.size <= _SMALL else cls((*form, id(value)), None)
+        if value.numel() <= _SMALL and not value.is_meta:
+            return cls(form, value.detach().clone())
+        return cls((*form, id(value), compat.version(value)), None)
 
     def equals(self, other: _Value) -> bool:
         if self.key != other.key:
@@ -225,13 +219,12 @@ class _Value(NamedTuple):
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
         other = other.to(one.device)
-        return bool(((one == other) | (one != one) & (other != other)).all())
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
-    return type(one) is type(other) and not isinstance(one, Tensor | np.ndarray) and bool(one == other)
+    elif type(one) is not type(other) or not isinstance(one, np.ndarray):
+        return type(one) is type(other) and bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | (one != one) & (other != other)).all())
 
 
 # ---------------------------------------------------------------------------------------------- finding it

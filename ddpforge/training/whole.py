@@ -92,16 +92,12 @@ def _hindrance(parts: Built) -> str:
         return f"its {parts.size.all:,} parameters are not put on one rank; up to {SMALL:,} would be"
     if parts.recipe.train.compile != "off" or parts.recipe.train.fp8 != "off":
         return "train.compile and train.fp8 change what modules compute"
-    if parts.turns or parts.task.whole_batch or parts.beside:
-        what = (
-            "has several updates"
-            if parts.turns
-            else "uses modules beside the model"
-            if parts.beside
-            else "compares samples"
-        )
-        return f"the task {what}"
-    return ""
+    hindrances = (
+        (parts.turns, "the task has several updates"),
+        (parts.beside, "the task uses modules beside the model"),
+        (parts.task.whole_batch, "the task compares samples"),
+    )
+    return next((why for hinders, why in hindrances if hinders), "")
 
 
 def _leave_out(why: str) -> None:

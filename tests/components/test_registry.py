@@ -192,6 +192,13 @@ def test_a_name_that_nobody_registers_suggests_the_nearest(site: Path) -> None:
     assert error.exit_code == ExitCode.ENVIRONMENT
 
 
+@pytest.mark.parametrize("use", ["naive_split", "data_parallel"])
+def test_a_strategy_of_a_package_that_is_not_installed_names_the_package(use: str) -> None:
+    with pytest.raises(UnknownComponent) as caught:
+        Registry.installed().load("strategy", use)
+    assert caught.value.hints[0] == "install ddpforge-teaching, which has naive_split and data_parallel"
+
+
 @pytest.mark.parametrize("use", ["", "cosine", "no-such-distribution:mlp", ":mlp", "9:x"])
 def test_names_of_nothing(use: str) -> None:
     with pytest.raises(UnknownComponent):

@@ -92,9 +92,9 @@ def test_weights_gathered_in_bf16_train_nearly_alike(bench: Bench) -> None:
     bench.alike("gathered", "autocast", rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["naive_split", "data_parallel"])
+@pytest.mark.parametrize("name", ["NaiveSplit", "DataParallel"])
 def test_several_gpus_in_one_process_give_the_curve_of_one(bench: Bench, name: str) -> None:
-    """On a machine with one GPU, that one is all there is."""
+    """Those of ddpforge-teaching; on a machine with one GPU, that one is all there is."""
     bench("one", 'use = "single"', nproc=1, more=LOOKS)
-    bench("several", f'use = "{name}"', nproc=1, more=LOOKS)
+    bench("several", f'use = "ddpforge_teaching:{name}"', nproc=1, more=LOOKS)
     bench.alike("several", "one", rel=1e-4)

@@ -226,3 +226,23 @@ def test_what_is_not_saved_becomes_what_it_was_and_what_was_not_there_goes() -> 
     own.restore(found)
     own.restore({})
     assert own.capture() == {}
+
+
+def test_a_number_under_a_key_that_is_no_name_comes_back_under_that_key() -> None:
+    _, _, found = changed(lambda o: o.items[1].update({("a", 1): 7.0}))
+    fresh = Keeping()
+    OwnState(fresh).restore(found)
+    assert fresh.items[1] == {"lr": 2.0, "inner": 3.0, ("a", 1): 7.0}
+
+
+def test_a_list_that_has_grown_is_not_shortened_in_silence() -> None:
+    optimizer = Keeping()
+    own = OwnState(optimizer)
+    optimizer.items.append(1.0)
+    with pytest.raises(CheckpointError, match=r"`attributes.items.2`, for which Keeping has no place"):
+        own.restore({})
+
+
+@pytest.mark.parametrize("name", ["grad_scaler", "found_inferior", "defaults_used"])
+def test_attributes_whose_names_begin_as_torchs_are_state(name: str) -> None:
+    assert changed(lambda o: setattr(o, name, 3.0))[2] == {f"optimizer.attributes.{name}": 3.0}

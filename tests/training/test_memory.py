@@ -65,6 +65,8 @@ def test_what_is_set_already_is_not_advised() -> None:
     ] == []
     few = hints("fsdp", {"cpu_offload": True}, activation_checkpointing=True, precision="bf16", micro_batch=1)
     assert few == ()
+    assert '"fsdp"' in str(hints("naive_split"))
+    assert '"fsdp"' not in str(hints("deepspeed")) + str(hints("pipeline"))
     assert "strategy.stage = 3" in str(hints("deepspeed", {"stage": 2}))
     assert "strategy.stage" not in str(hints("deepspeed", {"stage": 3}))
     assert "strategy.offload_optimizer" in str(hints("deepspeed", {"stage": 3}))

@@ -1,24 +1,26 @@
 """Several devices in one process: the numbers of one device, each part where it belongs, and what is refused."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.forked import Training, in_ranks, refused, saved, train
-from support.torch_versions import needs_torch
+from ddpforge.builtin.models.gpt import GPT
+from ddpforge.errors import StrategyError
+from ddpforge.interfaces import Pass
+from ddpforge.strategies.single import Single
+from ddpforge.testing.ranks import run_ddpforge
+from packaging.version import Version
+from teaching_parts import ALONE, Training, refused, saved, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import AdamW
 
-from ddpforge.builtin.models.gpt import GPT
-from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Pass, World
-from ddpforge.ranks.collectives import Alone
-from ddpforge.strategies.one_process import DataParallel, NaiveSplit
-from ddpforge.strategies.single import Single
+from ddpforge_teaching import DataParallel, NaiveSplit
 
-ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
+ROOT = Path(__file__).parents[1]
 BATCHES = torch.arange(48).reshape(6, 2, 4) * 5 % 16
 
 
@@ -41,53 +43,56 @@ class Unchecked(DataParallel):
 # ---------------------------------------------------------------------------------------------- the numbers
 @pytest.mark.parametrize("strategy", [NaiveSplit, lambda: NaiveSplit(devices=["cpu"] * 3), Unchecked])
 def test_steps_and_state_are_to_the_bit_those_of_one_device(strategy: Any) -> None:
-    def rank(number: int) -> Any:
-        one, several = training(Single()), training(strategy())
-        norms = [(one.step(*pair), several.step(*pair)) for pair in BATCHES.split(2)]
-        assert several.strategy.contract.shards == ()
-        states = one.state(), several.state()
-        assert states[0].model.keys() == states[1].model.keys()
-        for name, value in states[0].model.items():
-            assert torch.equal(value, states[1].model[name])
-            for key, entry in states[0].optimizer[name].items():
-                assert torch.equal(torch.as_tensor(entry), torch.as_tensor(states[1].optimizer[name][key]))
-        return norms
-
-    ((*norms,),) = in_ranks(1, rank)
+    one, several = training(Single()), training(strategy())
+    norms = [(one.step(*pair), several.step(*pair)) for pair in BATCHES.split(2)]
+    assert several.strategy.contract.shards == ()
+    states = one.state(), several.state()
+    assert states[0].model.keys() == states[1].model.keys()
+    for name, value in states[0].model.items():
+        assert torch.equal(value, states[1].model[name])
+        for key, entry in states[0].optimizer[name].items():
+            assert torch.equal(torch.as_tensor(entry), torch.as_tensor(states[1].optimizer[name][key]))
     assert all(one == several > 0.1 for one, several in norms)
 
 
 def test_a_run_goes_from_one_device_to_several_and_back() -> None:
-    def rank(number: int) -> Any:
-        straight = training(Single())
-        expected = [straight.step(batch) for batch in BATCHES]
-        found, state = [], None
-        for strategy, batches in ((Single(), BATCHES[:2]), (NaiveSplit(), BATCHES[2:4]), (Single(), BATCHES[4:])):
-            part = training(strategy)
-            if state is not None:
-                part.replica.load_state(state)
-            found += [part.step(batch) for batch in batches]
-            state = saved(part.state())
-        return found, expected
-
-    ((found, expected),) = in_ranks(1, rank)
+    straight = training(Single())
+    expected = [straight.step(batch) for batch in BATCHES]
+    found, state = [], None
+    for strategy, batches in ((Single(), BATCHES[:2]), (NaiveSplit(), BATCHES[2:4]), (Single(), BATCHES[4:])):
+        part = training(strategy)
+        if state is not None:
+            part.replica.load_state(state)
+        found += [part.step(batch) for batch in batches]
+        state = saved(part.state())
     assert found == expected
 
 
 # ---------------------------------------------------------------------------------------------- the places
+class Rest(nn.Module):
+    """Weights of `outside` elements."""
+
+    def __init__(self, outside: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sum()
+
+
 class Chain(nn.Module):
     """Weights of `outside` elements, then blocks, then a number per sample; `skips` also adds what came first."""
 
     def __init__(self, blocks: int = 4, outside: int = 1, skips: bool = False) -> None:
         super().__init__()
         self.enter = nn.Linear(1, 4)
-        self.rest = nn.Parameter(torch.zeros(outside))
+        self.rest = Rest(outside)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
         self.leave = nn.Linear(4, 1)
         self.skips = skips
 
     def forward(self, x: Tensor) -> Tensor:
-        x = first = self.enter(x) + self.rest.sum()
+        x = first = self.rest(self.enter(x))
         for block in self.blocks:
             x = block(x) + first if self.skips else block(x)
         out: Tensor = self.leave(x)
@@ -121,11 +126,11 @@ def test_devices_hold_equal_shares_and_inputs_follow_the_blocks(devices: Any, ou
         model = Chain(outside=outside)
         split(model, [*model.blocks])
         assert [block.weight.device.index for block in model.blocks] == places  # type: ignore[union-attr]
-        assert {model.enter.weight.device.index, model.rest.device.index, model.leave.weight.device.index} == {0}
+        assert {model.enter.weight.device.index, model.rest.weight.device.index, model.leave.weight.device.index} == {0}
         assert model(torch.ones(2, 1, device="cpu:0")).device == torch.device("cpu:0")
 
 
-@needs_torch("2.14")  # those before imitate the error of two devices otherwise
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.14"), reason="imitates the error of two devices otherwise")
 def test_what_is_computed_between_blocks_on_two_devices_is_an_error_that_names_the_mend(devices: Any) -> None:
     def mixes() -> None:
         with devices, Training(NaiveSplit(), gpt, blocks=lambda model: model.blocks).replica.autocast():
@@ -163,6 +168,36 @@ def test_each_device_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     given = Pass(batch=BATCHES[0], seed=lambda: torch.default_generator.manual_seed(7) and None)
     assert len(list(replica.passes([given], compute, trains=True))) == 1
     assert generators[1].initial_seed() == 8
+
+
+def test_tensors_of_a_module_move_without_those_of_its_blocks() -> None:
+    strategy = NaiveSplit(devices=["cpu", "cpu"])
+    strategy.setup(train(), ALONE)
+    strategy.devices[0] = torch.device("meta")
+    model = Chain()
+    del model.rest, model.enter, model.leave
+    model.register_buffer("own", torch.ones(2), persistent=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy, "_places", lambda *_: [1] * 4)
+        strategy.wrap(model, [*model.blocks])
+    assert model.get_buffer("own").device.type == "meta"
+    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_recipe_names_it_and_has_the_losses_of_one_device(tmp_path: Path) -> None:
+    def losses(use: str) -> list[float]:
+        recipe = str(ROOT / "recipes/gpt-split.toml")
+        settings = [f"strategy.use={use}", f"name={use}", "train.length=3st", "track.every=1st", "train.device=cpu"]
+        done = run_ddpforge("run", recipe, *(f"--set={each}" for each in settings), cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("is for teaching and comparison" in done.stderr) == (use == "naive_split")
+        rows = [json.loads(line) for line in (tmp_path / "runs" / use / "metrics.jsonl").read_text().splitlines()]
+        return [row["train/loss"] for row in rows if "train/loss" in row]
+
+    found = losses("naive_split")
+    assert len(found) == 3
+    assert found == losses("single")
 
 
 # ---------------------------------------------------------------------------------------------- what is refused

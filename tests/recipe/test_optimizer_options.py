@@ -1,28 +1,46 @@
 """Optimizers that cannot train are found by building them over one small parameter."""
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ddpforge.components.registry import Registry
 from ddpforge.errors import RecipeError
+from ddpforge.preflight import Problems, check
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.training.optimizer_trial import check_optimizer
 
 Load = Callable[..., LoadedRecipe]
+
+OWN = """
+import torch
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, params, *, lr: float = 0.1, common: int = 1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None): ...
+"""
+
+
+def _checked(loaded: LoadedRecipe, registry: Registry) -> None:
+    stage, problems = SimpleNamespace(trains=True, recipe=loaded.recipe, registry=registry), Problems(loaded)
+    check(stage, problems, (("optimizer", "static.check_optimizer_options"),))
+    problems.raise_if_any()
 
 
 def _problem(load: Load, registry: Registry, *sets: str) -> tuple[str, str]:
     loaded = load(None, *sets)
     with pytest.raises(RecipeError) as caught:
-        check_optimizer(loaded, registry)
+        _checked(loaded, registry)
     (problem,) = caught.value.problems
     assert problem.place is not None
     return problem.key, problem.message
 
 
 def test_a_usable_optimizer_passes(load: Load, registry: Registry) -> None:
-    check_optimizer(load(None, "optimizer.use=torch.optim:AdamW", "optimizer.lr=0.1"), registry)
+    _checked(load(None, "optimizer.use=torch.optim:AdamW", "optimizer.lr=0.1"), registry)
 
 
 def test_the_optimizers_own_refusal_becomes_a_problem_of_its_table(load: Load, registry: Registry) -> None:
@@ -45,3 +63,21 @@ def test_an_optimizer_that_needs_a_closure_is_refused(load: Load, registry: Regi
 def test_what_makes_no_optimizer_is_refused(load: Load, registry: Registry) -> None:
     key, message = _problem(load, registry)  # the test double returns None
     assert (key, message) == ("optimizer.use", 'optimizer "adamw" makes a NoneType, not a torch.optim.Optimizer')
+
+
+def test_a_setting_that_the_optimizer_has_for_all_parameters_alike_is_no_groups(
+    load: Load, registry: Registry, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    sets = ["optimizer.use=./own.py:Own", "optimizer.lr=0.1", "optimizer.groups.a.parameters=['*']"]
+    _checked(load(None, *sets, "optimizer.groups.a.lr=0.2"), registry)
+    key, message = _problem(load, registry, *sets, "optimizer.groups.a.common=3")
+    assert key == "optimizer.groups.a.common"
+    assert message == "`common` of Own is the same for all of its parameters"
+
+
+@pytest.mark.parametrize("table", ["groups.a", "turns.a"])
+def test_optimizers_of_groups_and_turns_are_tried_too(load: Load, registry: Registry, table: str) -> None:
+    sets = ["optimizer.use=torch.optim:SGD", "optimizer.lr=0.1", f"optimizer.{table}.parameters=['*']"]
+    key, _ = _problem(load, registry, *sets, f"optimizer.{table}.use=torch.optim:Adam", f"optimizer.{table}.lr=-1.0")
+    assert key == f"optimizer.{table}"

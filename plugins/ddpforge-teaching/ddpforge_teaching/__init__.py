@@ -1,27 +1,30 @@
-"""Several devices in one process: the starting points of tutorials, for teaching and for comparison."""
+"""Several devices in one process, for teaching and comparison: a naive split of a model, and torch.nn.DataParallel."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
-
-from ddpforge import compat
+import torch
+from accelerate.utils import send_to_device
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Refusal, Replica, Strategy, World
+from ddpforge.interfaces import Compute, Contract, Pass, Refusal, Replica, Strategy, World
+from ddpforge.strategies import WholeReplica
+from pydantic import Field
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = ["DataParallel", "NaiveSplit"]
+
+ddpforge_plugin_api = 2
 
 log = logging.getLogger("ddpforge")
 
@@ -66,8 +69,6 @@ class _OneProcess(Strategy):
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Finds the devices; says what replaces the strategy."""
-        import torch
-
         self.devices = [torch.device(name) for name in self._named or self._all(world.device.type)]
         there = torch.cuda.device_count()
         for device in self.devices:
@@ -82,8 +83,6 @@ class _OneProcess(Strategy):
     def _all(self, kind: str) -> Sequence[str]:
         if kind == "cpu":
             return ("cpu", "cpu")
-        import torch
-
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
 
 
@@ -111,19 +110,17 @@ class NaiveSplit(_OneProcess):
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Moves the blocks to their devices, and the rest to the first; what goes into a block then follows it."""
-        from ddpforge.strategies.split_replica import move_inputs, move_outputs
-
         first, inside = self.devices[0], {id(module) for block in blocks for module in block.modules()}
         outside = [module for module in model.modules() if id(module) not in inside]
         places = self._places(blocks, sum(p.numel() for module in outside for p in module.parameters(recurse=False)))
         self._refuse_shared(model, outside, list(zip(blocks, places, strict=True)))
         for module in outside:
-            compat.move_own(module, first)  # of `to`, all would pass through the first device
+            _move_own(module, first)
         for block, place in zip(blocks, places, strict=True):
             block.to(self.devices[place])
-            block.register_forward_pre_hook(partial(move_inputs, self.devices[place]), with_kwargs=True)
+            block.register_forward_pre_hook(partial(_to, self.devices[place]), with_kwargs=True)
         for block, (_, following) in zip(blocks, pairwise([*places, 0]), strict=True):
-            block.register_forward_hook(partial(move_outputs, self.devices[following]))
+            block.register_forward_hook(partial(_on, self.devices[following]))
         return model
 
     def _places(self, blocks: Sequence[nn.Module], outside: int) -> list[int]:
@@ -160,9 +157,7 @@ class NaiveSplit(_OneProcess):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """The model as it lies on its devices."""
-        from ddpforge.strategies.split_replica import SplitReplica
-
-        return SplitReplica(self, model, optimizer, devices=self.devices, may_be_unused=True)
+        return _SplitReplica(self, model, optimizer, may_be_unused=True)
 
 
 class DataParallel(_OneProcess):
@@ -210,14 +205,64 @@ class DataParallel(_OneProcess):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """The model in a torch.nn.DataParallel."""
-        from torch import nn
+        module: nn.Module = nn.DataParallel(model, device_ids=self.devices)
+        return _SplitReplica(self, model, optimizer, module=module, may_be_unused=True)
 
-        from ddpforge.strategies.split_replica import SplitReplica
 
-        module = nn.DataParallel(model, device_ids=self.devices)
-        return SplitReplica(self, model, optimizer, devices=self.devices, module=module, may_be_unused=True)
+class _SplitReplica(WholeReplica):
+    """A model on several devices of one process, each with random numbers of its own."""
+
+    def __init__(self, strategy: _OneProcess, *parts: Any, **options: Any) -> None:
+        super().__init__(strategy, *parts, **options)
+        self._others = strategy.devices[1:]
+
+    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+        """Also seeds the other devices: from one seed all would draw the same numbers."""
+        seeded = (replace(one, seed=partial(self._seed, one)) for one in passes)
+        return super().passes(seeded, compute, trains=trains)
+
+    def _seed(self, one: Pass) -> None:
+        one.seed()
+        for number, device in enumerate(self._others, 1):
+            if device.type == "cuda" and device != self.world.device:
+                torch.cuda.default_generators[device.index].manual_seed(torch.initial_seed() + number)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Also says in the recipe's words what torch says of tensors on different devices."""
+        try:
+            with super().autocast():
+                yield
+        except RuntimeError as error:
+            if "on the same device" not in str(error):
+                raise
+            raise StrategyError(
+                f"between its blocks the model computes with tensors of different devices: {error}",
+                hints=["name larger classes in train.blocks, which hold all that is computed together"],
+            ) from error
 
 
 def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor]:
     yield from module.parameters(recurse)
     yield from module.buffers(recurse)
+
+
+def _move_own(module: nn.Module, device: torch.device) -> None:
+    """Moves a module without its children: by `to` the whole model would pass through the first device."""
+    if next(module.children(), None) is None:
+        module.to(device)
+        return
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(device)
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(module, name, buffer.to(device))
+
+
+def _to(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A hook that gives a module its inputs on a device."""
+    return send_to_device((args, kwargs), device)
+
+
+def _on(device: torch.device, _: nn.Module, args: Any, outputs: Any) -> Any:
+    """A hook that gives a module's outputs on to a device."""
+    return send_to_device(outputs, device)

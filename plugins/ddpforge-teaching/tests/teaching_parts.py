@@ -1,0 +1,96 @@
+"""A model and its optimizer under a strategy of one process, one step after another; what tests look at."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ddpforge.interfaces import CanonicalState, Strategy, World
+from ddpforge.interfaces.regions import Range, Region, copy
+from ddpforge.recipe.schema import TrainSection
+from ddpforge.strategies import Alone
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
+
+
+def train(**options: Any) -> TrainSection:
+    """The [train] table of a recipe, on a CPU."""
+    return TrainSection.model_validate({"length": "1st", "global_batch": 4, "device": "cpu"} | options)
+
+
+def refused(kind: type[Exception], action: Callable[[], object]) -> str:
+    """What an error of `kind` says, which `action` must raise, and its hints."""
+    with pytest.raises(kind) as found:
+        action()
+    return " | ".join([found.value.message, *found.value.hints])  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A whole tensor, as a checkpoint gives it back."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self) -> Tensor:
+        return self.tensor.clone()
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        flat = target.view(-1) if isinstance(region, Range) else target
+        copy(self.shape, Range(0, self.tensor.numel()), self.tensor.reshape(-1), region, flat)
+
+
+def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
+    """A state of whole tensors, as a checkpoint gives it back."""
+
+    def read(value: Any) -> Any:
+        return Saved(value.clone()) if isinstance(value, Tensor) and value.ndim else value
+
+    return CanonicalState(
+        {name: Saved(value.clone()) for name, value in state.model.items()},
+        {name: {key: read(value) for key, value in entry.items()} for name, entry in state.optimizer.items()},
+        dict(state.aliases),
+        {name: read(value) for name, value in state.shared.items()},
+        dict(state.numbers),
+    )
+
+
+class Training:
+    """A loss is the sum of what the model returns."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        build: Callable[[], nn.Module],
+        optimizer: Callable[[Any], Optimizer] = lambda weights: SGD(weights, lr=1.0),
+        blocks: Callable[[Any], Sequence[nn.Module]] = lambda model: (),
+        **options: Any,
+    ) -> None:
+        self.strategy, settings = strategy, train(**options)
+        assert list(strategy.refusals(settings, 1, "cpu")) == []
+        self.world = strategy.setup(settings, ALONE)
+        with strategy.building():
+            model = build()
+        model = strategy.wrap(model, blocks(model))
+        self.replica: Any = strategy.prepare(model, optimizer(model.parameters()))
+
+    def step(self, *inputs: Tensor) -> float:
+        """The norm of the step's gradient, with a micro-batch for each input."""
+        for number, x in enumerate(inputs, 1):
+            with self.replica.forward(last=number == len(inputs)):
+                loss = self.replica.module(x).sum()
+            self.replica.backward(loss)
+        return float(self.replica.step().item())
+
+    def state(self) -> Any:
+        return self.replica.state()
