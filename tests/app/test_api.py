@@ -292,7 +292,7 @@ def test_what_a_sweeps_agent_starts_is_a_run_of_the_recipe(
     agent._run_processes["abc123"].wait()
     words = Path(f"{script}.words").read_text().splitlines()
 
-    context = command.make_context("run", words[1:])
+    context = command.make_context("run", words[1:], help_option_names=["-h", "--help"])
     assert (words[0], context.params["recipe"], context.params["out"]) == ("run", "digits", "runs/sweep")
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")  # as the agent has it
     recipe = load_recipe("digits", sets=context.params["words"]).recipe

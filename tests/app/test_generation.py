@@ -18,7 +18,7 @@ from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
-from ddpforge.cli.generate import generate as command
+from ddpforge.cli import main
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Context
 
@@ -212,7 +212,7 @@ def test_the_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("prompts.txt").write_text("abcd\n\nefgh\n")
 
     def said(*arguments: str) -> str:
-        done = CliRunner().invoke(command, ["bytes", *arguments, "-n", "6"])
+        done = CliRunner().invoke(main, ["generate", "bytes", *arguments, "-n", "6"])
         assert done.exception is None, done.exception
         return done.stdout
 
@@ -225,4 +225,4 @@ def test_the_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     for arguments in ([], ["--prompt", "a", "--prompts", "prompts.txt"]):
-        assert "say what to continue" in str(CliRunner().invoke(command, ["bytes", *arguments]).exception)
+        assert "say what to continue" in str(CliRunner().invoke(main, ["generate", "bytes", *arguments]).exception)

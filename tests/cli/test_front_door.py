@@ -94,7 +94,7 @@ def options_of(path: tuple[str, ...]) -> list[click.Option]:
 def test_every_command_and_option_says_what_it_is_for(path: tuple[str, ...]) -> None:
     for flag in ("--help", "-h"):
         shown = CliRunner().invoke(main, [*path, flag], prog_name="ddpforge")
-        assert shown.exit_code == 0
+        assert shown.exit_code == 0, shown.output
         assert shown.stdout.startswith(f"Usage: {' '.join(['ddpforge', *path])}")
         assert len(shown.stdout.split("\n\n")[1].strip()) > 20  # the description
     assert all(option.help for option in options_of(path))
