@@ -225,4 +225,4 @@ def test_the_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     for arguments in ([], ["--prompt", "a", "--prompts", "prompts.txt"]):
-        assert "say what to continue" in str(CliRunner().invoke(main, ["generate", "bytes", *arguments]).exception)
+        assert "say what to continue" in CliRunner().invoke(main, ["generate", "bytes", *arguments]).output
