@@ -33,7 +33,7 @@ from ddpforge.errors import ExitCode, PluginError, leading_key
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["PLUGIN_API", "Chosen", "Registry", "WrongKind", "build"]
+__all__ = ["PLUGIN_API", "NamedComponent", "Registry", "WrongKind", "build"]
 
 PLUGIN_API = 2
 """The newest version of the component contracts that this ddpforge keeps."""
@@ -41,7 +41,7 @@ PLUGIN_API = 2
 _ABSENT = object()
 
 
-class Chosen(Protocol):
+class NamedComponent(Protocol):
     """A component that a recipe names, with its options, validated; paths in them are relative to `base`."""
 
     @property
@@ -179,7 +179,7 @@ class Registry:
                 hints=["every option of a component is a keyword parameter with a type that TOML can write"],
             ) from breach
 
-    def build(self, kind: str, component: Chosen, **given: Any) -> Any:
+    def build(self, kind: str, component: NamedComponent, **given: Any) -> Any:
         """Calls the component with its validated options, and with those of `given` that it has a parameter for.
 
         A parameter of that name which has a default is the component's own option, and gets no value of `given`.
@@ -323,7 +323,7 @@ class WrongKind(PluginError):
     exit_code = ExitCode.USAGE
 
 
-def build(registry: Registry, kind: str, component: Chosen, **given: Any) -> Any:
+def build(registry: Registry, kind: str, component: NamedComponent, **given: Any) -> Any:
     """The component, built; raises PluginError also when it is not of its kind."""
     built = registry.build(kind, component, **given)
     if expected := KINDS[kind].mismatch(built):
