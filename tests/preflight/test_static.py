@@ -1,9 +1,16 @@
 """What no strategy can do with a recipe is refused by the recipe's key."""
 
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+
 import pytest
 from support.forked import train
-from support.stages import chosen_with
+from support.small_recipe import CALLBACKS, CODE, told
+from support.stages import Staged, chosen_with, staged
 
+from ddpforge.errors import RecipeError
+from ddpforge.preflight import CHECKS, function_of
 from ddpforge.preflight.static import check_device
 
 
@@ -26,3 +33,126 @@ def test_batchnorm_over_ranks_needs_a_gpu(ranks: int, asked: bool, device: str, 
     found = list(check_device(chosen_with(train(sync_batchnorm=asked), ranks=ranks, device=device)))
     assert [each.key for each in found] == ["train.sync_batchnorm"] * count
     assert [each.message for each in found] == ["train.sync_batchnorm needs CUDA, and this run is on cpu"] * count
+
+
+def test_a_stream_without_a_length_is_met_with_all_that_counts_epochs(parts: Callable[..., Staged]) -> None:
+    sets = ["data.train.use=./mine.py:Stream", "checkpoint.every=1ep", "track.every=1ep", "train.length=2ep"]
+    assert told(parts(*sets)).keys() == {"checkpoint.every", "track.every", "train.length"}
+
+
+def test_initial_weights_that_are_not_there_do_not_matter_to_a_resume(parts: Callable[..., Staged]) -> None:
+    parts()
+    for resumes in (True, False):
+        found = staged("run.toml", "checkpoint.init_from=nowhere", resumes=resumes)
+        assert bool(found.problems) is not resumes
+
+
+def test_a_callback_of_an_older_contract_is_told_what_to_change(parts: Callable[..., Staged]) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    found = told(parts("callbacks.old.use=./calls.py:Old"))
+    assert found == {"callbacks.old": "callback `old`: Old.on_start takes other arguments than the run"}
+
+
+def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_show_them(
+    parts: Callable[..., Staged],
+) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    reads = "callbacks.reads.use=./calls.py:Reads"
+    assert told(parts(reads)) == {}
+    found = told(parts(reads, "strategy={use='deepspeed'}"))
+    said = "callback `reads` (Reads) reads gradients in `on_gradient`, and this strategy cannot show them"
+    assert found["callbacks.reads"] == said
+
+
+def test_a_callback_that_calls_the_model_is_refused_where_no_rank_has_all_of_it(parts: Callable[..., Staged]) -> None:
+    Path("calls.py").write_text(CALLBACKS)
+    calls = "callbacks.calls.use=./calls.py:Calls"
+    assert told(parts(calls)) == {}
+    said = "callback `calls` (Calls) calls the model, and under this strategy no rank has all of it"
+    assert told(parts(calls, "strategy={use='pipeline'}"))["callbacks.calls"] == said
+
+
+TURNS = """
+class Duel(Task):
+    turns = ("up", "down")
+    def loss(self, model, batch, turn=""):
+        y = model(batch[0]).square().sum()
+        return (y if turn == "up" else -y), None
+"""
+
+
+UP, DOWN = "optimizer.turns.up={parameters=['*.weight']}", "optimizer.turns.down={parameters=['*.bias']}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "said"),
+    [
+        ([UP], "optimizer", "[optimizer.turns.down] is missing: the task makes an update of that name in every step"),
+        ([UP, DOWN, "optimizer.turns.sideways={}"], "optimizer.turns.sideways", "has no turn `sideways`"),
+        ([UP, "optimizer.turns.down={}"], "optimizer.turns.down.parameters", "`down.*` matches no parameter"),
+        ([UP, "optimizer.turns.down={parameters=['layer.*']}"], "optimizer.turns", "is in the turns up and down"),
+        (
+            [UP, DOWN, "optimizer.turns.up.use='torch.optim:SGD'", "optimizer.turns.up.lr=0.0"],
+            "optimizer.turns.up.lr",
+            "`optimizer.turns.up.lr` must be more than 0",
+        ),
+        ([UP, DOWN, "strategy.use=deepspeed"], "optimizer.turns", "makes one update a step"),
+        (
+            [UP, DOWN, "optimizer.turns.up.schedule={use='constant', warmup='9st'}"],
+            "optimizer.turns.up",
+            "warm-up of 9",
+        ),
+    ],
+)
+def test_turns_that_do_not_fit(parts: Callable[..., Staged], sets: list[str], key: str, said: str) -> None:
+    Path("mine.py").write_text(CODE + TURNS)
+    found = told(parts("~task.metrics", "task.use=./mine.py:Duel", *sets))
+    assert any(place.startswith(key) and said in message for place, message in found.items()), found
+
+
+def test_a_loss_is_told_its_turn(parts: Callable[..., Staged]) -> None:
+    Path("mine.py").write_text(CODE + TURNS.replace(', turn=""', ""))
+    found = told(parts("~task.metrics", "task.use=./mine.py:Duel", UP, DOWN))
+    assert "mine.py:Duel has the turns up, down, and its `loss` is not told which" in found["task"]
+
+
+def test_turns_of_a_task_that_has_none(parts: Callable[..., Staged]) -> None:
+    found = told(parts(UP))
+    assert "the task `classification` has no turn `up`" in found["optimizer.turns.up"]
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "said"),
+    [
+        ("{parameters=['layers.*']}", "optimizer.groups.g.parameters", "`layers.*` matches no parameter; near it are"),
+        ("{parameters=['bias'], use='muon', lr=0.1}", "optimizer", "`layer.bias` has the shape [3]"),
+        ("{parameters=['bias'], fused='auto'}", "", ""),
+        ("{parameters=['bias'], fused=true}", "", ""),
+        ("{parameters=['bias'], use='torch.optim:SGD', lr=0.0}", "optimizer.groups.g.lr", "must be more than 0"),
+        ("{parameters=['bias'], rho=1}", "optimizer.groups.g.rho", "unknown key `rho` in [optimizer.groups.g]"),
+        ("{lr=0.1}", "optimizer.groups.g", "missing key `parameters`"),
+    ],
+)
+def test_groups_that_do_not_fit(parts: Callable[..., Staged], group: str, key: str, said: str) -> None:
+    try:
+        found = told(parts(f"optimizer.groups.g={group}"))
+    except RecipeError as error:
+        found = {problem.key: problem.message for problem in error.problems}
+    if not said:
+        assert not found
+    assert all(place.startswith(key) and said in message for place, message in found.items()), found
+    assert bool(found) == bool(said)
+
+
+def test_another_optimizer_under_a_strategy_that_takes_one(parts: Callable[..., Staged]) -> None:
+    group = "optimizer.groups.g={parameters=['2d'], use='muon', lr=0.1}"
+    found = told(parts(group, "strategy.use=deepspeed"))
+    assert "takes one optimizer; [optimizer.groups.g] has another" in found["optimizer.groups.g.use"]
+    assert "optimizer.groups.g.lr" not in told(parts("optimizer.groups.g={parameters=['2d'], lr=0.5}"))
+
+
+def test_the_list_of_checks_names_functions_of_one_stage_each_once() -> None:
+    rows = [name for stage in CHECKS.values() for _, name in stage]
+    assert len({*rows}) == len(rows)
+    for name in rows:
+        assert len(signature(function_of(name)).parameters) == 1, name

@@ -1,0 +1,18 @@
+"""The small recipe, built as a check builds it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.small_recipe import CODE, RECIPE
+from support.stages import Staged, staged
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Staged]:
+    """`parts("model.inputs=5", …)`: the parts of a small recipe with local code, as `check --build` builds them."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(RECIPE)
+    Path("mine.py").write_text(CODE)
+
+    return lambda *sets: staged("run.toml", *sets)

@@ -1,0 +1,122 @@
+"""What is built of a recipe: lengths, orders, and the stages of an evaluation."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import Plain
+from support.small_recipe import SETS, told
+from support.stages import Staged, staged
+
+from ddpforge.app.build import short_steps
+from ddpforge.app.evaluate import check_sets
+from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.errors import UsageError
+from ddpforge.recipe import load_recipe
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "said"),
+    [
+        (
+            ["data.train.use=./mine.py:Stream", "data.order={use='sequential'}"],
+            "data.order",
+            "Stream is an iterable dataset, whose samples come in its own order",
+        ),
+        (["data.order={use='balanced', by='label'}"], "data.order.by", "by: Data has no `label`, by which to order"),
+        (["data.order={use='growing', start=1, until='4ep'}"], "data.order.until", "until: 4ep must be in steps"),
+        (
+            ["data.order={use='growing', start=1, until='4st'}", "train.length=1.5ep"],
+            "train.length",
+            "train.length: 1.5ep needs to know how long an epoch is, and this data has no epochs of one length",
+        ),
+        (["data.order={use='collections:Counter'}"], "data.order", "must be a ddpforge.interfaces.Order"),
+    ],
+)
+def test_an_order_that_cannot_be_is_told_before_training(
+    parts: Callable[..., Staged], sets: list[str], key: str, said: str
+) -> None:
+    problems = told(parts(*sets))
+    assert said in problems[key]
+    assert len(problems) == 1
+
+
+@pytest.mark.parametrize(("length", "steps"), [("1ep", 5), ("2ep", 7), ("10ep", 23)])
+def test_whole_epochs_of_an_order_whose_steps_grow_are_a_length(
+    parts: Callable[..., Staged], length: str, steps: int
+) -> None:
+    """16 samples in steps of 1, 2, 4, 6 and 3, which is what is left; then of 8."""
+    built = parts("data.order={use='growing', start=1, until='4st'}", f"train.length={length}")
+    assert told(built) == {}
+    assert built.stage.plan.horizon.total == steps
+
+
+def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Staged]) -> None:
+    assert parts("train.length=2ep").stage.plan.horizon.total == 4
+    assert parts("train.length=2ep", "data.order={use='repeated', times=3}").stage.plan.horizon.total == 12
+
+
+def evaluated(*only: str, sets: Sequence[str] = SETS) -> Staged:
+    """The parts of an evaluation: nothing else can be built, for their constructors raise."""
+    Path("gone.py").write_text(
+        "def gone(seed: int = 0, params: object = None, horizon: object = None):\n    raise OSError('gone')\n"
+    )
+    lost = [f"{kind}={{use='./gone.py:gone'}}" for kind in ("data.train", "optimizer", "schedule", "track.lost")]
+    # among which a batch of 8 cannot be dealt out
+    built = staged("run.toml", *lost, *sets, ranks=3, meta=False, trains=False, only=only)
+    built.problems.raise_if_any()
+    return built
+
+
+@pytest.mark.usefixtures("parts")
+def test_an_evaluation_needs_no_training_data_optimizer_schedule_or_tracker() -> None:
+    built = evaluated()
+    assert built.stage.data.keys() == {"eval.one", "eval.two"}
+    built.deal(Plain(ranks=3).world)
+    assert [len(micro.data[0]) for micro in built.stage.evaluation["one"].evaluation()] == [2, 2, 1]  # of 16
+
+
+@pytest.mark.usefixtures("parts")
+def test_an_evaluation_may_be_on_some_of_the_sets() -> None:
+    assert evaluated("two").stage.data.keys() == {"eval.two"}
+    recipe = load_recipe("run.toml", sets=SETS).recipe
+    with pytest.raises(UsageError, match=r"no \[data\.eval\.tow\] to evaluate on") as caught:
+        check_sets(recipe, ["tow"])
+    assert caught.value.hints == ("did you mean `two`?", "there are one, two")
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_set_that_has_no_name_cannot_be_named() -> None:
+    recipe = load_recipe("run.toml", sets=["data.eval.use=./mine.py:Data"]).recipe
+    with pytest.raises(UsageError, match=r"no \[data\.eval\.one\] to evaluate on") as caught:
+        check_sets(recipe, ["one"])
+    assert caught.value.hints == ("its one [data.eval] has no name",)
+    with pytest.raises(UsageError, match=r"the recipe has no \[data\.eval\] to evaluate on"):
+        check_sets(load_recipe("run.toml").recipe, [])
+
+
+def test_the_first_micro_batch_is_that_of_training() -> None:
+    from ddpforge.builtin.orders.plain import Shuffled
+    from ddpforge.data import RankShare, open_data
+
+    fetching = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}
+    order = Shuffled(torch.arange(10), 3, 4, False)
+    batches = open_data(torch.arange(10), order=order, global_batch=4, share=RankShare(0, 1, 4), **fetching)  # type: ignore[arg-type]
+    wanted = [next(batches.training(start)).data.tolist() for start in (0, 1)]
+    assert batches.first().data.tolist() == wanted[0]
+    source = batches.training(0)
+    assert [next(source).data.tolist() for _ in (0, 1)] == wanted
+    batches.first()
+    assert next(batches.training(1)).data.tolist() == wanted[1]
+    assert next(batches.training(0)).data.tolist() == wanted[0]
+
+
+@pytest.mark.parametrize(("samples", "note"), [(3, "every step has 3 samples, not train.global_batch = 8"), (8, "")])
+def test_steps_that_the_data_cannot_fill_are_described(samples: int, note: str) -> None:
+    order = Shuffled(range(samples), 0, 8, False)
+    parts: Any = SimpleNamespace(order=order, recipe=SimpleNamespace(train=SimpleNamespace(global_batch=8)))
+    assert short_steps(parts).startswith(note)
+    assert bool(short_steps(parts)) == bool(note)
