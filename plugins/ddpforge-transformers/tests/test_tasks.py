@@ -7,6 +7,7 @@ import torch
 from ddpforge.app.generation import Sampling, generate
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.builtin.tasks.sequence_classification import SequenceClassification
+from ddpforge.errors import UsageError
 from tiny import TINY
 
 from ddpforge_transformers.data import TokenizedJSONL
@@ -88,7 +89,7 @@ def test_what_does_not_fit_is_refused(samples: Path, tokenizer: Path) -> None:
             SequenceClassification(),
             sequence_classification(classes=2, model_type="bert", options=TINY["bert"]),
             classes,
-            "set model.classes = 3",
+            "the data has 3 classes and the model 2 outputs",
         ),
         (
             SequenceClassification(),
@@ -97,5 +98,5 @@ def test_what_does_not_fit_is_refused(samples: Path, tokenizer: Path) -> None:
             "set model.options.pad_token_id = 0",
         ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((UsageError, ValueError), match=message):
             task.check(model, data)
