@@ -63,7 +63,7 @@ LIGHT = {
     "tools.reports",
     "watchdog",
 }
-LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "signals")}
+LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "scheduling", "signals")}
 LIGHT |= {"app.choose", "preflight"}
 LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "metric_direction", "stages")}
 LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.grid", "single", "tensor.options")}

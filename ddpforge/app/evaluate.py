@@ -25,7 +25,7 @@ from ddpforge.interop.tables import Table, check_table, writing
 from ddpforge.launchers.slurm import adopt_slurm
 from ddpforge.preflight import Problems
 from ddpforge.ranks import leaving
-from ddpforge.ranks.arithmetic import arithmetic_restored
+from ddpforge.ranks.arithmetic import settings_restored
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
@@ -59,7 +59,7 @@ class Evaluation:
 
 
 @leaving.nobody_leaves()
-@arithmetic_restored()
+@settings_restored()
 def evaluate(
     folder: RunFolder,
     *,
@@ -110,7 +110,7 @@ class Prediction:
 
 
 @leaving.nobody_leaves()
-@arithmetic_restored()
+@settings_restored()
 def predict(
     folder: RunFolder,
     out: Path,

@@ -22,7 +22,7 @@ from ddpforge.launchers.verdict import has_begun, record_begun
 from ddpforge.preflight import Problems
 from ddpforge.ranks import join as ranks_join
 from ddpforge.ranks import leaving, phases
-from ddpforge.ranks.arithmetic import arithmetic_restored
+from ddpforge.ranks.arithmetic import settings_restored
 from ddpforge.ranks.halt import seconds_of
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.signals import StopRequests
@@ -41,7 +41,7 @@ __all__ = ["Outcome", "join", "peers_of", "run"]
 
 
 @leaving.nobody_leaves()
-@arithmetic_restored()
+@settings_restored()
 def run(
     source: str | Path,
     *,

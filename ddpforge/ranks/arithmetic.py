@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ddpforge.errors import StrategyError
+from ddpforge.ranks.scheduling import policy_restored
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["arithmetic_restored", "set_arithmetic", "told_of_determinism"]
+__all__ = ["set_arithmetic", "settings_restored", "told_of_determinism"]
 
 _WITHOUT = ("does not have a deterministic implementation", "Deterministic behavior was enabled")  # torch's words
 
@@ -36,13 +37,14 @@ def set_arithmetic(train: TrainSection) -> None:
 
 
 @contextmanager
-def arithmetic_restored() -> Iterator[None]:
-    """Sets torch's switches back in the end."""
+def settings_restored() -> Iterator[None]:
+    """Sets torch's switches, and the policy of threads, back in the end."""
     matmul, convolutions = _matmul(), torch.backends.cudnn.allow_tf32
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        yield
+        with policy_restored():
+            yield
     finally:
         if matmul:
             _multiply(matmul, in_convolutions=convolutions)

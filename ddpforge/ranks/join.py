@@ -28,6 +28,7 @@ from ddpforge.ranks.arithmetic import set_arithmetic
 from ddpforge.ranks.collectives import Alone, Group
 from ddpforge.ranks.devices import DeviceCheck, choose_device, device_type, told_cpu
 from ddpforge.ranks.interface import choose_interface
+from ddpforge.ranks.scheduling import set_batch_policy
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -72,6 +73,8 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     set_arithmetic(train)
     device = choose_device(device_type(train), asked=train.device != "auto" or told_cpu())
     on_cpu = device.type == "cpu"
+    if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        set_batch_policy()
     timeout = timedelta(seconds=train.timeout.seconds)
     with _ports_named():
         agreement = DeviceCheck(device, timeout)

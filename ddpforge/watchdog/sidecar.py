@@ -23,6 +23,7 @@ if __name__ == "__main__":
 from ddpforge.errors import ExitCode
 from ddpforge.launchers.verdict import is_launched, record_verdict
 from ddpforge.ranks.phases import WORDS
+from ddpforge.ranks.scheduling import Contention
 from ddpforge.watchdog.board import Board, within
 from ddpforge.watchdog.process import Process
 from ddpforge.watchdog.sentry import Limits, Sentry
@@ -145,7 +146,10 @@ def main(settings: Mapping[str, Any]) -> None:
     board = Board(settings["logs"], settings["attempt"], settings["store"], seldom=min(10.0, limits.stall / 4))
     teller = Late(settings) if settings["folder"] else Early(board, settings["rank"], settings["pid"])
     sentry = Sentry(settings["rank"], settings["size"], process, board, teller, limits)
+    contention = Contention(settings["pid"]) if settings["batch"] else None
     while not process.ended(limits.look):
+        if contention:
+            contention.look()
         if sentry.look():
             break
     else:

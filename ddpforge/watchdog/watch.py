@@ -25,6 +25,7 @@ from ddpforge.launchers.store import ADDRESS
 from ddpforge.launchers.verdict import record_watch
 from ddpforge.ranks import phases
 from ddpforge.ranks.failures import is_symptom, phrase
+from ddpforge.ranks.scheduling import runs_as_batch
 from ddpforge.watchdog import sidecar
 from ddpforge.watchdog.board import Board
 from ddpforge.watchdog.process import STACKS
@@ -110,7 +111,7 @@ class _Beside:
         self._keeps_last = not faulthandler.is_enabled()  # else the user has said where they go
         if self._keeps_last:
             faulthandler.enable(file=self._stacks, all_threads=True)  # at SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL
-        mine = {"pid": os.getpid(), "main": threading.get_ident(), "path": sys.path}
+        mine = {"pid": os.getpid(), "main": threading.get_ident(), "path": sys.path, "batch": runs_as_batch()}
         told = {**settings, **mine, "words": self._words, "stacks": self._stacks}
         command = [sys.executable, "-S", "-E", sidecar.__file__, json.dumps(told)]
         with _left_to_the_rank():

@@ -8,7 +8,7 @@ import torch
 from support.forked import refused, train
 
 from ddpforge.errors import StrategyError
-from ddpforge.ranks.arithmetic import arithmetic_restored, set_arithmetic, told_of_determinism
+from ddpforge.ranks.arithmetic import set_arithmetic, settings_restored, told_of_determinism
 
 
 def switches() -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_a_recipe_decides_and_then_all_is_as_it_was(
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = switches()
-    with arithmetic_restored():
+    with settings_restored():
         set_arithmetic(train(**asked))
         assert switches() == PLAIN | found
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if "deterministic" in asked else None)
@@ -45,7 +45,7 @@ def test_a_recipe_decides_and_then_all_is_as_it_was(
 
 
 def test_what_code_has_chosen_is_left_alone() -> None:
-    with arithmetic_restored():
+    with settings_restored():
         torch.set_float32_matmul_precision("high")
         torch.use_deterministic_algorithms(True)
         before = switches()
@@ -60,7 +60,7 @@ def test_what_torch_cannot_repeat_is_named() -> None:
         except RuntimeError as error:
             raise told_of_determinism(error) from error
 
-    with arithmetic_restored():
+    with settings_restored():
         set_arithmetic(train(deterministic=True))
         said = refused(StrategyError, put)
     assert "train.deterministic = true, and torch cannot compute `put_` the same way every time" in said

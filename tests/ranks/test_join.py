@@ -53,6 +53,30 @@ def test_the_group_is_left_when_all_have_come_to_the_end() -> None:
     assert in_ranks(2, rank) == [(True, False, (0, 2, True, "cpu")), (True, False, (1, 2, False, "cpu"))]
 
 
+def test_threads_that_communicate_over_gloo_do_not_preempt_each_other() -> None:
+    def policies() -> dict[str, int]:
+        return {thread: os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+    def rank(number: int) -> Any:
+        before = policies()
+        joined()
+        new = {thread: policy for thread, policy in policies().items() if thread not in before}
+        later = dist.new_group()  # as libraries form theirs
+        dist.all_reduce(torch.ones(1), group=later)
+        return set(before.values()), set(new.values()), set(policies().values())
+
+    other, batch = os.SCHED_OTHER, os.SCHED_BATCH
+    assert in_ranks(2, rank) == [({other}, {batch}, {batch})] * 2
+
+
+def test_a_process_alone_is_scheduled_as_before() -> None:
+    def rank(number: int) -> Any:
+        joined()
+        return os.sched_getscheduler(0)
+
+    assert in_ranks(1, rank) == [os.SCHED_OTHER]
+
+
 def test_nobody_leaves_before_the_last(tmp_path: Path) -> None:
     """A rank that is gone would end those that still compute."""
 

@@ -16,7 +16,7 @@ from ddpforge.data import Batches
 from ddpforge.errors import Postponed
 from ddpforge.interfaces import StepInfo
 from ddpforge.ranks import leaving, phases
-from ddpforge.ranks.arithmetic import arithmetic_restored
+from ddpforge.ranks.arithmetic import settings_restored
 from ddpforge.tools.trials.opening import FirstBatches, Trial, opened
 from ddpforge.training.stages import Dealt
 
@@ -67,7 +67,7 @@ class Measured:
 
 
 @leaving.nobody_leaves()
-@arithmetic_restored()
+@settings_restored()
 def dry_run(source: str | Path, steps: int, *, sets: Sequence[str] = ()) -> Measured:
     """Trains so many steps of a recipe, and evaluates on as many batches of each set; called on every rank.
 

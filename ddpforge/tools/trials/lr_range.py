@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpforge.errors import Diverged, UsageError
 from ddpforge.ranks import leaving
-from ddpforge.ranks.arithmetic import arithmetic_restored
+from ddpforge.ranks.arithmetic import settings_restored
 from ddpforge.tools.trials.opening import opened, without_the_rest
 
 __all__ = ["RangeTest", "lr_range", "smoothed", "suggested"]
@@ -66,7 +66,7 @@ class _Sweep:
 
 
 @leaving.nobody_leaves()
-@arithmetic_restored()
+@settings_restored()
 def lr_range(
     source: str | Path, *, low: float = 1e-7, high: float = 10.0, steps: int = 100, sets: Sequence[str] = ()
 ) -> RangeTest:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from ddpforge.data import Batches
 from ddpforge.errors import Diverged, Postponed
 from ddpforge.ranks import leaving
-from ddpforge.ranks.arithmetic import arithmetic_restored
+from ddpforge.ranks.arithmetic import settings_restored
 from ddpforge.tools.trials.opening import Repeated, opened, without_the_rest
 from ddpforge.training.stages import Dealt
 
@@ -63,7 +63,7 @@ class Overfitted:
 
 
 @leaving.nobody_leaves()
-@arithmetic_restored()
+@settings_restored()
 def overfit(source: str | Path, batches: int, *, steps: int = 200, sets: Sequence[str] = ()) -> Overfitted:
     """Trains so many steps on the first global batches of a recipe, at its own rate; called on every rank.
 

@@ -1,0 +1,119 @@
+"""Threads of ranks that communicate over gloo do not preempt each other, unless other programs hold the cores."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ddpforge.ranks import scheduling
+from ddpforge.ranks.scheduling import Contention, policy_restored, runs_as_batch, set_batch_policy
+
+OTHER, BATCH, IDLE = os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE
+
+
+class Second:
+    """A thread beside that of the test."""
+
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+        self.thread = threading.Thread(target=self.ends.wait, daemon=True)
+
+    def policies(self) -> tuple[int, int]:
+        """That of the test's own thread, and of this one."""
+        assert self.thread.native_id
+        return os.sched_getscheduler(0), os.sched_getscheduler(self.thread.native_id)
+
+
+@pytest.fixture
+def second() -> Iterator[Second]:
+    thread = Second()
+    with policy_restored():
+        yield thread
+    thread.ends.set()
+
+
+class Machine:
+    """The clock, and how long each thread has run and waited, in seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.ran, self.waited = 0.0, 0, 0
+        monkeypatch.setattr(
+            scheduling, "_spent", lambda pid: dict.fromkeys(scheduling._threads(pid), (self.ran, self.waited))
+        )
+        self.contention = Contention(os.getpid(), lambda: self.now)
+
+    def passes(self, seconds: float, *, ran: int = 0, waited: int = 0) -> None:
+        self.now += seconds
+        self.ran, self.waited = self.ran + ran, self.waited + waited
+        self.contention.look()
+
+
+def test_a_thread_and_those_it_starts_run_in_batches_until_the_run_ends(second: Second) -> None:
+    with policy_restored():
+        set_batch_policy()
+        assert runs_as_batch()
+        second.thread.start()
+        assert second.policies() == (BATCH, BATCH)
+    assert second.policies() == (OTHER, OTHER)
+    assert not runs_as_batch()
+
+
+def test_threads_that_wait_longer_than_they_run_have_the_default_policy_for_a_minute(
+    second: Second, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    set_batch_policy()
+    second.thread.start()
+    machine.passes(0.5, ran=1, waited=9)  # too short to know
+    assert second.policies() == (BATCH, BATCH)
+    machine.passes(0.5, ran=9)
+    assert second.policies() == (BATCH, BATCH)
+    machine.passes(1, ran=1, waited=2)
+    assert second.policies() == (OTHER, OTHER)
+    machine.passes(59, ran=9)
+    assert second.policies() == (OTHER, OTHER)
+    machine.passes(1)
+    assert second.policies() == (BATCH, BATCH)
+    machine.passes(1, ran=2, waited=1)
+    assert second.policies() == (BATCH, BATCH)
+    machine.passes(1, ran=2, waited=3)
+    assert second.policies() == (OTHER, OTHER)
+
+
+@pytest.mark.parametrize("chosen", [IDLE, BATCH])
+def test_a_policy_that_the_caller_has_chosen_stays(chosen: int) -> None:
+    os.sched_setscheduler(0, chosen, os.sched_param(0))
+    try:
+        with policy_restored():
+            set_batch_policy()
+            assert not runs_as_batch()
+            assert os.sched_getscheduler(0) == chosen
+        assert os.sched_getscheduler(0) == chosen
+    finally:
+        os.sched_setscheduler(0, OTHER, os.sched_param(0))
+
+
+def test_a_machine_that_allows_no_other_policy_trains_with_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with policy_restored():
+        set_batch_policy()
+        assert not runs_as_batch()
+    assert os.sched_getscheduler(0) == OTHER
+
+
+def test_a_process_that_has_ended_is_no_error() -> None:
+    times = iter([0.0, 9.0, 9.0])
+    Contention(2**22 + 1, lambda: next(times)).look()
+    assert next(times, None) is None
+
+
+def test_the_kernel_counts_how_long_each_thread_has_run() -> None:
+    before = scheduling._spent(os.getpid())[os.getpid()]
+    sum(range(1_000_000))
+    after = scheduling._spent(os.getpid())[os.getpid()]
+    assert after[0] > before[0]
+    assert after[1] >= before[1]
