@@ -50,6 +50,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.interfaces import CanonicalState, Range, Ranks, read_all
 from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.ranks.scheduling import set_batch_policy
 from ddpforge.ranks.writers import Peers
 from ddpforge.recipe.schema import CheckpointSection, KeepSection
 
@@ -289,6 +290,7 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     ranks: Ranks = Alone()
     if options.ranks > 1:
+        set_batch_policy()  # as ranks of a run do
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
         ranks = Group(dist.group.WORLD)

@@ -17,6 +17,9 @@ clip the gradient to norm 1, and print the loss every 10 steps. One rank by hand
 group. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. After the first turn, which is not timed,
 the models' losses must agree.
 
+Gloo's threads are those of all contenders. Each finds them scheduled as its own process would have its own: by
+ddpforge as SCHED_BATCH, by the others as Linux does by itself.
+
 For all alike glibc keeps freed memory, as its habits else decide several per cent. Writes steps.json, with every turn,
 and steps.png.
 """
