@@ -21,6 +21,7 @@ with uncollected():
     from support.slurm import PROGRAMS, Slurm, new_slurm
 
     from ddpforge.ranks import leaving
+    from ddpforge.ranks.scheduling import policy_restored
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -59,7 +60,8 @@ def _untouched_by_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(leaving, "_threads", False)  # for those of a run, a later command would end the process at once
     logger = logging.getLogger("ddpforge")  # which a run directs
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
-    yield
+    with policy_restored():
+        yield
     for handler in set(logger.handlers) - set(handlers):
         handler.close()
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
