@@ -39,18 +39,18 @@ def check_batches(built: Built) -> Errors:
     """Yields data and orders with a batch that leaves a rank without a sample, if the loss compares all samples."""
     if not built.task.whole_batch:
         return
-    plan, batch = built.plan, built.recipe.train.global_batch
-    smallest = {
-        f"data.{key}": Even(data, batch).smallest
-        for key, data in built.data.items()
-        if key != "train" and hasattr(data, "__len__")
-    }
-    steps = plan.horizon.total and plan.horizon.total * draws_of(built.turns)
-    order = built.order if built.trains else None
+    batch = built.recipe.train.global_batch
+    for key, data in built.data.items():
+        if key != "train" and hasattr(data, "__len__"):
+            yield from _too_small(built, f"data.{key}", Even(data, batch).smallest)
+    if not built.trains:
+        return
+    total, order = built.plan.horizon.total, built.order
+    steps = total and total * draws_of(built.turns)
     if isinstance(order, EpochOrder):
         last = order.steps_per_epoch - 1
         if steps is None or steps > last:
-            smallest["data.train"] = order.size(last)
+            yield from _too_small(built, "data.train", order.size(last))
     elif order:
         for step in range(min(_FEW, steps or _FEW)):  # of a long run `check_whole` checks each step when it comes
             if not built.data_ranks <= (size := len(order(step))) <= batch:
@@ -62,15 +62,18 @@ def check_batches(built: Built) -> Errors:
                     key="data.order",
                 )
                 break
+
+
+def _too_small(built: Built, key: str, smallest: int) -> Errors:
+    """Yields the error of a dataset whose smallest batch has fewer samples than there are ranks."""
     ways = ['set train.last_batch = "drop"', "or train on fewer ranks"]
-    for key, samples in smallest.items():
-        if samples < built.data_ranks:
-            yield UsageError(
-                f"{name_of(built.task)} compares all samples of a batch with each other, and one of [{key}] has "
-                f"{samples} for {built.data_ranks} ranks",
-                hints=ways if key == "data.train" else ways[1:],
-                key=key,
-            )
+    if smallest < built.data_ranks:
+        yield UsageError(
+            f"{name_of(built.task)} compares all samples of a batch with each other, and one of [{key}] has "
+            f"{smallest} for {built.data_ranks} ranks",
+            hints=ways if key == "data.train" else ways[1:],
+            key=key,
+        )
 
 
 def check_auxiliary(built: Built) -> Errors:

@@ -190,6 +190,12 @@ def test_an_evaluation_set_needs_a_sample_for_every_rank(told: Callable[..., Map
                      "has 3 for 4 ranks"}  # fmt: skip
 
 
+def test_an_evaluation_alone_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:
+    Path("few.py").write_text("import torch\n\ndef few():\n    return [(torch.zeros(64), torch.zeros(64))] * 3\n")
+    found = staged("run.toml", "data.eval={use='./few.py:few'}", ranks=4, trains=False).errors()
+    assert "one of [data.eval] has 3 for 4 ranks" in found["data.eval"]
+
+
 @pytest.mark.parametrize("micro", [{"samples": 0}, {"last": False}, {"number": 1}])
 def test_a_batch_that_only_turns_out_to_be_broken_up_stops_training(micro: dict[str, Any]) -> None:
     """As the end of a stream, or a step of an order that is larger than the others."""
