@@ -117,7 +117,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
 
 
 def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
-    """True if the checks of a bare model find nothing; what they need is not there in a model that fails them."""
+    """Returns True if a bare model passes its checks; later checks would fail on one that does not."""
     before = len(problems)
     preflight.check(model, problems, preflight.CHECKS["model"], key=key)
     return len(problems) == before
@@ -173,7 +173,7 @@ def _plan_steps(chosen: Chosen, per_epoch: int | None, order: Order | None, prob
 
 
 def _end_of_epochs(chosen: Chosen, order: Order | None, epochs: int) -> int | None:
-    """Returns the step that so many epochs end with, if the order has epochs of different lengths."""
+    """Returns the last step of the first `epochs` epochs; None if all epochs have one length."""
     batches = end_of_epochs(order, epochs) if order else None
     return batches and math.ceil(batches / draws_of(chosen.turns))
 
@@ -303,7 +303,7 @@ def build_checked(chosen: Chosen, world: World, problems: Problems, *, samples: 
 def build_alike(
     chosen: Chosen, world: World, peers: Peers, problems: Problems, *, samples: bool
 ) -> tuple[Dealt, Mapping[str, DataPrint]]:
-    """Builds on all ranks, and compares what they have built; also returns the fingerprints of the data."""
+    """Builds on every rank, raises if ranks built different things, and returns the fingerprints of the data as well."""
     dealt = on_every_rank(peers, lambda: build_checked(chosen, world, problems, samples=samples))
     return dealt, compare_built(dealt, world)
 
@@ -316,22 +316,22 @@ def on_every_rank(peers: Peers, action: Callable[[], T]) -> T:
     except Exception as error:
         mine = error
     try:
-        told = peers.ranks.everyone(None if mine is None else (phrase(mine), exit_code_of(mine)))
+        failures = peers.ranks.everyone(None if mine is None else (phrase(mine), exit_code_of(mine)))
     except RuntimeError:
-        told = []
+        failures = []
         if mine is None:
-            raise  # `beginning` finds out what became of the other one
+            raise  # `beginning` finds the failure of the other rank
     if mine is not None:
         raise mine
-    for rank, word in enumerate(told):
-        if word is not None:
-            raise PeerFailed(word[1], f"rank {rank} failed first: {word[0]}")
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise PeerFailed(failure[1], f"rank {rank} failed first: {failure[0]}")
     return result
 
 
 # ---------------------------------------------------------------------------------------------- in words
 def short_steps(built: Built) -> str:
-    """Describes steps that are all smaller than the recipe asks for, as the data has fewer samples; else ""."""
+    """Returns a note if an epoch has fewer samples than `train.global_batch`, so that every step is smaller; else ""."""
     order, batch = built.order, built.recipe.train.global_batch
     if not isinstance(order, EpochOrder) or order.places >= batch:
         return ""

@@ -1,4 +1,4 @@
-"""Evaluates a run's model, or writes what it predicts of every sample."""
+"""Evaluates the model of a run, or writes its predictions for every sample."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Prediction:
-    """The file that a prediction wrote: so many samples, by the weights after `step`."""
+    """The result of a prediction: the file, the number of samples in it, and the step of the weights."""
 
     file: Path
     samples: int
@@ -123,7 +123,7 @@ def predict(
     limit: int | None = None,
     force: bool = False,
 ) -> Prediction:
-    """Writes what a run's model predicts of every sample of a dataset to `out`, in the order of the data.
+    """Writes the predictions of a run's model for every sample of a dataset to `out`, in the order of the data.
 
     Called on every rank; rank 0 writes. Checkpoint, strategy and what is built are those of `evaluate`. `weights` is
     "model", or the name of a callback that keeps weights of its own; absent: those that evaluations use. `data` is the

@@ -142,13 +142,13 @@ def clocks_apart(ranks: Ranks, rounds: int = 1) -> Apart:
 
     Ranks leave a barrier at about the same time: no better than that is the difference known.
     """
-    told: list[Sequence[tuple[str, float]]] = []
+    clocks: list[Sequence[tuple[str, float]]] = []
     for _ in range(rounds):
         ranks.barrier()
-        told.append(ranks.everyone((socket.gethostname(), time.time())))
-    ahead = [min((each[rank][1] - each[0][1] for each in told), key=abs) for rank in range(ranks.size)]
+        clocks.append(ranks.everyone((socket.gethostname(), time.time())))
+    ahead = [min((each[rank][1] - each[0][1] for each in clocks), key=abs) for rank in range(ranks.size)]
     rank = max(range(ranks.size), key=lambda rank: abs(ahead[rank]))
-    return Apart(ahead[rank], rank, told[0][rank][0], told[0][0][0])
+    return Apart(ahead[rank], rank, clocks[0][rank][0], clocks[0][0][0])
 
 
 def compare_clocks(ranks: Ranks) -> None:
