@@ -303,7 +303,7 @@ def build_checked(chosen: Chosen, world: World, problems: Problems, *, samples: 
 def build_alike(
     chosen: Chosen, world: World, peers: Peers, problems: Problems, *, samples: bool
 ) -> tuple[Dealt, Mapping[str, DataPrint]]:
-    """Builds on every rank, raises if ranks built different things, and returns the fingerprints of the data as well."""
+    """Builds on every rank; raises if ranks built different things. Also returns the fingerprints of the data."""
     dealt = on_every_rank(peers, lambda: build_checked(chosen, world, problems, samples=samples))
     return dealt, compare_built(dealt, world)
 
@@ -331,7 +331,7 @@ def on_every_rank(peers: Peers, action: Callable[[], T]) -> T:
 
 # ---------------------------------------------------------------------------------------------- in words
 def short_steps(built: Built) -> str:
-    """Returns a note if an epoch has fewer samples than `train.global_batch`, so that every step is smaller; else ""."""
+    """Returns a note if every step is smaller than `train.global_batch`, as an epoch has no more samples; else ""."""
     order, batch = built.order, built.recipe.train.global_batch
     if not isinstance(order, EpochOrder) or order.places >= batch:
         return ""

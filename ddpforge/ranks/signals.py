@@ -19,7 +19,7 @@ from ddpforge.errors import Postponed
 from ddpforge.launchers.requests import insists, listen, listened
 from ddpforge.launchers.verdict import is_launched
 
-__all__ = ["StopRequests", "leave_stopping_to_the_rank", "stopping_early"]
+__all__ = ["StopRequests", "asked_to_stop", "leave_stopping_to_the_rank", "stopping_early"]
 __all__ += ["NoData", "training_begins", "waiting_for_data"]
 
 log = logging.getLogger("ddpforge")
@@ -143,6 +143,11 @@ class StopRequests:
                 log.info(*words)
             except RuntimeError:  # the signal came within a write to the same stream, which a thread waits for
                 threading.Thread(target=log.info, args=words).start()
+
+
+def asked_to_stop() -> bool:
+    """True once a signal has asked this process to stop."""
+    return any(one.requested for one in StopRequests._entered)
 
 
 @contextmanager
