@@ -13,6 +13,7 @@ from support.small_recipe import CALLBACKS, CODE, RECIPE, SETS, told
 from support.stages import Staged
 
 from ddpforge import preflight
+from ddpforge.builtin.models.mlp import MLP as _MLP
 from ddpforge.errors import ForgeError
 from ddpforge.training.stages import Chosen
 
@@ -288,3 +289,18 @@ def test_a_loss_that_needs_gradients_is_tried_as_evaluations_call_it(parts: Call
     told += " ".join(f"{one.message} {' '.join(one.hints)}" for one in problems)
     assert "a batch of [data.eval] cannot be evaluated" in told
     assert "with torch.enable_grad()" in told
+
+
+def test_a_model_is_called_five_times_before_training(
+    parts: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for the loss and its metrics; for a mean in place of a sum, on two halves and twice on the whole."""
+    built, calls, forward = parts(MLP % 4), [], _MLP.forward
+
+    def counted(model: _MLP, x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return forward(model, x)
+
+    monkeypatch.setattr(_MLP, "forward", counted)
+    assert told(built) == {}
+    assert calls == [8, 4, 4, 8, 8]
