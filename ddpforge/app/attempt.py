@@ -133,7 +133,7 @@ class Attempt:
         self._window = window
 
     def run(self) -> Outcome:
-        """Trains; whatever goes wrong is written down, told to who must know, and raised."""
+        """Trains; records a failure in the run's folder, reports it to the other ranks, and raises it."""
         setup_logging(self.world.all.rank, self.folder.path)
         log.debug(
             "rank %d of %d on %s, device %s, pid %d",
@@ -287,7 +287,7 @@ class Attempt:
         tracker.finish(state=self._state, summary=self.trainer.metrics if self.trainer else {})
 
     def _part(self, _: object, error: BaseException | None, __: object) -> None:
-        """Parts from the other ranks, when all have come so far, and writes the verdict."""
+        """Leaves the process group once all ranks reach this point, and writes the final status."""
         if error is not None or self.trainer is None:
             return
         self.trainer.replica.close()

@@ -57,7 +57,7 @@ def assemble(
 ) -> Trainer:
     """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
 
-    `folder` is the run's; `init_from` is where initial weights come from, see `exchange.initial`. Where a run does not
+    `folder` is the run's; `init_from` is where initial weights come from, see `interop.initial`. Where a run does not
     begin, but resumes from a checkpoint, modules beside the model wait for that. Unless steps were `trained` already,
     the first is preceded by a comparison with the whole model, see `whole`. Callbacks that have started hear how it
     ended when `life` does, also when a later one fails.

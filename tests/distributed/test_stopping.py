@@ -41,7 +41,7 @@ class Asking(Digits):
         self.rank = rank
 
     def __getitems__(self, ids):
-        if str(self.rank) == os.environ.get("RANK") and "TRAINS" in os.environ:  # no rehearsal
+        if str(self.rank) == os.environ.get("RANK") and "TRAINS" in os.environ:  # not in preflight
             self.rank = -1
             os.kill(os.getpid(), signal.SIGUSR1)
         return super().__getitems__(ids)

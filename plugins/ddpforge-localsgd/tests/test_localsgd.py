@@ -81,7 +81,7 @@ class Bench:
         return load_file(self.folder / "weights.safetensors")
 
     def samples(self, rank: int, steps: int) -> list[list[int]]:
-        """Which samples a rank trained on, by step; a rehearsal before the first has fetched some, too."""
+        """Which samples a rank trained on, by step; preflight has fetched some before the first, too."""
         ids = list(map(int, (self.folder / f"samples-{rank}.txt").read_text().split()))[-8 * steps :]
         return [ids[8 * step : 8 * step + 8] for step in range(steps)]
 
