@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -165,7 +166,8 @@ def test_a_process_that_fails_during_a_save_ends_without_it_and_leaves_the_earli
         assert line, "it did not fail as intended"
     process.communicate(timeout=300)  # its disk answers only after that
 
-    assert process.returncode == 1
+    # 1; or -6, as the interpreter's clean-up now and then aborts in a thread of torch's: `ddpforge run` goes around it.
+    assert process.returncode in (1, -signal.SIGABRT)
     assert state_of(folder) == 1
     assert len(list(folder.glob(".step-*.tmp"))) == 1
     clean(folder)
