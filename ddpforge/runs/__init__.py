@@ -1,1 +1,1 @@
-"""A run's folder: what is in it, and how it is found. Nothing here imports torch."""
+"""Run folders: their files, and functions that find and read them. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""Changes of a recipe between two attempts of a run: which there are, and which a run refuses."""
+"""Compares the recipes of two attempts of a run, and refuses changes that would make it another run."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +13,10 @@ __all__ = ["Change", "flattened", "recipe_changes", "refuse_finished", "refuse_f
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs between two resolved recipes; None where one of them lacks it.
+    """Recipe key whose value differs between two resolved recipes. A missing value is None.
 
-    "fixed" keys decide what the run computes; "tunable" ones may change from a step on; "free" ones do not
-    matter for the result.
+    "fixed" keys decide what the run computes. "tunable" keys may change when a run resumes. "free" keys do not
+    affect the result.
     """
 
     path: str
@@ -32,31 +32,31 @@ class Change:
 
 
 def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Every key that differs between two resolved recipes, in the order of the recipe."""
+    """Returns every key that differs between two resolved recipes, in the order of the recipe."""
     before, after = flattened(old), flattened(new)
     paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
     return [Change(path, before.get(path), after.get(path), _policy(path)) for path in paths]
 
 
 def refuse_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
-    """Raises UsageError, with old and new values, when a fixed key changed that `allowed` does not cover.
+    """Raises UsageError with old and new values if a fixed key changed and `allowed` does not cover it.
 
     `allowed` holds keys ("model.depth") and whole tables ("model").
     """
     refused = [change for change in changes if change.policy == "fixed" and not _under(change.path, allowed)]
     if refused:
         raise UsageError(
-            "the recipe no longer describes the run it would resume:\n"
+            "this recipe cannot resume the run, because these keys must not change:\n"
             + "\n".join(f"  {change}" for change in refused),
             hints=[
-                "start from scratch with --fresh; the earlier run is kept under another name",
-                "or resume all the same: " + " ".join(f"--allow-change {change.path}" for change in refused),
+                "to start from scratch, pass --fresh; the earlier run is kept under another name",
+                "to resume anyway, pass " + " ".join(f"--allow-change {change.path}" for change in refused),
             ],
         )
 
 
 def refuse_finished(folder: Path, changes: Sequence[Change], edited: Sequence[str]) -> None:
-    """Raises UsageError when a run that is finished is not the one that is asked for now.
+    """Raises UsageError if a finished run had another recipe or other local code.
 
     `edited` are the names of local files whose code has changed.
     """
@@ -68,15 +68,15 @@ def refuse_finished(folder: Path, changes: Sequence[Change], edited: Sequence[st
         raise UsageError(
             f"{folder} is finished, with another recipe:\n" + "\n".join(f"  {each}" for each in named),
             hints=[
-                "give the new one another name: --set name=NAME",
-                "or train it in place of the old one with --fresh; the earlier run is kept under another name",
-                "or continue from the end of the old one, with a longer train.length",
+                "give the new run another name: --set name=NAME",
+                "or replace the old run with --fresh; the old run is kept under another name",
+                "or continue the old run with a longer train.length",
             ],
         )
 
 
 def flattened(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of nested tables by dotted keys."""
+    """Returns the values of nested tables by dotted keys."""
     return dict(_leaves(table))
 
 

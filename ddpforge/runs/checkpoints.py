@@ -1,4 +1,4 @@
-"""Finds the checkpoint that somebody means: of a run, by its step, the best, or the newest that is intact."""
+"""Finds a checkpoint of a run (by step, the best, or the newest intact one), and lists and describes checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("ddpforge")
 
 # ---------------------------------------------------------------------------------------------- of a run
 def keep_of(folder: RunFolder) -> KeepSection:
-    """The `checkpoint.keep` of a run's recipe."""
+    """Returns the `checkpoint.keep` section of a run's recipe."""
     try:
         return KeepSection.model_validate(folder.tables().get("checkpoint", {}).get("keep", {}))
     except ValidationError as error:
@@ -35,12 +35,12 @@ def keep_of(folder: RunFolder) -> KeepSection:
 
 
 def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) -> Path:
-    """The checkpoint of `step`, the best by `checkpoint.keep.by`, or the newest intact one.
+    """Returns the checkpoint of `step`, the best one by `checkpoint.keep.by`, or the newest intact one.
 
-    Raises UsageError when there is no such checkpoint; it names those that there are.
+    Raises UsageError if there is no such checkpoint; the error lists the existing ones.
     """
     if best and step is not None:
-        raise UsageError("--best and --step each choose a checkpoint", hints=["give one of them"])
+        raise UsageError("--best and --step exclude each other", hints=["give one of them"])
 
     if not best and step is None:
         path, skipped = retention.newest(folder.checkpoints)
@@ -55,7 +55,7 @@ def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) ->
         chosen = retention.best(found, keep)
         problem = f"no checkpoint of {folder.path} has a finite {keep.by}"
         if keep.by is None:
-            problem = f"no metric decides what is best: the recipe of {folder.path} does not set checkpoint.keep.by"
+            problem = f"no metric ranks the checkpoints: the recipe of {folder.path} does not set checkpoint.keep.by"
     elif step is not None:
         chosen = [each for each in found if each.manifest.step == step]
         problem = f"{folder.path} has no checkpoint of step {step}"
@@ -71,16 +71,16 @@ def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) ->
 # ---------------------------------------------------------------------------------------------- of any folder
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A folder of checkpoints: a run's, or one that stands by itself, as `ckpt import` makes them."""
+    """Folder of checkpoints: that of a run, or one without a run, as `ckpt import` makes."""
 
     folder: Path
     run: RunFolder | None
 
     @classmethod
     def find(cls, source: str) -> CheckpointFolder:
-        """The checkpoints of a run (its folder, or its name in runs/), or those in a folder.
+        """Finds the checkpoints of a run (its folder, or its name in runs/), or those in a plain folder.
 
-        Raises UsageError when there is nothing like that.
+        Raises UsageError if `source` is neither.
         """
         path = Path(source)
         if not RunFolder(path).exists() and any(path.glob("step-*")):
@@ -90,21 +90,23 @@ class CheckpointFolder:
         return cls(run.checkpoints, run)
 
     def keep(self) -> KeepSection:
-        """The `checkpoint.keep` of the run's recipe."""
+        """Returns the `checkpoint.keep` section of the run's recipe; the defaults without a run."""
         return KeepSection() if self.run is None else keep_of(self.run)
 
     def choose(
         self, *, step: int | None = None, best: bool = False, intact: bool = False, strict: bool = False
     ) -> Path:
-        """The checkpoint of `step`, the best one, or the newest; with `intact`, the newest that is intact.
+        """Returns the checkpoint of `step`, the best one, or the newest; with `intact`, the newest intact one.
 
-        A newer one that is visibly broken is passed over with a warning; where `strict`, it is a CheckpointError.
-        Raises UsageError when there is none.
+        A newer checkpoint that is visibly broken is skipped with a warning; with `strict` it raises CheckpointError.
+        Raises UsageError if there is no such checkpoint.
         """
         if self.run is not None and (best or intact):
             return choose(self.run, step=step, best=best)
         if best:
-            raise UsageError(f"{self.folder} is not a run, so no recipe says what is best", hints=["choose by --step"])
+            raise UsageError(
+                f"{self.folder} is not a run: no recipe names a metric for --best", hints=["choose by --step"]
+            )
 
         found, broken = retention.committed(self.folder)
         chosen = [each for each in found if step in (None, each.manifest.step)]
@@ -115,7 +117,7 @@ class CheckpointFolder:
             raise UsageError(f"{self.folder} has {what}", hints=hints)
         newer = [reason for path, reason in broken if step is None and _step(path) > chosen[0].manifest.step]
         if newer and strict:
-            hint = f"choose one by its step: the newest that is not broken is of step {chosen[0].manifest.step}"
+            hint = f"choose one with --step: the newest unbroken one is of step {chosen[0].manifest.step}"
             raise CheckpointError(newer[0], hints=[hint])
         for reason in newer:
             log.warning("passed over: %s", reason)
@@ -123,13 +125,13 @@ class CheckpointFolder:
 
 
 def _step(path: Path) -> int:
-    """The step that a checkpoint's name says; -1 where it is no such name."""
+    """Returns the step in a checkpoint's folder name; -1 for any other name."""
     match = FOLDER.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True for the folder of one checkpoint, however broken."""
+    """True if `path` is the folder of one checkpoint, even a broken one."""
     if not path.is_dir():
         return False
     return (path / MANIFEST).is_file() or (path / COMMIT).is_file() or FOLDER.fullmatch(path.resolve().name) is not None
@@ -138,19 +140,19 @@ def is_checkpoint(path: Path) -> bool:
 def find(
     source: str, *, step: int | None = None, best: bool = False, intact: bool = False, strict: bool = False
 ) -> Path:
-    """The checkpoint that is meant: `source` itself, or one of those of a run; see `CheckpointFolder.choose`."""
+    """Returns `source` if it is a checkpoint, else one of its checkpoints; see `CheckpointFolder.choose`."""
     if is_checkpoint(path := Path(source)):
         if best or step is not None:
             raise UsageError(
-                f"{source} is a checkpoint, and --step and --best choose one among several",
-                hints=["leave them out, or name the run"],
+                f"{source} is a single checkpoint, but --step and --best choose among those of a run",
+                hints=["remove these options, or name the run"],
             )
         return path
     return CheckpointFolder.find(source).choose(step=step, best=best, intact=intact, strict=strict)
 
 
 def parse(text: str) -> Path:
-    """The checkpoint that "RUN", "RUN:STEP", "RUN:best" or a checkpoint's folder means."""
+    """Returns the checkpoint for "RUN", "RUN:STEP", "RUN:best", or a checkpoint's folder."""
     source, colon, which = text.rpartition(":")
     if Path(text).exists() or not colon:
         return find(text, strict=True)
@@ -168,7 +170,7 @@ _MOST_METRICS = 3  # columns of a list
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A checkpoint in a list; of a broken one only the path, the bytes and what is wrong are known."""
+    """Row of a checkpoint list. A broken checkpoint has only `path`, `bytes` and `problem`."""
 
     path: Path
     bytes: int
@@ -185,7 +187,7 @@ class Row:
 
 
 def rows(place: CheckpointFolder) -> list[Row]:
-    """All checkpoints, newest first, then those that are broken. Files are not read; their sizes are compared."""
+    """Returns all checkpoints, newest first, then the broken ones. Compares file sizes, but reads no tensor files."""
     found, broken = retention.committed(place.folder)
     best = retention.best(found, place.keep())[:1]
     whole = [
@@ -208,7 +210,7 @@ def rows(place: CheckpointFolder) -> list[Row]:
 
 
 def newest_first(place: CheckpointFolder) -> list[Path]:
-    """All checkpoints in the order in which resuming would try them; those without a manifest come by their name."""
+    """Returns all checkpoints in the order in which a resume tries them; broken ones are sorted by their name."""
     found, broken = retention.committed(place.folder)
     order: list[tuple[float, str, Path]] = [(each.manifest.step, each.manifest.created, each.path) for each in found]
     order += [(float(match[1]) if (match := FOLDER.fullmatch(path.name)) else math.inf, "", path) for path, _ in broken]
@@ -216,35 +218,35 @@ def newest_first(place: CheckpointFolder) -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of the files in a folder; none of a link, wherever it leads."""
+    """Returns the bytes of the files in a folder, or of a file; 0 for a link."""
     if path.is_symlink():
         return 0
     return sum(file.lstat().st_size for file in path.glob("*")) if path.is_dir() else path.lstat().st_size
 
 
 def layout_name(manifest: Manifest) -> str:
-    """Names a checkpoint's layout: "sharded" if ranks wrote what they hold, "full" if one file has the model (too)."""
+    """Returns "sharded" if each rank wrote its own shard, or "full" if one file has the whole model."""
     shards = any(name.startswith("shard-") for name in manifest.files)
     return "full" if "model.safetensors" in manifest.files or not shards else "sharded"
 
 
 def metrics(manifest: Manifest) -> dict[str, float | None]:
-    """Metrics as JSON holds them: null where one is not finite."""
+    """Returns the metrics for JSON: None for a value that is not finite."""
     values = {name: manifest.metric(name) for name in manifest.metrics}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def notable(found: Sequence[Row], keep: KeepSection) -> list[str]:
-    """The metrics that a list has room for: the one that decides what is best, then those of the evaluation."""
+    """Returns the metrics for a list's columns: the one in `keep.by`, then those of the evaluation."""
     names = list(dict.fromkeys(name for row in found for name in row.metrics))
     names = [*([keep.by] if keep.by in names else []), *(name for name in names if name.startswith("eval/"))]
     return list(dict.fromkeys(names))[:_MOST_METRICS]
 
 
-# ---------------------------------------------------------------------------------------------- what is in one
+# ---------------------------------------------------------------------------------------------- contents of one
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor, as the manifest describes it."""
+    """Tensor, as the manifest describes it."""
 
     section: str
     name: str
@@ -255,7 +257,7 @@ class Tensor:
 
 
 def tensors(manifest: Manifest) -> list[Tensor]:
-    """All tensors by section, in the order of their names."""
+    """Returns all tensors by section, sorted by name."""
     return [
         Tensor(
             section=section,
@@ -271,12 +273,12 @@ def tensors(manifest: Manifest) -> list[Tensor]:
 
 
 def _natural(name: str) -> list[str | int]:
-    """Sorts layers.9 before layers.10."""
+    """Returns a sort key that puts layers.9 before layers.10."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def totals(manifest: Manifest) -> dict[str, dict[str, object]]:
-    """By section: how many tensors and elements, their bytes, and how many tensors there are of each dtype."""
+    """Returns for each section the number of tensors, elements and bytes, and the number of tensors by dtype."""
     found: dict[str, dict[str, object]] = {}
     for section in SECTIONS:
         mine = [tensor for tensor in tensors(manifest) if tensor.section == section]
@@ -291,7 +293,7 @@ def totals(manifest: Manifest) -> dict[str, dict[str, object]]:
 
 
 def describe(path: Path, manifest: Manifest) -> dict[str, object]:
-    """Everything about a checkpoint that fits on a page, as JSON holds it; tensors are counted, not listed."""
+    """Returns the facts of a checkpoint for JSON. Tensors are counted, not listed."""
     recipe = manifest.recipe
     return {
         "path": str(path),
@@ -316,5 +318,5 @@ def describe(path: Path, manifest: Manifest) -> dict[str, object]:
 
 
 def plain(scalar: object) -> object:
-    """A number of a manifest without its dtype."""
+    """Returns a manifest's number without its dtype."""
     return scalar.value if isinstance(scalar, Number) else scalar

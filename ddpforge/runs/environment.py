@@ -1,4 +1,4 @@
-"""The machine, the packages and the launch of a run: what may explain later why it behaved as it did."""
+"""Records the machine, packages and launch variables of a run, for later diagnosis."""
 
 import os
 import platform
@@ -15,14 +15,14 @@ from ddpforge.confidential import redact, redacted
 
 _RELEVANT = re.compile(
     "RANK|WORLD_SIZE|(LOCAL|GROUP|NODE|ROLE)_.*|MASTER_.*|OMP_.*|MKL_.*|CUDA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*"
-    "|PYTHONHASHSEED|ACCELERATE_.*|SLURM_.*|WANDB_.*|DDPFORGE_(?!STARTED|STORE|VERDICT).*"  # of this launch alone
+    "|PYTHONHASHSEED|ACCELERATE_.*|SLURM_.*|WANDB_.*|DDPFORGE_(?!STARTED|STORE|VERDICT).*"  # valid for this launch only
 )
 _PACKAGES = ("ddpforge", "torch", "accelerate", "deepspeed", "numpy", "safetensors")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT")
 
 
 def describe_environment() -> dict[str, Any]:
-    """The contents of a run's `env.json`: plain JSON, without secrets; imports nothing that it describes."""
+    """Returns the contents of a run's `env.json`: plain JSON without secrets. Imports none of the packages."""
     return {
         "time": datetime.now(UTC).isoformat(),
         "command": redacted(sys.argv),
@@ -42,13 +42,13 @@ def describe_environment() -> dict[str, Any]:
 
 
 def world_size() -> int:
-    """The number of ranks that the launcher announced; 1 where there is none."""
+    """Returns the number of ranks in WORLD_SIZE; 1 without a launcher."""
     said = os.environ.get("WORLD_SIZE", "")
     return int(said) if said.isdecimal() else 1
 
 
 def _cuda(torch: Any) -> dict[str, Any] | None:
-    """The GPUs of this process and the libraries that drive them; None where it uses none."""
+    """Describes the GPUs of this process, their driver and libraries; None if CUDA is not initialized."""
     if torch is None or not torch.cuda.is_initialized():
         return None
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -62,7 +62,7 @@ def _cuda(torch: Any) -> dict[str, Any] | None:
 
 
 def _driver() -> str | None:
-    """The version of the NVIDIA driver, as the kernel tells it."""
+    """Returns the version of the NVIDIA driver from /proc; None if there is no driver."""
     try:
         said = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -72,7 +72,7 @@ def _driver() -> str | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit of the current folder; None outside a repository, without git, or when it takes too long."""
+    """Returns the commit of the current folder; None outside a repository, without git, or after 10 s."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -1,11 +1,11 @@
-"""A run is a folder: the names of what is in it, and how it stands.
+"""Folder of a run: its files, its lock, and its status.
 
 runs/<name>/
-  recipe.toml              as it was given          recipe.resolved.toml     with every default; runs as it is
-  env.json                 where the last attempt ran                run.json   id, attempts, lineage
-  status.json              how the run stands: see `Status`          metrics.jsonl
-  failure.json             which rank failed first, and where all of them stood
-  memory.json              what a step took of memory, beside what was planned
+  recipe.toml              as the user gave it      recipe.resolved.toml     with every default; can be run itself
+  env.json                 machine of the last attempt               run.json   id, attempts, lineage
+  status.json              state of the run: see `Status`            metrics.jsonl
+  failure.json             the rank that failed first, and the position of every rank
+  memory.json              memory of a step, measured and planned
   logs/                    checkpoints/
 """
 
@@ -34,7 +34,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    NotRequired,  # which pydantic can read
+    NotRequired,  # pydantic can read this one
     TypeVar,
 )
 
@@ -55,17 +55,17 @@ log = logging.getLogger("ddpforge")
 
 _Kind = TypeVar("_Kind")
 
-# Bytes that were no text, as earlier versions wrote them: half of a pair, which no reader takes.
+# Lone surrogates, which earlier versions wrote for bytes that were not text. No JSON reader accepts them.
 _NO_TEXT = re.compile(rb"(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][cC][89a-fA-F][0-9a-fA-F]")
 _FLOCK = "hhqqi0q"  # Linux's struct flock with 64 bits: type, whence, start, length, process
 
-# Bytes of a file that is read whole: a run writes less, and who sends a folder may have put anything there.
+# Most bytes of a file that is read whole. A run writes less, but a folder from elsewhere may contain anything.
 _MOST = 16 << 20
 _MOST_RECIPE = 4 << 20
 _MOST_CODE = 64 << 20
 
-# A folder's own links would lead a run to write, and a reader to look, elsewhere. Checkpoints may be on another disk,
-# and are read without trust; what trackers put into folders of their own is theirs.
+# A link in these folders would make a run write, and a reader read, outside the run's folder. Checkpoints may be on
+# another disk: their readers trust nothing. Folders of trackers are not checked.
 _OWN = ("logs", "shown", "code", "profile")
 _MAY_BE_LINKED = ("checkpoints",)
 
@@ -74,19 +74,19 @@ _Count = Annotated[int, Ge(0), Lt(2**63)]
 
 
 def _open(kind: type[_Kind]) -> type[_Kind]:
-    """Lets a TypedDict have further keys, for pydantic: another version may write more."""
+    """Makes pydantic accept extra keys in a TypedDict: another version of ddpforge may write more."""
     kind.__pydantic_config__ = {"extra": "allow"}  # type: ignore[attr-defined]
     return kind
 
 
 @_open
 class Status(TypedDict):
-    """The contents of `status.json`; metrics that are not finite are null there."""
+    """Contents of `status.json`. Metrics that are not finite are null."""
 
     state: State
     exit_code: int | None  # null while running
     step: _Count
-    total_steps: NotRequired[_Count | None]  # null where a wall time ends the run
+    total_steps: NotRequired[_Count | None]  # null if a wall time ends the run
     samples: _Count
     world_size: _Count
     strategy: str
@@ -95,7 +95,7 @@ class Status(TypedDict):
 
 
 class RecipeSnapshot(TypedDict):
-    """A recipe as a run's folder keeps it: as given, resolved, and its own copies of local code by relative path."""
+    """Recipe as a run's folder keeps it: as given, resolved, and copies of local code by relative path."""
 
     text: str
     resolved: str
@@ -103,13 +103,13 @@ class RecipeSnapshot(TypedDict):
 
 
 def snapshot(loaded: "LoadedRecipe") -> RecipeSnapshot:
-    """Reads what a run's folder keeps of a recipe, at once: the recipe may lie in the folder that is about to move."""
+    """Reads a recipe and its local code now: the recipe may be in a folder that is about to be renamed."""
     named, copies = _copies(loaded.local_files())
     return RecipeSnapshot(text=loaded.text, resolved=loaded.dumps(named), local_files=_contents(copies))
 
 
 def local_code(loaded: "LoadedRecipe") -> dict[str, bytes]:
-    """Reads what a run's folder keeps of the code beside a recipe, by relative path."""
+    """Reads the recipe's local code that a run's folder keeps, by relative path."""
     return _contents(_copies(loaded.local_files())[1])
 
 
@@ -118,11 +118,11 @@ def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
 
 
 def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:
-    """Names the copy of each file that a recipe names, and says what each copy is of, imported neighbours included.
+    """Returns the name of the copy of each file, and the source of each copy, imported neighbours included.
 
-    A copy has its neighbours beside it, as the file has. A further file does not rename the others: that would be
-    another recipe.
+    A copy and the copies of its neighbours are in the same folder, as the originals are.
     """
+    # A new file never renames the copies of others: the resolved recipe contains these names, and would change.
     named: dict[Path, str] = {}
     copies: dict[str, Path] = {}
     for file in files:
@@ -137,7 +137,7 @@ def _copies(files: Iterable[Path]) -> tuple[dict[Path, str], dict[str, Path]]:
 
 
 class Lineage(TypedDict):
-    """From `step` on, the run followed the resolved recipe with this sha256."""
+    """Entry of a run's history: from `step` on, it followed the resolved recipe with this sha256."""
 
     step: Annotated[int, Lt(2**63)]
     recipe: str
@@ -145,7 +145,7 @@ class Lineage(TypedDict):
 
 @_open
 class _Environment(TypedDict, total=False):
-    """The keys of `env.json` that are read."""
+    """Keys of `env.json` that ddpforge reads."""
 
     command: list[str]
     packages: dict[str, str | None]
@@ -161,7 +161,7 @@ class _Commit(TypedDict):
 
 @_open
 class _Failure(TypedDict):
-    """The keys of `failure.json` that are read."""
+    """Keys of `failure.json` that ddpforge reads."""
 
     rank: _Count
     error: str
@@ -172,7 +172,7 @@ class _Failure(TypedDict):
 
 @_open
 class _RunFacts(TypedDict):
-    """The contents of `run.json`."""
+    """Contents of `run.json`."""
 
     id: str
     created: str
@@ -182,50 +182,50 @@ class _RunFacts(TypedDict):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run. Only rank 0 writes in it, apart from `logs`."""
+    """Folder of one run. Only rank 0 writes in it, except in `logs`."""
 
     path: Path
 
     @property
     def recipe(self) -> Path:
-        """The recipe file as it was given."""
+        """Returns the path of the recipe as the user gave it."""
         return self.path / "recipe.toml"
 
     @property
     def resolved(self) -> Path:
-        """The same with every default written out and nothing left to look up."""
+        """Returns the path of the recipe with every default written out."""
         return self.path / "recipe.resolved.toml"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line: the record that trackers mirror."""
+        """Returns the path of the metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
     def failure(self) -> Path:
-        """The failure of the last attempt, and where all ranks stood."""
+        """Returns the path of the last attempt's failure, with the position of every rank."""
         return self.path / "failure.json"
 
     @property
     def memory(self) -> Path:
-        """The memory that a step of the newest attempt took, beside what was planned."""
+        """Returns the path of the measured and planned memory of a step in the newest attempt."""
         return self.path / "memory.json"
 
     @property
     def logs(self) -> Path:
-        """The folder of each rank's log, and of the reports of failures."""
+        """Returns the folder of the ranks' logs and failure reports."""
         return self.path / "logs"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
+        """Returns the folder of checkpoints."""
         return self.path / "checkpoints"
 
     @classmethod
     def of(cls, recipe: "Recipe", out: str | Path | None = None) -> "RunFolder":
-        """The folder that a recipe's run has; `out` stands in for its `output_dir`.
+        """Returns the run folder of a recipe; `out` replaces its `output_dir`.
 
-        Raises UsageError where `out` is no folder's name.
+        Raises UsageError if `out` is a remote address.
         """
         from ddpforge.recipe.schema import refuse_remote
 
@@ -237,7 +237,7 @@ class RunFolder:
 
     @classmethod
     def find(cls, run: str, runs: Path = Path("runs")) -> "RunFolder":
-        """The run whose folder is `run`, or is called that in `runs`; raises UsageError if there is none."""
+        """Returns the run in the folder `run`, or named `run` in `runs`; raises UsageError if there is none."""
         for path in (Path(run), runs / run):
             if (folder := cls(path)).exists():
                 return folder
@@ -245,28 +245,34 @@ class RunFolder:
         names = sorted(path.name for path in runs.glob("*") if cls(path).exists())
         close = get_close_matches(run, names, n=1)
         raise UsageError(
-            f"there is no run {run!r}: it is neither a run's folder nor the name of one in {runs}/",
+            f"there is no run {run!r}: it is neither a run's folder nor the name of a run in {runs}/",
             hints=[f"did you mean {close[0]}?" if close else f"runs there: {', '.join(names) or 'none'}"],
         )
 
     # -- life
     def exists(self) -> bool:
-        """True when this is the folder of a run, whatever became of it."""
+        """True if this is the folder of a run, in any state."""
         return (self.path / "run.json").is_file()
 
     def create(self, *, text: str, resolved: str, local_files: Mapping[str, bytes]) -> bool:
-        """Lays the folder down, whole or not at all; see `claim_new`."""
+        """Creates the folder atomically; returns False if another process did first. See `claim_new`."""
         with self.claim_new(text=text, resolved=resolved, local_files=local_files) as mine:
             return mine
 
     @contextmanager
     def claim_new(self, *, text: str, resolved: str, local_files: Mapping[str, bytes]) -> Iterator[bool]:
-        """Lays the folder down, whole or not at all, and keeps it claimed, see `claim`.
+        """Creates the folder atomically, and keeps it claimed; see `claim`.
 
-        Yields False where another process has laid it down in the meantime: then nothing is claimed. `text` is the
-        recipe as given, `resolved` the same with all defaults; `local_files` maps the paths of plugin files, as
-        `resolved` writes them, to what is in them. Raises UsageError when something else is at this place,
-        EnvironmentProblem when the disk refuses.
+        Yields False, without a claim, if another process created the folder first.
+
+        Args:
+            text: Recipe as the user gave it.
+            resolved: Recipe with all defaults.
+            local_files: Contents of plugin files, by their paths in `resolved`.
+
+        Raises:
+            UsageError: Something other than a run is at this path.
+            EnvironmentProblem: The folder cannot be written.
         """
         with ExitStack() as claims:
             draft = self._draft()
@@ -278,18 +284,18 @@ class RunFolder:
                 draft._write_recipe(text, resolved, local_files)
                 run = _RunFacts(id=secrets.token_hex(4), created=datetime.now(UTC).isoformat(), attempts=0, lineage=[])
                 draft._write_json("run.json", run)
-            claims.enter_context(draft.claim())  # before anybody can see it; the lock is renamed along
+            claims.enter_context(draft.claim())  # before other processes can see it; a rename keeps the lock
             mine = self._take(draft)
             if not mine:
                 claims.close()
             yield mine
 
     def _draft(self) -> "RunFolder":
-        """The draft in which this process, and no other, lays the folder down; `_clear_drafts` reads its name."""
+        """Returns the temporary folder of this process; `_clear_drafts` parses its name."""
         return RunFolder(self.path.with_name(f".{self.path.name}.{gethostname()}-{os.getpid()}.tmp"))
 
     def _clear_drafts(self) -> None:
-        """Removes those of processes that were killed while they laid the folder down."""
+        """Removes temporary folders of killed processes of this host."""
         prefix = f".{self.path.name}.{gethostname()}-"
         for path in self.path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
             number = path.name.removeprefix(prefix).removesuffix(".tmp")
@@ -297,12 +303,12 @@ class RunFolder:
                 disk.remove(path)
 
     def _take(self, draft: "RunFolder") -> bool:
-        """Gives the draft its name; False, and the draft is gone, where a run has it already."""
+        """Renames the draft to its final name; if a run has that name already, removes the draft and returns False."""
         with _writing(self.path):
             try:
                 if self.path.exists():
                     raise FileExistsError
-                disk.rename(draft.path, self.path)  # fails where there is a folder with something in it
+                disk.rename(draft.path, self.path)  # fails if the target is a folder that is not empty
             except OSError:
                 disk.remove(draft.path)
                 if self.exists():
@@ -317,11 +323,11 @@ class RunFolder:
         return True
 
     def begin_attempt(self, *, step: int, text: str, resolved: str, local_files: Mapping[str, bytes]) -> int:
-        """Notes that training continues from `step` with this recipe; returns the attempt's number, from 1."""
+        """Records that training continues from `step` with this recipe; returns the number of the attempt, from 1."""
         run = self._run()
         run["attempts"] += 1
         entry = Lineage(step=step, recipe=sha256(resolved.encode()).hexdigest())
-        # What was planned from a later step on, before a return to an earlier one, never came about.
+        # After a return to an earlier step, the recipes from later steps on no longer apply.
         lineage = [each for each in run["lineage"] if each["step"] < step]
         if not lineage or lineage[-1]["recipe"] != entry["recipe"]:
             lineage.append(entry)
@@ -334,7 +340,7 @@ class RunFolder:
         return run["attempts"]
 
     def retire(self) -> Path:
-        """Renames the folder to the first free of `<name>.1`, `<name>.2`, ... and returns where it is now."""
+        """Renames the folder to the first free name of `<name>.1`, `<name>.2`, ...; returns the new path."""
         free = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
         target = next(path for path in free if not path.exists())
         with _writing(self.path):
@@ -343,7 +349,7 @@ class RunFolder:
         return target
 
     def delete(self) -> None:
-        """Removes the folder with all that is in it, at once for who looks; raises as `claim` does."""
+        """Removes the folder and its contents, atomically for readers; raises as `claim` does."""
         doomed = self._draft()
         with self.claim(), _writing(self.path):
             disk.rename(self.path, doomed.path)
@@ -351,9 +357,9 @@ class RunFolder:
             disk.remove(doomed.path)
 
     def is_claimed(self) -> bool | None:
-        """True while another process trains here; None where the file system cannot tell.
+        """True if another process trains here; None if the file system does not support the query.
 
-        Not for a process that trains here itself: closing the file gives up what it has claimed.
+        Must not be called by the process that trains here: closing the file would release its own lock.
         """
         try:
             with disk.open_plain(self.logs / "lock", within=self.path) as file:
@@ -367,9 +373,9 @@ class RunFolder:
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Keeps other processes from training here at the same time: each would clear away what another is writing.
+        """Locks the folder, so that no other process trains here at the same time and removes files of this one.
 
-        Raises EnvironmentProblem when another process has claimed the folder; one that dies lets go of it.
+        Raises EnvironmentProblem if another process holds the lock. The lock ends with its process.
         """
         path = self.logs / "lock"
         with _writing(self.path):
@@ -382,15 +388,13 @@ class RunFolder:
                 file.seek(0)
                 who = file.read(200).decode("ascii", errors="replace").strip() or "another process"
                 raise EnvironmentProblem(
-                    f"{self.path} is being trained in already, by {who}",
-                    hints=[
-                        "wait until it has ended, or end it; if its launcher was killed, its ranks may still be there"
-                    ],
+                    f"another training already uses {self.path}: {who}",
+                    hints=["wait until it ends, or end it; if its launcher was killed, its ranks may still be running"],
                 ) from error
             except OSError as error:
-                log.warning("%s cannot be locked (%s): see that no other process trains there", self.path, error)
+                log.warning("%s cannot be locked (%s): make sure that no other process trains there", self.path, error)
             else:
-                with suppress(OSError):  # a full disk; this is only for people
+                with suppress(OSError):  # a full disk; the text is only for the error message above
                     file.truncate(0)
                     file.write(f"process {os.getpid()} on {gethostname()}\n".encode())
             yield
@@ -398,15 +402,15 @@ class RunFolder:
     # -- contents
     @property
     def id(self) -> str:
-        """Tells runs of one name apart."""
+        """Returns the random id that distinguishes runs of the same name."""
         return self._run()["id"]
 
     def tables(self) -> dict[str, Any]:
-        """The resolved recipe that the last attempt followed."""
+        """Returns the resolved recipe of the last attempt."""
         return self._toml(self.resolved)
 
     def given(self) -> dict[str, Any]:
-        """The recipe as it was given; empty where the folder has none."""
+        """Returns the recipe as the user gave it; empty if the folder has none."""
         return self._toml(self.recipe) if os.path.lexists(self.recipe) else {}
 
     def _toml(self, path: Path) -> dict[str, Any]:
@@ -416,53 +420,53 @@ class RunFolder:
             return loads(disk.read_plain(path, _MOST_RECIPE).decode("utf-8"))
 
     def lineage(self) -> list[Lineage]:
-        """The resolved recipes that the run has followed, oldest first."""
+        """Returns the hashes of the resolved recipes that the run has followed, oldest first."""
         return self._run()["lineage"]
 
     def attempts(self) -> int:
-        """The number of times that training was started or resumed."""
+        """Returns how often training was started or resumed."""
         return self._run()["attempts"]
 
     def status(self) -> Status | None:
-        """The state of the run; None before it has trained at all."""
+        """Returns the contents of `status.json`; None before the run's first status."""
         path = self.path / "status.json"
         return _read(path, Status) if os.path.lexists(path) else None
 
     def code(self, path: Path) -> bytes:
-        """The contents of one of the run's copies of local code; raises EnvironmentProblem for what is no such file."""
+        """Returns the contents of a copy of local code; raises EnvironmentProblem if it is no plain file."""
         with _reading(path):
             return disk.read_plain(path, _MOST_CODE, within=self.path)
 
     def refuse_odd(self) -> None:
-        """Raises EnvironmentProblem where a link, a pipe or a device is in the folder: no run puts one there.
+        """Raises EnvironmentProblem if the folder contains a link, a pipe or a device.
 
-        A run would write through it, and a reader would show what it leads to, or wait for ever. The folder of
-        checkpoints may be a link to another disk.
+        The folder of checkpoints may be a link to another disk.
         """
+        # A run would write through a link, and a reader would show its target. Reading a pipe may block forever.
         odd = [path for path in disk.odd_entries(self.path, deep=False) if path.name not in _MAY_BE_LINKED]
         for name in _OWN:
             if not (self.path / name).is_symlink():
                 odd += disk.odd_entries(self.path / name, deep=True)
         if odd:
             raise EnvironmentProblem(
-                f"{odd[0]} is a link or a special file, which no run has put there",
-                hints=["remove it: a run's folder consists of files and folders, apart from a linked `checkpoints`"],
+                f"{odd[0]} is a link or a special file, which no run creates",
+                hints=["remove it: a run's folder has only files and folders; only `checkpoints` may be a link"],
             )
 
     def surroundings(self) -> dict[str, Any]:
-        """The command, packages, commit and variables of the last attempt, as `env.json` has them; none before one."""
+        """Returns `env.json`: command, packages, commit and variables of the last attempt; empty before the first."""
         path = self.path / "env.json"
         return dict(_read(path, _Environment)) if os.path.lexists(path) else {}
 
     def status_version(self) -> int | None:
-        """A number that changes whenever the status is written; None where there is none."""
+        """Returns a number that changes with each write of the status; None if there is no status."""
         path = self.path / "status.json"
         return path.lstat().st_mtime_ns if os.path.lexists(path) else None
 
     def write_status(self, status: Status) -> None:
-        """Replaces `status.json` in one instant.
+        """Replaces `status.json` atomically.
 
-        On a full disk it is written over the old one, if need be without metrics: that it failed must be there.
+        On a full disk, overwrites the old file in place, if necessary without metrics, to record the failure.
         """
         metrics = {name: None if _is_odd(value) else value for name, value in status["metrics"].items()}
         status = {**status, "metrics": metrics}
@@ -474,18 +478,18 @@ class RunFolder:
                     raise
 
     def write_failure(self, facts: Mapping[str, Any]) -> None:
-        """Writes `failure.json`: the rank that failed first, and where all of them stood."""
+        """Writes `failure.json`: the rank that failed first, and the position of every rank."""
         with _writing(self.path):
             self._write_json(self.failure.name, facts)
 
     def read_failure(self) -> dict[str, Any] | None:
-        """Reads what `write_failure` wrote; None where there is none."""
+        """Reads `failure.json`; None if it is missing or damaged."""
         with suppress(EnvironmentProblem):
             return {"phase": None, "step": None, **_read(self.failure, _Failure)}
         return None
 
     def _overwrite_status(self, status: Status) -> bool:
-        """Writes into the blocks that the file has already; False where there is none, or it does not fit."""
+        """Writes into the blocks that the file already has; False if there is none or the status does not fit."""
         path = self.path / "status.json"
         shorter: Status = {**status, "metrics": {}, "error": status["error"] and status["error"][:500]}
         if not disk.is_plain(path):
@@ -500,13 +504,13 @@ class RunFolder:
         return False
 
     def amend_failure(self, error: str, code: int, states: Collection[State] = ("running", "failed")) -> None:
-        """Replaces what `status.json` says of a failure, unless a run is going on here, or is in none of the states."""
+        """Records a failure in `status.json` if no run trains here and the state is one of `states`."""
         with suppress(EnvironmentProblem), self.claim():
             if (status := self.status()) and status["state"] in states:
                 self.write_status({**status, "state": "failed", "exit_code": code, "error": error})
 
     def sync_metrics(self) -> None:
-        """Waits until the rows of metrics written so far would survive a power cut."""
+        """Waits until the rows of metrics written so far are on disk and would survive a power failure."""
         with suppress(FileNotFoundError), disk.open_plain(self.metrics) as file:
             os.fsync(file.fileno())
             disk.sync_folder(self.path)
@@ -533,7 +537,7 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody else's
+        pass  # a process of another user
     return True
 
 
@@ -548,7 +552,7 @@ def _inside(name: str) -> PurePosixPath:
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
-    # What names of files and arguments hold that is no text becomes "?": no reader could take it.
+    # File names and arguments may contain bytes that are not text. They become "?", which JSON readers accept.
     return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False).encode(errors="replace")
 
 
@@ -557,14 +561,14 @@ def _is_odd(value: float | None) -> bool:
 
 
 def _read(path: Path, kind: type[_Kind]) -> _Kind:
-    """The JSON object in a file, with the keys and types of a TypedDict; raises EnvironmentProblem for any other."""
+    """Reads a JSON object with the keys and types of a TypedDict; raises EnvironmentProblem for any other content."""
     from pydantic import ValidationError
 
     with _reading(path):
         content = _NO_TEXT.sub(rb"\\ufffd", disk.read_plain(path, _MOST))
         try:
             adapter: TypeAdapter[_Kind] = _adapter(kind)  # type: ignore[arg-type]  # mypy: a protocol of functions
-            return adapter.validate_json(content)  # which nests only so deep
+            return adapter.validate_json(content)  # limits the depth of nesting
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(map(str, first["loc"]))

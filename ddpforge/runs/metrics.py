@@ -1,4 +1,4 @@
-"""The truth about a run: `metrics.jsonl` in its folder, one JSON object a line."""
+"""Writes and reads `metrics.jsonl`, a run's own record of its metrics: one JSON object per line."""
 
 import json
 import logging
@@ -19,15 +19,15 @@ from ddpforge.interfaces import Tracker
 
 FILE = "metrics.jsonl"
 SUPERSEDED = "metrics.superseded.jsonl"
-REPLACED = "metrics.replaced.jsonl"  # what somebody put in its place
+REPLACED = "metrics.replaced.jsonl"  # a file that another program put in its place
 
-_TAIL = 1 << 16  # bytes that are read to see how a run stands
-_FLAWS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # what a line that is no row raises
+_TAIL = 1 << 16  # bytes that are read for the newest rows
+_FLAWS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # raised for a line that is no row
 _MOST = 4 << 30  # bytes of a file
 _LONGEST = 4 << 20  # bytes of a row
 _BLOCK = 1 << 20  # bytes that are read at a time
 _FACTS = frozenset(("step", "attempt", "time"))
-_LATEST = 253402300800  # Unix seconds: the year 10000, which no calendar has
+_LATEST = 253402300800  # Unix seconds: the year 10000, which datetime does not support
 
 log = logging.getLogger("ddpforge")
 
@@ -38,18 +38,18 @@ class JSONLTracker(Tracker):
     """Writes each row to `metrics.jsonl`: `step`, `attempt`, `time` (Unix seconds) and the metrics.
 
     JSON has no NaN: a metric that is not finite is written as null and named in the row's `nonfinite` list.
-    `attempt` is the run's own count, from 1. Rows that a resume repeats are moved to `metrics.superseded.jsonl`, so
-    that each step stays in one version. A file that somebody removes meanwhile is written again, with a warning.
-    Unlike other trackers this one raises EnvironmentProblem when it cannot write.
+    `attempt` is the number of the run attempt, from 1. A resume moves the rows that it repeats to
+    `metrics.superseded.jsonl`, so that each step has one version. If the file is removed during training, it is
+    written again, with a warning. Unlike other trackers, this one raises EnvironmentProblem if it cannot write.
     """
 
     rows = 0  # in the file
     _kept: FileIO
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Takes over the file of earlier attempts; without `resumed_at` all of their rows are superseded.
+        """Continues the file of earlier attempts; without `resumed_at` all of their rows are superseded.
 
-        Reads `config["run"]["attempt"]`; where that is missing, the attempts in the file are counted.
+        Reads the attempt from `config["run"]["attempt"]`; if that is missing, uses the largest in the files plus 1.
         """
         self._path, self._superseded = folder / FILE, folder / SUPERSEDED
         self._attempt = config.get("run", {}).get("attempt") or 1 + _attempts(self._path, self._superseded)
@@ -58,7 +58,7 @@ class JSONLTracker(Tracker):
         self.rewind(-1 if resumed_at is None else resumed_at)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one line, which has left the process when this returns."""
+        """Appends one line. On return, the operating system has it: a crash of the process does not lose it."""
         row: Row = {"step": step, "attempt": self._attempt, "time": round(time.time(), 3)}
         row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         if nonfinite := [key for key, value in metrics.items() if not math.isfinite(value)]:
@@ -66,35 +66,35 @@ class JSONLTracker(Tracker):
         with _explained(self._path):
             self._mend()
             left = memoryview(_line(row).encode())
-            while left:  # a full disk takes a part, and then says so
+            while left:  # a full disk accepts a part, and then raises OSError
                 left = left[self._kept.write(left) :]
             self._size = self._kept.tell()
         self.rows += 1
 
     def rewind(self, step: int) -> None:
-        """Supersedes the rows after `step`; those before are not looked at."""
+        """Moves the rows after `step` to the superseded ones. Does not check earlier rows."""
         with _explained(self._path):
             _touch(self._path)
             try:
                 begin, drop = _after(self._path, step)
             except _FLAWS:
-                _replace(self._path, _parse(self._path))  # which says in which line the damage is
+                _replace(self._path, _parse(self._path))  # raises with the number of the damaged line
                 begin, drop = _after(self._path, step)
         if drop:
-            _append(self._superseded, drop)  # first, so that a crash loses none
+            _append(self._superseded, drop)  # before the cut, so that a crash loses no row
         with _explained(self._path):
             _cut(self._path, begin)
             self.rows = _count_lines(self._path)
         self._keep()
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Makes sure that the rows are still there."""
+        """Writes the file again if it was removed, and closes it."""
         with _explained(self._path):
             self._mend()
         self._kept.close()
 
     def _keep(self) -> None:
-        """Holds on to the file: what is removed is not gone while it is open."""
+        """Keeps the file open: if it is removed, its rows can still be read."""
         with suppress(AttributeError):
             self._kept.close()
         with _explained(self._path):
@@ -102,7 +102,7 @@ class JSONLTracker(Tracker):
         self._size = self._kept.tell()
 
     def _mend(self) -> None:
-        """Writes the file again where somebody has removed or replaced it, and says so."""
+        """Writes the file again, with a warning, if it was removed or replaced."""
         try:
             there = self._path.lstat()
         except FileNotFoundError:
@@ -120,10 +120,10 @@ class JSONLTracker(Tracker):
 
 
 def read_metrics(folder: Path) -> list[Row]:
-    """The rows of the run in `folder`, one a step, in order; what was not finite is NaN.
+    """Returns the rows of the run in `folder`, one per step, in order. Values that were not finite are NaN.
 
-    The training and evaluation rows of a step are merged. The line that a live or killed run has only half
-    written is left out. Raises EnvironmentProblem when there is no file or it is damaged.
+    The training and evaluation rows of a step are merged. An incomplete last line, of a running or killed run, is
+    skipped. Raises EnvironmentProblem if there is no file or it is damaged.
     """
     path = folder / FILE
     if not os.path.lexists(path):
@@ -138,7 +138,7 @@ def read_metrics(folder: Path) -> list[Row]:
 
 
 def latest_rows(folder: Path) -> list[Row]:
-    """The newest rows of the run in `folder`, some hundred of them, as they stand; none if there is no file."""
+    """Returns the newest rows (about a hundred) of the run in `folder`, not merged; none if there is no file."""
     try:
         _, lines = _last(folder / FILE, _TAIL)
     except FileNotFoundError:
@@ -148,12 +148,12 @@ def latest_rows(folder: Path) -> list[Row]:
     try:
         return _rows(lines, folder / FILE)
     except EnvironmentProblem:
-        return _parse(folder / FILE)  # which counts lines from the first
+        return _parse(folder / FILE)  # counts lines from the first, for the error message
 
 
 # ---------------------------------------------------------------------------------------------- from the end on
 def _last(path: Path, most: int) -> tuple[int, list[bytes]]:
-    """The lines that begin in the last `most` bytes of a file, and where the first of them does."""
+    """Returns the lines that begin in the last `most` bytes of a file, and the offset of the first one."""
     with disk.open_plain(path) as file:
         start = max(0, os.fstat(file.fileno()).st_size - most)
         file.seek(start)
@@ -162,10 +162,8 @@ def _last(path: Path, most: int) -> tuple[int, list[bytes]]:
 
 
 def _after(path: Path, step: float) -> tuple[int, list[bytes]]:
-    """The byte at which the rows after `step` begin, and their lines, without one that a crash has cut short.
-
-    Rows are in the order of their steps: no more is read than twice what is after `step`.
-    """
+    """Returns the offset of the first row after `step`, and the lines from there, without an incomplete last line."""
+    # Rows are sorted by step, so reading backwards in doubling blocks reads little more than these rows.
     most = _TAIL
     while True:
         start, lines = _last(path, most)
@@ -181,7 +179,7 @@ def _after(path: Path, step: float) -> tuple[int, list[bytes]]:
 def _append(path: Path, lines: list[bytes]) -> None:
     with _explained(path):
         _touch(path)
-        with suppress(*_FLAWS):  # of other rows: whoever reads them is told
+        with suppress(*_FLAWS):  # of older rows: their readers get the error
             _cut(path, _after(path, math.inf)[0])
         with disk.open_plain(path, "ab") as file:
             file.writelines(lines)
@@ -189,7 +187,7 @@ def _append(path: Path, lines: list[bytes]) -> None:
 
 
 def _cut(path: Path, size: int) -> None:
-    """Shortens the file; after a crash it has its old length or the new one."""
+    """Shortens the file durably; after a crash it has its old length or the new one."""
     if disk.plain_size(path) == size:
         return
     with disk.open_plain(path, "r+b") as file:
@@ -198,7 +196,7 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _touch(path: Path) -> None:
-    """Creates the file where there is none; raises OSError for a link, which may lead to none."""
+    """Creates the file if it is missing; raises OSError for a link, even for a dangling one."""
     disk.open_plain(path, "ab").close()
 
 
@@ -226,7 +224,7 @@ def _parse(path: Path) -> list[Row]:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of the file; none where there is no file. Zeros that follow one another are one here."""
+    """Returns the lines of the file; none if there is no file. A sequence of zero bytes becomes one zero byte."""
     lines: list[bytes] = []
     rest = b""
     for block in _blocks(path):
@@ -238,7 +236,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The contents of the file, piece by piece; nothing where there is no file."""
+    """Yields the contents of the file in blocks; nothing if there is no file."""
     try:
         with disk.open_plain(path) as file:
             if os.fstat(file.fileno()).st_size > _MOST:
@@ -252,26 +250,26 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 def _unreadable(path: Path, why: OSError | str) -> EnvironmentProblem:
     said = (why.strerror or why) if isinstance(why, OSError) else why
-    return EnvironmentProblem(f"{path} cannot be read: {said}", hints=["mend it, or move the file away"])
+    return EnvironmentProblem(f"{path} cannot be read: {said}", hints=["repair the file, or move it away"])
 
 
 def _rows(lines: list[bytes], path: Path) -> list[Row]:
     if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()  # a write that was cut short by a crash
+        lines.pop()  # an incomplete write, after a crash
 
     rows = []
     for number, line in enumerate(lines, start=1):
         zeros = b"\0" in line
-        for piece in filter(bytes.strip, line.split(b"\0")):  # never joined: the halves of two rows may look like one
+        for piece in filter(bytes.strip, line.split(b"\0")):  # never joined: halves of two rows may look like a row
             try:
                 rows.append(_row(piece))
             except _FLAWS as error:
                 if not zeros:
                     message = f"{path}, line {number} is not a row of metrics"
-                    hints = ["mend or remove the line, or move the file away"]
+                    hints = ["repair or remove the line, or move the file away"]
                     raise EnvironmentProblem(message, hints=hints) from error
     if any(b"\0" in line for line in lines):
-        log.warning("%s has zeros in it, as a power failure leaves them: the rows that were there are lost", path)
+        log.warning("%s contains zero bytes, probably after a power failure: the rows in these places are lost", path)
     return rows
 
 
@@ -282,26 +280,26 @@ def _row(text: bytes) -> Row:
         raise ValueError("step and attempt must be whole numbers")
     odd = row.get("nonfinite", ())
     if not (0 <= when < _LATEST) or (odd and not (isinstance(odd, list) and all(isinstance(one, str) for one in odd))):
-        raise ValueError("not a time, or not names of metrics")
+        raise ValueError("`time` is not a time, or `nonfinite` is not a list of metric names")
     if not _FACTS.isdisjoint(odd):
-        raise ValueError("what says which row it is must be finite")
+        raise ValueError("step, attempt and time must be finite")
     for name, value in row.items():
         if name != "nonfinite" and value is not None:
             if not isinstance(value, int | float):
-                raise ValueError("not a number")
+                raise ValueError("a metric is not a number")
             float(value)  # raises OverflowError
     return row
 
 
 def _replace(path: Path, rows: list[Row]) -> None:
-    """Rewrites the file; whatever happens, `path` holds the old content or the new."""
+    """Rewrites the file atomically: after a crash, `path` has the old content or the new."""
     with _explained(path):
         _write(path, "".join(map(_line, rows)).encode())
 
 
 def _write(path: Path, content: bytes) -> None:
     new = path.with_suffix(".tmp")
-    disk.remove(new)  # of a process that was killed here, or a link
+    disk.remove(new)  # left by a killed process, or a link
     with new.open("xb") as file:
         file.write(content)
         _sync(file)
@@ -318,4 +316,6 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         message = f"cannot write {path}: {error.strerror}"
-        raise EnvironmentProblem(message, hints=["is the disk full, the folder read-only, or removed?"]) from error
+        raise EnvironmentProblem(
+            message, hints=["check if the disk is full, the folder read-only, or removed"]
+        ) from error

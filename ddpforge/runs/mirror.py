@@ -1,4 +1,4 @@
-"""Copies a run's folder to another place while training goes on, and brings it back where a machine has none of it."""
+"""Copies a run's folder to remote storage during training, and restores it on a machine that does not have it."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ __all__ = ["Mirror"]
 log = logging.getLogger("ddpforge")
 
 _BLOCK = 8 << 20  # bytes that are compared at a time
-_STORES = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # and the extra that each needs
-_OWN = ("checkpoints", "logs")  # checkpoints are copied whole or not at all; logs are this machine's
+_STORES = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # protocol to the extra of ddpforge that it needs
+_OWN = ("checkpoints", "logs")  # checkpoints are copied atomically; logs stay on this machine
 
 
 class _Copied(NamedTuple):
-    """A file as it was when it was copied."""
+    """Size and time of change of a file when it was copied."""
 
     size: int
     changed: int
 
 
 class Mirror(Tracker):
-    """The copy of a run's folder below `url`, an address that fsspec knows: "s3://bucket/runs", "file:///mnt/runs".
+    """Copy of a run's folder below `url`, an fsspec address: "s3://bucket/runs", "file:///mnt/runs".
 
-    Rank 0 has one. A thread copies after each checkpoint: first the small files, then the checkpoint, whose bytes are
-    read back and compared before the last file makes it count. What retention has removed here goes there, too.
+    Only rank 0 has one. A thread copies after each checkpoint: first the small files, then the checkpoint. It reads
+    each copied file back and compares it. The COMMIT file comes last and makes the copy valid. Checkpoints that
+    retention has removed from the run are removed from the copy, too.
     """
 
     def __init__(self, folder: RunFolder, url: str, *, must: bool) -> None:
-        """With `must`, a copy that is not complete in the end is an error."""
+        """Sets up the copy. With `must`, an incomplete copy at the end of the run is an error."""
         self._folder, self._url, self._must = folder, url.rstrip("/"), must
         self.place = f"{redact(self._url)}/{folder.path.name}"
         self._copied: dict[str, _Copied] = {}
@@ -59,7 +60,7 @@ class Mirror(Tracker):
 
     @classmethod
     def of(cls, folder: RunFolder, settings: CheckpointSection) -> Mirror | None:
-        """The mirror that a recipe asks for."""
+        """Returns the mirror of `checkpoint.mirror`; None if the recipe has none."""
         return cls(folder, settings.mirror, must=settings.on_failure == "stop") if settings.mirror else None
 
     @cached_property
@@ -72,10 +73,10 @@ class Mirror(Tracker):
 
     # -- before training
     def fetch(self, *, fresh: bool) -> None:
-        """Brings the run here where this machine has none of it, and refuses what would mix two runs.
+        """Restores the run if this machine does not have it.
 
-        Raises EnvironmentProblem when the place cannot be read, and UsageError where it holds another run or a later
-        state of this one.
+        Raises EnvironmentProblem if the mirror cannot be read. Raises UsageError if it contains another run or a later
+        state of this run, or, with `fresh`, any run.
         """
         with self._reaching("read"):
             there = self._run_there()
@@ -83,8 +84,8 @@ class Mirror(Tracker):
             return
         if fresh:
             raise UsageError(
-                f"{self.place} holds a run already, which --fresh would mix with the new one",
-                hints=["give the recipe another `name` or checkpoint.mirror", "or remove what is there"],
+                f"{self.place} already contains a run, and --fresh would mix it with the new one",
+                hints=["give the recipe another `name` or checkpoint.mirror", "or remove the old run there"],
             )
         if self._folder.exists():
             self._refuse_another(there)
@@ -101,7 +102,7 @@ class Mirror(Tracker):
     def _refuse_another(self, there: str) -> None:
         if _id_in(there) != self._folder.id:
             raise UsageError(
-                f"{self.place} holds another run than {self._folder.path}",
+                f"{self.place} contains another run than {self._folder.path}",
                 hints=["give the recipe another `name` or checkpoint.mirror"],
             )
         with self._reaching("read"):
@@ -109,12 +110,12 @@ class Mirror(Tracker):
         here = max(map(_step, self._local()), default=-1)
         if later > here:
             raise UsageError(
-                f"{self.place} has come to step {later}, and {self._folder.path} to step {max(here, 0)}",
-                hints=[f"to resume from there: mv {self._folder.path} somewhere else; what is missing is brought back"],
+                f"{self.place} is at step {later}, but {self._folder.path} only at step {max(here, 0)}",
+                hints=[f"to resume from the mirror, move {self._folder.path} away: the run is then restored from it"],
             )
 
     def _bring(self) -> None:
-        """Copies all that is there into a draft, which becomes the run's folder."""
+        """Copies the mirror into a temporary folder, and renames that to the run's folder."""
         began, path = time.monotonic(), self._folder.path
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.mirror")
         for old in path.parent.glob(f".{path.name}.*.mirror"):
@@ -123,25 +124,25 @@ class Mirror(Tracker):
         for file in self._files.find(self._root):
             name = file.removeprefix(f"{self._root}/")
             parts = name.split("/")
-            # A name in a bucket may hold "..", which would lead out of the folder: no run has written that.
+            # A name in a bucket may contain "..", which would lead out of the folder. No run writes one.
             if ".." not in parts and (parts[0] != "checkpoints" or parts[1] in complete):
                 self._refuse_odd(file)
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(file, str(draft / name))
         (draft / "checkpoints").mkdir(exist_ok=True)
         disk.rename(draft, path)
-        log.info("%s was brought back from %s in %.0f s", path, self.place, time.monotonic() - began)
+        log.info("%s was restored from %s in %.0f s", path, self.place, time.monotonic() - began)
 
     def begin(self) -> None:
-        """Copies the small files, so that a place that cannot be written is known before training."""
+        """Copies the small files, to fail before training if the mirror cannot be written, and starts the thread."""
         with self._reaching("written"):
             self._copy_small()
         self._thread = Thread(target=self._serve, name="mirror", daemon=True)
         self._thread.start()
 
-    # -- while training goes on
+    # -- during training
     def checkpoint(self, step: int, folder: Path) -> None:
-        """Has the thread copy it."""
+        """Wakes the thread, which copies the checkpoint."""
         self._asked.set()
 
     def _serve(self) -> None:
@@ -155,7 +156,7 @@ class Mirror(Tracker):
             self._copy_all()
         except Exception as error:
             self._error = error
-            log.warning("not all is at %s yet: %s", self.place, _said(error))
+            log.warning("the copy at %s is not complete yet: %s", self.place, _said(error))
 
     def _copy_all(self) -> None:
         self._copy_small()
@@ -166,10 +167,12 @@ class Mirror(Tracker):
                 try:
                     size = self._copy_checkpoint(name)
                 except FileNotFoundError:
-                    if name in self._local():  # else retention has removed it meanwhile
+                    if name in self._local():  # else retention removed it during the copy
                         raise
                 else:
-                    log.info("%s is at %s: %d bytes in %.1f s", name, self.place, size, time.monotonic() - began)
+                    log.info(
+                        "%s was copied to %s: %d bytes in %.1f s", name, self.place, size, time.monotonic() - began
+                    )
         if kept := set(self._local()):
             for name in sorted(complete - kept):
                 if _step(name) <= max(map(_step, kept)):
@@ -193,10 +196,8 @@ class Mirror(Tracker):
         return sum(path.lstat().st_size for path in files)
 
     def _refuse_odd(self, there: str) -> None:
-        """Raises OSError where a mirror on a disk has a link, a pipe or a device at this path, or a link on the way.
-
-        It would be read for ever, or written through.
-        """
+        """Raises OSError if a mirror on a disk has a link, a pipe or a device at this path, or a link in a parent."""
+        # Reading a pipe may block forever, and a copy would write through a link.
         if isinstance(self._files.protocol, str) or "file" not in self._files.protocol:
             return
         path, place = Path(there), Path(_open(self._url)[1])
@@ -209,7 +210,7 @@ class Mirror(Tracker):
 
     def _put(self, path: Path, target: str) -> None:
         self._refuse_odd(target)
-        if self._url.partition("://")[0] not in _STORES:  # where folders are no more than parts of names
+        if self._url.partition("://")[0] not in _STORES:  # object stores have no folders
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(path), target)
 
@@ -219,22 +220,22 @@ class Mirror(Tracker):
             while True:
                 mine, other = here.read(_BLOCK), there.read(_BLOCK)
                 if mine != other:
-                    raise CheckpointError(f"{target} is not what was written there")
+                    raise CheckpointError(f"{target} differs from the file that was copied there")
                 if not mine:
                     return
 
     def _remove(self, name: str) -> None:
         there = f"{self._root}/checkpoints/{name}"
         self._refuse_odd(f"{there}/{COMMIT}")
-        self._files.rm_file(f"{there}/{COMMIT}")  # from here on it does not count
+        self._files.rm_file(f"{there}/{COMMIT}")  # from here on the copy is not valid
         self._files.rm(there, recursive=True)
 
-    # -- in the end
+    # -- at the end
     def __enter__(self) -> Mirror:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Copies what is still missing; raises CheckpointError if that fails and nothing else has."""
+        """Copies the missing files; raises CheckpointError if that fails, with `must`, and the run did not fail."""
         if self._thread is None:
             return
         self._over = True
@@ -243,12 +244,12 @@ class Mirror(Tracker):
         self._try()
         if self._error is not None and self._must and error is None:
             raise CheckpointError(
-                f"not all of {self._folder.path} is at {self.place}: {_said(self._error)}",
-                hints=["here it is complete: the same command copies what is missing"],
+                f"the copy of {self._folder.path} at {self.place} is incomplete: {_said(self._error)}",
+                hints=["the run here is complete: run the same command again to copy the missing files"],
             ) from self._error
 
     def complete(self) -> None:
-        """Copies what is missing of a run that has ended before; raises as the end of one does."""
+        """Copies the missing files of a run that ended earlier; raises as `begin` and `__exit__` do."""
         with self:
             self.begin()
 
@@ -257,27 +258,27 @@ class Mirror(Tracker):
         return [path.parent.name for path in self._folder.checkpoints.glob(f"step-*/{COMMIT}")]
 
     def _complete(self) -> list[str]:
-        """The checkpoints there whose last file is there."""
+        """Returns the names of the mirror's checkpoints that have a COMMIT file."""
         self._files.invalidate_cache()
         names = (file.split("/") for file in self._files.find(f"{self._root}/checkpoints"))
         return [parts[-2] for parts in names if parts[-1] == COMMIT and FOLDER.fullmatch(parts[-2])]
 
     @contextmanager
     def _reaching(self, how: str) -> Iterator[None]:
-        """Within it, whatever a file system raises is an EnvironmentProblem."""
+        """Turns any exception of a file system into an EnvironmentProblem."""
         try:
             yield
         except ForgeError:
             raise
-        except Exception as error:  # of many kinds, which share no base
+        except Exception as error:  # fsspec's exceptions have no common base class
             raise EnvironmentProblem(
                 f"checkpoint.mirror: {self.place} cannot be {how}: {_said(error)}",
-                hints=["see that the place is there, and that the credentials in the environment may use it"],
+                hints=["check that the address exists, and that the credentials in the environment have access to it"],
             ) from error
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """The file system of an address and the path in it; raises UsageError for one that nothing installed knows."""
+    """Returns the file system of an address and the path in it; raises UsageError for an unknown address."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     protocol = url.partition("://")[0]
@@ -287,18 +288,18 @@ def _open(url: str) -> tuple[Any, str]:
         extra = _STORES.get(protocol)
         hint = f"pip install 'ddpforge[{extra}]'" if extra else str(error)
         raise EnvironmentProblem(
-            f"checkpoint.mirror: {protocol}:// needs a package that is missing", hints=[hint]
+            f"checkpoint.mirror: {protocol}:// needs a package that is not installed", hints=[hint]
         ) from error
     except Exception as error:
         raise UsageError(
-            f"checkpoint.mirror: {redact(url)} is no address that fsspec knows: {_said(error)}",
+            f"checkpoint.mirror: fsspec does not accept the address {redact(url)}: {_said(error)}",
             hints=['e.g. "s3://bucket/runs" or "file:///mnt/runs"'],
         ) from error
     return files, root
 
 
 def _small(folder: Path) -> Iterator[Path]:
-    """All files but checkpoints, logs and what is being written."""
+    """Yields all files except checkpoints, logs and temporary files."""
     for path in sorted(folder.rglob("*")):
         parts: Sequence[str] = path.relative_to(folder).parts
         if parts[0] not in _OWN and disk.is_plain(path) and not path.name.endswith(".tmp"):
@@ -306,7 +307,7 @@ def _small(folder: Path) -> Iterator[Path]:
 
 
 def _id_in(there: str) -> object:
-    """The id of the run whose run.json this is; None for what is none."""
+    """Returns the id in the text of a run.json; None if the text is not valid."""
     try:
         found = json.loads(there)
     except (ValueError, RecursionError):

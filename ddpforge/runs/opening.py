@@ -1,4 +1,4 @@
-"""Opens a run's folder for another attempt: claims it, compares recipes, and refuses what would lose or mix up work."""
+"""Opens a run's folder for an attempt: claims it, compares recipes, and refuses changes that would lose or mix work."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ log = logging.getLogger("ddpforge")
 
 @dataclass(frozen=True)
 class Opened:
-    """The state in which rank 0 found the run's folder; `token` is the attempt's own.
+    """State in which rank 0 found the run's folder.
 
-    `result` is what a finished run has come to, if that is all that is asked for; `changes` and `edited` tell the
-    recipe from the one before.
+    `token` is a random id of the attempt. `result` is the status of a finished run that has nothing left to train.
+    `changes` and `edited` are the differences from the recipe and the local code of the last attempt.
     """
 
     token: str
@@ -41,11 +41,11 @@ class Opened:
 def open_folder(
     folder: RunFolder, snapshot: RecipeSnapshot, claims: ExitStack, *, fresh: bool, allow_change: Sequence[str]
 ) -> Opened:
-    """Makes sure that the folder may be trained in, until `claims` ends."""
+    """Creates or opens the folder, claimed until `claims` closes; raises UsageError for a refused change."""
     token = secrets.token_hex(8)
     if fresh and folder.exists():
         with folder.claim():
-            log.info("the earlier run is kept as %s", folder.retire())
+            log.info("the earlier run was renamed to %s", folder.retire())
     if not folder.exists() and claims.enter_context(folder.claim_new(**snapshot)):
         return Opened(token)
 
@@ -65,7 +65,7 @@ def open_folder(
 
 
 def is_finished(folder: RunFolder, snapshot: RecipeSnapshot) -> bool:
-    """True where the run that is asked for has been trained; raises UsageError where it is another one by now."""
+    """True if this run is already trained; raises UsageError if it finished with another recipe or code."""
     if not folder.exists():
         return False
     changes = recipe_changes(folder.tables(), tomllib.loads(snapshot["resolved"]))
@@ -80,7 +80,7 @@ def _is_finished(folder: RunFolder, status: Status | None, changes: Sequence[Cha
 
 
 def _edited(folder: RunFolder, snapshot: RecipeSnapshot) -> list[str]:
-    """The names of local files whose code is not what the last attempt used."""
+    """Returns the names of local files whose code differs from that of the last attempt."""
     kept = {name: folder.path / name for name in snapshot["local_files"]}
     return [
         Path(name).name
@@ -92,11 +92,11 @@ def _edited(folder: RunFolder, snapshot: RecipeSnapshot) -> list[str]:
 def _settle_changes(
     folder: RunFolder, changes: Sequence[Change], edited: Sequence[str], allow_change: Sequence[str]
 ) -> None:
-    """Refuses what would make another run of it, unless nothing would be lost by that."""
+    """Raises UsageError for changes of fixed keys, unless the run has no checkpoint to lose; logs all changes."""
     if _may_have_checkpoints(folder):
         refuse_fixed(changes, allow_change)
     elif changes or edited:
-        log.info("no checkpoint was saved: the new recipe counts from the first step")
+        log.info("no checkpoint was saved: the new recipe applies from the first step")
     for change in changes:
         log.info("changed since the last attempt: %s", change)
     for name in edited:
@@ -107,16 +107,16 @@ def _may_have_checkpoints(folder: RunFolder) -> bool:
     try:
         check_folder(folder.checkpoints)
     except CheckpointError:
-        return True  # the attempt will say so
+        return True  # the attempt will raise this error
     return any(folder.checkpoints.glob("step-*"))
 
 
 def mention_what_is_lost(folder: RunFolder) -> None:
-    """A run that starts from scratch, because it has no checkpoint, does not do so behind anybody's back."""
+    """Logs a warning if an earlier attempt trained, but the run has no checkpoint and starts from scratch."""
     status = folder.status()
     if status is not None and status["step"]:
         log.warning(
-            "%s has no checkpoints: training starts from scratch, and an earlier attempt had come to step %d",
+            "%s has no checkpoints: training starts from scratch, although an earlier attempt reached step %d",
             folder.path,
             status["step"],
         )

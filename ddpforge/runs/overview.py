@@ -1,4 +1,4 @@
-"""Tells how runs stand, by their folders alone: also of one that another process is training. Needs no torch."""
+"""Reads the state of runs from their folders, even while another process trains them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ __all__ = [
 
 STATES = ("new", "starting", "running", "done", "stopped", "failed", "diverged", "killed", "unreadable")
 
-_DEEPEST = 3  # folders between the one that is named and a run
+_DEEPEST = 3  # levels of folders between a named folder and a run
 _MOST_METRICS = 3  # columns of a list
-_FACTS = ("step", "attempt", "time", "nonfinite")  # of a row of metrics, beside the metrics
+_FACTS = ("step", "attempt", "time", "nonfinite")  # keys of a row that are not metrics
 
 Metrics = Mapping[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """The state of a run, seen from outside.
+    """State of a run, seen from outside.
 
-    `state` is that of `status.json`, or one of those that only a look at its processes tells:
-    "new" before it has trained, "starting" before its first step, "killed" where it was training and no process is
-    left, "unreadable" where its folder is damaged, which `error` describes.
+    `state` is that of `status.json`, or one of these: "new" before the first attempt; "starting" before the first step
+    of an attempt; "killed" if the status is still "running" but no process holds the lock; "unreadable" if the
+    folder is damaged, with the reason in `error`.
     """
 
     folder: RunFolder
@@ -59,19 +59,19 @@ class Standing:
     attempt: int = 0
     metrics: Metrics = field(default_factory=dict)
     rate: float | None = None  # steps per second of this attempt, evaluations and checkpoints included
-    changed: float = 0.0  # Unix time of the last sign of life
+    changed: float = 0.0  # Unix time of the last change of its files
     recipe: Mapping[str, Any] = field(default_factory=dict)  # flat: dotted keys
     error: str | None = None
 
     @property
     def seconds_left(self) -> float | None:
-        """The time to the last step at the rate so far; None where that cannot be told."""
+        """Returns the seconds to the last step at the current rate; None if unknown, or if the run does not run."""
         if self.state != "running" or self.total_steps is None or not self.rate:
             return None
         return max(0, self.total_steps - self.step) / self.rate
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields for JSON."""
         return {
             "run": str(self.folder.path),
             "state": self.state,
@@ -88,22 +88,22 @@ class Standing:
 
 # ---------------------------------------------------------------------------------------------- finding
 def find_runs(places: Sequence[str | Path]) -> list[RunFolder]:
-    """The runs in `places`, each of which is a run or a folder with runs in it, at most three levels down.
+    """Returns the runs in `places`. Each place is a run, or a folder with runs at most three levels below it.
 
-    Raises UsageError for a place that is not there.
+    Raises UsageError for a place that does not exist.
     """
     found = []
     for place in map(Path, places):
         if not place.is_dir():
-            raise UsageError(f"there is no folder {place}", hints=["name a folder that has runs in it, or a run"])
+            raise UsageError(f"there is no folder {place}", hints=["name a run, or a folder that contains runs"])
         found += list(_runs_in(place, _DEEPEST))
     return [RunFolder(path) for path in dict.fromkeys(found)]
 
 
 def named_runs(names: Sequence[str]) -> list[RunFolder]:
-    """The runs that are named: each by its folder or its name in runs/, or all by a folder that has them in it.
+    """Returns the named runs. A name is a run's folder, its name in runs/, or a folder that contains runs.
 
-    Raises UsageError for a name that is neither.
+    Raises UsageError for any other name.
     """
     found: list[RunFolder] = []
     for name in names:
@@ -125,7 +125,7 @@ def _runs_in(place: Path, levels: int) -> Iterator[Path]:
 
 # ---------------------------------------------------------------------------------------------- one run
 def standing(folder: RunFolder) -> Standing:
-    """Finds out how the run in `folder` stands now."""
+    """Returns the current state of the run in `folder`."""
     try:
         return _standing(folder)
     except EnvironmentProblem as error:
@@ -178,7 +178,7 @@ def _changed(folder: RunFolder) -> float:
 def chosen(
     runs: Sequence[Standing], *, states: Sequence[str] = (), name: str = "*", where: Sequence[str] = ()
 ) -> list[Standing]:
-    """The runs of these states, with a name like this, whose recipes have all of these values, as KEY=VALUE."""
+    """Returns the runs in one of `states` whose name matches the pattern `name` and whose recipe has all KEY=VALUE."""
     conditions = list(map(_condition, where))
     return [
         run
@@ -197,9 +197,10 @@ def _condition(text: str) -> tuple[str, Any]:
 
 
 def sorted_by(runs: Sequence[Standing], by: str, *, reverse: bool = False) -> list[Standing]:
-    """`runs` by "age" (the latest first), "name", "state", "step" (the furthest first) or a metric (the best first).
+    """Sorts runs by "age" (newest first), "name", "state", "step" (largest first) or a metric (best first).
 
-    Runs that lack the metric come last. Raises UsageError where no run has it, or the name does not tell the better.
+    Runs without the metric come last. Raises UsageError if no run has the metric, or if its name does not imply
+    whether lower or higher is better.
     """
     keys: dict[str, Callable[[Standing], Any]] = {
         "age": lambda run: -run.changed,
@@ -217,13 +218,13 @@ def sorted_by(runs: Sequence[Standing], by: str, *, reverse: bool = False) -> li
     lower = lower_is_better(by)
     if not having or lower is None:
         known = sorted({name for run in runs for name in run.metrics})
-        problem = f"the name of {by} does not tell if less of it is better" if having else f"no run has a metric {by}"
+        problem = f"it is not known if a lower {by} is better" if having else f"no run has a metric {by}"
         raise UsageError(problem, hints=[f"sort by {', '.join(keys)}, or a metric: {', '.join(known) or 'none'}"])
     return sorted(having, key=lambda run: run.metrics[by] or 0.0, reverse=reverse == lower) + lacking
 
 
 def notable(runs: Sequence[Standing]) -> list[str]:
-    """The metrics that a list has room for: those that decide what is best, of evaluations, and the training loss."""
+    """Returns the metrics for a list's columns: of `checkpoint.keep.by`, of evaluations, and the training loss."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     deciding = [run.recipe.get("checkpoint.keep.by") for run in runs]
     wanted = [
@@ -235,10 +236,10 @@ def notable(runs: Sequence[Standing]) -> list[str]:
 
 
 def differences(runs: Sequence[Standing]) -> list[dict[str, Any]]:
-    """For each run, the recipe's keys that are not alike in all runs of its kind, with its values.
+    """Returns for each run the recipe keys that differ between the runs of its kind, with its values.
 
-    Of one kind are runs that train the same model on the same data. Where a run goes and what it is called make no
-    difference, nor does any other key that a finished run may change.
+    Runs are of one kind if they have the same `model.use` and `data.train.use`. Keys that a finished run may change,
+    as its name and folder, are ignored.
     """
     kinds: dict[tuple[str, str], list[Standing]] = {}
     for run in runs:
@@ -260,20 +261,20 @@ def _varied(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------- comparison
-_PLACE = ("name", "output_dir")  # of a recipe: where the run is, which is known
-_MOMENT = ("time", "command")  # of an environment: never alike
+_PLACE = ("name", "output_dir")  # keys of a recipe: the run's path, which `runs` lists already
+_MOMENT = ("time", "command")  # keys of an environment: they differ in every run
 
 Point = tuple[int, float]
 P = TypeVar("P", bound=tuple[float, float])
-"""A step and what a metric was there."""
+"""Step, and the value of a metric at this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The differences between runs: by key, the value in each of them, None where one lacks it.
+    """Differences between runs: for each key the value in every run, None if a run lacks it.
 
-    `metrics` are all that any of them has: the last value, and of a metric that evaluations give and whose name tells
-    what is better, also the best, as "eval/loss (best)".
+    `metrics` has the last value of every metric. An evaluation metric with a known direction (lower or higher is
+    better) also has its best value, as "eval/loss (best)".
     """
 
     runs: Sequence[str]
@@ -283,7 +284,7 @@ class Comparison:
     metrics: Mapping[str, Sequence[float | None]]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields for JSON."""
         return dict(vars(self))
 
 
@@ -310,7 +311,7 @@ def _unlike(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _code(folder: RunFolder) -> dict[str, str]:
-    """The hashes of the run's copies of local files, as far as people compare them."""
+    """Returns the first 12 digits of the sha256 of each copy of local code."""
     copies = sorted((folder.path / "code").rglob("*.py"))
     return {path.relative_to(folder.path).as_posix(): sha256(folder.code(path)).hexdigest()[:12] for path in copies}
 
@@ -338,7 +339,7 @@ def _summary(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def curves(folders: Sequence[RunFolder], metrics: Sequence[str]) -> dict[str, dict[str, list[Point]]]:
-    """The finite values of each metric by run; raises UsageError for a metric that none of the runs has."""
+    """Returns the finite values of each metric by run; raises UsageError for a metric that no run has."""
     rows = {str(folder.path): _rows(folder) for folder in folders}
     found: dict[str, dict[str, list[Point]]] = {}
     for metric in metrics:
@@ -349,12 +350,14 @@ def curves(folders: Sequence[RunFolder], metrics: Sequence[str]) -> dict[str, di
         found[metric] = {run: points for run, points in lines.items() if points}
         if not found[metric]:
             known = sorted(_keys(row for mine in rows.values() for row in mine))
-            raise UsageError(f"no run has a metric {metric}", hints=[f"metrics there: {', '.join(known) or 'none'}"])
+            raise UsageError(
+                f"no run has a metric {metric}", hints=[f"metrics of these runs: {', '.join(known) or 'none'}"]
+            )
     return found
 
 
 def thinned(points: Sequence[P], most: int) -> list[P]:
-    """At most `most` of the points, among them the lowest and the highest of each stretch: no spike is lost."""
+    """Returns about `most` points, with the lowest and the highest of each interval, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     stretch = math.ceil(2 * len(points) / most)

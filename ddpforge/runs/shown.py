@@ -1,4 +1,4 @@
-"""Keeps what callbacks and tasks show as files in the run's folder: `shown/NAME/step-000000120.png`."""
+"""Writes the images, texts, tables and histograms of a run to its folder: `shown/NAME/step-000000120.png`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["FOLDER", "ShownFiles", "step_of"]
 FOLDER = "shown"
 _SUFFIXES = {"image": ".png", "histogram": ".json", "text": ".txt", "table": ".json"}
 _STEP = re.compile(r"step-([0-9]{1,18})\.(png|json|txt)")
-_BLOCK = 4096  # bytes that a file takes at least
+_BLOCK = 4096  # smallest size of a file on disk, in bytes
 
 
 class ShownFiles(Tracker):
-    """Writes images as PNG, histograms and tables as JSON, text as it is; a file is there whole or not at all.
+    """Writes images as PNG, histograms and tables as JSON, and text unchanged. Each file is written atomically.
 
-    All together take `most` bytes; beyond that, those of the oldest steps go. Where training goes back, those of later
-    steps go.
+    All files together take at most `most` bytes: the files of the oldest steps are removed first. When training
+    returns to an earlier step, the files of later steps are removed.
     """
 
     def __init__(self, most: int = 256 << 20) -> None:
         self._most = most
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Takes over the files of earlier attempts."""
+        """Continues with the files of earlier attempts, without those after `resumed_at`."""
         self._run, self._folder = folder, folder / FOLDER
         with _writing(self._folder):
             disk.refuse_linked_folders(self._folder, folder)
@@ -48,7 +48,7 @@ class ShownFiles(Tracker):
         path = self._folder / name / f"step-{step:09}{_SUFFIXES[kind]}"
         disk.refuse_linked_folders(path.parent, self._run)
         path.parent.mkdir(parents=True, exist_ok=True)
-        disk.replace(path, encoded(value, kind), waits=False)  # it may be shown in every step
+        disk.replace(path, encoded(value, kind), waits=False)  # this may happen in every step: no fsync
         self._files[path] = (step, _size(path))
         self._make_room()
 
@@ -71,7 +71,7 @@ class ShownFiles(Tracker):
 
 
 def step_of(path: Path) -> int | None:
-    """The step whose file this is by its name; None for any other file."""
+    """Returns the step in the name of a shown file; None for any other file."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -89,7 +89,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def encoded(value: Any, kind: ShownKind) -> bytes:
-    """The contents of a file that holds what is shown; JSON has no NaN, which is null there."""
+    """Returns the bytes of a shown file. NaN and infinities are null, because JSON has none."""
     if kind == "image":
         return png(value)
     if kind == "text":
@@ -99,7 +99,7 @@ def encoded(value: Any, kind: ShownKind) -> bytes:
 
 
 def png(image: Any) -> bytes:
-    """An image, uint8 [height, width, 3], as a PNG file."""
+    """Returns an image, uint8 [height, width, 3], as the bytes of a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()

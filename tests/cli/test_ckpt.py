@@ -257,7 +257,7 @@ def test_a_broken_newest_checkpoint_is_never_silently_compared_as_another(run: R
     stderr = call("diff", "digits:2", "digits", code=3).stderr
 
     assert "COMMIT is damaged" in stderr
-    assert "the newest that is not broken is of step 2" in stderr
+    assert "the newest unbroken one is of step 2" in stderr
     assert call("diff", "digits:2", "digits:2").stdout.endswith("equal\n")
 
 

@@ -126,7 +126,7 @@ def test_weights_that_are_asked_for_must_be_whole(folder: Path, ddpforge: Callab
         (["tidy"], "there is no run 'tidy'", "did you mean tiny?"),
         (["tiny.toml"], "there is no run 'tiny.toml'", "did you mean tiny?"),
         (["tiny", "--step", "3"], "no checkpoint of step 3", "it has checkpoints of step 2, 4, 6"),
-        (["tiny", "--step", "2", "--best"], "--best and --step each choose a checkpoint", "give one of them"),
+        (["tiny", "--step", "2", "--best"], "--best and --step exclude each other", "give one of them"),
         (["tiny", "--setp", "2"], "No such option '--setp'", "Did you mean"),
     ],
 )

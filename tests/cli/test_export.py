@@ -111,7 +111,7 @@ def test_mistakes_are_usage_errors_with_a_way_out(arguments: list[str], complain
 def test_best_needs_a_metric_that_says_what_best_is(run: RunFolder) -> None:
     run.resolved.write_text("[checkpoint.keep]\nlast = 2\n")
 
-    with pytest.raises(UsageError, match=r"no metric decides what is best"):
+    with pytest.raises(UsageError, match=r"no metric ranks the checkpoints"):
         call("digits", "--best")
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoints_folder_can_be_named(run: RunFolder) -> None:
 
     assert call(str(checkpoint)).exit_code == 0
     assert weight(f"{checkpoint.name}.safetensors") == 2.0
-    with pytest.raises(UsageError, match="is a checkpoint, and --step and --best choose one among several"):
+    with pytest.raises(UsageError, match="is a single checkpoint, but --step and --best choose"):
         call(str(checkpoint), "--best")
 
 

@@ -156,7 +156,7 @@ def test_a_run_that_has_not_trained_yet_takes_the_mended_recipe(folder: Path, dd
     ddpforge("run", "broken.toml", "--set", "train.seed=1", fails=True)
     assert status()["state"] == "failed"
     mended = ddpforge("run", "tiny.toml")
-    assert "no checkpoint was saved: the new recipe counts from the first step" in mended.stderr
+    assert "no checkpoint was saved: the new recipe applies from the first step" in mended.stderr
     assert 'fails.py:Fails" → "digits"' in mended.stderr
     assert status()["state"] == "done"
     assert tomllib.loads(Path("runs/tiny/recipe.resolved.toml").read_text())["train"]["seed"] == 0
@@ -189,7 +189,7 @@ def test_a_recipe_that_describes_another_run_is_refused_with_what_changed(ddpfor
     assert "model.hidden: [8] → [16]" in refused.stderr
     assert "train.seed: 0 → 1" in refused.stderr
     assert "--allow-change model.hidden --allow-change train.seed" in refused.stderr.replace("\n" + " " * 9, " ")
-    assert refused.stderr.count("no longer describes the run") == 1  # one rank speaks
+    assert refused.stderr.count("this recipe cannot resume the run") == 1  # one rank speaks
     assert (steps(), attempts()) == ([1, 2], 1)
 
 

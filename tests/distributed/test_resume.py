@@ -245,7 +245,7 @@ def test_a_run_without_checkpoints_does_not_begin_anew_in_silence(
     checkpoints.rename(tmp_path / "aside")
     said = bench("run", length="9st", nproc=1)
     assert (
-        "runs/run has no checkpoints: training starts from scratch, and an earlier attempt had come to step 8"
+        "runs/run has no checkpoints: training starts from scratch, although an earlier attempt reached step 8"
         in said.stderr
     )
 
@@ -268,7 +268,7 @@ def test_only_one_process_trains_in_a_folder(ddpforge: Callable[..., Ranks], tmp
         for more in ([], ["--fresh"]):
             refused = ddpforge("run", "run.toml", "--set=train.length=10st", *more, nproc=2, fails=True)
             assert refused.codes == [ExitCode.ENVIRONMENT] * 2
-            assert f"runs/run is being trained in already, by process {os.getpid()} on" in refused.stderr
+            assert f"another training already uses runs/run: process {os.getpid()} on" in refused.stderr
             assert "Traceback" not in refused.stderr
         assert draft.is_dir()
     bench("run", length="10st")

@@ -100,7 +100,7 @@ def test_what_cannot_be_chosen_is_refused_with_what_there_is(run: RunFolder) -> 
     odd = made("odd", {7: math.inf})
 
     for folder, options, complaint, hint in (
-        (run, {"step": 1, "best": True}, "--best and --step each choose a checkpoint", "give one of them"),
+        (run, {"step": 1, "best": True}, "--best and --step exclude each other", "give one of them"),
         (run, {"step": 9}, f"{run.path} has no checkpoint of step 9", "it has checkpoints of step 1, 2, 3, 4"),
         (run, {"step": 0}, f"{run.path} has no checkpoint of step 0", "it has checkpoints of step 1, 2, 3, 4"),
         (empty, {}, f"{empty.path} has no intact checkpoint", "it has checkpoints of step none"),
@@ -176,7 +176,7 @@ def test_a_broken_one_is_passed_over_aloud_only_if_it_is_newer(run: RunFolder, a
     assert aloud.text.count("passed over: ") == 1
     with pytest.raises(CheckpointError, match=f"{SHARD} is damaged") as caught:
         place.choose(strict=True)
-    assert caught.value.hints == ("choose one by its step: the newest that is not broken is of step 3",)
+    assert caught.value.hints == ("choose one with --step: the newest unbroken one is of step 3",)
     assert place.choose(step=2, strict=True) == path_of(run, 2), "a step that is named has nothing newer"
     assert aloud.text.count("passed over: ") == 1
 
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_named_by_itself_or_by_its_run_and_step(run: RunFolder) 
     with pytest.raises(CheckpointError, match="is damaged"):
         parse("digits")
     for options in ({"step": 3}, {"best": True}):
-        with pytest.raises(UsageError, match="is a checkpoint, and --step and --best choose one among several"):
+        with pytest.raises(UsageError, match="is a single checkpoint, but --step and --best choose"):
             find(str(path), **options)
     for text in ("digits:newest", "digits:-1", "digits:", "digits:1.0"):
         with pytest.raises(UsageError, match="is neither a step nor `best`"):

@@ -197,7 +197,7 @@ with RunFolder(Path(sys.argv[1])).claim():
     with folder.claim_new(text=TEXT, resolved=RESOLVED, local_files={}) as mine:
         assert mine
         tried = subprocess.run([sys.executable, "-c", script, folder.path], capture_output=True, text=True, check=False)
-    assert "is being trained in already, by process" in tried.stderr
+    assert "another training already uses" in tried.stderr
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_where_files_cannot_be_locked_a_warning_says_so(
     with folder.claim():
         pass
     assert (
-        f"digits cannot be locked ([Errno {errno.ENOLCK}] No locks available): see that no other process trains"
+        f"digits cannot be locked ([Errno {errno.ENOLCK}] No locks available): make sure that no other process trains"
         in caplog.text
     )
 
@@ -448,7 +448,7 @@ def test_links_and_pipes_in_a_folder_are_refused_by_name_before_training(
         os.mkfifo(path)
     else:
         path.symlink_to("/etc/hostname" if kind == "link" else "/nowhere")
-    with pytest.raises(EnvironmentProblem, match=f"{name} is a link or a special file, which no run has put there"):
+    with pytest.raises(EnvironmentProblem, match=f"{name} is a link or a special file, which no run creates"):
         folder.refuse_odd()
 
 

@@ -122,8 +122,8 @@ def test_damage_on_the_way_is_found_and_the_same_command_mends_it(tmp_path: Path
         LocalFileSystem.put_file = damaged  # in a process that ends with the run
 
     message = refused(CheckpointError, lambda: run(tmp_path / "one", mirror, within=flips))
-    assert "is not what was written there" in message
-    assert message.endswith("here it is complete: the same command copies what is missing")
+    assert "differs from the file that was copied there" in message
+    assert message.endswith("the run here is complete: run the same command again to copy the missing files")
     assert checkpoints(tmp_path / "there/run") == []
     assert json.loads((tmp_path / "one/run/status.json").read_text())["state"] == "done"
 
@@ -145,7 +145,7 @@ def test_a_copy_that_is_gone_at_once_is_not_taken_for_one_that_retention_removed
         LocalFileSystem.put_file = lost  # in a process that ends with the run
 
     message = refused(CheckpointError, lambda: run(tmp_path / "one", mirror, within=loses))
-    assert "not all of" in message
+    assert "is incomplete" in message
     assert checkpoints(tmp_path / "there/run") == []
 
 
@@ -222,12 +222,12 @@ def test_runs_are_not_mixed(tmp_path: Path) -> None:
     run(tmp_path / "one", mirror)
 
     message = refused(UsageError, lambda: run(tmp_path / "old", mirror))
-    assert "run has come to step 6, and" in message
+    assert "run is at step 6, but" in message
     message = refused(UsageError, lambda: run(tmp_path / "one", mirror, fresh=True))
-    assert "holds a run already, which --fresh would mix" in message
+    assert "already contains a run, and --fresh would mix" in message
     run(tmp_path / "other", "train.length=2st")
     message = refused(UsageError, lambda: run(tmp_path / "other", mirror))
-    assert "holds another run than" in message
+    assert "contains another run than" in message
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_runs_are_not_mixed(tmp_path: Path) -> None:
     [
         ("s3://nowhere/runs", EnvironmentProblem, "s3://nowhere/runs/run cannot be"),
         ("gs://bucket/runs", EnvironmentProblem, "pip install 'ddpforge[gcs]'"),
-        ("nonsense://x", UsageError, "nonsense://x is no address that fsspec knows"),
+        ("nonsense://x", UsageError, "fsspec does not accept the address nonsense://x"),
         ("runs", UsageError, "must be an address"),
     ],
 )
@@ -307,5 +307,5 @@ def test_a_mirror_whose_run_json_is_no_such_file_is_another_run(tmp_path: Path, 
     _, mirror, _ = mirror_of(tmp_path)
     mirror.complete()
     (tmp_path / "there/run/run.json").write_text(content)
-    with pytest.raises(UsageError, match="holds another run"):
+    with pytest.raises(UsageError, match="contains another run"):
         mirror.fetch(fresh=False)

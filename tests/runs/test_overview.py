@@ -138,7 +138,7 @@ def test_runs_are_sorted_with_the_best_first_and_those_without_a_number_last(swe
     assert names("name", reverse=True) == ["text", "r2", "r1", "r0"]
     with pytest.raises(UsageError, match="no run has a metric eval/f1"):
         names("eval/f1")
-    with pytest.raises(UsageError, match="does not tell if less of it is better"):
+    with pytest.raises(UsageError, match="it is not known if a lower"):
         names("lr")
 
 
