@@ -1,4 +1,4 @@
-"""Errors of components: names that nothing has, code that cannot be imported or built, and whose fault that is."""
+"""Errors of components: unknown names, code that cannot be imported or built, and refused options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REGISTRY = "ddpforge.components.registry"
 
 
 class UnknownComponent(PluginError):
-    """No installed distribution registers this name; `known` are the names of this kind."""
+    """Error for a name that no installed distribution registers; `known` are the names of this kind."""
 
     def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
         near = get_close_matches(use.rpartition(":")[2], known, n=1)
@@ -41,7 +41,7 @@ class UnknownComponent(PluginError):
                 *_elsewhere(kind, use),
                 *(f"did you mean `{name}`?" for name in near),
                 f"known names: {', '.join(known) or 'none'}",
-                "unregistered code is named by `package.module:Name` or `./file.py:Name`",
+                "to use unregistered code, write `package.module:Name` or `./file.py:Name`",
             ],
         )
         self.kind = kind
@@ -56,7 +56,7 @@ _TORCH_OPTIMIZERS = (
 
 
 def located(use: str) -> str:
-    """`package.module.Name` as a recipe locates it, `package.module:Name`; anything else as it is."""
+    """Returns `package.module:Name` for `package.module.Name`; returns any other text unchanged."""
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", use) and not use.endswith(".py"):
         capital = re.search(r"\.(?=[A-Z])", use)
         cut = capital.start() if capital else use.rindex(".")
@@ -65,32 +65,32 @@ def located(use: str) -> str:
 
 
 def _elsewhere(kind: str, use: str) -> Iterator[str]:
-    """Yields hints for a name that people probably know from elsewhere: the name by which the thing is found here."""
+    """Yields hints for a name from other libraries: how to write it in a recipe of ddpforge."""
     name = use.lower().replace("-", "").replace("_", "")
     if located(use) != use:
         yield f"did you mean `{located(use)}`?"
     elif kind == "strategy" and (stage := re.fullmatch(r"(?:deepspeed)?(?:zero|stage)+([123])", name)):
         yield f'write use = "deepspeed" and stage = {stage[1]}'
     elif kind == "strategy" and name in ("hsdp", "hybridshard"):
-        yield 'write use = "fsdp" and replicas = 2, or how many groups of ranks there are'
+        yield 'write use = "fsdp" and replicas = 2 (the number of groups of ranks)'
     elif kind == "strategy" and name in ("naivesplit", "dataparallel"):
         yield "install ddpforge-teaching, which has naive_split and data_parallel"
     elif kind == "optimizer" and (found := next((one for one in _TORCH_OPTIMIZERS if one.lower() == name), None)):
-        yield f"torch has it: `torch.optim:{found}`"
+        yield f"write the class of torch: `torch.optim:{found}`"
     elif kind == "model" and re.fullmatch(r"(resnet|vit|convnext|efficientnet|densenet|vgg|swin|mobilenet)\w*", name):
         yield f'write use = "torchvision" and arch = "{use}", or install ddpforge-timm for timm\'s models'
     elif kind == "model" and re.fullmatch(r"(bert|gpt2|llama|roberta|t5|qwen|mistral|distilbert)\w*", name):
         yield "install ddpforge-transformers for the models of transformers"
     elif kind == "data" and name in ("hf", "huggingface", "datasets", "hfdatasets"):
-        yield 'datasets of Hugging Face: use = "hugging_face" with path, split and columns'
+        yield 'for datasets of Hugging Face, write use = "hugging_face" with path, split and columns'
     elif kind == "tracker" and name in ("tensorboard", "mlflow", "comet", "aim", "clearml", "neptune", "csv"):
-        yield f"no tracker for {use} is installed; `ddpforge plugins new` begins one; metrics.jsonl is always written"
+        yield f"no tracker for {use} is installed; `ddpforge plugins new` creates one; metrics.jsonl is always written"
     elif kind == "optimizer" and name in ("lion", "adam8bit", "adamw8bit", "sophia", "lamb", "adan", "prodigy"):
-        yield "any class of an installed package will do, e.g. `lion_pytorch:Lion` or `bitsandbytes.optim:AdamW8bit`"
+        yield "name a class of an installed package, e.g. `lion_pytorch:Lion` or `bitsandbytes.optim:AdamW8bit`"
 
 
 class AmbiguousComponent(PluginError):
-    """Several installed distributions register this name; `providers` are their entries."""
+    """Error for a name that several installed distributions register; `providers` are their entries."""
 
     def __init__(self, kind: str, use: str, providers: Sequence[Entry]) -> None:
         super().__init__(
@@ -103,10 +103,10 @@ class AmbiguousComponent(PluginError):
 
 
 class BrokenComponent(PluginError):
-    """A component that is there and cannot be used.
+    """Error for a component that exists, but cannot be used.
 
-    `where` is "file:line" of the plugin's own statement that failed, `missing` the module that it did not
-    find, `cause` the exception behind it; each is None where there is none.
+    `where` is "file:line" of the plugin's statement that failed, `missing` the name of a module that is not
+    installed, and `cause` the original exception. Each may be None.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class BrokenComponent(PluginError):
 
 
 class NotImported(PluginError):
-    """Code that the recipe locates, by a file or a module, and that is not to be imported."""
+    """Error for a component whose code this Registry must not import."""
 
     def __init__(self, kind: str, use: str) -> None:
         super().__init__(f"{kind} `{use}` is not imported")
@@ -140,13 +140,13 @@ class NotImported(PluginError):
 
 
 class RefusedOptions(PluginError):
-    """A component does not take its options, although each of them alone is of the right form: the recipe's fault."""
+    """Error of a recipe: the component refuses its options, although each of them alone is valid."""
 
     exit_code = ExitCode.USAGE
 
 
 class BuildFailed(PluginError):
-    """The code of a component failed while it was built, and did not say so on purpose; `trace` shows where."""
+    """Error for component code that failed by mistake while it was built; `trace` is the traceback."""
 
     def __init__(self, kind: str, use: str, error: BaseException) -> None:
         super().__init__(
@@ -158,10 +158,10 @@ class BuildFailed(PluginError):
 
 # ---------------------------------------------------------------------------------------------- of constructors
 def on_purpose(error: Exception, component: Callable[..., Any]) -> bool:
-    """True if a component refuses its arguments with this error: its own package raised it, by `raise`.
+    """True if the component refuses its arguments: its own package raised the error with `raise`.
 
-    An error that a call into other code brings up, or an operation on values, is a mistake that only its traceback
-    explains. What does not even fit the signature never came to the component's code.
+    Also True if the arguments do not fit the signature. An error from other code, or from an operation on values, is
+    a mistake in the component.
     """
     import dis
 
@@ -176,7 +176,7 @@ def on_purpose(error: Exception, component: Callable[..., Any]) -> bool:
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int, int]]:
-    """The frames below the registry that an error came through, with the line and the instruction in each."""
+    """Returns the frames of a traceback below the registry, each with its line and instruction."""
     found, trace = [], error.__traceback__
     while trace:
         found.append((trace.tb_frame, trace.tb_lineno, trace.tb_lasti))
@@ -188,7 +188,7 @@ def _frames(error: BaseException) -> list[tuple[FrameType, int, int]]:
 
 
 def where_raised(error: BaseException) -> list[str]:
-    """A hint with the innermost line of code that neither ddpforge nor an installed library has; or none."""
+    """Returns a hint with the innermost line of the recipe's local code in the traceback; empty if there is none."""
     lines = [
         f"raised at {os.path.relpath(frame.f_code.co_filename)}:{line}, in {frame.f_code.co_qualname}"
         for frame, line, _ in _frames(error)

@@ -1,4 +1,4 @@
-"""Reads what installed distributions register, and their versions, from their metadata; imports nothing of them."""
+"""Reads registered components and versions of installed distributions from their metadata, without importing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Entry", "entries", "normalised", "version"]
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """A registered component: what an installed distribution declares, nothing of it imported."""
+    """Component as an installed distribution registers it, not imported."""
 
     kind: str
     name: str
@@ -25,19 +25,19 @@ class Entry:
 
     @property
     def is_own(self) -> bool:
-        """True of ddpforge's own code."""
+        """True if the code is ddpforge's own."""
         return self.target.startswith("ddpforge.")
 
     @property
     def source(self) -> str:
-        """The distribution and its version, for people."""
+        """Returns the distribution and its version, for messages."""
         return f"{self.distribution} {self.version}"
 
 
 def entries(path: Iterable[str]) -> Iterator[Entry]:
-    """Yields what the distributions on an import path register."""
-    # Parsing a hundred distributions' metadata takes longer than everything else that a recipe needs, so only
-    # those whose raw text mentions a group of ours are looked at.
+    """Yields the components that distributions on an import path register."""
+    # Parsing the metadata of a hundred distributions takes longer than all the other work on a recipe. So only
+    # distributions are parsed whose raw text mentions a group of ddpforge.
     path = list(path)
     names = {
         normalised(name)
@@ -46,7 +46,7 @@ def entries(path: Iterable[str]) -> Iterator[Entry]:
         and (name := _about(found).get("Name"))  # absent in the remains of an interrupted uninstall
     }
     for name in names:
-        # The first distribution of a name on the path is the one that imports, whatever another one registers.
+        # Python imports the first distribution of a name on the path: later ones are ignored.
         distribution = next(iter(metadata.distributions(name=name, path=path)))
         about = _about(distribution)
         for point in distribution.entry_points:
@@ -57,7 +57,7 @@ def entries(path: Iterable[str]) -> Iterator[Entry]:
 
 @cache
 def version(distribution: str) -> str | None:
-    """The version of an installed distribution; None where it is not installed."""
+    """Returns the version of an installed distribution; None if it is not installed."""
     try:
         return _about(metadata.distribution(distribution)).get("Version")
     except metadata.PackageNotFoundError:
@@ -65,12 +65,12 @@ def version(distribution: str) -> str | None:
 
 
 def normalised(distribution: str) -> str:
-    """The name of a distribution as the packaging standard compares it."""
+    """Returns the name of a distribution, normalized by the packaging standard (PEP 503)."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
 def _about(distribution: metadata.Distribution) -> dict[str, str]:
-    """The first lines of a distribution's metadata, read without the parser for mail that `metadata` uses."""
+    """Reads the header lines of a distribution's metadata; faster than the e-mail parser that `metadata` uses."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     lines = (line.partition(": ") for line in text.partition("\n\n")[0].splitlines())
     return {key: value for key, colon, value in lines if colon}

@@ -1,7 +1,7 @@
-"""The kinds of components: one table of what is different about each, which everything else reads.
+"""Kinds of components: one table with the properties of each kind. All other modules read it.
 
-A further kind is a line in `KINDS` and a template for `ddpforge plugins new`, `templates/plugin/kinds/NAME.txt`. One
-that a recipe names in a table of its own also needs that table in `recipe.schema`, for the code that uses it.
+A new kind needs an entry in `KINDS` and a template for `ddpforge plugins new`, `templates/plugin/kinds/NAME.txt`. If it
+has its own table in recipes, `recipe.schema` needs this table, too.
 """
 
 from __future__ import annotations
@@ -18,66 +18,66 @@ __all__ = ["KINDS", "KindSpec"]
 
 @dataclass(frozen=True, kw_only=True)
 class KindSpec:
-    """The peculiarities of one kind of components.
+    """Properties of one kind of components.
 
-    A recipe names a component in one of three ways: in one of the `tables`; in a table below `named_in`, whose key is
-    the default for `use`; or in an array of components, `listed_in`, which is an option of another component.
+    A recipe names a component in one of three ways: in one of `tables`; in a table below `named_in`, whose key is
+    the default of `use`; or in the array of components `listed_in`, which is an option of another component.
     """
 
     name: str
-    base: str = ""  # "module:Class" that components derive from; or only the type of options that take one, see `fits`
-    noun: str = ""  # for people; the name where it is empty
+    base: str = ""  # "module:Class": base class of components; with `fits`, only the type of options that take one
+    noun: str = ""  # for messages; `name` if it is empty
 
-    # -- how one is recognised, where no base class tells
-    fits: Callable[[Any], bool] | None = None  # one that is built
-    must_be: str = ""  # the same in words
-    resembles: Callable[[type], bool] = lambda _: False  # a class of them
-    parameter: str = ""  # of the functions that build one
+    # -- recognition of kinds that have no base class
+    fits: Callable[[Any], bool] | None = None  # True for a built component
+    must_be: str = ""  # describes `fits` in messages
+    resembles: Callable[[type], bool] = lambda _: False  # True for a class of components
+    parameter: str = ""  # parameter that marks a function as a component of this kind
 
-    # -- what makes one
+    # -- construction
     given: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
-    """The parameters that ddpforge itself hands over, which a recipe may not set; each with a function that makes a
-    value to try a component with, out of its author's settings."""
+    """Parameters that ddpforge passes itself and a recipe may not set. Each has a function that returns a value for
+    tests of a component, given the settings of its author."""
     nested: bool = False  # an option annotated with `base` takes a component
     adopted: Mapping[str, str] = field(default_factory=dict)
-    """Classes of other libraries, "module:Class", each with the function that makes its subclasses components."""
-    api: int = 1  # the version of the plugin API since which the kind has its present contract
+    """Classes of other libraries, "module:Class", each with the function that turns its subclasses into components."""
+    api: int = 1  # version of the plugin API that last changed the contract of this kind
 
-    # -- where it stands in a recipe
+    # -- its place in a recipe
     tables: tuple[tuple[str, ...], ...] = ()
     named_in: str = ""
     listed_in: tuple[str, str] | None = None
-    framework_keys: tuple[str, ...] = ()  # of its table, which ddpforge reads and the component never sees
+    framework_keys: tuple[str, ...] = ()  # keys in its table that ddpforge reads and does not pass to it
 
-    # -- how the conformance kit tries one
-    settings: Callable[[], Mapping[str, Any]] = dict  # what else its author may declare, with the types; when asked for
-    jobs: Mapping[int, str] = field(default_factory=dict)  # what so many ranks do with one, see `testing.job`
+    # -- tests by the conformance kit
+    settings: Callable[[], Mapping[str, Any]] = dict  # returns the types of further keys in ddpforge_testing.toml
+    jobs: Mapping[int, str] = field(default_factory=dict)  # number of ranks to the job that they run, see `testing.job`
 
     @property
     def place(self) -> str:
-        """The table of a recipe in or below which a component is named, dotted."""
+        """Returns the dotted name of the recipe's table that contains components of this kind."""
         return self.named_in or (self.listed_in[0] if self.listed_in else ".".join(self.tables[0]))
 
     @property
     def template(self) -> str:
-        """The name of the file from which `ddpforge plugins new` begins one."""
+        """Returns the name of the template file for `ddpforge plugins new`."""
         return f"{self.name}.txt"
 
     def base_class(self) -> type | None:
-        """The class that `base` names, imported; None where there is none."""
+        """Imports and returns the class `base`; None if the kind has none."""
         found: type | None = _located(self.base) if self.base else None
         return found
 
     def mismatch(self, built: Any) -> str | None:
-        """Describes what a component of this kind must be; None if `built` is one."""
+        """Returns None if `built` is a component of this kind, else a description of the expected type."""
         if self.fits:
             return None if self.fits(built) else self.must_be
         base = self.base_class()
-        assert base is not None, f"nothing tells a {self.name}"
+        assert base is not None, f"no base class for {self.name}"
         return None if isinstance(built, base) else f"a {self.base.replace(':', '.')}"
 
     def adopt(self, component: Any) -> Any:
-        """Makes a component of this kind out of another library's class; anything else stays as it is."""
+        """Turns a class of another library into a component of this kind; returns any other object unchanged."""
         for base, function in self.adopted.items():
             module, _, name = base.partition(":")
             if isinstance(component, type) and issubclass(component, getattr(sys.modules.get(module), name, ())):
@@ -85,7 +85,7 @@ class KindSpec:
         return component
 
     def derives(self, component: type) -> bool:
-        """True if a class says itself that it is of this kind, by what it derives from."""
+        """True if the class derives from the base class of this kind."""
         return not self.fits and issubclass(component, self.base_class() or ())
 
 
@@ -118,7 +118,7 @@ def _horizon(settings: Mapping[str, Any]) -> Any:
 
 
 class _Samples:
-    """A dataset of numbers, with what orders may ask it for: columns that its author names, or some usual ones."""
+    """Dataset of integers with columns for orders: those in the author's settings, or common ones."""
 
     random = False
 
@@ -148,7 +148,7 @@ def _columns() -> Mapping[str, Any]:
 def _ranks() -> Mapping[str, Any]:
     from typing import Annotated
 
-    from pydantic import Field  # here, as lists of plugins do without it
+    from pydantic import Field  # imported here, because lists of plugins do not need it
 
     return {"ranks": Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]}
 
@@ -244,4 +244,4 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
         )
     }
 )
-"""Every kind by its name, in the order of a recipe."""
+"""All kinds by name, in the order of a recipe."""

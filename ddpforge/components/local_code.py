@@ -1,4 +1,4 @@
-"""Code beside a recipe: turns a file into a module, and finds the neighbours that it imports."""
+"""Local code of a recipe: imports a file as a module, and finds the neighbour files that it imports."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ __all__ = ["PREFIX", "import_file", "module_name", "neighbours"]
 _BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 
 PREFIX = "ddpforge_local_"
-"""The names of modules that are files beside a recipe begin with it."""
+"""Prefix of the names of modules that are local files of a recipe."""
 
-_sources: dict[str, dict[Path, bytes | None]] = {}  # of every file that a package's modules may have been made of
+_sources: dict[str, dict[Path, bytes | None]] = {}  # package to the contents of its files at their first import
 
 
 def module_name(file: Path) -> str:
-    """The name of a file's module: in a package that is the file's folder, so that `from .layers import X` works.
+    """Returns the name of a file's module, in a package for the file's folder, so that `from .layers import X` works.
 
-    One name per path, whatever other recipes call their files, and in sys.modules, so that the file's classes pickle
-    into forked loader workers. A spawned worker starts without it and could not unpickle them: it needs an
-    installed package.
+    Each path has its own name, so files of different recipes never collide. The module is in sys.modules, so forked
+    loader workers can unpickle the file's classes. A spawned worker cannot: it needs an installed package.
     """
     stem = file.stem
     if not stem.isidentifier():
@@ -41,11 +40,11 @@ def _digest(path: Path) -> str:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Imports a file; raises what its code raises.
+    """Imports a file once, and again after it or a neighbour in its package has changed.
 
-    Once, unless it or a neighbour of a file imported from its folder has changed since: a later run of this process is
-    to train what its folder keeps a copy of.
+    Exceptions of the file's code are not caught.
     """
+    # A later run in the same process must train the code that its folder has a copy of.
     name = module_name(file)
     package, _, _ = name.partition(".")
     _forget_changed(package)
@@ -57,7 +56,7 @@ def import_file(file: Path) -> ModuleType:
 
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
-    assert spec.loader is not None  # both are there for every file that ends in .py
+    assert spec.loader is not None  # neither is None for a file that ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -72,7 +71,7 @@ def import_file(file: Path) -> ModuleType:
 
 
 def _forget_changed(package: str) -> None:
-    """Lets all modules of a package be imported again if the source of one is another than when it was noted first."""
+    """Removes all modules of a package from sys.modules if one of its files has changed since its import."""
     if any(_source(file) != source for file, source in _sources.get(package, {}).items()):
         del _sources[package]
         for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
@@ -87,9 +86,9 @@ def _source(file: Path) -> bytes | None:
 
 
 def neighbours(file: Path) -> list[Path]:
-    """The files below the folder of `file` that it imports relatively, and those that these import; without itself.
+    """Returns the files below the folder of `file` that it imports by relative imports, directly or indirectly.
 
-    Read from the source: nothing is imported. What cannot be parsed imports nothing.
+    Parses the source and imports nothing. A file that cannot be parsed has no imports. The result excludes `file`.
     """
     found: dict[Path, None] = {file: None}
     waiting = [file]
@@ -102,7 +101,7 @@ def neighbours(file: Path) -> list[Path]:
 
 
 def _imports(file: Path, top: Path) -> Iterator[Path]:
-    """The files that one file imports itself; packages' `__init__.py` on the way count, as they are run."""
+    """Yields the files that one file imports directly, and the `__init__.py` of packages, which Python runs first."""
     for level, parts in _relative_imports(_source(file) or b""):
         if len(file.relative_to(top).parts) >= level:
             yield from _files(file.parents[level - 1], parts, top)
@@ -110,7 +109,8 @@ def _imports(file: Path, top: Path) -> Iterator[Path]:
 
 @lru_cache(maxsize=64)
 def _relative_imports(source: bytes) -> list[tuple[int, list[str]]]:
-    """Reads how many folders up each relative import begins, and the names that it goes down; a rank asks twice."""
+    """Returns the level (number of dots) and the dotted name of each relative import."""
+    # Cached because each rank parses the same file twice.
     try:
         waiting: list[ast.AST] = [ast.parse(source)]
     except (SyntaxError, ValueError):
@@ -121,7 +121,7 @@ def _relative_imports(source: bytes) -> list[tuple[int, list[str]]]:
         if isinstance(node, ast.ImportFrom) and node.level:
             for name in ("", *(f".{alias.name}" for alias in node.names)):
                 found.append((node.level, f"{node.module or ''}{name}".strip(".").split(".")))
-        # Statements are all that can hold an import: most of a tree is expressions.
+        # Only statements contain imports; most of a tree is expressions.
         waiting += [each for kind in _BODIES for each in getattr(node, kind, ())]
     return found
 

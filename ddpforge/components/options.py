@@ -1,4 +1,4 @@
-"""The options of a component: a strict pydantic model of its signature."""
+"""Options of a component: builds a strict pydantic model from its signature."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ __all__ = ["Components", "Nested", "any_options", "options_model"]
 
 
 class Components(Protocol):
-    """Looks up nested components: a Registry."""
+    """Lookup of nested components; a Registry has these methods."""
 
     def names(self, kind: str) -> list[str]:
-        """The registered names of a kind."""
+        """Returns the registered names of a kind."""
 
     def options_model(self, kind: str, use: str, base: Path) -> type[BaseModel]:
-        """The schema of a component's options."""
+        """Returns the pydantic model of a component's options."""
 
 
 def _nestable(annotation: Any) -> str | None:
-    """The kind of the component that a parameter with this annotation takes; None if it takes none."""
+    """Returns the kind of component for a parameter with this annotation; None if it is not a component."""
     for kind, spec in KINDS.items():
-        # Nobody names a class of a module that is not imported, and importing torch takes seconds.
+        # An annotation cannot be a class of a module that is not imported, and importing torch takes seconds.
         if spec.nested and re.split("[.:]", spec.base)[0] in sys.modules and annotation is spec.base_class():
             return kind
     return None
 
 
 class Nested(BaseModel):
-    """A component inside another one's options, validated; `Registry.build` builds it first.
+    """Validated component in the options of another component; `Registry.build` builds it first.
 
-    Dumped as a recipe writes it, defaults included.
+    A dump has the form of the recipe, with defaults.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -90,11 +90,11 @@ class Nested(BaseModel):
 def options_model(
     component: Callable[..., Any], given: frozenset[str], registry: Components, base: Path
 ) -> type[BaseModel]:
-    """The keyword parameters of `component` as a strict model, without those that ddpforge hands over.
+    """Builds a strict model of the keyword parameters of `component`.
 
-    These are the parameters named in `given` that have no default: one that has is an option of the component's own.
-    `registry` and `base` resolve nested components. Raises PluginError when the signature breaks the
-    contract, with a message that continues the component's name.
+    Parameters in `given` without a default are excluded: ddpforge passes them. A parameter in `given` with a default is
+    an option of the component. `registry` and `base` resolve nested components. Raises PluginError if the signature
+    breaks the contract; its message is the rest of a sentence that begins with the component's name.
     """
     try:
         fields, extra = _fields(component, given, partial(_nested, registry=registry, base=base))
@@ -113,21 +113,21 @@ def options_model(
 
 
 def any_options() -> type[BaseModel]:
-    """The model of a component whose signature is not to be looked at."""
+    """Returns a model that accepts any options, for a component that must not be imported."""
     return create_model("Options", __config__=ConfigDict(extra="allow", frozen=True))
 
 
 def _fields(
     component: Callable[..., Any], given: frozenset[str], nested: Callable[[str], Any]
 ) -> tuple[dict[str, Any], Literal["forbid", "allow"]]:
-    """Collects the fields of the pydantic model for a signature; further options are allowed if **kwargs takes them."""
+    """Returns the fields of the model, and "allow" if **kwargs takes further options, else "forbid"."""
     namespace = _namespace(component)
     fields: dict[str, Any] = {}
     extra: Literal["forbid", "allow"] = "forbid"
 
     for name, parameter in _parameters(component).items():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            continue  # may stay empty
+            continue  # *args may be empty
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is not parameter.empty:
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
@@ -153,7 +153,8 @@ _BARE = (object.__init__, object.__new__, type.__call__)
 
 
 def _parameters(component: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a component. `inspect` would parse the constructor of `object`, for 7 ms in every rank."""
+    """Returns the parameters of a component."""
+    # For a class without a constructor, `inspect` would parse that of `object`, which takes 7 ms in every rank.
     if isinstance(component, type) and not hasattr(component, "__signature__"):
         own: Any = component
         if (own.__init__, own.__new__, type(own).__call__) == _BARE:
@@ -162,10 +163,10 @@ def _parameters(component: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 
 def _refuse(given: frozenset[str]) -> Any:
-    """Makes a validator that refuses what ddpforge hands over, which **kwargs would let a recipe set."""
+    """Returns a validator that refuses parameters passed by ddpforge, which **kwargs would otherwise accept."""
 
     def validate(options: BaseModel) -> BaseModel:
-        error = PydanticCustomError("given", "ddpforge hands this over; a recipe cannot set it")
+        error = PydanticCustomError("given", "ddpforge passes this value; a recipe cannot set it")
         extra = options.model_extra or {}
         if taken := sorted(given & extra.keys()):
             raise _located([{"type": error, "loc": (name,), "input": extra[name]} for name in taken])
@@ -175,19 +176,19 @@ def _refuse(given: frozenset[str]) -> Any:
 
 
 def _located(details: list[InitErrorDetails]) -> ValidationError:
-    """An error that pydantic reports below the place that raises it."""
+    """Returns an error whose locations pydantic reports below the field that raises it."""
     return ValidationError.from_exception_data("options", details)
 
 
 # ------------------------------------------------------------------------------------------------ annotations
 class _NotInTOML(Exception):
-    """No value of this type can be written in a recipe."""
+    """Raised for a type that has no values in TOML."""
 
 
 _Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # TOML's range, and that of a tensor's sizes
 _Duration = Annotated[Duration, WithJsonSchema({"type": "string", "x-toml": "duration", "examples": ["1ep"]})]
 
-# Containers to look into, and what pydantic makes of each: it would check an Iterable only while it is read.
+# Containers whose items are checked, and the type for pydantic, which would check an Iterable only during iteration.
 _CONTAINERS: Mapping[Any, Any] = {kind: kind for kind in (list, tuple, dict, set, frozenset)} | {
     abc.Iterable: abc.Sequence,
     abc.Collection: abc.Sequence,
@@ -197,7 +198,7 @@ _CONTAINERS: Mapping[Any, Any] = {kind: kind for kind in (list, tuple, dict, set
 
 
 def _namespace(component: Any) -> dict[str, Any]:
-    """The globals of the function whose signature `component` shows, to evaluate annotations in."""
+    """Returns the globals of the component's function, in which its annotations are evaluated."""
     while isinstance(component, partial):
         component = component.func
     names = ("__init__", "__new__") if isinstance(component, type) else ("__call__",)
@@ -208,7 +209,8 @@ def _namespace(component: Any) -> dict[str, Any]:
 
 
 def _hint(parameter: inspect.Parameter, namespace: dict[str, Any]) -> Any:
-    """The parameter's type, evaluated alone: others may name what is imported for type checkers only."""
+    """Evaluates the annotation of one parameter; raises PluginError if a name in it is not imported."""
+    # One at a time: annotations of skipped parameters may use names that only type checkers import.
     if parameter.annotation is parameter.empty:
         return Any
     holder = types.SimpleNamespace(__annotations__={"it": parameter.annotation})
@@ -221,7 +223,7 @@ def _hint(parameter: inspect.Parameter, namespace: dict[str, Any]) -> Any:
 
 
 def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
-    """Narrows `annotation` to what a recipe can write; raises _NotInTOML when that is nothing, or only None."""
+    """Narrows `annotation` to values that TOML can write; raises _NotInTOML if there are none, or only None."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
 
     if origin is Annotated:
@@ -255,7 +257,7 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
 
 
 def _literally(choices: tuple[Any, ...], value: Any) -> Any:
-    """`value`, unless it equals a choice of another type, as true and 1.0 equal 1."""
+    """Returns `value`; raises if it equals a choice only across types, as true and 1.0 equal 1."""
     if any(value == choice for choice in choices) and not any(
         value == choice and type(value) is type(choice) for choice in choices
     ):
@@ -264,7 +266,7 @@ def _literally(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _writable_members(members: Iterable[Any], nested: Callable[[str], Any]) -> list[Any]:
-    """The members of a union without those that TOML cannot write: `float | Tensor` becomes `float`."""
+    """Returns the members of a union that TOML can write: `float | Tensor` becomes `float`."""
     kept = []
     for member in members:
         with suppress(_NotInTOML):
@@ -276,7 +278,7 @@ def _writable_members(members: Iterable[Any], nested: Callable[[str], Any]) -> l
 
 # ------------------------------------------------------------------------------------------ nested components
 def _nested(kind: str, *, registry: Components, base: Path) -> Any:
-    """The type of an option that is itself a component of `kind`: its name, or a table with `use`."""
+    """Returns the type of an option that is a component of `kind`: a name, or a table with `use`."""
     table = {"type": "object", "properties": {"use": {"type": "string"}}, "required": ["use"]}
     schema = {"anyOf": [{"type": "string", "examples": registry.names(kind)}, table], "x-toml": kind}
 

@@ -1,4 +1,4 @@
-"""The options of a component as a table for people, in TOML's terms."""
+"""Table of a component's options for display, with types and values in TOML's terms."""
 
 import json
 import re
@@ -16,14 +16,14 @@ __all__ = ["OptionRow", "options_table"]
 
 @dataclass(frozen=True)
 class OptionRow:
-    """One option as people read it: everything is text, in TOML's terms."""
+    """Row for one option; all fields are text in TOML's terms."""
 
     name: str
     type: str
-    default: str | None  # None when the option is required
+    default: str | None  # None if the option is required
     description: str
     limits: str
-    example: str  # a value that a recipe could give
+    example: str  # a valid value
 
 
 class _JsonSchema(GenerateJsonSchema):
@@ -31,7 +31,7 @@ class _JsonSchema(GenerateJsonSchema):
 
 
 def options_table(model: type[BaseModel]) -> list[OptionRow]:
-    """The options of a model that `options_model` made, in the order of the signature."""
+    """Returns a row for each option of a model from `options_model`, in the order of the signature."""
     schema = model.model_json_schema(schema_generator=_JsonSchema)
     defaults = model.model_construct().model_dump(mode="json", by_alias=True, warnings=False, fallback=str)
     required = schema.get("required", ())
@@ -77,7 +77,7 @@ def _type_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str
             return "any"
 
 
-_NO_LIMIT = (None, -(2**63), 2**63)  # the range of _Integer goes without saying
+_NO_LIMIT = (None, -(2**63), 2**63)  # the range of _Integer is not shown
 _LIMITS = {
     "minimum": ">= {}",
     "exclusiveMinimum": "> {}",
@@ -96,7 +96,7 @@ def _limits(schema: Mapping[str, Any]) -> list[str]:
     limits = [text.format(schema[key]) for key, text in _LIMITS.items() if schema.get(key) not in _NO_LIMIT]
     limits = [re.sub(r"\b1 (character|item)s$", r"1 \1", limit) for limit in limits]
     if "prefixItems" in schema:
-        limits = []  # the type of a fixed number of items says how many
+        limits = []  # the type of a tuple shows the number of items
     for member in schema.get("anyOf", ()):
         limits += _limits(member)
     for item in schema.get("prefixItems", [schema["items"]] if "items" in schema else []):
@@ -137,7 +137,7 @@ def _example_number(limits: Mapping[str, Any], number: type[int] | type[float]) 
 
 
 def _description(schema: Mapping[str, Any]) -> str:
-    """The option's own description, or that of the one member of `T | None` that has one."""
+    """Returns the option's description, or that of the member of `T | None` that has one."""
     own = [schema, *schema.get("anyOf", ())]
     return next((part["description"] for part in own if "description" in part), "")
 
@@ -152,6 +152,6 @@ def _toml_text(value: object) -> str:
         case list():
             return f"[{', '.join(_toml_text(item) for item in value)}]"
         case float():
-            return repr(value)  # which is also how TOML spells it, inf and nan included
+            return repr(value)  # TOML's spelling is the same, also for inf and nan
         case _:
             return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Lists the components there are, and turns a recipe's name into one; nothing is imported until asked for."""
+"""Lists installed components, and loads and builds a component by its name in a recipe. Imports happen on demand."""
 
 from __future__ import annotations
 
@@ -36,62 +36,62 @@ if TYPE_CHECKING:
 __all__ = ["PLUGIN_API", "NamedComponent", "Registry", "WrongKind", "build"]
 
 PLUGIN_API = 2
-"""The newest version of the component contracts that this ddpforge keeps."""
+"""Newest version of the component contracts that this ddpforge supports."""
 
 _ABSENT = object()
 
 
 class NamedComponent(Protocol):
-    """A component that a recipe names, with its options, validated; paths in them are relative to `base`."""
+    """Component that a recipe names, with validated options; paths in them are relative to `base`."""
 
     @property
     def use(self) -> str:
-        """Its name, or where it is."""
+        """Returns the registered name, or the location of the code."""
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options that the recipe sets."""
+        """Returns the options that the recipe sets."""
 
     @property
     def base(self) -> Path:
-        """The folder of the recipe."""
+        """Returns the folder of the recipe."""
 
 
 class Registry:
-    """The components that can be named in a recipe.
+    """Components that a recipe can name.
 
-    `use` is, in this order: a registered name; `distribution:name`, which decides between several providers;
-    `package.module:Name`; or `./file.py:Name`, relative to `base`, the folder of the recipe that says it.
+    `use` is, in this order: a registered name; `distribution:name`, which chooses one of several providers;
+    `package.module:Name`; or `./file.py:Name`, relative to `base`, the folder of the recipe.
     """
 
     def __init__(self, entries: Iterable[Entry] = (), *, imports: Literal["all", "registered", "own"] = "all") -> None:
-        """`imports` is the code that is ever imported; any other takes any options."""
+        """Sets the code that may be imported; components outside `imports` accept any options."""
         self._entries = sorted(entries)
         self._imports = imports
 
     def only_registered(self) -> Registry:
-        """The same, which imports no code that a recipe locates by a file or a module: it takes any options."""
+        """Returns a Registry that imports only registered components; others accept any options."""
         return Registry(self._entries, imports="registered")
 
     def only_own(self) -> Registry:
-        """The same, which imports ddpforge's own components alone: those of plugins take any options, too."""
+        """Returns a Registry that imports only ddpforge's own components; others accept any options."""
         return Registry(self._entries, imports="own")
 
     @classmethod
     def installed(cls) -> Registry:
-        """All that installed distributions register, except for those named in DDPFORGE_DISABLE_PLUGINS."""
+        """Returns the components of all installed distributions, except for those in DDPFORGE_DISABLE_PLUGINS."""
         return _installed(tuple(sys.path), os.environ.get("DDPFORGE_DISABLE_PLUGINS", ""))
 
     def entries(self, kind: str | None = None) -> list[Entry]:
-        """All entries, or those of one kind, sorted; a name with several providers appears once for each."""
+        """Returns all entries, or those of one kind, sorted; a name with several providers has several entries."""
         return [entry for entry in self._entries if kind in (None, entry.kind)]
 
     def names(self, kind: str) -> list[str]:
-        """The registered names of a kind, sorted."""
+        """Returns the registered names of a kind, sorted."""
         return sorted({entry.name for entry in self.entries(kind)})
 
     def find(self, kind: str, use: str) -> Entry | None:
-        """The entry that `use` names; None when it locates unregistered code.
+        """Returns the entry for `use`; None if `use` locates unregistered code.
 
         Raises UnknownComponent or AmbiguousComponent.
         """
@@ -109,7 +109,7 @@ class Registry:
         raise UnknownComponent(kind, use, self.names(kind))
 
     def imports(self, kind: str, use: str) -> bool:
-        """True if `load` imports what `use` names."""
+        """True if `load` may import the component `use`."""
         if self._imports == "all":
             return True
         entry = self.find(kind, use)
@@ -123,7 +123,7 @@ class Registry:
         broken = partial(BrokenComponent, kind, use, entry=entry)
         location, _, attribute = (entry.target if entry else use).partition(":")
         if not attribute:
-            raise broken("names a module, not what to use of it", hints=[f"write `{location}:Name`"])
+            raise broken("names a module without a class or function", hints=[f"write `{location}:Name`"])
 
         file = _local_file(location, base, broken) if _is_file(location) else None
         with _importing(location, file, None if entry else base, broken):
@@ -135,13 +135,13 @@ class Registry:
         api = getattr(module, "ddpforge_plugin_api", PLUGIN_API)
         if not (isinstance(api, int) and api <= PLUGIN_API):
             raise broken(
-                f"is written for plugin API {api}; this ddpforge keeps version {PLUGIN_API}",
+                f"is written for plugin API {api}; this ddpforge supports version {PLUGIN_API}",
                 hints=["update ddpforge, or install an older version of the plugin"],
             )
         if api < (needed := KINDS[kind].api):
             raise broken(
-                f"is written for plugin API {api}; since version {needed} there is another contract for this kind",
-                hints=["update the plugin; its author finds what to change in docs/how-to/migrate-a-plugin.md"],
+                f"is written for plugin API {api}; version {needed} changed the contract of this kind",
+                hints=["update the plugin; for its author, docs/how-to/migrate-a-plugin.md lists the changes"],
             )
         if component is _ABSENT:
             near = get_close_matches(attribute, dir(module), n=1)
@@ -154,12 +154,11 @@ class Registry:
         return cast(Callable[..., Any], KINDS[kind].adopt(component))
 
     def options_model(self, kind: str, use: str, base: Path = Path()) -> type[BaseModel]:
-        """The schema of a component's options, made from its signature; raises what `load` raises.
+        """Returns a pydantic model of the component's options, from its signature; raises as `load` does.
 
-        Validate with `model_validate_json(json.dumps(table))`; `dict(model)` is then what `Component.options`
-        holds. A parameter that asks for another component takes a name or a table with `use`. What is wrong
-        inside is located there; where the inner component cannot be loaded, the error's type is "component"
-        and its `ctx["error"]` the PluginError.
+        Validate with `model_validate_json(json.dumps(table))`; then `dict(model)` is `Component.options`. A parameter
+        that is another component takes a name, or a table with `use`. Errors inside it have their location there. If
+        the inner component cannot be loaded, the error's type is "component", and `ctx["error"]` is the PluginError.
         """
         from ddpforge.components.options import any_options, options_model
 
@@ -180,20 +179,22 @@ class Registry:
             ) from breach
 
     def build(self, kind: str, component: NamedComponent, **given: Any) -> Any:
-        """Calls the component with its validated options, and with those of `given` that it has a parameter for.
+        """Calls the component with its validated options, and the values of `given` for its required parameters.
 
-        A parameter of that name which has a default is the component's own option, and gets no value of `given`.
+        A parameter with a default is an option of the component, and gets no value from `given`.
 
-        Raises RefusedOptions when the component refuses its options, with a TypeError or ValueError that it raises
-        itself, and BuildFailed for such an error from elsewhere and for a sys.exit; any other exception of its own
-        passes.
+        Raises:
+            RefusedOptions: The component itself raised a TypeError or ValueError.
+            BuildFailed: Other code raised a TypeError or ValueError, or the component called sys.exit.
+
+        Any other exception of the component is not caught.
         """
         function = self.load(kind, component.use, component.base)
         parameters = inspect.signature(function).parameters
         own = {name for name, parameter in parameters.items() if parameter.default is not parameter.empty}
         if taken := sorted((component.options.keys() & KINDS[kind].given.keys()) - own):
             raise PluginError(
-                f"`{taken[0]}` is not an option of {kind} `{component.use}`: ddpforge hands it over",
+                f"`{taken[0]}` is not an option of {kind} `{component.use}`: ddpforge passes it",
                 hints=[f"remove `{taken[0]}` from the recipe"],
             )
 
@@ -201,7 +202,7 @@ class Registry:
         handed = {name: value for name, value in given.items() if name in parameters and name not in own}
         try:
             return function(**options, **handed)
-        except SystemExit as error:  # would end the process with an exit code of its own
+        except SystemExit as error:  # would end the process with another exit code
             raise BuildFailed(kind, component.use, error) from error
         except (TypeError, ValueError) as error:
             if not on_purpose(error, function):
@@ -224,7 +225,7 @@ class Registry:
                 return self.build(value.kind, value, **{name: given[name] for name in handed})
             case list():
                 return [self._build_nested(item, given) for item in value]
-            case tuple() if type(value) is tuple:  # not a NamedTuple, which is a value of its own
+            case tuple() if type(value) is tuple:  # not a NamedTuple
                 return tuple(self._build_nested(item, given) for item in value)
             case dict():
                 return {key: self._build_nested(item, given) for key, item in value.items()}
@@ -243,9 +244,9 @@ def _installed(path: tuple[str, ...], disabled: str) -> Registry:
 def _importing(
     location: str, file: Path | None, base: Path | None, broken: Callable[..., BrokenComponent]
 ) -> Iterator[None]:
-    """Turns whatever a plugin's code raises while it is imported into a BrokenComponent that says where.
+    """Turns any exception of a plugin's code during import into a BrokenComponent with its file and line.
 
-    `base` is the folder of the recipe, if that gives the location itself.
+    `base` is the folder of the recipe if the recipe names the location itself.
     """
     try:
         yield
@@ -253,7 +254,7 @@ def _importing(
         where = _innermost(cause, (module_name(file) if file else location).partition(".")[0])
         missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
         if missing and "." in missing:
-            missing = None  # the requirement is there, in a version without this module
+            missing = None  # the package is installed, in a version without this module
         raise broken(
             f"cannot be imported: {type(cause).__name__}: {cause}" + (f" ({where})" if where else ""),
             cause=cause,
@@ -264,8 +265,8 @@ def _importing(
 
 
 def _innermost(cause: BaseException, package: str) -> str | None:
-    """The plugin's own line that `cause` came through last, as "file:line"."""
-    import traceback  # here and below: lists of plugins are to be quick
+    """Returns "file:line" of the plugin's innermost line in the traceback; None if there is none."""
+    import traceback  # imported here to keep lists of plugins fast
 
     if isinstance(cause, SyntaxError) and cause.filename:
         return f"{cause.filename}:{cause.lineno}"
@@ -277,28 +278,28 @@ def _innermost(cause: BaseException, package: str) -> str | None:
     return lines[-1] if lines else None
 
 
-_EXTRAS = {"torchmetrics": "metrics"}  # modules that recipes locate, and the extra that brings each
+_EXTRAS = {"torchmetrics": "metrics"}  # module to the extra of ddpforge that installs it
 
 
 def _ways_to_provide(missing: str, location: str, file: Path | None, base: Path | None) -> list[str]:
     path = location.replace(".", "/") + ".py"
     if base and missing == location.partition(".")[0] and (base / path).is_file():
-        return [f'a file beside the recipe is named by its path: use = "./{path}:…"']
+        return [f'name a file next to the recipe by its path: use = "./{path}:…"']
     if file and (file.parent / f"{missing}.py").exists():
-        return [f"a file beside a recipe imports its neighbours by a dot: `from .{missing} import …`"]
+        return [f"a file next to a recipe needs relative imports: `from .{missing} import …`"]
     if extra := _EXTRAS.get(missing):
         return [f"pip install 'ddpforge[{extra}]'"]
-    return [f"install what provides the module `{missing}`"]
+    return [f"install the package that provides the module `{missing}`"]
 
 
 # ------------------------------------------------------------------------------------------------ local files
 def _is_file(location: str) -> bool:
-    """True if a recipe locates a file, not a module."""
+    """True if the location is a file, not a module."""
     return "/" in location or location.partition(":")[0].endswith(".py")
 
 
 def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent]) -> Path:
-    """The file that a recipe in `base` names; it must lie there, also after following links."""
+    """Returns the path of a recipe's local file; it must be below `base`, also after links are resolved."""
     try:
         folder = base.resolve()
         file = (folder / location).resolve()
@@ -308,7 +309,7 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
 
     if not file.is_relative_to(folder):
         raise broken(
-            f"leaves the recipe's folder {folder}",
+            f"is not in the recipe's folder {folder}",
             hints=["move the file next to the recipe, or install it as a package: `package.module:Name`"],
         )
     if not is_file or file.suffix != ".py":
@@ -318,19 +319,19 @@ def _local_file(location: str, base: Path, broken: Callable[..., BrokenComponent
 
 # ---------------------------------------------------------------------------------------------- building
 class WrongKind(PluginError):
-    """A recipe names something that is no component of the kind that belongs there: the recipe's fault."""
+    """Error of a recipe: it names a component of another kind, or an object that is no component."""
 
     exit_code = ExitCode.USAGE
 
 
 def build(registry: Registry, kind: str, component: NamedComponent, **given: Any) -> Any:
-    """The component, built; raises PluginError also when it is not of its kind."""
+    """Builds a component; raises WrongKind if the result is not of this kind, else as `Registry.build` does."""
     built = registry.build(kind, component, **given)
     if expected := KINDS[kind].mismatch(built):
         name = type(built).__name__
         article = "an" if name[:1].lower() in "aeiou" else "a"
         raise WrongKind(
             f"{kind} `{component.use}` is {article} {name}, and must be {expected}",
-            hints=["`ddpforge.interfaces` says what a component of each kind must be"],
+            hints=["see `ddpforge.interfaces` for the requirements of each kind"],
         )
     return built

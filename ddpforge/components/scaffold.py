@@ -1,4 +1,4 @@
-"""Writes a new plugin: a package with a component of one kind, its recipe, and tests that pass as they are."""
+"""Writes a new plugin: a package with a component of one kind, a recipe, and passing tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARTS = re.compile(r"^== (\S+) ==\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin as written: its folder, the distribution's name, and the files in the folder."""
+    """Plugin that was written: its folder, the name of its distribution, and its files relative to the folder."""
 
     folder: Path
     distribution: str
@@ -32,8 +32,8 @@ class Plugin:
 def write_plugin(kind: str, name: str, into: Path) -> Plugin:
     """Writes the plugin for a component `name` into a new folder of that name.
 
-    Raises UsageError for a name that cannot be a component, a package and a distribution, or that is taken, and where
-    the folder exists.
+    Raises UsageError if the name is already used, if it is not valid for a component, a package and a distribution,
+    or if the folder exists. Raises EnvironmentProblem if the folder cannot be written.
     """
     _check(kind, name)
     folder = into / name
@@ -59,19 +59,19 @@ def _check(kind: str, name: str) -> None:
         )
     module = name.replace("-", "_")
     if keyword.iskeyword(module) or keyword.issoftkeyword(module):
-        raise UsageError(f"`{name}` is a word of Python's own", hints=[f"for example `{name}_{kind}`"])
+        raise UsageError(f"`{name}` is a keyword of Python", hints=[f"for example `{name}_{kind}`"])
     taken = [entry for entry in Registry.installed().entries(kind) if entry.name == module]
     if taken:
         raise UsageError(f"there is a {kind} `{module}` already, of {taken[0].source}", hints=["choose another name"])
     if importlib.util.find_spec(module) is not None:
         raise UsageError(
-            f"a Python module `{module}` can be imported already; a package of that name would hide it or be hidden",
+            f"there is already a Python module `{module}`; a package of the same name would hide it or be hidden",
             hints=[f"for example `my_{module}`"],
         )
 
 
 def _files(kind: str, name: str) -> dict[Path, str]:
-    """The files' contents by their path in the plugin's folder."""
+    """Returns the contents of the files by their path in the plugin's folder."""
     module = name.replace("-", "_")
     words = {
         "kind": kind,
@@ -87,6 +87,6 @@ def _files(kind: str, name: str) -> dict[Path, str]:
 
 
 def _parts(text: str) -> dict[str, str]:
-    """The pieces of a template, by what stands between the `==` before each."""
+    """Splits a template into its files; the path of each is in the line `== PATH ==` before it."""
     _, *pieces = _PARTS.split(text)
     return {path: body.strip("\n") + "\n" for path, body in zip(pieces[::2], pieces[1::2], strict=True)}

@@ -151,7 +151,7 @@ def test_a_tenth_kind_is_one_entry_of_the_table(tmp_path: Path) -> None:
         "example": "[callbacks.tally]",
         "help": True,
         "nested": "sampler",
-        "given": "`seed` is not an option of sampler `tally`: ddpforge hands it over",
+        "given": "`seed` is not an option of sampler `tally`: ddpforge passes it",
         "wrong": "sampler `fractions:Fraction` is a Fraction, and must be a collections.Counter",
         "case": ["sampler", {"weights": {"one": 3}}, {"seed": 3}],
         "job": {"2": "data"},

@@ -264,7 +264,7 @@ def test_a_missing_requirement_is_named_with_the_line_that_needs_it(site: Path) 
         "model `broken` of extra 0.2 cannot be imported: "
         f"ModuleNotFoundError: No module named 'no_such_requirement' ({file}:2)"
     )
-    assert error.hints == ("install what provides the module `no_such_requirement`",)
+    assert error.hints == ("install the package that provides the module `no_such_requirement`",)
     assert Registry.installed().load("model", "sound").__name__ == "Net"
 
 
@@ -272,7 +272,7 @@ def test_a_file_beside_the_recipe_that_is_named_like_a_module_is_told(tmp_path: 
     write(tmp_path / "mine" / "net.py", "class Net: ...")
     with pytest.raises(BrokenComponent, match="No module named 'mine'") as caught:
         Registry.installed().load("model", "mine.net:Net", tmp_path)
-    assert caught.value.hints == ('a file beside the recipe is named by its path: use = "./mine/net.py:…"',)
+    assert caught.value.hints == ('name a file next to the recipe by its path: use = "./mine/net.py:…"',)
 
 
 def test_an_import_that_fails_elsewhere_is_blamed_on_the_plugins_own_line(site: Path) -> None:
@@ -322,8 +322,12 @@ def test_whatever_happens_at_import_is_said_with_its_line(site: Path, source: st
         ("extra:Nett", "extra has no `Nett`", "did you mean `Net`?"),
         ("extra:Net.build.x", "extra has no `Net.build.x`", None),
         ("extra:SIZE", "is a value of type `int`, which cannot be called", None),
-        ("extra", "names a module, not what to use of it", "write `extra:Name`"),
-        ("no_such_module:Net", "No module named 'no_such_module'", "install what provides the module `no_such_module`"),
+        ("extra", "names a module without a class or function", "write `extra:Name`"),
+        (
+            "no_such_module:Net",
+            "No module named 'no_such_module'",
+            "install the package that provides the module `no_such_module`",
+        ),
     ],
 )
 def test_an_entry_that_leads_nowhere(site: Path, target: str, said: str, hint: str | None) -> None:
@@ -343,7 +347,7 @@ def test_a_plugin_for_a_newer_api_is_refused(site: Path, api: str) -> None:
 
     error = broken("model", "net")
 
-    assert f"is written for plugin API {api.strip(chr(39))}; this ddpforge keeps version 2" in error.message
+    assert f"is written for plugin API {api.strip(chr(39))}; this ddpforge supports version 2" in error.message
     assert error.hints == ("update ddpforge, or install an older version of the plugin",)
 
 
@@ -353,7 +357,7 @@ def test_a_strategy_for_the_first_api_is_refused(site: Path) -> None:
 
     error = broken("strategy", "net")
 
-    assert "is written for plugin API 1; since version 2 there is another contract for this kind" in error.message
+    assert "is written for plugin API 1; version 2 changed the contract of this kind" in error.message
     assert "docs/how-to/migrate-a-plugin.md" in error.hints[0]
 
 
@@ -400,7 +404,7 @@ def test_a_local_file_does_not_leave_the_recipes_folder(folder: Path) -> None:
         "../recipes-too/net.py:net",
     ):
         error = broken("model", use, folder)
-        assert error.message == f"model `{use}` leaves the recipe's folder {folder}"
+        assert error.message == f"model `{use}` is not in the recipe's folder {folder}"
         assert not [name for name in sys.modules if name.startswith("ddpforge_local_outside")]
 
 
@@ -418,7 +422,7 @@ def test_links_within_the_recipes_folder_are_fine(folder: Path) -> None:
         ("./absent.py:Net", "absent.py is not there"),
         ("./code:Net", "code is not a Python file"),
         ("./net.txt:Net", "net.txt is not a Python file"),
-        ("./net.py", "names a module, not what to use of it"),
+        ("./net.py", "names a module without a class or function"),
         ("./net.py:Nett", "./net.py has no `Nett`"),
         ("./net.py:SIZE", "is a value of type `int`, which cannot be called"),
         ("./n\0.py:Net", "null"),
@@ -461,7 +465,7 @@ def test_a_local_file_that_imports_its_neighbour_without_a_dot_is_told_how(folde
     write(folder / "net.py", "import helper_next_door")
 
     (hint,) = broken("model", "./net.py:Net", folder).hints
-    assert hint == "a file beside a recipe imports its neighbours by a dot: `from .helper_next_door import …`"
+    assert hint == "a file next to a recipe needs relative imports: `from .helper_next_door import …`"
 
 
 def test_local_files_import_each_other_and_those_of_another_recipe_are_others(folder: Path) -> None:

@@ -48,7 +48,7 @@ def test_it_says_what_it_wrote_and_what_is_next() -> None:
         (["model", "a__b"], "cannot be the name"),
         (["model", "9net"], "cannot be the name"),
         (["model", "x" * 51], "cannot be the name"),
-        (["model", "class"], "is a word of Python's own"),
+        (["model", "class"], "is a keyword of Python"),
         (["model", "mlp"], "there is a model `mlp` already, of ddpforge"),
         (["data", "torch"], "a Python module `torch` can be imported already"),
         (["data", "json"], "for example `my_json`"),

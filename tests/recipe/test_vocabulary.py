@@ -101,7 +101,7 @@ def test_the_answer_has_the_users_own_value(load: Load, assigned: str, said: str
         ("checkpoint.every=0", "keep = { last = 1 }", '"0ep"'),
         ('model={class_path="my.Net"}', 'use = "my:Net"', '"my.Net"'),
         ("optimizer.use=torch.optim.RMSprop", "did you mean `torch.optim:RMSprop`?", "never"),
-        ("optimizer.use=RMSprop", "torch has it: `torch.optim:RMSprop`", "never"),
+        ("optimizer.use=RMSprop", "write the class of torch: `torch.optim:RMSprop`", "never"),
         ("strategy.use=zero3", 'use = "deepspeed" and stage = 3', "never"),
         ("model.use=resnet18", 'use = "torchvision" and arch = "resnet18"', "never"),
         ("data.train.use=hf", 'use = "hugging_face"', "never"),

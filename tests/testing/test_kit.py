@@ -367,7 +367,7 @@ def test_a_plugin_for_a_newer_ddpforge_is_refused_in_words(folder: Path, api: ob
     else:
         assert result.exit_code == 3
         said = str(api).strip('"')
-        assert f"is written for plugin API {said}; this ddpforge keeps version {PLUGIN_API}" in result.stderr
+        assert f"is written for plugin API {said}; this ddpforge supports version {PLUGIN_API}" in result.stderr
         assert "update ddpforge, or install an older version of the plugin" in result.stderr
 
 

@@ -80,7 +80,7 @@ def test_a_strategy_is_its_name_its_options_and_a_number_of_ranks(
         ("ddp:", "`` is the value of no option", "key=value"),
         ("ddp:3:bucket_cap_mb=4", "`bucket_cap_mb` is set twice", ""),
         ("no.such:Thing", "No module named 'no'", ""),
-        ("./wrong_strategies.py", "names a module, not what to use of it", "./wrong_strategies.py:Name"),
+        ("./wrong_strategies.py", "names a module without a class or function", "./wrong_strategies.py:Name"),
         ("./wrong_strategies.py:Slps", "has no `Slps`", "did you mean `Slips`?"),
     ],
 )
