@@ -1,9 +1,9 @@
-"""The conformance kit: checks that a component keeps the contract of its kind, for authors and for ddpforge itself.
+"""Conformance kit: checks that a component keeps the contract of its kind. Plugin authors and ddpforge itself use it.
 
-`ddpforge plugins test`, `pytest --pyargs ddpforge.testing --ddpforge-dist NAME` and `conform` run the same checks. What
-a component needs in order to be tried out is read from `ddpforge_testing.toml`; see `ddpforge.testing.settings`.
+`ddpforge plugins test`, `pytest --pyargs ddpforge.testing --ddpforge-dist NAME` and `conform` run the same checks. They
+read options and other settings from `ddpforge_testing.toml`; see `ddpforge.testing.settings`.
 
-The names below are loaded when they are first used (PEP 562): what forks ranks must not import torch in its own way.
+The names below are loaded on first use (PEP 562), because the process that forks ranks must not import torch yet.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Finds the components to test, with what it takes to try each; see `settings` for what authors say of that."""
+"""Finds the components to test, and the settings of their authors; see `settings`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Case", "find_cases"]
 
 @dataclass
 class Case:
-    """One component with what it takes to try it; `settings` is its table, and `said` the file that it is in."""
+    """Component with its settings for tests; `settings` is its table, and `said` the path of the settings file."""
 
     kind: str
     use: str
@@ -39,26 +39,26 @@ class Case:
     base: Path = Path()
     settings: dict[str, Any] = field(default_factory=dict)
     said: Path | None = None
-    number: int = 0  # of several tables for one component
+    number: int = 0  # from 1, if there are several tables for one component
 
     @property
     def name(self) -> str:
-        """The component as its author calls it."""
+        """Returns the component's name without its location."""
         return self.use.rpartition(":")[2]
 
     @property
     def label(self) -> str:
-        """The component, and which of its tables, for people."""
+        """Returns the name, and the number of the table if there are several, for messages."""
         return f"{self.name}[{self.number}]" if self.number else self.name
 
     @cached_property
     def component(self) -> Callable[..., Any]:
-        """The class or function; raises PluginError."""
+        """Imports and returns the class or function; raises PluginError."""
         return self.registry.load(self.kind, self.use, self.base)
 
     @property
     def where(self) -> str:
-        """ "file:line" of the component, or what it is called where it cannot be imported."""
+        """Returns "file:line" of the component; its location or name if it cannot be imported."""
         try:
             return source_of(self.component)
         except PluginError as error:
@@ -66,21 +66,21 @@ class Case:
             return getattr(error, "where", None) or (entry.target if entry else self.use)
 
     def skipped(self, check: str) -> str | None:
-        """The author's reason for leaving a check out; None if it is made."""
+        """Returns the author's reason to skip a check; None if the check is not skipped."""
         said = self.settings.get("skip", {})
         reason: str | None = said if isinstance(said, str) else said.get(check)
         return reason
 
     # -- building
     def build(self, **given: Any) -> Any:
-        """The component with its options, as a recipe would build it."""
+        """Builds the component with its options, as from a recipe; raises Breach if options are missing or wrong."""
         try:
             return self._build(self.kind, {"use": self.use, **self.options()}, self.base, given)
         except ValidationError as error:
             raise self.lacking(error) from error
 
     def options(self) -> dict[str, Any]:
-        """The component's own options."""
+        """Returns the component's options from its settings; adds `lr` for an optimizer that requires it."""
         found = dict(self.settings.get("options", {}))
         fields = self.registry.options_model(self.kind, self.use, self.base).model_fields
         if self.kind == "optimizer" and "lr" in fields and fields["lr"].is_required():
@@ -88,11 +88,11 @@ class Case:
         return found
 
     def given(self) -> dict[str, Any]:
-        """The arguments that ddpforge hands over to components of this kind, to try it with."""
+        """Returns values for the arguments that ddpforge passes to components of this kind."""
         return {name: example(self.settings) for name, example in KINDS[self.kind].given.items()}
 
     def companion(self, kind: str, **given: Any) -> Any:
-        """The component of another kind that goes with this one."""
+        """Builds the component of another kind for tests of this one; raises Breach if that fails."""
         table = self.sections[kind]
         try:
             return self._build(kind, table, self.folder, given)
@@ -108,17 +108,17 @@ class Case:
 
     @property
     def folder(self) -> Path:
-        """The folder that `./file.py:Name` in the settings is relative to."""
+        """Returns the base folder of `./file.py:Name` in the settings."""
         return self.said.parent if self.said else self.base
 
     @cached_property
     def sections(self) -> dict[str, Any]:
-        """The recipe's sections that the author named, and defaults for the others."""
+        """Returns the sections of a recipe: those in the author's settings, and defaults for the others."""
         return companions.DEFAULTS | {key: self.settings[key] for key in SECTIONS if key in self.settings}
 
     def lacking(self, error: Exception, kind: str | None = None) -> Breach:
-        """Tells what to write, and where, when the component could not be built for want of options."""
-        what = f"the {kind} to try it with" if kind else "its options"
+        """Returns a Breach for a component that could not be built, with the settings to write and their file."""
+        what = f"a {kind} for its tests" if kind else "its options"
         if isinstance(error, ValidationError):
             facts = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         else:
@@ -130,7 +130,7 @@ class Case:
             where=str(self.said) if self.said else None,
             hints=[
                 f"write {example or 'them'} below [{self.kind}.{self.name}] in"
-                f" {self.said or f'a new file {SETTINGS} beside the component'}"
+                f" {self.said or f'a new file {SETTINGS} next to the component'}"
             ],
         )
 
@@ -145,7 +145,7 @@ class Case:
 
     # -- a recipe of it
     def recipe(self, **changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The tables of a recipe that uses the component, with `changes` to its sections."""
+        """Returns the tables of a recipe that uses the component, with `changes` to its sections."""
         sections = dict(self.sections)
         component = {"use": self.use, **self.options()}
         tables: dict[str, Any] = {"recipe": 1, "name": "case", "callbacks": {}, "track": {"every": "1st"}}
@@ -168,7 +168,7 @@ class Case:
 
 
 def _is_local(value: Any) -> bool:
-    """True if a table names code in a file beside it."""
+    """True if a table names code in a local file."""
     if isinstance(value, str):
         return ".py:" in value
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
@@ -177,9 +177,9 @@ def _is_local(value: Any) -> bool:
 
 # ---------------------------------------------------------------------------------------------- finding them
 def find_cases(target: str, *, kind: str | None = None, names: tuple[str, ...] = ()) -> list[Case]:
-    """The components of an installed distribution, of a file, or the one that `file.py:Name` is.
+    """Returns the components of an installed distribution, of a file, or the single component `file.py:Name`.
 
-    Raises UsageError where there is nothing to test.
+    Raises UsageError if there is nothing to test.
     """
     registry = Registry.installed()
     path, _, attribute = target.partition(":")
@@ -200,7 +200,7 @@ def find_cases(target: str, *, kind: str | None = None, names: tuple[str, ...] =
 
 
 def _groups(distribution: str) -> set[str] | None:
-    """The groups of its entry points; None where it is not installed."""
+    """Returns the groups of a distribution's entry points; None if it is not installed."""
     try:
         return {point.group for point in metadata.distribution(distribution).entry_points}
     except (metadata.PackageNotFoundError, ValueError):
@@ -208,13 +208,13 @@ def _groups(distribution: str) -> set[str] | None:
 
 
 def _check_groups(distribution: str) -> None:
-    """Raises UsageError for entry points that look like ddpforge's and that nobody reads."""
+    """Raises UsageError for entry points in an unknown group whose name begins with ddpforge."""
     known = [f"ddpforge.{kind}" for kind in KINDS]
     for group in sorted(_groups(distribution) or ()):
         if group.startswith("ddpforge") and group not in known:
             near = get_close_matches(group, known, n=1)
             raise UsageError(
-                f"`{distribution}` has entry points in the group `{group}`, which is that of no kind of component",
+                f"`{distribution}` has entry points in the group `{group}`, which belongs to no kind of component",
                 hints=[
                     *(f"did you mean `{name}`?" for name in near),
                     f"the groups are {', '.join(known)}",
@@ -228,7 +228,7 @@ def _nothing_of(distribution: str, registry: Registry) -> UsageError:
         if Path(distribution).is_dir():
             return UsageError(
                 f"{distribution} is a folder, not a distribution or a file",
-                hints=["install it, and give its name, that in its pyproject.toml", "or give a file: `./parts.py`"],
+                hints=["install it, and give the name in its pyproject.toml", "or give a file: `./parts.py`"],
             )
         owners = sorted({entry.distribution for entry in registry.entries() if entry.name == distribution})
         near = get_close_matches(distribution, {entry.distribution for entry in registry.entries()}, n=1)
@@ -237,13 +237,13 @@ def _nothing_of(distribution: str, registry: Registry) -> UsageError:
             hints=[
                 *(f"for the component: ddpforge plugins test {owner} --name {distribution}" for owner in owners),
                 *(f"did you mean `{name}`?" for name in near if not owners),
-                "install it first, e.g. `pip install -e .`; a file is given by its path, `./parts.py`",
+                "install it first, e.g. `pip install -e .`; to test a file, give its path, `./parts.py`",
             ],
         )
     if any(group.startswith("ddpforge.") for group in groups):
-        return UsageError(f"`{distribution}` is hidden by DDPFORGE_DISABLE_PLUGINS", hints=["unset it, to test"])
+        return UsageError(f"`{distribution}` is disabled by DDPFORGE_DISABLE_PLUGINS", hints=["unset this variable"])
     return UsageError(
-        f"`{distribution}` is installed, and has no entry points for ddpforge",
+        f"`{distribution}` is installed, but has no entry points for ddpforge",
         hints=[
             'declare components in its pyproject.toml: [project.entry-points."ddpforge.KIND"], NAME = "module:Name"',
             "entry points are read when a package is installed: install it again after a change",
@@ -256,11 +256,11 @@ def _normal(name: str) -> str:
 
 
 def _of_entry(entry: Entry, registry: Registry) -> Iterator[Case]:
-    single = Registry([entry])  # another distribution may provide the name too
+    single = Registry([entry])  # another distribution may register the same name
     everything = registry if len([e for e in registry.entries(entry.kind) if e.name == entry.name]) == 1 else None
     use = entry.name if everything else f"{entry.distribution}:{entry.name}"
     file = None
-    with suppress(PluginError):  # which the first check will tell
+    with suppress(PluginError):  # the first check reports it
         single.load(entry.kind, entry.name)
         file = Path(str(sys.modules[entry.target.partition(":")[0]].__file__))
     yield from _with_settings(Case(entry.kind, use, registry), file, entry.name)
@@ -274,7 +274,7 @@ def _of_file(path: Path, attribute: str, kind: str | None, registry: Registry) -
     if attribute:
         names = [attribute]
     else:
-        probe = registry.load("model", f"{use}:__class__", base)  # any attribute will do: this imports the file
+        probe = registry.load("model", f"{use}:__class__", base)  # only to import the file; any attribute works
         del probe
         module = next(
             found
@@ -295,13 +295,13 @@ def _of_file(path: Path, attribute: str, kind: str | None, registry: Registry) -
             yield from _with_settings(Case(its, f"{use}:{name}", registry, base), path.resolve(), name)
     if not found:
         raise UsageError(
-            f"nothing in {path} says of which kind it is",
+            f"the kind of the components in {path} is not known",
             hints=[f"ddpforge plugins test {path}:Name --kind KIND", f"or name it in {SETTINGS}: [KIND.Name]"],
         )
 
 
 def _kind_of(registry: Registry, use: str, base: Path) -> str | None:
-    """The kind of a class or function, by what it derives from, offers, asks for or returns."""
+    """Returns the kind of a class (by its base class or methods) or a function (by its parameters); None if unknown."""
     component: Any = registry.load("model", use, base)
     if isinstance(component, type):
         tells = [spec for spec in KINDS.values() if spec.derives(component)]
@@ -313,6 +313,6 @@ def _kind_of(registry: Registry, use: str, base: Path) -> str | None:
 
 
 def _with_settings(case: Case, file: Path | None, name: str) -> Iterator[Case]:
-    """The case once for every table that its author wrote, or once."""
+    """Yields a case for each table of the component's settings, or one without settings."""
     for table, said, number in tables_of(case.kind, name, file):
         yield Case(case.kind, case.use, case.registry, case.base, table, said, number)

@@ -1,4 +1,4 @@
-"""Small data to try components with, and which model, data and task go together where the author names none."""
+"""Small datasets, and fitting sets of model, data and task, for tests of components whose author names none."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ddpforge.interfaces import World
 
 __all__ = ["COUNTED", "DEFAULTS", "Images", "Numbers", "Tokens", "candidates"]
 
-_Count = Annotated[int, Field(ge=1, le=2**20, description="How many.")]
+_Count = Annotated[int, Field(ge=1, le=2**20, description="Number of them.")]
 
 
 class _Held:
-    """Samples in memory, drawn once from a seed."""
+    """Samples in memory, random from a fixed seed."""
 
     random = False
     inputs_: Tensor
@@ -31,7 +31,7 @@ class _Held:
 
 
 class Numbers(_Held):
-    """Vectors of `inputs` numbers with one number to predict, or one of `classes`; 40 samples."""
+    """Vectors of `inputs` numbers; the target is one number, or with `classes` a class. 40 samples."""
 
     def __init__(self, *, inputs: _Count = 4, classes: int = 0, samples: _Count = 40) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -43,7 +43,7 @@ class Numbers(_Held):
 
 
 class Images(_Held):
-    """Images of noise with one of `classes`; 40 samples."""
+    """Images of noise; the target is one of `classes`. 40 samples."""
 
     def __init__(
         self, *, channels: _Count = 3, pixels: _Count = 32, classes: _Count = 10, samples: _Count = 40
@@ -55,7 +55,7 @@ class Images(_Held):
 
 
 class Tokens(_Held):
-    """Random tokens, each to be followed by the next; 40 samples."""
+    """Random tokens; the target of each is the next one. 40 samples."""
 
     def __init__(self, *, vocab_size: _Count = 16, block_size: _Count = 8, samples: _Count = 40) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -65,23 +65,23 @@ class Tokens(_Held):
 
 
 class Counting(Classification):
-    """Classification that counts its samples by looking at them, as tasks of tokens must, and gathers logits.
+    """Classification that counts the samples of a batch, as tasks of tokens do, and gathers logits over ranks.
 
-    What it adds to the loss is the same on any number of ranks: all squares of logits, shared out.
+    It adds the mean over ranks of all squared logits to the loss, which is the same for any number of ranks.
     """
 
     def start(self, model: nn.Module, world: World) -> None:
-        """Keeps the ranks."""
+        """Stores the data-parallel ranks."""
         self._ranks = world.data
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The cross-entropy, and a part that gradients reach through other ranks."""
+        """Returns the cross-entropy plus a term whose gradients flow through other ranks."""
         loss, logits = super().loss(model, batch)
         everyones, _ = self._ranks.gather(logits.float())
         return loss + 0.01 * everyones.square().sum() / self._ranks.size, logits
 
     def count(self, batch: Any) -> Tensor:
-        """The number of samples (float64, 0-d)."""
+        """Returns the number of samples (float64, 0-d)."""
         return torch.tensor(float(len(batch[1])), dtype=torch.float64)
 
 
@@ -89,7 +89,7 @@ _HERE = "ddpforge.testing.companions"
 _CLASSES = {"use": "classification", "metrics": ["accuracy"]}
 
 COUNTED = {"use": f"{_HERE}:Counting", "metrics": ["accuracy"]}
-"""A task for strategies: they add up its counts over ranks, and carry what it gathers."""
+"""Task for tests of strategies, which must sum its counts and run its gathers over ranks."""
 
 DEFAULTS: dict[str, Any] = {
     "model": {"use": "mlp", "inputs": 64, "outputs": 10, "hidden": [8]},
@@ -99,11 +99,11 @@ DEFAULTS: dict[str, Any] = {
     "schedule": {"use": "constant"},
     "strategy": {"use": "ddp"},
 }
-"""What stands in for a section that the author does not name."""
+"""Defaults for the recipe's sections that the author does not set."""
 
 
 def candidates(model: Any = None) -> list[dict[str, Any]]:
-    """Sets of a model, data and a task that go together; the data as `model`, if there is one, says it takes them."""
+    """Returns fitting sets of model, data and task; the data fits `model`'s attributes (`inputs`, `vocab_size`, …)."""
     inputs, outputs = _attribute(model, "inputs", 4), _attribute(model, "outputs", 10)
     vocabulary, block = _attribute(model, "vocab_size", 16), min(16, _attribute(model, "block_size", 8))
     images = [

@@ -1,4 +1,4 @@
-"""Makes the tests that the options of `ddpforge.pytest_options` ask for."""
+"""Creates the tests that the options of `ddpforge.pytest_options` select."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _KIT = pytest.StashKey[Kit]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for every component and check."""
+    """Creates a test for each component and check."""
     if "component_check" not in metafunc.fixturenames:
         return
     config = metafunc.config
     target = config.getoption("--ddpforge-dist")
     if not target:
-        raise pytest.UsageError("say what to test: --ddpforge-dist NAME")
+        raise pytest.UsageError("name the distribution to test: --ddpforge-dist NAME")
     try:
         cases = find_cases(
             target, kind=config.getoption("--ddpforge-kind"), names=tuple(config.getoption("--ddpforge-name"))
@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def kit(pytestconfig: pytest.Config) -> Iterator[Kit]:
-    """The kit, which shares launches between tests."""
+    """Yields the kit; tests share its launches of ranks."""
     found: Any = pytestconfig.stash[_KIT]
     with found:
         yield found

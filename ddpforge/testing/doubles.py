@@ -1,4 +1,4 @@
-"""Ranks in one process, for tests: threads that talk to each other as the ranks of a run do."""
+"""Ranks as threads of one process, for tests: they communicate as the ranks of a run do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Table:
-    """The values that all threads have laid down."""
+    """Values that all threads exchange."""
 
     def __init__(self, size: int) -> None:
         self.barrier = Barrier(size)
@@ -29,7 +29,7 @@ class _Table:
 
 
 class ThreadRanks(Connected):
-    """One of several threads; `sums` counts the reductions that they have made."""
+    """Rank that is one of several threads; `sums` counts their reductions."""
 
     def __init__(self, rank: int, table: _Table) -> None:
         super().__init__(rank, table.barrier.parties)
@@ -37,27 +37,27 @@ class ThreadRanks(Connected):
 
     @property
     def sums(self) -> int:
-        """The number of times that values were summed."""
+        """Returns the number of reductions so far."""
         return self._table.sums
 
     def sum(self, values: Tensor) -> Tensor:
-        """Adds in the order of the ranks."""
+        """Returns the sum over ranks, added in the order of the ranks."""
         summed = torch.stack(self._exchange(values.detach().clone())).sum(0, dtype=values.dtype)
         self._table.sums += self.is_main
         self.barrier()
         return summed
 
     def everyone(self, value: T) -> list[T]:
-        """The objects themselves, not copies."""
+        """Returns the objects of all ranks, not copies."""
         return self._exchange(value)
 
     def bytes_of_rank_0(self, values: Tensor) -> None:
-        """Copies them."""
+        """Copies the values of rank 0 into `values`."""
         values.copy_(self._exchange(values)[0])
         self.barrier()
 
     def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
-        """The threads of a group, around a table of their own."""
+        """Returns the ranks of this rank's group, which exchange values among themselves."""
         mine = next(sorted(group) for group in groups if self.rank in group)
         tables = self._exchange(_Table(len(mine)))
         return ThreadRanks(mine.index(self.rank), tables[mine[0]])
@@ -75,9 +75,9 @@ class ThreadRanks(Connected):
 
 
 def in_threads(size: int, action: Callable[[Ranks], R]) -> list[R]:
-    """Calls `action(ranks)` for each of `size` ranks, all at the same time; returns what they return, by rank.
+    """Calls `action(ranks)` in a thread for each of `size` ranks; returns their results by rank.
 
-    Where one raises, the others are released from waiting for it, and its error is raised.
+    If a rank raises, the others stop waiting for it, and its error is raised.
     """
     table = _Table(size)
 

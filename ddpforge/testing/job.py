@@ -1,7 +1,7 @@
 """Runs the kit's jobs on every rank of a shared world, one after another, until one fails.
 
-Started as `python -m ddpforge.testing.job ORDERS.json`. Each rank writes `done-RANK.json` or
-`failed-RANK.json` into a job's folder; after a failure it ends, for the ranks are no longer in step.
+Started as `python -m ddpforge.testing.job ORDERS.json`. Each rank writes `done-RANK.json` or `failed-RANK.json` into a
+job's folder. After a failure the rank ends, because the ranks are no longer synchronized.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PATIENCE = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Site:
-    """The surroundings of a job: its recipe and folder, and the world it is done in."""
+    """Context of a job: its recipe and folder, and the world of its ranks."""
 
     recipe: str
     folder: Path
@@ -58,11 +58,11 @@ class Site:
 
     @cached_property
     def loaded(self) -> LoadedRecipe:
-        """The job's recipe."""
+        """Loads the job's recipe."""
         return load_recipe(self.recipe, registry=self.registry)
 
     def trainer(self, tracker: Tracker, folder: str = "checkpoints") -> Trainer:
-        """A trainer of the job's recipe."""
+        """Builds a trainer for the job's recipe."""
         recipe = self.loaded.recipe
         problems = Problems(self.loaded)
         chosen = choose(self.loaded, self.registry, problems, ranks=self.world.all.size)
@@ -76,12 +76,12 @@ class Site:
         return trainer
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Returns the values of all ranks, on every rank."""
         return self.world.all.everyone(value)
 
 
 class _Rows(Tracker):
-    """Keeps the rows of steps."""
+    """Tracker that keeps some columns of each row."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -93,7 +93,7 @@ class _Rows(Tracker):
 
 # ---------------------------------------------------------------------------------------------- the jobs
 def train(site: Site) -> dict[str, Any]:
-    """Trains; the rows of all steps, and a file with the weights before and after."""
+    """Trains; returns the rows of all steps, and the path of a file with the initial and final weights."""
     tracker = _Rows()
     trainer = site.trainer(tracker)
     bare = trainer.replica.bare
@@ -106,7 +106,7 @@ def train(site: Site) -> dict[str, Any]:
 
 
 def data(site: Site) -> dict[str, Any]:
-    """The digests of the first samples as each rank reads them."""
+    """Returns the digests of the first samples, as each rank reads them."""
     recipe = site.loaded.recipe
     built = site.registry.build("data", recipe.data.train, seed=recipe.train.seed)
     mine = list(map(digest, batches(built, micro=1)))
@@ -114,7 +114,7 @@ def data(site: Site) -> dict[str, Any]:
 
 
 def callback(site: Site) -> dict[str, Any]:
-    """Trains with a callback, and once more from the middle; what ranks disagreed on, and what a resume changed."""
+    """Trains with a callback, then resumes from the middle; returns a difference between ranks or after the resume."""
     try:
         straight, trainer = _watched(site, "first", None)
     except _Disagreement as problem:
@@ -143,7 +143,7 @@ def _watched(site: Site, folder: str, start: Reader | None) -> tuple[dict[str, A
     try:
         trainer.fit()
     except _Disagreement:
-        if trainer.saving.checkpoints.pending:  # the next job talks to the same peers
+        if trainer.saving.checkpoints.pending:  # the next job uses the same peers
             with suppress(CheckpointError):
                 trainer.saving.checkpoints.wait()
         raise
@@ -157,7 +157,7 @@ def _shown(value: Any) -> str:
 
 
 class _Disagreement(Exception):
-    """Raised on all ranks at once."""
+    """Raised on all ranks at the same time."""
 
 
 def _compare(site: Site, what: str, value: Any) -> None:
@@ -167,7 +167,7 @@ def _compare(site: Site, what: str, value: Any) -> None:
 
 
 class _Agreeing(Callback):
-    """A callback whose answers are compared over ranks."""
+    """Wrapper of a callback that compares its results over ranks."""
 
     def __init__(self, inner: Callback, site: Site, weights: Weights) -> None:
         self.inner, self.site, self.weights = inner, site, weights
@@ -186,7 +186,7 @@ class _Agreeing(Callback):
         return answer
 
     def on_start(self, run: RunContext) -> None:
-        raise AssertionError("assemble has called the callback's own")
+        raise AssertionError("assemble has already called on_start of the callback")
 
     def lr_factor(self) -> float:
         return float(self._ask("lr_factor", self.inner.lr_factor, float))
@@ -214,7 +214,7 @@ class _Agreeing(Callback):
         with self.inner.evaluating():
             yield
         if [digest(part.tensor) for part in self.weights.parts().values()] != before:
-            raise AssertionError("`evaluating` left other weights behind than it found")
+            raise AssertionError("the weights after `evaluating` differ from those before it")
 
     def while_evaluating(self, step: int) -> Mapping[str, float]:
         return dict(self._ask(f"while_evaluating at step {step}", lambda: self.inner.while_evaluating(step), dict))
@@ -241,7 +241,7 @@ _JOBS: dict[str, Callable[[Site], dict[str, Any]]] = {"train": train, "data": da
 
 
 def main(path: str) -> int:
-    """Does the jobs in the file; returns the exit code."""
+    """Runs the jobs in the file; returns the exit code."""
     logging.getLogger("ddpforge").setLevel(logging.ERROR)
     orders = json.loads(Path(path).read_text())
     registry = Registry.installed()
@@ -254,7 +254,7 @@ def main(path: str) -> int:
         site = Site(order["recipe"], folder, registry, strategy, world, peers)
         try:
             found = _JOBS[order["job"]](site)
-            site.gather(None)  # nobody begins with the next job while another might still fail in this one
+            site.gather(None)  # no rank begins the next job while another one may fail in this one
         except BaseException as error:
             _write(folder / f"failed-{world.all.rank}.json", _failure(error, world, site, order["kind"]))
             return 1
@@ -275,7 +275,7 @@ def _failure(error: BaseException, world: World, site: Site, kind: str) -> dict[
         if component := components.get(kind):
             where = place_of(error, site.registry.load(kind, component.use, component.base))
     except Exception:
-        where = ""  # the failure itself is what matters
+        where = ""  # the original failure is more important
     return {
         "time": time.time(),
         "symptom": is_symptom(error),
@@ -296,4 +296,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # without waiting for ranks that may be gone
+    os._exit(code)  # does not wait for ranks that may have ended

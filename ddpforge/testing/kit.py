@@ -1,4 +1,4 @@
-"""Runs the checks of components and gathers what came of them."""
+"""Runs the checks of components and returns their results."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ddpforge.testing.worlds import Worlds
 
 __all__ = ["Kit", "conform"]
 
-_FIRST = ("importable", "builds", "takes-a-batch")  # without which nothing else can be tried
+_FIRST = ("importable", "builds", "takes-a-batch")  # if one of these fails, the other checks are skipped
 
 
 class Kit:
-    """The checks of some components; `quick` leaves those out that start processes. A context manager."""
+    """Context manager that runs the checks of some components; `quick` skips checks that start processes."""
 
     def __init__(
         self, cases: Sequence[Case], *, quick: bool = False, say: Callable[[str], None] = lambda _: None
     ) -> None:
         self.cases, self.quick = list(cases), quick
         self._worlds = Worlds(self.cases, say)
-        self._broken: dict[int, str] = {}  # the first check that failed so that others cannot be tried
+        self._broken: dict[int, str] = {}  # id of a case to its failed check in _FIRST
 
     def __enter__(self) -> Kit:
         return self
@@ -38,25 +38,25 @@ class Kit:
         self._worlds.close()
 
     def pairs(self) -> Iterator[tuple[Case, Check]]:
-        """Every component with every check of its kind."""
+        """Yields each component with each check of its kind."""
         for case in self.cases:
             for check in checks_of(case.kind):
                 if not (check.starts_ranks and self.quick):
                     yield case, check
 
     def run(self) -> Iterator[Result]:
-        """All results, as they come."""
+        """Runs all checks, and yields each result as soon as it is known."""
         for case, check in self.pairs():
             yield self.result(case, check)
 
     def result(self, case: Case, check: Check) -> Result:
-        """Makes one check of one component and returns its result."""
+        """Runs one check of one component and returns its result."""
         began = time.monotonic()
         verdict = partial(Result, case.kind, case.label, check.name)
         if reason := case.skipped(check.name):
-            return verdict("skipped", found=f"left out: {reason}")
+            return verdict("skipped", found=f"skipped by its settings: {reason}")
         if earlier := self._broken.get(id(case)):
-            return verdict("skipped", found=f"cannot be tried: {earlier} failed")
+            return verdict("skipped", found=f"not possible: {earlier} failed")
         try:
             check.function(case, self._worlds)
         except NotApplicable as reason:
@@ -66,7 +66,7 @@ class Kit:
         except Breach as breach:
             failure = breach
         except Exception as error:
-            expected = "the component to work as its kind's contract says"
+            expected = "the component to keep the contract of its kind"
             message = error.message if isinstance(error, ForgeError) else str(error)
             where = place_of(error, case.component)
             hints = getattr(error, "hints", ())
@@ -86,7 +86,7 @@ class Kit:
 
 
 def conform(target: str, *, kind: str | None = None, names: Sequence[str] = (), quick: bool = False) -> None:
-    """Raises AssertionError with every failure of the components of a distribution or file; for tests of plugins."""
+    """Raises AssertionError with all failures of the components in a distribution or file; for tests of plugins."""
     with Kit(find_cases(target, kind=kind, names=tuple(names)), quick=quick) as kit:
         failed = [result for result in kit.run() if result.status == "failed"]
     texts = [f"{one.kind} {one.name}: {one.check}\n{one.text()}" for one in failed]

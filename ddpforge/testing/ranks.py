@@ -1,7 +1,7 @@
-"""Ranks for tests that begin in a moment: a process that has imported everything once forks them.
+"""Ranks for tests that start fast: a process that has imported all modules once forks them.
 
-Each is `python -m ddpforge …` with the environment that torchrun gives a rank, on the CPU. Start one run with a real
-launcher as well: this is none.
+Each rank is `python -m ddpforge …` on the CPU, with the environment variables of torchrun. This is no real launcher: a
+test suite should start at least one run with a real one.
 """
 
 import math
@@ -27,26 +27,27 @@ __all__ = ["preload", "run_ddpforge", "run_ranks"]
 _SERVER = multiprocessing.get_context("forkserver")
 # DeepSpeed must not touch a GPU in a process that forks.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-# torch._dynamo is what every first optimizer imports. What cannot be imported is left out.
+# The first optimizer of a process imports torch._dynamo. Modules that cannot be imported are skipped.
 _warmed = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.app.run"]
-_PATIENCE = 20.0  # seconds that ranks have to end by themselves when one has failed
+_PATIENCE = 20.0  # seconds for the other ranks to end by themselves after one has failed
 
 
 def preload(*modules: str) -> None:
-    """Has `modules` imported before ranks are forked, rather than by each; call it before the first run."""
+    """Adds `modules` to the imports of the process that forks ranks; call it before the first run."""
     _warmed.extend(modules)
 
 
 def run_ddpforge(*arguments: str, cwd: Path, ranks: int = 1, timeout: float = 80.0) -> CompletedProcess[str]:
-    """`ddpforge ARGUMENTS` in each of `ranks` processes, with what all of them said; killed after `timeout` seconds.
+    """Runs `ddpforge ARGUMENTS` in each of `ranks` processes, which are killed after `timeout` seconds.
 
-    The exit code is the largest of the ranks'; that of one ended by a signal counts as the signal's number.
+    Returns the joined output of all ranks, and the largest exit code. A rank that was ended by a signal counts with the
+    number of the signal.
     """
     return run_ranks("ddpforge", *arguments, cwd=cwd, ranks=ranks, timeout=timeout)
 
 
 def run_ranks(module: str, *arguments: str, cwd: Path, ranks: int, timeout: float = math.inf) -> CompletedProcess[str]:
-    """`python -m MODULE ARGUMENTS` in each of `ranks` processes, as `run_ddpforge` runs ddpforge."""
+    """Runs `python -m MODULE ARGUMENTS` in each of `ranks` processes, as `run_ddpforge` does."""
     _SERVER.set_forkserver_preload(_warmed)
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         forkserver.ensure_running()
@@ -79,7 +80,7 @@ def run_ranks(module: str, *arguments: str, cwd: Path, ranks: int, timeout: floa
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Has the processes that are started not run this one's main module again, as multiprocessing would have them."""
+    """Hides the main module of this process; otherwise multiprocessing would run it again in the new processes."""
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield

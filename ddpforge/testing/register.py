@@ -1,4 +1,4 @@
-"""The list of checks, which `testing.checks` fills: the package's own import does that, before anybody reads it."""
+"""List of checks. The import of `testing.checks` fills it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class Check:
-    """A named check; one that `starts_ranks` has real processes started. The `function` takes a Case and the Worlds."""
+    """Named check. With `starts_ranks` it starts real processes. `function` takes a Case and the Worlds."""
 
     name: str
     kinds: tuple[str, ...]
@@ -22,7 +22,7 @@ class Check:
 
     @property
     def common(self) -> bool:
-        """True if it is a check of components of all kinds, or of several."""
+        """True if the check is for all kinds of components, or for several."""
         return len(self.kinds) != 1
 
 
@@ -30,7 +30,7 @@ CHECKS: list[Check] = []
 
 
 def check(name: str, *kinds: str, ranks: bool = False) -> Callable[[_Function], _Function]:
-    """Registers a check of these kinds, or of all."""
+    """Registers a check for these kinds, or for all if none is given; `ranks`: it starts processes."""
 
     def register(function: _Function) -> _Function:
         CHECKS.append(Check(name, kinds, ranks, function))
@@ -40,6 +40,6 @@ def check(name: str, *kinds: str, ranks: bool = False) -> Callable[[_Function], 
 
 
 def checks_of(kind: str) -> list[Check]:
-    """The checks of a kind, in the order in which they are run."""
+    """Returns the checks of a kind in the order of their execution."""
     found = [one for one in CHECKS if not one.kinds or kind in one.kinds]
     return sorted(found, key=lambda one: not one.common)

@@ -1,4 +1,4 @@
-"""The results of checks: what was expected, what was found, and where in the component to look."""
+"""Results of checks: the expected and the found behaviour, and the place in the component's code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Breach", "Interrupted", "NotApplicable", "Result", "blame", "place_o
 
 
 class Interrupted(ForgeError):
-    """Somebody stopped ranks that the kit had started, and meant the kit."""
+    """Raised if the user or the system stopped the kit's ranks: the kit ends, too."""
 
     exit_code = ExitCode.INTERRUPTED
 
 
 class Breach(Exception):
-    """A component does not keep its contract; `where` is "file:line", by default that of the component."""
+    """Raised if a component breaks its contract; `where` is "file:line", by default that of the component."""
 
     def __init__(self, expected: str, found: str, *, where: str | None = None, hints: Sequence[str] = ()) -> None:
         super().__init__(f"expected {expected}; found {found}")
@@ -29,12 +29,12 @@ class Breach(Exception):
 
 
 class NotApplicable(Exception):
-    """A check does not concern this component; the message says why."""
+    """Raised if a check does not apply to a component; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one check of one component."""
+    """Result of one check of one component."""
 
     kind: str
     name: str
@@ -47,11 +47,11 @@ class Result:
     hints: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields for JSON."""
         return asdict(self)
 
     def text(self) -> str:
-        """The failure, or why the check was left out, for people."""
+        """Returns a description of the failure, or the reason why the check was skipped."""
         if self.status == "skipped":
             return self.found
         lines = [f"expected  {self.expected}", f"found     {self.found}", f"look at   {self.where}"]
@@ -60,7 +60,7 @@ class Result:
 
 
 def source_of(component: Callable[..., Any]) -> str:
-    """Finds where a component is defined, as "file:line"; its module's name where there is no source."""
+    """Returns "file:line" of a component's definition; the name of its module if there is no source."""
     while isinstance(component, functools.partial):
         component = component.func
     component = inspect.unwrap(component)  # torch wraps the step of every optimizer
@@ -71,7 +71,7 @@ def source_of(component: Callable[..., Any]) -> str:
 
 
 def place_of(error: BaseException, component: Callable[..., Any]) -> str:
-    """The component's own line that `error` came through last, or where the component is defined."""
+    """Returns "file:line" of the component's innermost line in the traceback, or of its definition."""
     home = source_of(component)
     file = home.rpartition(":")[0]
     own = [
@@ -81,6 +81,6 @@ def place_of(error: BaseException, component: Callable[..., Any]) -> str:
 
 
 def blame(error: BaseException, expected: str, component: Callable[..., Any]) -> Breach:
-    """The breach that an exception of a component is."""
+    """Returns a Breach for an exception that a component raised."""
     hints = getattr(error, "hints", ())
     return Breach(expected, f"{type(error).__name__}: {error}", where=place_of(error, component), hints=hints)

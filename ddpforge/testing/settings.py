@@ -1,18 +1,17 @@
-"""Reads `ddpforge_testing.toml`, in which an author says what is needed to try components.
+"""Reads `ddpforge_testing.toml`, the author's settings for tests of components.
 
-That file (or the table `[tool.ddpforge.testing]` of a pyproject.toml) is looked for beside the component's module and
-in the folders above it. It has a table for a component, `[KIND.NAME]`, or several, `[[KIND.NAME]]`, each of which is
-tested:
+The file (or the table `[tool.ddpforge.testing]` of a pyproject.toml) is in the folder of the component's module or in a
+folder above it. It has one table for a component, `[KIND.NAME]`, or several, `[[KIND.NAME]]`. Each table is tested:
 
     [task.denoising]
-    options = { noise = 0.1 }                                # of the component itself
-    model = { use = "mlp", inputs = 64, outputs = 10 }       # what goes with it, as in a recipe: model, data, task,
+    options = { noise = 0.1 }                                # options of the component itself
+    model = { use = "mlp", inputs = 64, outputs = 10 }       # other sections, as in a recipe: model, data, task,
     data = { use = "digits", split = "test" }                # optimizer, schedule, strategy, train
-    skip = { stable-names = "names depend on the weather" }  # checks to leave out, and why; a text leaves out all
+    skip = { stable-names = "names depend on the weather" }  # checks to skip, with reasons; a text skips all checks
 
-In texts, `{here}` stands for the folder of the file, so that options can name files in the package.
+In texts, `{here}` is replaced by the folder of the file, so that options can name files in the package.
 
-Further keys declare what is unusual about a component: `unused` and `meta` of a model, `duplicates` of data,
+Further keys declare special properties of a component: `unused` and `meta` of a model, `duplicates` of data,
 `elementwise` and `matrices` of an optimizer, `horizon` of a schedule, `ranks` of a strategy, `raises` of a tracker.
 """
 
@@ -35,13 +34,13 @@ __all__ = ["SECTIONS", "SETTINGS", "find_settings", "tables_of"]
 SETTINGS = "ddpforge_testing.toml"
 SECTIONS = (*(kind for kind, spec in KINDS.items() if spec.tables), "train")
 _SKIP = str | dict[str, str]
-_HIGHEST = 6  # folders above a module in which its settings may be
+_HIGHEST = 6  # levels of folders, from the module's own upward, that may have its settings
 
 
 def tables_of(kind: str, name: str, file: Path | None) -> Iterator[tuple[dict[str, Any], Path | None, int]]:
-    """Yields the tables about a component that is defined in `file`: each with its file, and its number among several.
+    """Yields each table for a component of `file`, the path of its settings, and its number if there are several.
 
-    An empty table where nothing is said. Raises UsageError for what a table cannot say.
+    Yields an empty table if there are no settings. Raises UsageError for an invalid table.
     """
     settings, said = find_settings(file) if file else ({}, None)
     tables = settings.get(kind, {}).get(name, {})
@@ -92,7 +91,7 @@ def _check_kinds(settings: Mapping[str, Any], said: Path) -> None:
 
 
 def _check(kind: str, name: str, table: Any, said: Path | None) -> None:
-    """Raises UsageError for what an author's table cannot say."""
+    """Raises UsageError if a table has an unknown key, or a value of a wrong type."""
     if not isinstance(table, dict):
         raise UsageError(f"{said}: [{kind}.{name}] must be a table")
     types = {"skip": _SKIP, **KINDS[kind].settings()}
@@ -112,7 +111,7 @@ def _check(kind: str, name: str, table: Any, said: Path | None) -> None:
     checks = [one.name for one in checks_of(kind)]
     if isinstance(skipped, dict) and (odd := [one for one in skipped if one not in checks]):
         raise UsageError(
-            f"{said}: [{kind}.{name}] leaves out `{odd[0]}`, and a {kind} has no such check",
+            f"{said}: [{kind}.{name}] skips `{odd[0]}`, but a {kind} has no such check",
             hints=_near(odd[0], checks, "checks"),
         )
 

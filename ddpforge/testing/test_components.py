@@ -1,4 +1,4 @@
-"""The conformance kit as pytest sees it: one test for every component and check."""
+"""Tests of the conformance kit for pytest: one for each component and check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpforge.testing.register import Check
 
 
 def test_component(component_check: tuple[Case, Check], kit: Kit) -> None:
-    """The component keeps this part of its contract."""
+    """Runs one check of one component."""
     result = kit.result(*component_check)
     if result.status == "failed":
         pytest.fail(result.text(), pytrace=False)

@@ -1,4 +1,4 @@
-"""A model, a batch and a task that fit together, around the component that is tested."""
+"""Builds a model, a batch and a task that fit the component under test."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ddpforge.training.turns import of_turns
 
 __all__ = ["SAMPLES", "Trial", "first_batches", "fresh", "settle", "trial_of"]
 
-SAMPLES = 6  # a number with several divisors: batches are split
+SAMPLES = 6  # has several divisors, because batches are split
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Components that belong together; `batch` holds SAMPLES samples, or as many as the data has: `samples`.
+    """Components that fit together. `batch` has `samples` samples: SAMPLES, or all if the data has fewer.
 
-    `turns` is the task as each of its turns sees it, or the task alone, and `task` the first of them.
+    `turns` has the task's view for each of its alternating updates, or only the task itself.
     """
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Trial:
     samples: int
 
     def pieces(self, size: int) -> list[Any]:
-        """The batch in pieces of so many samples, fetched anew where it cannot be cut."""
+        """Returns the batch in pieces of `size` samples; fetches them from the data if the batch cannot be split."""
         try:
             return [take(self.batch, start, start + size, self.samples) for start in range(0, self.samples, size)]
         except ValueError:
@@ -46,12 +46,12 @@ class Trial:
 
     @property
     def task(self) -> Task:
-        """The task, as its first turn sees it."""
+        """Returns the task, in the view of its first turn."""
         return self.turns[0]
 
 
 def fresh(case: Case, seed: int = 0) -> nn.Module:
-    """The model of a case with initial weights from `seed`."""
+    """Builds the model of a case with initial weights from `seed`."""
     torch.manual_seed(seed)
     model = case.build() if case.kind == "model" else case.companion("model")
     if not isinstance(model, nn.Module):
@@ -60,7 +60,7 @@ def fresh(case: Case, seed: int = 0) -> nn.Module:
 
 
 def first_batches(data: Any, size: int = SAMPLES) -> list[MicroBatch]:
-    """The first SAMPLES samples, in batches of evaluation of so many each."""
+    """Returns the first SAMPLES samples in evaluation batches of `size` samples."""
     batches = open_data(
         data,
         global_batch=SAMPLES,
@@ -75,27 +75,27 @@ def first_batches(data: Any, size: int = SAMPLES) -> list[MicroBatch]:
 
 
 def settle(case: Case) -> None:
-    """Finds what to try the component with, where its author left that open; raises Breach when nothing fits."""
+    """Finds the model, data and task for a model, task or metric, as `trial_of`; raises Breach if none fit."""
     if case.kind in ("model", "task", "metric"):
         trial_of(case)
 
 
 def trial_of(case: Case) -> Trial:
-    """Finds what to try the component with: what its author names, else the first of ddpforge's own that it takes."""
+    """Returns the component with the author's model, data and task, else with the first of ddpforge's own that fit."""
     named = {key: case.settings[key] for key in ("model", "data", "task") if key in case.settings}
     needed = {"model", "data", "task"} - {case.kind}
     model = fresh(case) if case.kind == "model" else None
     choices = [{}] if needed <= named.keys() else companions.candidates(model)
     if case.kind in ("task", "metric"):
-        case.build()  # its own options come first
+        case.build()  # reports wrong options of its own first
 
-    failures: dict[str, tuple[str, Breach]] = {}  # by what went wrong
+    failures: dict[str, tuple[str, Breach]] = {}  # keyed by the error
     for choice in choices:
         case.sections.update(choice | named)
         try:
             return _try(case)
         except _WrongLoss:
-            raise  # whatever it is tried with
+            raise  # it would fail with any choice
         except Exception as error:
             uses = ", ".join(f"{kind} {case.sections[kind]['use'].rpartition(':')[2]}" for kind in sorted(needed))
             found = blame(error, "", case.component)
@@ -110,7 +110,7 @@ def trial_of(case: Case) -> Trial:
         f"{case.kind} `{case.name}` to work with one of ddpforge's small models, data and tasks, or its author's own",
         "\n".join(text for text, _ in failures.values()),
         where=next(iter(failures.values()))[1].where,
-        hints=[f"write {missing} below {table} in {case.said or 'ddpforge_testing.toml beside the component'}"],
+        hints=[f"write {missing} below {table} in {case.said or 'ddpforge_testing.toml next to the component'}"],
     )
 
 
@@ -133,17 +133,17 @@ def _try(case: Case) -> Trial:
 
 
 class _WrongLoss(Breach):
-    """A task's `loss` returns something else than a loss and outputs."""
+    """Raised if a task's `loss` does not return a pair of loss and outputs."""
 
 
 def _pair(task: Task, returned: Any) -> tuple[torch.Tensor, Any]:
-    """Returns the pair that `loss` returned; raises _WrongLoss if it is something else."""
+    """Returns the loss and the outputs; raises _WrongLoss if `returned` is not such a pair."""
     items = tuple(returned) if isinstance(returned, tuple | list) else ()
     if len(items) == 2 and isinstance(items[0], torch.Tensor):
         return items
     found = f"({', '.join(f'a {type(item).__name__}' for item in items)})" if items else f"a {type(returned).__name__}"
     raise _WrongLoss(
-        "`loss` to return a pair: the loss summed over the batch, a tensor, and what `metrics` reads",
+        "`loss` to return a pair: the loss summed over the batch (a tensor), and the outputs for `metrics`",
         found,
         where=source_of(type(task).loss),
     )

@@ -1,4 +1,4 @@
-"""Starts the ranks that some checks need: as few launches as will do, each for the jobs of many components."""
+"""Starts the ranks for some checks, with few launches: each runs the jobs of many components."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, c
 
 __all__ = ["Worlds", "drift_text", "run_to_the_end", "same_training", "write_recipe"]
 
-_LINES = 15  # of what a failed world said
+_LINES = 15  # of the output of a failed world, in messages
 _STOPPED = "stopped; not all checks were made"
 _LOCAL = re.compile(r"\./([^:]*\.py):")
 
 
 @dataclass
 class _Order:
-    """A job for the ranks of one world; `outcome` is what came of it."""
+    """Job for the ranks of one world; `outcome` is its result, or the failure."""
 
     case: Case
     job: str
@@ -44,18 +44,20 @@ class _Order:
     outcome: dict[str, Any] | Breach | None = None
 
     def write(self) -> dict[str, Any]:
-        """Writes the job's recipe; returns the order as the ranks read it."""
+        """Writes the job's recipe; returns the order in the form that the ranks read."""
         recipe = write_recipe(self.case, self.tables, self.folder)
         return {"job": self.job, "recipe": str(recipe), "folder": str(self.folder), "kind": self.case.kind}
 
 
 @dataclass
 class Worlds:
-    """The worlds for `cases`; nothing is started until a check asks for an outcome."""
+    """Worlds for `cases`; ranks start when a check requests the first outcome."""
 
     cases: Sequence[Case]
     say: Callable[[str], None] = lambda _: None
-    memory: dict[Any, Any] = field(default_factory=dict)  # what strategies' checks share, see `strategies`
+    memory: dict[Any, Any] = field(
+        default_factory=dict
+    )  # results that the checks of strategies share, see `checks.strategy`
 
     def __post_init__(self) -> None:
         self._temporary = TemporaryDirectory(prefix="ddpforge-testing-")
@@ -63,11 +65,11 @@ class Worlds:
         self._orders: dict[int, list[_Order]] = {}
 
     def close(self) -> None:
-        """Removes what the runs left behind."""
+        """Removes the files of the runs."""
         self._temporary.cleanup()
 
     def outcome(self, case: Case, job: str, nproc: int) -> dict[str, Any]:
-        """Returns what the ranks found out about a component; raises Breach where they failed."""
+        """Returns the ranks' result of a job; raises Breach if they failed."""
         if nproc not in self._orders:
             self._orders[nproc] = self._plan(nproc)
             self._carry_out(self._orders[nproc], nproc)
@@ -93,21 +95,21 @@ class Worlds:
                 except Breach as breach:
                     order.outcome = breach
                 except PluginError as error:
-                    order.outcome = Breach("a component that can be tried out", error.message, hints=error.hints)
+                    order.outcome = Breach("a component that can be built", error.message, hints=error.hints)
                 orders.append(order)
         return orders
 
     def _carry_out(self, orders: Iterable[_Order], nproc: int) -> None:
         groups: dict[str, list[_Order]] = defaultdict(list)
         for order in orders:
-            if order.outcome is None:  # ranks join one world, for which these sections are read
+            if order.outcome is None:  # jobs share a world only if these sections are equal
                 groups[json.dumps([order.tables["strategy"], order.tables["train"]])].append(order)
         for group in groups.values():
             while waiting := [order for order in group if order.outcome is None]:
                 self._launch(waiting, nproc)
 
     def _launch(self, orders: list[_Order], nproc: int) -> None:
-        """Has a world do the jobs until one fails, which ends it."""
+        """Starts ranks that run the jobs until one fails."""
         names = ", ".join(f"{order.case.kind} {order.case.label}" for order in orders)
         self.say(f"starting {nproc} rank{'s' * (nproc > 1)} for {names}")
         written = self.folder / "orders.json"
@@ -122,8 +124,8 @@ class Worlds:
 
 
 def run_to_the_end(module: str, *arguments: str, nproc: int) -> CompletedProcess[str]:
-    """Runs `module` on ranks; raises Interrupted where somebody stopped them, or this process."""
-    with heard(signal.default_int_handler):  # whoever asks ends ranks, and what is temporary, as Ctrl-C does
+    """Runs `module` on `nproc` ranks; raises Interrupted if a signal stopped them or this process."""
+    with heard(signal.default_int_handler):  # any request to stop acts as Ctrl-C: ranks and temporary files are removed
         try:
             done = run_ranks(module, *arguments, cwd=Path.cwd(), ranks=nproc)
         except KeyboardInterrupt:
@@ -148,7 +150,7 @@ def _tables(case: Case, job: str) -> dict[str, Any]:
 
 
 def write_recipe(case: Case, tables: dict[str, Any], folder: Path) -> Path:
-    """Writes a recipe into `folder`, and beside it copies of the files that it names."""
+    """Writes a recipe into `folder`, with copies of the local files that it names; returns its path."""
     import tomlkit
 
     text = tomlkit.dumps(tables)
@@ -166,7 +168,7 @@ def write_recipe(case: Case, tables: dict[str, Any], folder: Path) -> Path:
 
 
 def _outcome(order: _Order, nproc: int) -> dict[str, Any] | Breach | None:
-    """Reads what the ranks found, or how they failed; None where they were gone before they wrote it down."""
+    """Reads the result or the failure of the ranks; None if they ended without writing either."""
     done = [order.folder / f"done-{rank}.json" for rank in range(nproc)]
     if all(path.exists() for path in done):
         return dict(json.loads(done[0].read_text()))
@@ -176,7 +178,7 @@ def _outcome(order: _Order, nproc: int) -> dict[str, Any] | Breach | None:
     first = min(failed, key=lambda one: (one["symptom"], one["time"]))
     text = first["where"].replace(str(order.folder), str(order.case.base.resolve()))
     return Breach(
-        f"a run of the {order.case.kind} on {nproc} rank{'s' * (nproc > 1)} to go through",
+        f"a run of the {order.case.kind} on {nproc} rank{'s' * (nproc > 1)} to succeed",
         f"rank {first['rank']}: {first['error']}",
         where=text or None,
         hints=first["hints"],
@@ -185,12 +187,12 @@ def _outcome(order: _Order, nproc: int) -> dict[str, Any] | Breach | None:
 
 def _silent(said: str) -> Breach:
     lines = said.rstrip().splitlines()[-_LINES:]
-    return Breach("ranks that end by themselves", "\n".join(["they ended without a word; the last output:", *lines]))
+    return Breach("ranks that report a result", "\n".join(["they ended without one; the last output:", *lines]))
 
 
 # ---------------------------------------------------------------------------------------------- comparing
 def same_training(run: dict[str, Any], reference: dict[str, Any]) -> str | None:
-    """Describes where two trainings come apart; None where they do not."""
+    """Describes the first difference between two trainings; None if there is none."""
     import torch
 
     records = []
@@ -202,7 +204,7 @@ def same_training(run: dict[str, Any], reference: dict[str, Any]) -> str | None:
 
 
 def drift_text(quantity: Quantity, point: Point) -> str:
-    """Names the quantity that drifts, the step, and by how much."""
+    """Describes a difference: the quantity, the step, and the size."""
     text = f"{quantity.name} differs at step {point.step} by {point.difference:.1e}"
     if point.value is not None and point.reference is not None:
         text += f" ({point.value:.6g} instead of {point.reference:.6g})"

@@ -50,7 +50,7 @@ def test_it_says_what_it_wrote_and_what_is_next() -> None:
         (["model", "x" * 51], "cannot be the name"),
         (["model", "class"], "is a keyword of Python"),
         (["model", "mlp"], "there is a model `mlp` already, of ddpforge"),
-        (["data", "torch"], "a Python module `torch` can be imported already"),
+        (["data", "torch"], "there is already a Python module `torch`"),
         (["data", "json"], "for example `my_json`"),
         (["network", "net"], "Invalid value for"),
     ],

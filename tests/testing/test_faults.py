@@ -36,30 +36,30 @@ def line_of(text: str) -> int:
         ("Undocumented", "options-documented", "none of `often`\n"),
         ("TakesUse", "options-reachable", "an option `use`, which no recipe can set"),
         ("ForgetsOutputs", "takes-a-batch", "`loss` to return a pair"),
-        ("Loose", "options-strict", "`thing` took"),
+        ("Loose", "options-strict", "`thing` accepted"),
         ("UnusedLayer", "unused-parameters", "`extra.weight`, `extra.bias` got no gradient"),
         ("RandomNames", "stable-names", "only in one: layer"),
         ("OwnGenerator", "stable-names", "`body.weight` differs between two models built after torch.manual_seed(5)"),
-        ("ReadsValues", "meta-device", "to be built on the meta device"),
+        ("ReadsValues", "meta-device", "a build on the meta device"),
         ("ForgetsAStep", "pipeline-steps", "one after the other, to be its forward pass\nfound     another result"),
-        ("UsesMore", "pipeline-steps", "step `leave` to use only what `pipeline` says: head"),
+        ("UsesMore", "pipeline-steps", "step `leave` to use only its entries in `pipeline`: head"),
         ("Infinite", "finite", "a finite loss at the initial weights"),
         ("NeedsOptions", "builds", "width: Field required"),
         ("FitsNothing", "takes-a-batch", "missing 1 required positional argument: 'b'"),
         ("Repeats", "each-sample-once", "20 of the first 40 are copies of others: samples are repeated"),
-        ("RepeatsInBatches", "batched-fetching", "to hold the samples of __getitem__"),
+        ("RepeatsInBatches", "batched-fetching", "to return the samples of __getitem__"),
         ("Restless", "deterministic", "the same samples when built twice from one seed"),
-        ("SecretlyRandom", "deterministic", "no random numbers where `random = False` says so"),
+        ("SecretlyRandom", "deterministic", "no use of random numbers, because it declares `random = False`"),
         ("NotPicklable", "picklable", "for loader processes"),
         ("Empty", "each-sample-once", "expected  at least one sample\nfound     Empty of length 0"),
         ("IsALoader", "each-sample-once", "a DataLoader, which IsALoader reads, is a loader, not a dataset"),
         ("LosesSamples", "each-sample-once", "a list (float32 [3, 2], int64 [3]) for 4 samples"),
         ("ForgetsWhere", "parts", "open(0, epoch=0, skip=1) to continue from sample 1"),
-        ("TooShort", "parts", "the 5 samples that `parts` says of part 0\nfound     `open` gives 4\n"),
+        ("TooShort", "parts", "the 5 samples that `parts` has for part 0\nfound     `open` yields 4\n"),
         ("Rolls", "pure", "a pure function of the step"),
         ("Overshoots", "whole-steps", "at least one sample of 0 to 99\nfound     [100] at step 50\n"),
-        ("SaysOnce", "once-an-epoch", "no sample twice in an epoch, as `once = True` promises"),
-        ("LooksAround", "any-places", "the sample at a place to depend on that place alone"),
+        ("SaysOnce", "once-an-epoch", "no sample twice in an epoch, because it declares `once = True`"),
+        ("LooksAround", "any-places", "the sample at a place to depend only on that place"),
         ("AveragesPerBatch", "loss-is-a-sum", "it averages within a batch"),
         ("NoisyAverage", "loss-is-a-sum", "it averages within a batch"),
         ("SeesItsOwn", "loss-is-a-sum", "with half of the batch each\nfound     a loss of "),
@@ -69,13 +69,13 @@ def line_of(text: str) -> int:
         ("LosesState", "state-comes-back", "another `seen`"),
         ("MeanMetric", "total-is-additive", "the sum of mean is"),
         ("forgetful", "resumes-exactly", "other weights after step 6"),
-        ("by_norm", "element-wise", "it looks at whole parameters"),
-        ("one_group", "parameter-groups", "the two groups that it was given\nfound     1\n"),
+        ("by_norm", "element-wise", "it depends on whole parameters"),
+        ("one_group", "parameter-groups", "the two groups that were passed\nfound     1\n"),
         ("counting", "pure", "a pure function of the step"),
         ("negative", "finite", "at step 51 of 100"),
         ("undefined", "finite", "a factor for step 100\nfound     IndexError"),
         ("Raises", "never-raises", "`log` not to raise"),
-        ("NeedsItsFolder", "survives-a-broken-target", "`start` not to raise where its folder cannot be written"),
+        ("NeedsItsFolder", "survives-a-broken-target", "`start` not to raise if its folder cannot be written"),
     ],
 )
 def test_a_fault_is_named_in_its_own_file(name: str, check: str, says: str) -> None:
@@ -146,7 +146,7 @@ def test_one_fault_is_one_failure() -> None:
 def test_what_is_missing_is_said_with_what_to_write_and_where() -> None:
     hint = failures("NeedsOptions")["builds"].hints[0]
     assert "write `options = { width = 2 }` below [model.NeedsOptions]" in hint
-    assert "ddpforge_testing.toml beside the component" in hint
+    assert "ddpforge_testing.toml next to the component" in hint
     hint = failures("FitsNothing")["takes-a-batch"].hints[0]
     assert 'write `data = { use = "…", … }` and `task = { use = "…", … }` below [model.FitsNothing]' in hint
 
@@ -181,15 +181,15 @@ def test_a_tracker_that_makes_training_wait_at_every_row_is_told_so(
 # ---------------------------------------------------------------------------------------------- several ranks
 RANKS = {
     "DependsOnRank": ("same-on-two-ranks", "train/loss differs at step 1"),
-    "ShardsItself": ("same-on-every-rank", "rank 1 reads another sample 0"),
+    "ShardsItself": ("same-on-every-rank", "sample 0 of rank 1 differs from that of rank 0"),
     "StopsAlone": ("agrees-on-all-ranks", "on_step at step 4 is False on rank 0 and True on rank 1"),
     "StateByRank": ("agrees-on-all-ranks", "its state is {'rank': 0} on rank 0 and {'rank': 1} on rank 1"),
     "ForgetsItsCount": ("state-round-trip", "`seen` is 3, not 6"),
-    "LeavesWeights": ("agrees-on-all-ranks", "`evaluating` left other weights behind"),
+    "LeavesWeights": ("agrees-on-all-ranks", "the weights after `evaluating` differ"),
     "UnusedLayer": ("same-on-two-ranks", "got no gradient on rank"),
     "ForgetsToAverage": ("trains-like-ddp", "even without accumulation and clipping: gradients are not averaged"),
     "TrainsApart": ("trains-like-ddp", "even without accumulation and clipping: weights are not averaged over ranks"),
-    "LosesMicroBatches": ("trains-like-ddp", "the gradients of micro-batches do not add up"),
+    "LosesMicroBatches": ("trains-like-ddp", "the gradients of micro-batches are not summed"),
     "ClipsEachParameter": ("trains-like-ddp", "gradients are clipped by another norm"),
     "SavesRounded": ("trains-like-ddp", "weights differs at step 12"),
     "CountsTwice": ("trains-like-ddp", "CountsTwice says that 1 ranks see different data, and their sum counts 2 ones"),

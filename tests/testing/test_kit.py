@@ -109,7 +109,7 @@ def test_json(folder: Path) -> None:
         (["."], ". is a folder, not a distribution or a file"),
         (["ddpforge", "--name", "mlpp"], "has no such component"),
         (["./missing.py"], "there is no file missing.py"),
-        (["./helpers.py"], "nothing in helpers.py says of which kind it is"),
+        (["./helpers.py"], "the kind of the components in helpers.py is not known"),
         (["ddpforge", "--kind", "thing"], "Invalid value for '--kind'"),
     ],
 )
@@ -219,7 +219,7 @@ def test_settings_give_options_companions_and_declarations() -> None:
     refused = found["Two[2]", "builds"]
     assert "out: Input should be greater than or equal to 1" in refused.text()
     assert refused.where == str(Path("pkg/ddpforge_testing.toml").resolve())
-    assert found["Two[2]", "finite"].text() == "cannot be tried: builds failed"
+    assert found["Two[2]", "finite"].text() == "not possible: builds failed"
 
 
 @pytest.mark.parametrize("uses", [("GraphNet", "Graphs", "GraphTask"), ("Detector", "Boxes", "Detection")])
@@ -321,7 +321,7 @@ def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             {"ddpforge.builtin.tasks": {"half": "halves:half"}},
             [
-                "entry points in the group `ddpforge.builtin.tasks`, which is that of no kind",
+                "entry points in the group `ddpforge.builtin.tasks`, which belongs to no kind",
                 "did you mean `ddpforge.task`?",
             ],
         ),
@@ -329,7 +329,7 @@ def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"ddpforge.schedule": {"half": "halves:half"}, "ddpforge": {"half": "halves:half"}},
             ["in the group `ddpforge`, which", "the groups are ddpforge.model, ddpforge.data"],
         ),
-        ({"console_scripts": {"half": "halves:half"}}, ["is installed, and has no entry points for ddpforge"]),
+        ({"console_scripts": {"half": "halves:half"}}, ["is installed, but has no entry points for ddpforge"]),
     ],
 )
 def test_entry_points_that_nobody_reads_are_told(
@@ -347,7 +347,7 @@ def test_a_hidden_distribution_is_said_to_be_hidden(site: Path, monkeypatch: pyt
     monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", "halves_dist")
     result = invoke("halves-dist")
     assert result.exit_code == 2
-    assert "`halves-dist` is hidden by DDPFORGE_DISABLE_PLUGINS" in result.stderr
+    assert "`halves-dist` is disabled by DDPFORGE_DISABLE_PLUGINS" in result.stderr
 
 
 def test_a_component_that_cannot_be_imported_fails_once(site: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_component_that_cannot_be_imported_fails_once(site: Path) -> None:
         results = list(kit.run())
     assert [result.check for result in results if result.status == "failed"] == ["importable"]
     assert "No module named 'no_such'" in results[0].text()
-    assert all("cannot be tried: importable failed" in result.text() for result in results[1:])
+    assert all("not possible: importable failed" in result.text() for result in results[1:])
 
 
 @pytest.mark.parametrize(("api", "passes"), [(PLUGIN_API, True), (PLUGIN_API + 1, False), ('"one"', False)])

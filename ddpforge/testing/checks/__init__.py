@@ -1,4 +1,4 @@
-"""The checks, by kind: each is a function of a case that raises Breach, and its docstring says what is expected."""
+"""Checks by kind of component. Each is a function of a case that raises Breach; its docstring is the requirement."""
 
 from ddpforge.testing.checks import callback, common, data, model, optimizer, order, schedule, strategy, task, tracker
 

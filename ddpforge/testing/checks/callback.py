@@ -1,4 +1,4 @@
-"""Checks of callbacks: the same decisions on every rank, and a state from which they resume."""
+"""Checks of callbacks: equal decisions on every rank, and a complete state for a resume."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ddpforge.testing.worlds import Worlds
 
 @check("agrees-on-all-ranks", "callback", ranks=True)
 def agrees(case: Case, worlds: Worlds) -> None:
-    """The callback returns and keeps the same on both ranks of a run."""
+    """Checks that the callback's results and state are equal on both ranks of a run."""
     outcome = worlds.outcome(case, "callback", 2)
     if told := outcome.get("disagreement"):
         raise Breach(
-            "the same on every rank: a rank that stops alone leaves the others waiting",
+            "equal results on every rank: if one rank stops alone, the others wait for it forever",
             told,
             hints=[
-                "decide from what the methods are told, which is reduced over ranks; not from the rank, time or chance"
+                "decide by the methods' arguments, which are equal on all ranks; not by rank, time or random numbers"
             ],
         )
 
 
 @check("state-round-trip", "callback", ranks=True)
 def state_round_trip(case: Case, worlds: Worlds) -> None:
-    """A run that is resumed from a checkpoint ends with the state of one that was not interrupted."""
+    """Checks that a resumed run ends with the same state of the callback as an uninterrupted one."""
     outcome = worlds.outcome(case, "callback", 2)
     if outcome.get("disagreement"):
-        raise NotApplicable("cannot be tried: agrees-on-all-ranks failed")
+        raise NotApplicable("not possible: agrees-on-all-ranks failed")
     if told := outcome.get("state"):
         raise Breach(
             "the same state with and without an interruption",
             told,
-            hints=["everything that decides belongs into `state`, and `load_state` takes it back"],
+            hints=["return everything that affects decisions from `state`, and restore it in `load_state`"],
         )

@@ -1,4 +1,4 @@
-"""Checks of every component: it can be imported, says what it is for, and has strict, documented options."""
+"""Checks of every component: it can be imported, has a docstring, and has strict, documented options."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.trial import settle
 from ddpforge.testing.worlds import Worlds
 
-_STRANGE: Any = {"no such": {"option": [[]]}}  # a value that no sensible option takes
+_STRANGE: Any = {"no such": {"option": [[]]}}  # a value that no option should accept
 
 
 @check("importable")
 def importable(case: Case, worlds: Worlds) -> None:
-    """The registry can load it."""
+    """Checks that the registry can load the component."""
     try:
         case.component  # noqa: B018
         case.registry.options_model(case.kind, case.use, case.base)
@@ -34,16 +34,16 @@ def importable(case: Case, worlds: Worlds) -> None:
 
 @check("docstring")
 def docstring(case: Case, worlds: Worlds) -> None:
-    """It says itself what it is for."""
+    """Checks that the component has its own docstring."""
     component: Any = case.component
     component = component.func if isinstance(component, functools.partial) else component
     if not (component.__doc__ or "").strip():
-        raise Breach("a docstring that says what it is for: `ddpforge plugins show` prints it", "none of its own")
+        raise Breach("a docstring with its purpose: `ddpforge plugins show` prints it", "none of its own")
 
 
 @check("options-documented")
 def documented(case: Case, worlds: Worlds) -> None:
-    """Every option has a type and a description."""
+    """Checks that every option has a description."""
     rows = options_table(case.registry.options_model(case.kind, case.use, case.base))
     if bare := [row.name for row in rows if not row.description]:
         raise Breach(
@@ -55,27 +55,27 @@ def documented(case: Case, worlds: Worlds) -> None:
 
 @check("options-reachable")
 def reachable(case: Case, worlds: Worlds) -> None:
-    """A recipe can set every option: none has the name of a key that ddpforge reads itself."""
+    """Checks that a recipe can set every option: no name is a key that ddpforge reads itself."""
     own = ("use", *KINDS[case.kind].framework_keys)
     rows = options_table(case.registry.options_model(case.kind, case.use, case.base))
     if taken := [row.name for row in rows if row.name in own]:
         raise Breach(
-            f"options of other names than {_names(list(own))}, which ddpforge itself reads in [{case.kind}]",
+            f"no option named {_names(list(own))}: ddpforge itself reads these keys of [{case.kind}]",
             f"an option {_names(taken)}, which no recipe can set",
-            hints=[f"call `{taken[0]}` something else"],
+            hints=[f"give `{taken[0]}` another name"],
         )
 
 
 @check("builds")
 def builds(case: Case, worlds: Worlds) -> None:
-    """It can be built with the options that its author gives for testing, and is of its kind."""
+    """Checks that the component can be built with the options for tests, and is of its kind."""
     try:
         built = case.build(**case.given())
     except Breach:
         raise
     except RefusedOptions as error:
-        hint = f"its options are those below [{case.kind}.{case.name}] in {case.said or SETTINGS}"
-        raise Breach("options that the component takes", error.message, hints=[hint, *error.hints]) from error
+        hint = f"its options for tests are below [{case.kind}.{case.name}] in {case.said or SETTINGS}"
+        raise Breach("options that the component accepts", error.message, hints=[hint, *error.hints]) from error
     except Exception as error:
         raise blame(error, "the component to be built", case.component) from error
     if expected := KINDS[case.kind].mismatch(built):
@@ -84,24 +84,24 @@ def builds(case: Case, worlds: Worlds) -> None:
 
 @check("takes-a-batch", "model", "task", "metric")
 def takes_a_batch(case: Case, worlds: Worlds) -> None:
-    """It works with the model, data and task that its author names, or with some of ddpforge's own."""
+    """Checks that the component works with the author's model, data and task, or with some of ddpforge's own."""
     settle(case)
 
 
 @check("options-strict")
 def strict(case: Case, worlds: Worlds) -> None:
-    """Options are checked before the component is called."""
+    """Checks that the types of options are checked before the component is called."""
     model = case.registry.options_model(case.kind, case.use, case.base)
     options = case.options()
     if model.model_config.get("extra") != "allow" and _takes(model, {**options, "no_such_option_": 1}):
-        raise Breach("an unknown option to be refused", "`no_such_option_` was taken")
+        raise Breach("an unknown option to be refused", "`no_such_option_` was accepted")
     typed = [row.name for row in options_table(model) if "table" not in row.type]
     loose = [name for name in typed if _takes(model, {**options, name: _STRANGE})]
     if loose:
         raise Breach(
             "options whose types are checked",
-            f"{_names(loose)} took {json.dumps(_STRANGE)}",
-            hints=["annotate each parameter with the type that a recipe may write, such as `int` or `Literal[…]`"],
+            f"{_names(loose)} accepted {json.dumps(_STRANGE)}",
+            hints=["annotate each parameter with the type of its values in a recipe, such as `int` or `Literal[…]`"],
         )
 
 

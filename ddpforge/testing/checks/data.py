@@ -1,4 +1,4 @@
-"""Checks of datasets: samples depend on the seed and the index alone, and each is delivered once."""
+"""Checks of datasets: samples depend only on the seed and the index, and each is read once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.worlds import Worlds
 
-LOOK = 256  # samples at most
+LOOK = 256  # most samples that a check reads
 _MOST_ALIKE = 0.1  # share of samples that may be copies of others
 
 
 class Window:
-    """The first samples of a map-style dataset, for checks that look at all of them."""
+    """First LOOK samples of a map-style dataset, as a dataset."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -35,7 +35,7 @@ class Window:
         return min(LOOK, len(self.data))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "data":  # while it is unpickled
+        if name == "data":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.data, name)
 
@@ -46,7 +46,7 @@ class Window:
 def batches(
     data: Any, *, rank: int = 0, ranks: int = 1, micro: int = 4, shuffle: bool = False, seed: int = 0
 ) -> Iterator[Any]:
-    """Yields a rank's batches of one pass, each of up to `micro` samples; leaves stand-ins out."""
+    """Yields a rank's batches of one pass, each of up to `micro` samples, without batches of padding samples."""
     if not is_stream(data) and not len(data):
         raise Breach("at least one sample", f"{type(data).__name__} of length 0", where=source_of(type(data)))
     given = data if is_stream(data) else Window(data)
@@ -67,16 +67,16 @@ def batches(
         if batch.samples:
             if not may_hold(batch.data, batch.samples):
                 raise Breach(
-                    "batches with one sample for each that was asked for",
+                    "batches with one sample for each requested index",
                     f"{described(batch.data)} for {batch.samples} samples",
-                    hints=["look at __getitems__ and collate"],
+                    hints=["check __getitems__ and collate"],
                 )
             yield batch.data
 
 
 @check("length", "data")
 def length(case: Case, worlds: Worlds) -> None:
-    """It knows how long it is, and the length stays."""
+    """Checks that the length is at least one, constant, and that of a stream's iterator."""
     data = _build(case)
     if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise Breach("__len__ and __getitem__, or __iter__", f"a {type(data).__name__} with neither")
@@ -88,12 +88,12 @@ def length(case: Case, worlds: Worlds) -> None:
     if is_stream(data):
         counted = sum(1 for _ in islice(iter(data), found[0] + 1 if found[0] <= LOOK else LOOK))
         if found[0] <= LOOK and counted != found[0]:
-            raise Breach(f"the {found[0]} samples that __len__ promises", f"__iter__ gives {counted} or more")
+            raise Breach(f"the {found[0]} samples that __len__ promises", f"__iter__ yields {counted} or more")
 
 
 @check("picklable", "data")
 def picklable(case: Case, worlds: Worlds) -> None:
-    """Loader processes can be given a copy, and it is the same data."""
+    """Checks that the data can be pickled for loader processes, and that the copy has the same samples."""
     data = _build(case)
     try:
         other = pickle.loads(pickle.dumps(data))
@@ -106,7 +106,7 @@ def picklable(case: Case, worlds: Worlds) -> None:
 
 @check("deterministic", "data")
 def deterministic(case: Case, worlds: Worlds) -> None:
-    """The seed decides the samples: built or read again they are the same."""
+    """Checks that the same seed gives the same samples when the data is built again or read again."""
     one, other = _build(case), _build(case)
     if not is_stream(one) and getattr(one, "random", True) is False:
         found = []
@@ -115,10 +115,10 @@ def deterministic(case: Case, worlds: Worlds) -> None:
             found.append(digest(one[0]))
         if found[0] != found[1]:
             raise Breach(
-                "no random numbers where `random = False` says so",
-                "sample 0 differs under two states of the generators",
+                "no use of random numbers, because it declares `random = False`",
+                "sample 0 differs between two seeds of the global generators",
                 where=source_of(type(one)),
-                hints=["leave `random = False` out"],
+                hints=["remove `random = False`"],
             )
     for what, a, b in (("built twice from one seed", one, other), ("read twice", one, one)):
         mine, theirs = (list(map(digest, batches(each))) for each in (a, b))
@@ -128,16 +128,16 @@ def deterministic(case: Case, worlds: Worlds) -> None:
                 f"the same samples when {what}",
                 f"batch {where} differs",
                 where=source_of(type(one)),
-                hints=["draw from python's, numpy's or torch's own generator: these are seeded before each sample"],
+                hints=["use the global generator of python, numpy or torch: ddpforge seeds these before each sample"],
             )
 
 
 @check("each-sample-once", "data")
 def each_sample_once(case: Case, worlds: Worlds) -> None:
-    """Two ranks together get every sample exactly once."""
+    """Checks that two ranks together read every sample exactly once."""
     data = _build(case)
     try:
-        for _ in batches(data):  # whole batches hold what was asked for
+        for _ in batches(data):  # raises if a batch lacks samples
             pass
         # One by one, because a batch may be padded to its longest sample.
         alone = Counter(map(digest, batches(data, micro=1)))
@@ -147,7 +147,7 @@ def each_sample_once(case: Case, worlds: Worlds) -> None:
     except Exception as error:
         raise blame(error, "samples that can be fetched", type(data)) from error
     if getattr(data, "random", True) and hasattr(data, "__getitems__"):
-        same = alone.total() == together.total()  # seeded by the first sample of a batch, which ranks cut differently
+        same = alone.total() == together.total()  # the first sample seeds its batch, and ranks form other batches
     else:
         same = alone == together
     if not same and not (is_stream(data) and min(alone.total(), together.total()) >= LOOK // 2):
@@ -155,7 +155,7 @@ def each_sample_once(case: Case, worlds: Worlds) -> None:
             "every sample exactly once over two ranks",
             f"{(together - alone).total()} too many and {(alone - together).total()} missing of {alone.total()}",
             where=source_of(type(data)),
-            hints=["do not shard in the dataset: ddpforge deals samples out"],
+            hints=["do not shard in the dataset: ddpforge distributes the samples to ranks"],
         )
     copies = alone.total() - len(alone)
     if copies > _MOST_ALIKE * alone.total() and not case.settings.get("duplicates"):
@@ -164,15 +164,15 @@ def each_sample_once(case: Case, worlds: Worlds) -> None:
             f"{copies} of the first {alone.total()} are copies of others: samples are repeated",
             where=source_of(type(data)),
             hints=[
-                "does __getitem__ give different samples for different indices?",
-                f"if the data is like that, declare `duplicates = true` below [data.{case.name}]",
+                "check that __getitem__ returns different samples for different indices",
+                f"if the data really has duplicates, declare `duplicates = true` below [data.{case.name}]",
             ],
         )
 
 
 @check("parts", "data")
 def parts(case: Case, worlds: Worlds) -> None:
-    """PartedData has the samples that `parts` says, and can enter a part anywhere."""
+    """Checks that the parts of a PartedData have the lengths in `parts`, and can be opened at any sample."""
     data = _build(case)
     if not isinstance(data, PartedData):
         return
@@ -181,8 +181,8 @@ def parts(case: Case, worlds: Worlds) -> None:
         whole = list(map(digest, islice(data.open(part, epoch=0, skip=0), LOOK + 1)))
         if len(whole) < length or (data.parts[part] <= LOOK and len(whole) > length):
             raise Breach(
-                f"the {data.parts[part]} samples that `parts` says of part {part}",
-                f"`open` gives {len(whole)}",
+                f"the {data.parts[part]} samples that `parts` has for part {part}",
+                f"`open` yields {len(whole)}",
                 where=source_of(type(data)),
             )
         for skip in (1, length // 2, length - 1):
@@ -192,13 +192,13 @@ def parts(case: Case, worlds: Worlds) -> None:
                     f"open({part}, epoch=0, skip={skip}) to continue from sample {skip}",
                     "other samples",
                     where=source_of(type(data)),
-                    hints=["a part's samples depend on the part alone; `prepare` may draw random numbers"],
+                    hints=["a part's samples must depend only on the part; use random numbers only in `prepare`"],
                 )
 
 
 @check("batched-fetching", "data")
 def batched_fetching(case: Case, worlds: Worlds) -> None:
-    """`__getitems__` gives what `__getitem__` gives, sample by sample."""
+    """Checks that `__getitems__` returns the samples of `__getitem__`."""
     data = _build(case)
     if not hasattr(data, "__getitems__"):
         return
@@ -213,19 +213,19 @@ def batched_fetching(case: Case, worlds: Worlds) -> None:
     ]
     if shapes[0] != shapes[1]:
         raise Breach(
-            f"__getitems__({ids}) to make the batch that __getitem__ makes",
+            f"__getitems__({ids}) to form the same batch as __getitem__",
             f"{shapes[0]} instead of {shapes[1]}",
             where=source_of(type(data)),
         )
     if getattr(data, "random", True) is False and digest(list(leaves(batch))) != digest(list(leaves(singles))):
         raise Breach(
-            f"__getitems__({ids}) to hold the samples of __getitem__", "other values", where=source_of(type(data))
+            f"__getitems__({ids}) to return the samples of __getitem__", "other values", where=source_of(type(data))
         )
 
 
 @check("same-on-every-rank", "data", ranks=True)
 def same_on_every_rank(case: Case, worlds: Worlds) -> None:
-    """Every rank reads the same samples in the same order."""
+    """Checks that every rank reads the same samples in the same order."""
     found = worlds.outcome(case, "data", 2)["digests"]
     if found[0] != found[1]:
         number = next(
@@ -233,8 +233,8 @@ def same_on_every_rank(case: Case, worlds: Worlds) -> None:
         )
         raise Breach(
             "the same samples on every rank, in the same order",
-            f"rank 1 reads another sample {number} than rank 0",
-            hints=["do not shard, and do not use hash(), sets or the rank to order samples: ddpforge deals them out"],
+            f"sample {number} of rank 1 differs from that of rank 0",
+            hints=["do not shard, and do not order samples by hash(), sets or the rank: ddpforge distributes them"],
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks of models: one can be built anywhere, computes finite numbers with all its weights, and trains the same."""
+"""Checks of models: building on any device, finite numbers, used weights, and equal training on two ranks."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from ddpforge.testing.worlds import Worlds, same_training
 
 @check("finite", "model")
 def finite(case: Case, worlds: Worlds) -> None:
-    """Loss and gradients of a batch are finite numbers."""
+    """Checks that the loss and the gradients of a batch are finite."""
     model = _after_backward(case)
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     if bad:
-        raise Breach("finite gradients at the initial weights", f"`{bad[0]}` got one that is not finite")
+        raise Breach("finite gradients at the initial weights", f"the gradient of `{bad[0]}` is not finite")
 
 
 @check("stable-names", "model")
 def stable_names(case: Case, worlds: Worlds) -> None:
-    """The same seed gives the same tensors under the same names, before and after a forward pass."""
+    """Checks that the same seed gives the same named tensors, and that a forward pass keeps their names."""
     first, second = fresh(case, seed=5), fresh(case, seed=5)
     before, other = first.state_dict(), second.state_dict()
     if list(before) != list(other):
-        raise Breach("the same state-dict names every time the model is built", _difference(set(before), set(other)))
+        raise Breach("the same state-dict names in every build of the model", _difference(set(before), set(other)))
     for name, tensor in before.items():
         if not close(tensor, other[name], 0.0):
             raise Breach(
-                "initial weights that torch's seeded generator alone decides, as they must be alike on every rank",
+                "initial weights that depend only on torch's seed, because they must be equal on every rank",
                 f"`{name}` differs between two models built after torch.manual_seed(5)",
             )
     model = _after_backward(case)
     if set(model.state_dict()) != set(before):
-        raise Breach("names that stay as they are", _difference(set(before), set(model.state_dict())))
+        raise Breach("names that a forward pass does not change", _difference(set(before), set(model.state_dict())))
 
 
 @check("unused-parameters", "model")
 def unused(case: Case, worlds: Worlds) -> None:
-    """Every trainable parameter gets a gradient, or is declared not to."""
+    """Checks that every trainable parameter gets a gradient, or is declared as unused."""
     declared = case.settings.get("unused", [])
     model = _after_backward(case)
     idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
@@ -57,11 +57,11 @@ def unused(case: Case, worlds: Worlds) -> None:
     if undeclared:
         owner = model.get_submodule(undeclared[0].rpartition(".")[0])
         raise Breach(
-            "every trainable parameter to be used by forward: DDP waits for the gradients of all",
+            "forward to use every trainable parameter, because DDP waits for the gradients of all",
             f"{', '.join(f'`{name}`' for name in undeclared)} got no gradient"
             + (f" (of a {type(owner).__name__})" if owner is not model else ""),
             hints=[
-                "remove what is not used, or set requires_grad = False",
+                "remove unused parameters, or set requires_grad = False",
                 f'or declare it: `unused = ["{undeclared[0]}"]` below [model.{case.name}] in'
                 f" {case.said or 'ddpforge_testing.toml'}; users then need strategy.find_unused_parameters",
             ],
@@ -70,7 +70,7 @@ def unused(case: Case, worlds: Worlds) -> None:
 
 @check("meta-device", "model")
 def meta_device(case: Case, worlds: Worlds) -> None:
-    """It can be built without memory and initialised later, which large sharded models need."""
+    """Checks that the model can be built on the meta device and initialized later, as for large sharded models."""
     if case.settings.get("meta", True) is False:
         raise NotApplicable("declared: meta = false")
     real = fresh(case)
@@ -79,7 +79,7 @@ def meta_device(case: Case, worlds: Worlds) -> None:
         with torch.device("meta"):
             model = case.build()
     except Exception as error:
-        breach = blame(error, "to be built on the meta device, where tensors have no values", case.component)
+        breach = blame(error, "a build on the meta device, without values of tensors", case.component)
         raise Breach(breach.expected, breach.found, where=breach.where, hints=hints) from error
     here = [name for name, tensor in model.state_dict().items() if not tensor.is_meta]
     if here:
@@ -91,8 +91,8 @@ def meta_device(case: Case, worlds: Worlds) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         if own and not callable(getattr(module, "reset_parameters", None)):
             raise Breach(
-                "reset_parameters in every module with parameters or buffers of its own, to initialise them later",
-                f"`{name or 'the model'}` ({type(module).__name__}) holds `{own[0][0]}` and has none",
+                "reset_parameters in every module with its own parameters or buffers, to initialize them later",
+                f"`{name or 'the model'}` ({type(module).__name__}) has `{own[0][0]}`, but no reset_parameters",
                 where=source_of(type(module)),
                 hints=[f"give {type(module).__name__} a method reset_parameters, and call it in __init__", *hints],
             )
@@ -100,7 +100,7 @@ def meta_device(case: Case, worlds: Worlds) -> None:
 
 @check("pipeline-steps", "model")
 def pipeline_steps(case: Case, worlds: Worlds) -> None:
-    """The steps that it declares for pipelines are its forward pass, and each uses only what it says."""
+    """Checks that the declared pipeline steps equal the forward pass, and that each uses only its declared modules."""
     trial = trial_of(case)
     if declaration(trial.model) is None:
         return
@@ -117,16 +117,16 @@ def pipeline_steps(case: Case, worlds: Worlds) -> None:
         named = {}
         if not _alike(alone, found):
             raise Breach(
-                f"step `{step.name}` to use only what `pipeline` says: {', '.join(step.uses) or 'nothing'}",
-                "another result where all other weights are missing",
-                hints=[f'name what it uses: ("{step.name}", …)'],
+                f"step `{step.name}` to use only its entries in `pipeline`: {', '.join(step.uses) or 'nothing'}",
+                "another result without all other weights",
+                hints=[f'add the other modules that it uses: ("{step.name}", …)'],
             )
     if not _alike(found, expected):
         raise Breach("the steps of `pipeline`, one after the other, to be its forward pass", "another result")
 
 
 def _called(trial: Trial) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The arguments with which the task calls the model, and what that returns."""
+    """Returns the arguments of the task's call of the model, and the result."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
     hook = trial.model.register_forward_hook(
         lambda _, args, named, out: calls.append((args, named, out)), with_kwargs=True
@@ -140,7 +140,7 @@ def _called(trial: Trial) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 def _without_others(model: nn.Module, number: int) -> Step:
-    """A step of a copy of the model, in which what the step does not say that it uses is not a number."""
+    """Returns a step of a copy of the model, in which all weights that the step does not declare are NaN."""
     alone = copy.deepcopy(model)
     step = declared_steps(alone)[number]
     kept = {id(tensor) for tensor in held_by(alone, step)}
@@ -157,15 +157,13 @@ def _alike(one: Any, other: Any) -> bool:
 
 @check("same-on-two-ranks", "model", ranks=True)
 def same_on_two_ranks(case: Case, worlds: Worlds) -> None:
-    """It trains the same under DDP on two ranks as on one."""
+    """Checks that training with DDP on two ranks equals training on one."""
     drift = same_training(worlds.outcome(case, "train", 2), worlds.outcome(case, "train", 1))
     if drift:
         raise Breach(
             "the same training on one rank and on two",
             drift,
-            hints=[
-                "does forward depend on the rank, on the batch's size, or on random numbers that torch does not draw?"
-            ],
+            hints=["forward must not depend on the rank, the batch size, or random numbers from outside torch"],
         )
 
 
@@ -178,7 +176,7 @@ def _after_backward(case: Case) -> nn.Module:
     try:
         loss.backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise blame(error, "a loss that gradients can be computed of", case.component) from error
+        raise blame(error, "a loss with a backward pass", case.component) from error
     return trial.model
 
 

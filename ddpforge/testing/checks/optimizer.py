@@ -1,4 +1,4 @@
-"""Checks of optimizers: one takes parameter groups, keeps state by parameter, and continues exactly from it."""
+"""Checks of optimizers: parameter groups, state by parameter, and an exact resume from it."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _MATRICES = ((6, 4), (4, 2), (3, 2))
 
 @check("parameter-groups", "optimizer")
 def parameter_groups(case: Case, worlds: Worlds) -> None:
-    """Each group keeps its own settings, and a learning rate of 0 leaves its weights alone."""
+    """Checks that each group has its own settings, and that a learning rate of 0 keeps its weights unchanged."""
     weights = _weights(case)
     groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
     optimizer = _build(case, groups)
     if len(optimizer.param_groups) != 2:
-        raise Breach("the two groups that it was given", f"{len(optimizer.param_groups)}")
+        raise Breach("the two groups that were passed", f"{len(optimizer.param_groups)}")
     if any("lr" not in group for group in optimizer.param_groups):
         raise Breach(
             "`lr` in every group: the schedule sets it before each step", f"{sorted(optimizer.param_groups[0])}"
         )
     if "weight_decay" in optimizer.param_groups[0] and optimizer.param_groups[1]["weight_decay"] != 0:
-        raise Breach("weight_decay = 0 in the group that says so", f"{optimizer.param_groups[1]['weight_decay']}")
+        raise Breach("weight_decay = 0 in the group that sets it", f"{optimizer.param_groups[1]['weight_decay']}")
     optimizer.param_groups[0]["lr"] = 0.0
     before = [weight.detach().clone() for weight in weights]
     _step(case, optimizer, weights, 1)
     if not torch.equal(weights[0], before[0]):
-        raise Breach("weights that stay where their group's learning rate is 0", "they moved", where=_method(optimizer))
+        raise Breach("unchanged weights in a group of learning rate 0", "they changed", where=_method(optimizer))
     if torch.equal(weights[1], before[1]):
-        raise Breach("weights of the other group that move", "they stayed", where=_method(optimizer))
+        raise Breach("changed weights in the other group", "no change", where=_method(optimizer))
 
 
 @check("state-by-parameter", "optimizer")
 def state_by_parameter(case: Case, worlds: Worlds) -> None:
-    """State is kept for each parameter, in tensors and plain numbers."""
+    """Checks that the state is stored by parameter, in tensors and plain numbers."""
     weights = _weights(case)
     optimizer = _build(case, [{"params": weights}])
     _step(case, optimizer, weights, 1)
@@ -60,7 +60,7 @@ def state_by_parameter(case: Case, worlds: Worlds) -> None:
 
 @check("resumes-exactly", "optimizer")
 def resumes_exactly(case: Case, worlds: Worlds) -> None:
-    """From its state and the weights it continues as if it had not been interrupted."""
+    """Checks that a resume from the state and the weights equals an uninterrupted training."""
     straight = _weights(case)
     optimizer = _build(case, [{"params": straight}])
     for step in range(1, 4):
@@ -87,7 +87,7 @@ def resumes_exactly(case: Case, worlds: Worlds) -> None:
 
 @check("element-wise", "optimizer")
 def element_wise(case: Case, worlds: Worlds) -> None:
-    """It updates each element by itself, as sharding strategies need, or is declared not to."""
+    """Checks that the update is element-wise, as sharding strategies require, unless declared otherwise."""
     if case.settings.get("elementwise", True) is False:
         raise NotApplicable("declared: elementwise = false")
     whole = _weights(case)[:1]
@@ -104,10 +104,10 @@ def element_wise(case: Case, worlds: Worlds) -> None:
     if not torch.allclose(whole[0].reshape(-1), torch.cat([piece.detach() for piece in pieces]), rtol=1e-5, atol=1e-7):
         raise Breach(
             "the same update for a parameter and for flat pieces of it",
-            "another: it looks at whole parameters",
+            "another update: it depends on whole parameters",
             where=_method(one),
             hints=[
-                f"declare `elementwise = false` below [optimizer.{case.name}] in {case.said or SETTINGS}, and say in"
+                f"declare `elementwise = false` below [optimizer.{case.name}] in {case.said or SETTINGS}, and note in"
                 " its docstring that FSDP and ZeRO cannot use it",
             ],
         )

@@ -1,4 +1,4 @@
-"""Checks of orders: every step is a choice of samples that nothing but the step decides."""
+"""Checks of orders: the samples of a step depend only on the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEPS = 64
 
 @check("whole-steps", "order")
 def whole_steps(case: Case, worlds: Worlds) -> None:
-    """Every step holds at least one sample, and only such as the data has."""
+    """Checks that every step has at least one sample, and only samples of the data."""
     samples = len(case.given()["data"])
     for step, ids in enumerate(_steps(case, _build(case))):
         if not ids or not all(0 <= one < samples for one in ids):
@@ -27,41 +27,43 @@ def whole_steps(case: Case, worlds: Worlds) -> None:
 
 @check("pure", "order")
 def pure(case: Case, worlds: Worlds) -> None:
-    """A step's samples are the same in any order, any number of times, and from an order that was built again."""
+    """Checks that a step's samples are the same in any order of calls, and from an order that is built again."""
     order = _build(case)
     first = _steps(case, order)
     turns = random.Random(0).sample(range(_STEPS), _STEPS)
-    for what, other in (("asked again in another order", order), ("built again", _build(case))):
+    for what, other in (("called again for the steps in another order", order), ("built again", _build(case))):
         for step in turns:
             if _at(case, other, step) != first[step]:
                 raise Breach(
-                    "a pure function of the step: nothing of an order is saved, and a resume begins in its middle",
+                    "a pure function of the step: no checkpoint saves its state, and a resume begins anywhere",
                     f"other samples at step {step} when {what}",
                     where=case.where,
-                    hints=["work the samples out from `step` and `seed` alone; keep no state, draw no random numbers"],
+                    hints=[
+                        "compute the samples only from `step` and `seed`; keep no state, use no global random numbers"
+                    ],
                 )
 
 
 @check("once-an-epoch", "order")
 def once_an_epoch(case: Case, worlds: Worlds) -> None:
-    """No sample comes twice in an epoch, where `once` says so."""
+    """Checks that no sample is repeated in an epoch if the order declares `once`."""
     order = _build(case)
     seen: dict[int, set[int]] = {}
     for step, ids in enumerate(_steps(case, order)):
         mine = seen.setdefault(order.epoch(step), set())
         if order.once and (len(set(ids)) < len(ids) or mine & set(ids)):
             raise Breach(
-                "no sample twice in an epoch, as `once = True` promises",
-                f"one that was there before at step {step}",
+                "no sample twice in an epoch, because it declares `once = True`",
+                f"a repeated sample at step {step}",
                 where=case.where,
-                hints=["leave `once` out: what is drawn for a sample then differs from step to step"],
+                hints=["remove `once`: random numbers for a sample then depend on the step, too"],
             )
         mine.update(ids)
 
 
 @check("any-places", "order")
 def any_places(case: Case, worlds: Worlds) -> None:
-    """An EpochOrder gives a rank's places alone what it gives all places together."""
+    """Checks that the sample at a place of an EpochOrder does not depend on the other places in the call."""
     order = _build(case)
     if not isinstance(order, EpochOrder):
         return
@@ -71,10 +73,10 @@ def any_places(case: Case, worlds: Worlds) -> None:
     for mine in (np.arange(len(places))[::2], np.arange(len(places))[::-1]):
         if order.ids(steps[mine], places[mine]).tolist() != together[mine].tolist():
             raise Breach(
-                "the sample at a place to depend on that place alone",
+                "the sample at a place to depend only on that place",
                 "other samples for other ranks",
                 where=case.where,
-                hints=["`at` works element by element: each epoch and place has its sample"],
+                hints=["`at` must compute each element from its own epoch and place"],
             )
 
 
@@ -95,6 +97,6 @@ def _at(case: Case, order: Order, step: int) -> list[int]:
     except Exception as error:
         raise blame(error, f"the samples of step {step}", case.component) from error
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise Breach("a row of whole numbers", f"{found!r} at step {step}", where=case.where)
+        raise Breach("a one-dimensional sequence of integers", f"{found!r} at step {step}", where=case.where)
     ids: list[int] = found.tolist()
     return ids

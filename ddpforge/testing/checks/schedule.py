@@ -1,4 +1,4 @@
-"""Checks of schedules: a factor for every step that nothing but the step decides."""
+"""Checks of schedules: a finite factor for every step that depends only on the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpforge.testing.worlds import Worlds
 
 @check("finite", "schedule")
 def finite(case: Case, worlds: Worlds) -> None:
-    """A finite factor of at least 0 for every step, and for some beyond the run."""
+    """Checks that the factor is finite and at least 0 for every step, and for 10 steps after the run."""
     schedule, total = _schedule(case)
     for step in range(total + 10):
         value = _at(case, schedule, step)
@@ -28,18 +28,18 @@ def finite(case: Case, worlds: Worlds) -> None:
 
 @check("pure", "schedule")
 def pure(case: Case, worlds: Worlds) -> None:
-    """A step's factor is the same in any order, any number of times, and from a schedule that was built again."""
+    """Checks that a step's factor is the same in any order of calls, and from a schedule that is built again."""
     schedule, total = _schedule(case)
     first = [_at(case, schedule, step) for step in range(total)]
     order = random.Random(0).sample(range(total), total)
-    for what, other in (("asked again in another order", schedule), ("built again", _schedule(case)[0])):
+    for what, other in (("called again for the steps in another order", schedule), ("built again", _schedule(case)[0])):
         for step in order:
             if (value := _at(case, other, step)) != first[step]:
                 raise Breach(
-                    "a pure function of the step: nothing of a schedule is saved, and a resume begins in its middle",
+                    "a pure function of the step: no checkpoint saves its state, and a resume begins anywhere",
                     f"{value} at step {step} when {what}, and {first[step]} before",
                     where=_where(case, schedule),
-                    hints=["compute the factor from `step` alone; keep no state, draw no random numbers"],
+                    hints=["compute the factor only from `step`; keep no state, use no random numbers"],
                 )
 
 

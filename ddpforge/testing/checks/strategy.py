@@ -1,4 +1,4 @@
-"""Checks of strategies: the training of DDP, and state that any number of ranks resumes from."""
+"""Checks of strategies: training equal to DDP, and a resume on any number of ranks."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _CURVES = ("lr", "train/loss", "train/grad_norm")
 
 @check("contract", "strategy")
 def contract(case: Case, worlds: Worlds) -> None:
-    """It is a Strategy and says what it promises."""
+    """Checks that the component is a Strategy with a Contract."""
     strategy = case.build()
     if not isinstance(strategy, Strategy):
         raise Breach("a ddpforge.interfaces.Strategy", f"a {type(strategy).__name__}")
     if not isinstance(getattr(strategy, "contract", None), Contract):
         raise Breach(
-            "a `contract` that says what it shards, clips and accumulates", "none", hints=["contract = Contract(…)"]
+            "a `contract` with its sharding, clipping and accumulation", "none", hints=["contract = Contract(…)"]
         )
 
 
 @check("trains-like-ddp", "strategy", ranks=True)
 def trains_like_ddp(case: Case, worlds: Worlds) -> None:
-    """Its steps are those of DDP, with accumulation, clipping and an uneven end; its contract is proven."""
+    """Checks that training equals DDP, with accumulation, clipping and a smaller last batch, and tests the contract."""
     run = _TrialRun.of(case, worlds)
     drift = run.drift(worlds)
     if drift is None:
@@ -57,8 +57,8 @@ def trains_like_ddp(case: Case, worlds: Worlds) -> None:
         (_ACCUMULATES, "with accumulation, and not without", "forward"),
     ]
     faults = {
-        "step": f"{run.averages} are not averaged over ranks, or the weights are not alike to begin with",
-        "forward": "the gradients of micro-batches do not add up, or are averaged over ranks too early or too often",
+        "step": f"{run.averages} are not averaged over ranks, or the initial weights differ between ranks",
+        "forward": "the gradients of micro-batches are not summed, or are averaged over ranks too early or too often",
     }
     hints = [f"options that average after every step belong below [strategy.{case.name}] in {case.said or SETTINGS}"]
     for train, when, method in simpler:
@@ -72,34 +72,36 @@ def trains_like_ddp(case: Case, worlds: Worlds) -> None:
             )
     raise Breach(
         "the training of DDP",
-        f"{drift}, with train.clip_norm and not without: gradients are clipped by another norm than that of all",
+        f"{drift}, only with train.clip_norm: gradients are clipped by another norm than that of all",
         where=_method(case, "step"),
     )
 
 
 @check("resumes-on-any-ranks", "strategy", ranks=True)
 def resumes_on_any_ranks(case: Case, worlds: Worlds) -> None:
-    """From its own checkpoint it continues as if uninterrupted, on as many ranks and on another number."""
+    """Checks that a resume equals an uninterrupted training, on the same and on other numbers of ranks."""
     run = _TrialRun.of(case, worlds)
     if run.broken(worlds):
-        raise NotApplicable("cannot be tried: trains-like-ddp failed")
+        raise NotApplicable("not possible: trains-like-ddp failed")
     straight = run.record(worlds)
     for ranks in dict.fromkeys([run.ranks, *case.settings.get("ranks", (2, 1))]):
         resumed = replace(run, name=f"{run.name}-resumed-{ranks}", ranks=ranks, start=run.checkpoint(worlds))
         later = replace(straight, rows=straight.rows[_MIDDLE:])
         drift = first_drift(compare(resumed.record(worlds), later, TOLERANCES["fp32"]))
         if drift:
-            what = "as many" if ranks == run.ranks else f"{ranks} instead of {run.ranks}"
+            what = "the same number of" if ranks == run.ranks else f"{ranks} instead of {run.ranks}"
             raise Breach(
-                f"training to continue as if uninterrupted, on {what} ranks",
+                f"a resumed training equal to an uninterrupted one, on {what} ranks",
                 f"after a resume at step {_MIDDLE}, {drift_text(*drift)} (steps counted from there)",
                 where=_method(case, "load_state"),
-                hints=["`state` must give weights and optimizer state exactly and by name, and `load_state` take both"],
+                hints=[
+                    "`state` must return weights and optimizer state exactly, by name; `load_state` must restore both"
+                ],
             )
 
 
 def _method(case: Case, name: str) -> str:
-    """Finds the place where a replica beside the strategy defines a method; else that of the strategy."""
+    """Returns "file:line" of the method `name` of a Replica in the strategy's module; else that of the strategy."""
     home = case.component.__module__
     beside = vars(import_module(home)).values() if isinstance(case.component, type) else ()
     replicas = [found for found in beside if isinstance(found, type) and issubclass(found, Replica)]
@@ -109,7 +111,7 @@ def _method(case: Case, name: str) -> str:
 
 @dataclass(frozen=True)
 class _TrialRun:
-    """A run that `Worlds.memory` keeps for other checks."""
+    """Run whose results are kept in `Worlds.memory` for other checks."""
 
     case: Case
     name: str
@@ -121,34 +123,35 @@ class _TrialRun:
 
     @classmethod
     def of(cls, case: Case, worlds: Worlds) -> _TrialRun:
-        """The strategy's own run, with everything switched on; ranks that average weights clip each its own way."""
+        """Returns the strategy's main run, with accumulation, and with clipping if it averages gradients."""
         number = worlds.cases.index(case)
         ranks = case.settings.get("ranks", (2, 1))[0]
         averages = contract_of(case.build()).averages
+        # If weights are averaged, each rank clips by its own norm, so the result cannot equal that of DDP.
         train = _CLIPS if averages == "gradients" else _ACCUMULATES
         return cls(case, f"strategy-{number}", {"use": case.use, **case.options()}, ranks, train, averages)
 
     def drift(self, worlds: Worlds) -> str | None:
-        """Describes where the run comes apart from DDP; None if it does not."""
+        """Describes the first difference between the run and DDP; None if there is none."""
         key = "-".join(map(str, self.train.values()))
         ddp = replace(self, name=f"ddp-{key}", strategy={"use": "ddp"}, ranks=2, averages="gradients", start=None)
         found = first_drift(compare(self.record(worlds), ddp.record(worlds), TOLERANCES["fp32"]))
         return drift_text(*found) if found else None
 
     def broken(self, worlds: Worlds) -> bool:
-        """True if the run did not go through, or drifts."""
+        """True if the run failed, or differs from DDP."""
         try:
             return self.drift(worlds) is not None
         except Breach:
             return True
 
     def record(self, worlds: Worlds) -> Record:
-        """The record that the run left behind."""
+        """Returns the record of the run; runs it on the first call."""
         found: Record = self._once(worlds, "record", lambda: self._record(worlds))
         return found
 
     def checkpoint(self, worlds: Worlds) -> Path:
-        """The checkpoint in the middle of the run."""
+        """Returns the checkpoint in the middle of the run."""
         self.record(worlds)
         found, _ = retention.committed(self._folder(worlds).checkpoints)
         return next(path for path, manifest in found if manifest.step == _MIDDLE)
@@ -177,14 +180,14 @@ class _TrialRun:
             kept.create(**snapshot(load_recipe(recipe, registry=self.case.registry)))
             copytree(self.start, kept.checkpoints / self.start.name)
         arguments = [str(recipe), f"--out={worlds.folder / 'runs'}"]
-        arguments += ["--allow-change=run"] if self.start else []  # the checkpoint is another run's
+        arguments += ["--allow-change=run"] if self.start else []  # the checkpoint is of another run
         done = run_to_the_end("ddpforge", "run", *arguments, nproc=self.ranks)
         if done.returncode:
             said = (done.stdout + done.stderr).replace(str(folder), str(self.case.base.resolve()))
             lines = said.rstrip().splitlines()[-_LINES:]
             raise Breach(
                 f"{self._title()} to reach its end",
-                "\n".join([f"exit code {done.returncode}; the last it said:", *lines]),
+                "\n".join([f"exit code {done.returncode}; its last output:", *lines]),
                 where=self.case.where,
             )
         return self._read(worlds)

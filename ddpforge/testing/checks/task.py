@@ -1,4 +1,4 @@
-"""Checks of tasks and metrics: sums, counts and rows that do not depend on how a batch is cut."""
+"""Checks of tasks and metrics: sums, counts and rows do not depend on how a batch is split."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ddpforge.testing.worlds import Worlds
 from ddpforge.training.task_state import NAME, has_state
 
 _SIZES = (1, 2)  # of pieces of a batch, in samples
-_DRAWS = 64  # of a loss that draws random numbers
+_DRAWS = 64  # evaluations of a loss that uses random numbers
 
 
 @check("loss-is-a-sum", "task")
 def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
-    """The loss of a batch is the sum of the losses of its pieces; if it looks at the whole batch, on two ranks."""
+    """Checks that the loss of a batch is the sum of the losses of its pieces; with `whole_batch`, of two ranks."""
     trial = _trial(case)
     loss, _ = _loss(case, trial, trial.batch)
     if loss.ndim or not loss.requires_grad:
@@ -57,16 +57,16 @@ def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
         allowed = 1e-4 * float(whole.abs().mean()) + 1e-6 + 5 * noise
         if not abs(float((whole - pieces).mean())) <= allowed:
             raise Breach(
-                "the loss *summed* over the batch, so that accumulation and ranks weigh every item the same",
+                "the loss *summed* over the batch, so that accumulation and ranks give every item the same weight",
                 f"{float(whole.mean()):.6g} for {trial.samples} samples, and {float(pieces.mean()):.6g} for the same in"
                 f" {len(cut)} pieces: it averages within a batch",
                 where=_method(case, "loss"),
-                hints=['use reduction="sum", and leave the division to ddpforge: `count` says by what'],
+                hints=['use reduction="sum"; ddpforge divides by the total of `count`'],
             )
 
 
 def _same_on_two_ranks(case: Case, trial: Trial) -> None:
-    """A loss that looks at the whole batch is the same, gradients included, where two ranks have a half each."""
+    """Checks that a `whole_batch` loss and its gradients are the same on one rank and summed over two."""
 
     def half(one: Ranks) -> tuple[float, dict[str, Tensor]]:
         model, task = deepcopy((trial.model, trial.task))
@@ -85,21 +85,21 @@ def _same_on_two_ranks(case: Case, trial: Trial) -> None:
     except Exception as error:
         raise blame(error, "the loss of a half of the batch on each of two ranks", type(trial.task)) from error
     if again != alone:
-        return  # it draws random numbers
-    expected, where = "the same on one rank, and added up on two with half of the batch each", _method(case, "loss")
+        return  # it uses random numbers: no comparison is possible
+    expected, where = "the same on one rank, and summed over two with half of the batch each", _method(case, "loss")
     if not abs(alone - apart) <= 1e-4 * abs(alone) + 1e-6:
         found = f"a loss of {alone:.6g} on one, and of {apart:.6g} on two"
-        hint = "compare with what `world.data.gather` has of all ranks, and sum over this rank's own samples"
+        hint = "compare with the samples of all ranks (`world.data.gather`), and sum over this rank's own samples"
         raise Breach(expected, found, where=where, hints=[hint])
     for name, gradient in whole.items():
         if not torch.allclose(gradient, summed[name], rtol=1e-3, atol=1e-5 * float(gradient.abs().max()) + 1e-7):
-            hint = "let gradients flow back to the ranks that samples came from: `world.data.gather` does"
+            hint = "gradients must flow back to the ranks of the samples: use `world.data.gather`, which does this"
             raise Breach(expected, f"another gradient of `{name}` on two", where=where, hints=[hint])
 
 
 @check("count-is-additive", "task")
 def count_is_additive(case: Case, worlds: Worlds) -> None:
-    """The items of a batch are those of its pieces."""
+    """Checks that the count of a batch is the sum of the counts of its pieces."""
     trial = _trial(case)
     counted = trial.task.count(trial.batch)
     if counted is None:
@@ -116,7 +116,7 @@ def count_is_additive(case: Case, worlds: Worlds) -> None:
 
 @check("metrics-are-additive", "task")
 def metrics_are_additive(case: Case, worlds: Worlds) -> None:
-    """The totals of `metrics` add up over the pieces of a batch, and `finish` takes the means."""
+    """Checks that the totals of `metrics` are additive over pieces of a batch, and that `finish` accepts the means."""
     trial = _trial(case)
 
     def measure(batch: Any) -> Mapping[str, Total | Rows]:
@@ -139,7 +139,7 @@ def metrics_are_additive(case: Case, worlds: Worlds) -> None:
 
 @check("state-comes-back", "task")
 def state_comes_back(case: Case, worlds: Worlds) -> None:
-    """A checkpoint can hold what `state` returns, and another task that takes it has the same."""
+    """Checks that a checkpoint can store the result of `state`, and that `load_state` restores it."""
     trials = [_trial(case) for _ in range(2)]
     old, new = (getattr(trial.task, "task", trial.task) for trial in trials)
     if not has_state(old):
@@ -155,7 +155,7 @@ def state_comes_back(case: Case, worlds: Worlds) -> None:
     try:
         new.load_state(state)
     except Exception as error:
-        raise blame(error, "`load_state` to take what `state` returned", type(new)) from error
+        raise blame(error, "`load_state` to accept the result of `state`", type(new)) from error
     again = new.state()
     for key in sorted({*state, *again}):
         if digest(state.get(key)) != digest(again.get(key)):
@@ -164,7 +164,7 @@ def state_comes_back(case: Case, worlds: Worlds) -> None:
 
 @check("total-is-additive", "metric")
 def total_is_additive(case: Case, worlds: Worlds) -> None:
-    """A metric's total of a batch is that of its pieces, added up."""
+    """Checks that the metric's total of a batch is the sum of the totals of its pieces."""
     trial = _trial(case)
     metric = case.build()
     if not isinstance(getattr(metric, "name", None), str) or not metric.name:
@@ -195,22 +195,22 @@ def _loss(case: Case, trial: Trial, batch: Any) -> tuple[Tensor, Any]:
 
 
 def _means(found: Mapping[str, Total | Rows], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Finishes what was counted of a batch; metrics must make numbers of it."""
+    """Returns the final values of a batch's totals; raises Breach if `finish` of a metric fails."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # so few samples may well lack a class
+        warnings.simplefilter("ignore")  # a class may be missing in the few samples
         try:
             return Alone().mean(found, metrics)
         except PluginError:
             raise
         except Exception as error:
             blamed = next((type(metrics[name]) for name in found if name in metrics), type(error))
-            raise blame(error, "`finish` to make numbers of a total", blamed) from error
+            raise blame(error, "`finish` to return numbers for a total", blamed) from error
 
 
 def _additive(
     whole: Mapping[str, Total | Rows], cuts: Iterable[Sequence[Mapping[str, Total | Rows]]], where: str
 ) -> None:
-    """Raises Breach unless what was counted of a batch is the sum of what was counted of its pieces, however cut."""
+    """Raises Breach if the totals of a batch are not the sum of the totals of its pieces, for each cut."""
     for name, value in whole.items():
         if not isinstance(value, Total | Rows):
             raise Breach("totals: Total(sum, count), or Rows", f"{name} is a {type(value).__name__}", where=where)
@@ -224,10 +224,10 @@ def _additive(
             for (what, mine), (_, theirs) in zip(_tensors(value), _tensors(together), strict=True):
                 if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6):
                     raise Breach(
-                        "what adds up over the pieces of a batch: sums and counts, or rows",
+                        "quantities that are additive over the pieces of a batch: sums and counts, or rows",
                         f"the {what} of {name} is {_short(mine)} for a batch, and {_short(theirs)} for its pieces",
                         where=where,
-                        hints=["return the sum over items, not their mean, and how many they are"],
+                        hints=["return the sum over items, not the mean, and the number of items"],
                     )
 
 

@@ -1,4 +1,4 @@
-"""Checks of trackers: whatever happens to one, training does not notice."""
+"""Checks of trackers: an error or a slow target of a tracker must not affect training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, NotApplicable, place_of
 from ddpforge.testing.worlds import Worlds
 
-_SLOWEST = 1.0  # seconds for the quickest of some rows: any other may have met a busy machine
+_SLOWEST = 1.0  # seconds for the fastest of some rows: slower rows may be due to a busy machine
 _CONFIG = {
     "name": "case",
     "model": {"use": "mlp"},
@@ -45,7 +45,7 @@ _SHOWN: dict[ShownKind, Any] = {
 
 @check("never-raises", "tracker")
 def never_raises(case: Case, worlds: Worlds) -> None:
-    """Rows, odd numbers, what is shown, a rewind, a resume and the end go through."""
+    """Checks that no method raises: for rows, NaN, images and texts, a rewind, a resume and the end."""
     with TemporaryDirectory(prefix="ddpforge-testing-") as folder:
         _life(case, case.build(), Path(folder), resumed_at=None)
         _life(case, case.build(), Path(folder), resumed_at=4)
@@ -53,7 +53,7 @@ def never_raises(case: Case, worlds: Worlds) -> None:
 
 @check("survives-a-broken-target", "tracker")
 def survives_a_broken_target(case: Case, worlds: Worlds) -> None:
-    """A folder that cannot be written does not end training."""
+    """Checks that no method raises if the run's folder cannot be written."""
     if case.settings.get("raises"):
         raise NotApplicable("declared: raises = true")
     with TemporaryDirectory(prefix="ddpforge-testing-") as folder:
@@ -73,12 +73,12 @@ def _life(case: Case, tracker: Tracker, folder: Path, *, resumed_at: int | None,
         try:
             action()
         except BaseException as error:
-            when = " where its folder cannot be written" if broken else ""
+            when = " if its folder cannot be written" if broken else ""
             raise Breach(
-                f"`{what}` not to raise{when}: training would lose its tracker",
+                f"`{what}` not to raise{when}: training would continue without the tracker",
                 f"{type(error).__name__}: {error}",
                 where=place_of(error, type(tracker)),
-                hints=["catch what its target raises, warn once and continue"],
+                hints=["catch the exceptions of the tracker's target, warn once and continue"],
             ) from error
         if what == "log":
             took.append(time.monotonic() - began)
