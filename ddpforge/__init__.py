@@ -1,6 +1,6 @@
-"""ddpforge: one TOML recipe becomes a correct, fast, distributed PyTorch training run.
+"""ddpforge runs a correct, fast, distributed PyTorch training from one TOML recipe.
 
-Importing this package costs nothing; the public names below are loaded when they are first used (PEP 562).
+The import of this package is cheap: the public names below are loaded on first use (PEP 562).
 """
 
 from importlib import import_module

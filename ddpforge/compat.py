@@ -1,7 +1,7 @@
-"""Every private or version-dependent name of other libraries that ddpforge uses, with what it does where it is gone.
+"""Private or version-dependent names of other libraries that ddpforge uses, with a fallback for each.
 
-DeepSpeed's are in `strategies/deepspeed/`, those of simulated steps in `tools/simulation/`. Each function here gives
-its reason and its fallback; `tests/test_compat.py` takes each name away and trains.
+Names of DeepSpeed are in `strategies/deepspeed/`, those for simulated steps in `tools/simulation/`. Each function here
+describes its reason and its fallback. `tests/test_compat.py` removes each name and trains.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def torch_has(least: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------ trees of values
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of nested containers, and the structure that `tree_unflatten` takes.
+    """Returns the leaves of nested containers, and the structure for `tree_unflatten`.
 
-    torch's own, as libraries register their containers with it (transformers' `ModelOutput`). It has no public name;
-    the fallback knows dictionaries, lists, tuples and named tuples.
+    Uses torch's pytree, with which other libraries register their containers (transformers' `ModelOutput`). It has no
+    public name. The fallback supports dictionaries, lists, tuples and named tuples.
     """
     if (pytree := _pytree()) is not None:
         found: tuple[list[Any], Any] = pytree.tree_flatten(tree)
@@ -104,8 +104,8 @@ def _built(structure: Any, leaves: Iterator[Any]) -> Any:
 def foreach(operation: str, tensors: Sequence[Tensor], *others: Any) -> Any:
     """Applies an operation of tensors ("mul_", "copy_", "norm", …) to each of `tensors`, in few kernels.
 
-    An argument in `others` is a list with one entry a tensor, or one value for all. torch documents these operations
-    under names that begin with an underscore; the fallback is a loop.
+    An argument in `others` is a list with one entry per tensor, or one value for all. torch documents these operations
+    under names that begin with an underscore. The fallback is a loop.
     """
     import torch
 
@@ -118,23 +118,24 @@ def foreach(operation: str, tensors: Sequence[Tensor], *others: Any) -> Any:
 
 
 def version(tensor: Tensor) -> int | None:
-    """Returns how often a tensor was written to, by the count that autograd keeps; None if it cannot be known.
+    """Returns autograd's count of in-place writes to a tensor; None if torch does not have it.
 
-    torch's notes on autograd describe the count, and give it no public name.
+    torch's notes on autograd describe the count, but it has no public name.
     """
     return getattr(tensor, "_version", None)
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Returns True if a tensor is a view of another, or may be."""
+    """Returns True if a tensor is a view of another; also True if that is not known."""
     known = getattr(tensor, "_is_view", None)
     return bool(known()) if known else True
 
 
 def sparse_parts(tensor: Tensor) -> list[Tensor]:
-    """Returns the indices and values of a sparse COO tensor without making them unique, which would be new memory.
+    """Returns the indices and values of a sparse COO tensor, without a copy that merges duplicates.
 
-    The public methods raise for a tensor with duplicates; then there is none of its memory in the count.
+    The public methods raise for a tensor with duplicates. So the fallback returns no tensors for it, and its memory is
+    not counted.
     """
     if hasattr(tensor, "_indices") and hasattr(tensor, "_values"):
         return [tensor._indices(), tensor._values()]
@@ -142,9 +143,9 @@ def sparse_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Returns True if a parameter has hooks on its gradient, which FSDP's own parameters would not have.
+    """Returns True if a parameter has hooks on its gradient, which FSDP would not copy to its own parameters.
 
-    Without the private names nothing is known of hooks, and a model with some is not refused.
+    Without the private names the result is False, and a model with hooks is not refused.
     """
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(parameter, name, None) for name in names)
@@ -152,7 +153,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 @cache
 def batch_norms() -> tuple[type[nn.Module], ...]:
-    """Returns the classes of all BatchNorms: torch's base class, of which others derive too; else the public ones."""
+    """Returns the classes of BatchNorm: the private base class of all, or else torch's public classes."""
     from torch import nn
 
     try:
@@ -166,7 +167,7 @@ def batch_norms() -> tuple[type[nn.Module], ...]:
 if TYPE_CHECKING:
 
     class DispatchMode:
-        """A context whose `__torch_dispatch__` is called for each operator that runs within."""
+        """Context that calls its `__torch_dispatch__` for each operator that runs inside it."""
 
         def __enter__(self) -> Any: ...
         def __exit__(self, *error: Any) -> None: ...
@@ -178,12 +179,12 @@ def __getattr__(name: str) -> Any:
     try:
         from torch.utils._python_dispatch import TorchDispatchMode
     except ImportError:
-        return nullcontext  # nothing is seen: all is recomputed, and no memory is counted
+        return nullcontext  # no operator is observed: all are recomputed, and no memory is counted
     return TorchDispatchMode
 
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields the tensors that an operator writes into, by its schema; else by the rule for names: `add_`, `out=`."""
+    """Yields the tensors that an operator writes, by its schema; else by the rule for names: `add_`, `out=`."""
     import torch
 
     schema = getattr(operator, "_schema", None)
@@ -203,9 +204,9 @@ def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
 
 
 def argument(operator: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the argument of that name that an operator was called with, or its default; None if it has none.
+    """Returns the argument `name` of a call of an operator, or its default; None if it has neither.
 
-    Without a schema, only one that was passed by its name is known.
+    Without a schema, only arguments that were passed by name are found.
     """
     schema = getattr(operator, "_schema", None)
     for place, one in enumerate(schema.arguments if schema is not None else ()):
@@ -216,7 +217,7 @@ def argument(operator: Any, name: str, args: Sequence[Any], kwargs: Mapping[str,
 
 @cache
 def attention_operators() -> frozenset[Any]:
-    """Returns the operators that compute attention, of those that this torch has: they have no public names."""
+    """Returns this torch's operators that compute attention. They have no public names."""
     import torch
 
     names = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
@@ -225,7 +226,7 @@ def attention_operators() -> frozenset[Any]:
 
 
 def waits(operator: Any) -> bool:
-    """Returns True for the operator that waits for a collective; False where this torch has another name for it."""
+    """Returns True for the operator that waits for a collective; False if this torch has another name for it."""
     import torch
 
     known = getattr(getattr(torch.ops, "_c10d_functional", None), "wait_tensor", None)
@@ -233,7 +234,7 @@ def waits(operator: Any) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Returns True for a tensor whose memory is that of other tensors that it holds."""
+    """Returns True for a tensor subclass that wraps other tensors and has no memory of its own."""
     try:
         from torch.utils._python_dispatch import is_traceable_wrapper_subclass
     except ImportError:
@@ -242,9 +243,9 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Returns a context in which no mode sees what is done: one would make a plain tensor of a causal bias.
+    """Returns a context that disables all dispatch modes, because a mode would turn a causal bias into a plain tensor.
 
-    The fallback leaves modes on: attention then takes the mask as a plain tensor, with the same result.
+    The fallback keeps the modes: attention then receives the mask as a plain tensor, with the same result.
     """
     try:
         from torch.utils._python_dispatch import _disable_current_modes
@@ -255,20 +256,20 @@ def without_modes() -> AbstractContextManager[Any]:
 
 # ------------------------------------------------------------------------------------------------ optimizers
 def decides_on_device(optimizer: Optimizer) -> bool:
-    """Returns True if a fused optimizer leaves its step out by itself when `found_inf` is set: no wait for the device.
+    """Returns True if a fused optimizer itself skips its step when `found_inf` is set, without a wait for the device.
 
-    GradScaler finds this out in the same way. Without the name, the host looks at the gradients' norm.
+    GradScaler uses the same attribute. Without it, the host checks the gradient norm.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def growth_of(scaler: torch.amp.GradScaler) -> int:
-    """Returns for how many steps a loss scale has been good, 0 if the scaler's state has no such entry."""
+    """Returns the number of steps since the last change of a loss scale; 0 if the scaler's state has no such entry."""
     return int(scaler.state_dict().get("_growth_tracker", 0))
 
 
 def set_scale(scaler: torch.amp.GradScaler, scale: float, growth: int) -> None:
-    """Sets a loss scale, and for how many steps it has been good."""
+    """Sets a loss scale, and the number of steps since its last change."""
     state = scaler.state_dict()
     known = {"_growth_tracker": growth} if "_growth_tracker" in state else {}
     scaler.load_state_dict(state | {"scale": scale} | known)
@@ -276,7 +277,7 @@ def set_scale(scaler: torch.amp.GradScaler, scale: float, growth: int) -> None:
 
 # ------------------------------------------------------------------------------------------------ ranks
 def all_gather(into: Tensor, rows: Tensor, group: ProcessGroup) -> None:
-    """Gathers equal `rows` of all ranks of a group; the function has another name before torch 2.14."""
+    """All-gathers `rows` (equal shapes) over a group; the function has another name before torch 2.14."""
     import torch.distributed as dist
 
     function: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -284,7 +285,7 @@ def all_gather(into: Tensor, rows: Tensor, group: ProcessGroup) -> None:
 
 
 def reduce_scatter(into: Tensor, rows: Tensor, group: ProcessGroup) -> None:
-    """Adds up `rows` over a group and scatters the sums; the function has another name before torch 2.14."""
+    """Reduce-scatters the sum of `rows` over a group; the function has another name before torch 2.14."""
     import torch.distributed as dist
 
     function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -292,7 +293,7 @@ def reduce_scatter(into: Tensor, rows: Tensor, group: ProcessGroup) -> None:
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Sets how long collectives of a group may take; without the function, torch's own limit stays."""
+    """Sets the timeout of a group's collectives; without the function, torch's own timeout remains."""
     import torch.distributed as dist
 
     c10d: Any = dist.distributed_c10d
@@ -302,17 +303,17 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def has_pipelines() -> bool:
-    """Returns True if torch's pipelines take micro-batches that have been cut already, as of torch 2.14."""
+    """Returns True if torch's pipelines accept micro-batches that are already split, as of torch 2.14."""
     from torch.distributed import pipelining
 
     return "arg_mbs" in inspect.signature(pipelining.ScheduleGPipe.step).parameters
 
 
 def finds_shapes() -> bool:
-    """Returns True if a pipeline's loss is called from a pass in which torch only finds out the shapes of gradients.
+    """Returns True if a pipeline's loss is called in the pass in which torch only infers the shapes of gradients.
 
-    Without a function of that name among the callers, the task's loss is computed of activations that nothing has
-    filled: a task that remembers what it sees would see them; all others train the same.
+    If torch renames the function that makes this call, the result is always False. The task's loss then also runs once
+    on uninitialized activations. This affects only tasks that store values from their batches.
     """
     frame = inspect.currentframe()
     for _ in range(5):
@@ -326,9 +327,9 @@ def finds_shapes() -> bool:
 
 @cache
 def leaves_buffers() -> dict[str, bool]:
-    """Returns the option by which a DistributedDataParallel leaves buffers alone, which torch 2.14 renamed.
+    """Returns the option that stops DistributedDataParallel's broadcasts of buffers; torch 2.14 renamed it.
 
-    Buffers are made equal when they are read (evaluation, checkpoints), not at every forward pass.
+    ddpforge makes buffers equal when they are read (evaluation, checkpoints), not in every forward pass.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -337,12 +338,13 @@ def leaves_buffers() -> dict[str, bool]:
 
 
 def unreduced(module: DistributedDataParallel) -> Callable[[], list[int]] | None:
-    """Returns a function for the places of the parameters that got no gradient in the last backward pass.
+    """Returns a function that returns the indices of parameters without a gradient in the last backward pass.
 
-    Only the reducer knows, where gradients are set to zero rather than dropped. The text of its error is no interface:
-    if it cannot be read, the error is raised as it is. None if the reducer has no such check: the caller drops
-    gradients then, at the price of memory, and sees itself which parameters have none.
+    Returns None if the reducer has no such check. The caller then sets gradients to None, which costs memory, and
+    checks which parameters have none.
     """
+    # If gradients are set to zero and not to None, only the reducer has this information. It is parsed from the text
+    # of its error, which may change: an unknown text is raised again.
     reducer: Any = module.reducer
     check = getattr(reducer, "_check_reducer_finalized", None)
     if check is None:
@@ -365,8 +367,8 @@ def unreduced(module: DistributedDataParallel) -> Callable[[], list[int]] | None
 def hide_worker() -> None:
     """Makes `torch.utils.data.get_worker_info` return None in this loader process, for good.
 
-    A dataset that knew of loader processes would deal itself out among them, and ddpforge does. If torch keeps the
-    information under another name, the public function is replaced wherever it has been imported.
+    Otherwise a dataset may distribute its samples to loader processes itself, which ddpforge already does. If torch
+    stores the information under another name, the public function is replaced in all modules that have imported it.
     """
     from torch.utils import data
     from torch.utils.data import _utils
@@ -386,15 +388,15 @@ def _no_worker() -> None:
 
 
 def run_exit_functions() -> None:
-    """Runs what Python code has registered with `atexit`, in a process that then ends without Python's clean-up.
+    """Runs the functions registered with `atexit`, in a process that then ends without Python's clean-up.
 
-    Python has no public function for that; without it, they are left out.
+    Python has no public function for this. Without the private one, they do not run.
     """
     getattr(atexit, "_run_exitfuncs", lambda: None)()
 
 
 def trial_id(trial: Any) -> int:
-    """Returns an Optuna trial's key in its storage: in a journal of one study, that is its number."""
+    """Returns an Optuna trial's id in its storage; else its number, which is equal in a journal of one study."""
     return int(getattr(trial, "_trial_id", trial.number))
 
 
@@ -405,14 +407,14 @@ else:
 
 
 class ReportingQueue(_Queue):
-    """A queue between processes that sends something else in the place of what cannot be pickled.
+    """Queue between processes that sends a replacement for an object that cannot be pickled.
 
-    A thread sends what is put, and would only print its error. Python has a hook for that, which is meant for its own
-    `concurrent.futures`. Without the hook, what is put is pickled once more, to see whether it can be.
+    The queue's thread pickles the objects, and by default only prints an error. Python has a private hook for such
+    errors, made for `concurrent.futures`. Without the hook, `put` pickles each object once more to find errors.
     """
 
     def instead_of(self, item: Any, error: Exception) -> Any:
-        """Returns what is sent in the place of `item`; a subclass has it."""
+        """Returns the replacement for `item`; subclasses implement it."""
         raise NotImplementedError
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:

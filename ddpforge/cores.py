@@ -1,4 +1,4 @@
-"""The ranks on this machine, and each one's share of its cores."""
+"""Ranks on this machine, and the number of CPU cores for each."""
 
 import os
 
@@ -6,10 +6,10 @@ __all__ = ["ranks_here", "share_of_cores"]
 
 
 def ranks_here() -> int:
-    """The run's ranks on this machine, as its launcher tells; 1 without one."""
+    """Returns the number of the run's ranks on this machine (LOCAL_WORLD_SIZE); 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def share_of_cores(processes: int) -> int:
-    """The cores, at least one, for each of so many processes that share those of this one."""
+    """Returns the cores (at least 1) for each of `processes` processes that share the cores of this process."""
     return max(1, len(os.sched_getaffinity(0)) // processes)

@@ -1,7 +1,7 @@
-"""Every operation that changes a disk, the few sequences of them that survive a crash, and files that may be anything.
+"""All disk writes of ddpforge, crash-safe sequences of them, and safe access to files from other sources.
 
-The first half is the whole vocabulary: to know what a killed process can leave behind, interrupt these seven
-functions and no others. The tests do.
+The first half has all basic operations. Tests interrupt these seven functions to find all states that a killed process
+can leave on disk.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import xxhash
 from ddpforge import disk
 from ddpforge.errors import EnvironmentProblem, UsageError
 
-_STRIDE = 1 << 20  # bytes: what was just hashed is still in the processor's cache when it is written
-_MOST_UNSYNCED = 1 << 30  # bytes: a sync of more may take longer than anybody can tell from a disk that hangs
+_STRIDE = 1 << 20  # bytes: small enough to be still in the CPU's cache when they are written after hashing
+_MOST_UNSYNCED = 1 << 30  # bytes: a longer sync could not be distinguished from a disk that hangs
 
 _operations = 0
 
 
 def progress() -> int:
-    """Grows whenever this process wrote or verified something: what tells a slow disk from one that hangs."""
+    """Returns a count of this process's writes and verifications; it distinguishes a slow disk from one that hangs."""
     return _operations
 
 
 def proceed() -> None:
-    """Notes that something was done."""
+    """Increments the count of `progress`."""
     global _operations
     _operations += 1
 
@@ -56,14 +56,14 @@ def write(file: BinaryIO, data: bytes | memoryview) -> None:
 
 
 def sync(file: BinaryIO) -> None:
-    """Waits until the file's contents would survive a power cut."""
+    """Waits until the file's contents would survive a power failure."""
     file.flush()
     os.fsync(file.fileno())
     proceed()
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder would survive a power cut."""
+    """Waits until the names in a folder would survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -72,12 +72,12 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Moves within one file system, in one instant; an existing file at `new` is replaced."""
+    """Renames atomically within one file system; replaces an existing file at `new`."""
     old.rename(new)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder with everything in it; what is gone already is no error."""
+    """Removes a file, or a folder with its contents; a missing file is no error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -86,7 +86,7 @@ def remove(path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- sequences
 def write_new(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[int, list[str]]:
-    """Writes a new file and waits for the disk; returns its size in bytes and the hash of each block, see `xxh3`."""
+    """Writes a new file and waits for the disk; returns its size in bytes and the hash of each block (see `xxh3`)."""
     size, unsynced, hashes = 0, 0, []
     with create(path) as file:
         for block in blocks:
@@ -106,12 +106,12 @@ def write_new(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[int, li
 
 
 def replace(path: Path, data: bytes, *, waits: bool = True) -> None:
-    """Gives a small file new contents; a reader sees the old ones or the new ones, also after a crash.
+    """Replaces the contents of a small file atomically: also after a crash, it has the old or the new contents.
 
-    Where it does not wait for the disk, that is not so after a power cut.
+    Without `waits` this does not hold after a power failure.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    remove(temporary)  # of an attempt that was killed here
+    remove(temporary)  # left by a killed process
     if waits:
         write_new(temporary, [data])
     else:
@@ -123,7 +123,7 @@ def replace(path: Path, data: bytes, *, waits: bool = True) -> None:
 
 
 def put_away(path: Path) -> Path:
-    """The folder under another name, to be removed; a crash leaves garbage, never half a folder of its own name."""
+    """Renames a folder before its removal, so that a crash never leaves half of it; returns the new path."""
     trash = path.with_name(f".trash-{path.name.lstrip('.')}")
     rename(path, trash)
     sync_folder(path.parent)
@@ -131,17 +131,17 @@ def put_away(path: Path) -> Path:
 
 
 def xxh3(data: bytes | bytearray | memoryview = b"") -> xxhash.xxh3_128:
-    """The XXH3-128 of data, which can be updated by more: finds all damage at the speed of memory, but no forgery."""
+    """Returns an XXH3-128 hash object: it detects damage at the speed of memory, but it does not detect forgery."""
     return xxhash.xxh3_128(data)
 
 
 def sha256(path: Path) -> str:
-    """The sha256 of a file's contents; raises OSError for a link."""
+    """Returns the sha256 of a file's contents; raises OSError for a link."""
     with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- anybody's files
+# ---------------------------------------------------------------------------------------------- files of other origin
 _FLAGS = {
     "rb": os.O_RDONLY,
     "r+b": os.O_RDWR,
@@ -151,19 +151,17 @@ _FLAGS = {
 
 
 class NotPlain(OSError):
-    """There is something else than a regular file."""
+    """Raised for a path that is not a regular file."""
 
 
 def plain_size(path: Path) -> int:
-    """Bytes of a regular file; raises NotPlain for anything else.
-
-    A link could lead anywhere, a pipe or a device could be read for ever.
-    """
+    """Returns the bytes of a regular file; raises NotPlain for anything else."""
+    # A link could lead to any file, and reading a pipe or a device may never end.
     return _refuse_odd(path.lstat())
 
 
 def is_plain(path: Path) -> bool:
-    """True for a regular file, not for a link to one."""
+    """True if `path` is a regular file, and not a link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -173,14 +171,14 @@ def is_plain(path: Path) -> bool:
 def open_plain(
     path: Path, mode: Literal["rb", "r+b", "ab", "a+b"] = "rb", *, within: Path | None = None, buffering: int = -1
 ) -> Any:
-    """Opens a regular file; raises OSError, and does not wait, for a link, a pipe, a device or a folder.
+    """Opens a regular file; raises OSError, without blocking, for a link, a pipe, a device or a folder.
 
-    Below `within`, folders on the way to it must not be links either.
+    With `within`, also raises if a folder between `within` and the file is a link.
     """
     if within is not None:
         refuse_linked_folders(path.parent, within)
     try:
-        plain_size(path)  # first: to open a device may do something
+        plain_size(path)  # checked first, because opening a device may have effects
     except FileNotFoundError:
         if not _FLAGS[mode] & os.O_CREAT:
             raise
@@ -194,7 +192,7 @@ def open_plain(
 
 
 def read_plain(path: Path, most: int, *, within: Path | None = None) -> bytes:
-    """The contents of a regular file of at most `most` bytes; raises OSError as `open_plain` does, or for more."""
+    """Reads a regular file; raises OSError as `open_plain` does, or if it has more than `most` bytes."""
     with open_plain(path, within=within) as file:
         content: bytes = file.read(most + 1)
     if len(content) > most:
@@ -203,7 +201,7 @@ def read_plain(path: Path, most: int, *, within: Path | None = None) -> bytes:
 
 
 def refuse_linked_folders(folder: Path, within: Path) -> None:
-    """Raises OSError where a folder on the way from `within` to `folder` is a link or no folder; may be absent."""
+    """Raises OSError if a path from `within` to `folder` is a link or no folder; missing folders are no error."""
     way = within
     for part in folder.relative_to(within).parts:
         way = way / part
@@ -216,7 +214,7 @@ def refuse_linked_folders(folder: Path, within: Path) -> None:
 
 
 def odd_entries(folder: Path, *, deep: bool) -> Iterator[Path]:
-    """Finds links, pipes and devices in a folder: all but regular files and folders; with `deep`, below it too."""
+    """Yields entries of a folder that are neither regular files nor folders; with `deep`, also those of subfolders."""
     try:
         with os.scandir(folder) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
@@ -239,7 +237,7 @@ def _refuse_odd(status: os.stat_result) -> int:
 
 # ---------------------------------------------------------------------------------------------- whole files
 def refuse_existing(out: Path, *, force: bool) -> None:
-    """Raises UsageError where the file exists, unless it may be replaced, or its folder does not."""
+    """Raises UsageError if the folder of `out` is missing, or if `out` exists; `force` allows an existing file."""
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent}", hints=[f"mkdir -p {out.parent}"])
     if out.is_dir() or (out.exists() and not force):
@@ -248,7 +246,7 @@ def refuse_existing(out: Path, *, force: bool) -> None:
 
 @contextmanager
 def appearing(out: Path, error: type[EnvironmentProblem] = EnvironmentProblem) -> Iterator[Path]:
-    """A file to write, which is `out` when all went well; raises `error` where a disk refuses."""
+    """Yields a temporary path, and renames it to `out` on success; raises `error` if the disk raises OSError."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp{out.suffix}")
     try:
         yield temporary

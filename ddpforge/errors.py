@@ -1,18 +1,18 @@
-"""Every error that ddpforge raises on purpose, and the exit code each one ends the process with.
+"""Errors that ddpforge raises on purpose, with the exit code of the process for each.
 
     ForgeError                 1   training failed
     ├── UsageError             2   the command line, or a path it names, is wrong
     │   └── RecipeError        2   the recipe is wrong; carries every problem that was found
     ├── OutOfMemory            1   of a GPU, or of the host
-    ├── Postponed              75  asked to stop before training began
+    ├── Postponed              75  a stop was requested before training began
     ├── PeerFailed             …   another rank failed and has reported it
     ├── EnvironmentProblem     3   launcher, devices, disk or an installed package
     │   ├── PluginError        3   a component cannot be loaded, or breaks its contract
-    │   ├── StrategyError      3   what runs is not what the recipe asked for
+    │   ├── StrategyError      3   the training does not match the recipe's strategy
     │   └── CheckpointError    3   a checkpoint cannot be written, read or trusted
-    └── Diverged               4   a non-finite loss or gradient, and the recipe says stop
+    └── Diverged               4   a non-finite loss or gradient, with on_nonfinite = "stop"
 
-Exceptions carry facts: what was found, and `hints`, each a way to mend it. The command line phrases them.
+Exceptions have a message and `hints`, each a way to mend the problem. The command line formats them.
 """
 
 import re
@@ -24,23 +24,23 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """The exit code of a finished `ddpforge` process; `status.json` carries the same number."""
+    """Exit code of a `ddpforge` process; `status.json` has the same number."""
 
     DONE = 0
     FAILED = 1
     USAGE = 2
     ENVIRONMENT = 3
     DIVERGED = 4
-    STOPPED = 75  # EX_TEMPFAIL: a checkpoint was saved, start me again
+    STOPPED = 75  # EX_TEMPFAIL: a checkpoint was saved; the same command resumes
     INTERRUPTED = 130  # interrupted before anything was saved
 
 
 class ForgeError(Exception):
-    """An expected failure: shown as a message with hints, never as a traceback.
+    """Expected failure: shown as a message with hints, never as a traceback.
 
-    `key` names the recipe's key that is at fault, e.g. "train.freeze"; a component names an option of its own by its
-    bare name, also by beginning the message with it: "width: …".
-    `trace` is the traceback of code outside ddpforge behind the error, as text, if only that explains it.
+    `key` is the key of the recipe that caused it, e.g. "train.freeze". A component uses the bare name of its own option
+    as `key`, or begins the message with it: "width: …". `trace` is the text of a traceback from code outside ddpforge,
+    if the error cannot be understood without it.
     """
 
     exit_code = ExitCode.FAILED
@@ -54,7 +54,7 @@ class ForgeError(Exception):
 
 
 class UsageError(ForgeError):
-    """The command line, or a path it names, is wrong."""
+    """Error in the command line, or in a path that it names."""
 
     exit_code = ExitCode.USAGE
 
@@ -70,7 +70,7 @@ def leading_key(message: str) -> str:
 
 @contextmanager
 def recipe_faults(key: str = "") -> Iterator[None]:
-    """Raises a ValueError from inside as a UsageError: parts of the recipe do not fit together. `key` is as there."""
+    """Turns a ValueError from inside into a UsageError, for parts of a recipe that do not fit together; with `key`."""
     try:
         yield
     except ValueError as error:
@@ -79,7 +79,7 @@ def recipe_faults(key: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Place:
-    """A stretch of one line; `line` and `column` count from 1, and `line` is 0 for a file as a whole."""
+    """Range of characters in one line; `line` and `column` count from 1; `line` 0 is the whole file."""
 
     file: str
     line: int = 0
@@ -93,16 +93,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a recipe: what, at which key, where it is written, and how to mend it."""
+    """Problem in a recipe, with its key, its place in a file, and hints."""
 
     message: str
     key: str = ""
     place: Place | None = None
     hints: tuple[str, ...] = ()
-    trace: str = ""  # of somebody else's code
+    trace: str = ""  # traceback of code outside ddpforge
 
     def as_dict(self) -> dict[str, Any]:
-        """The problem for machines: message, key, file, line, column (null where there is none) and hints."""
+        """Returns the problem for JSON: message, key, file, line, column (None if unknown) and hints."""
         place = self.place or Place("")
         return {
             "message": self.message,
@@ -115,7 +115,7 @@ class Problem:
 
 
 class RecipeError(UsageError):
-    """A recipe that cannot be run; `problems` holds everything that is wrong with it, in order of appearance."""
+    """Error for a recipe that cannot be run; `problems` has all its problems in order of appearance."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
@@ -123,51 +123,51 @@ class RecipeError(UsageError):
 
 
 class EnvironmentProblem(ForgeError):
-    """The recipe may be right, but this machine, launcher or installation cannot run it."""
+    """Error of the machine, launcher or installation; the recipe may be right."""
 
     exit_code = ExitCode.ENVIRONMENT
 
 
 class PluginError(EnvironmentProblem):
-    """A component cannot be loaded, or does not keep the contract of its kind."""
+    """Error for a component that cannot be loaded, or breaks the contract of its kind."""
 
 
 class StrategyError(EnvironmentProblem):
-    """The strategy that runs is not the one that the recipe asked for."""
+    """Error for a training that does not match the recipe's strategy."""
 
 
 class CheckpointError(EnvironmentProblem):
-    """A checkpoint cannot be written, read or trusted."""
+    """Error for a checkpoint that cannot be written, read or trusted."""
 
 
 class Diverged(ForgeError):
-    """A loss or gradient became non-finite and the recipe says `on_nonfinite = "stop"`."""
+    """Error for a non-finite loss or gradient if the recipe sets `on_nonfinite = "stop"`."""
 
     exit_code = ExitCode.DIVERGED
 
 
 class OutOfMemory(ForgeError):
-    """Training needs more memory than there is on a GPU, or on the host."""
+    """Error for a training that needs more memory than a GPU or the host has."""
 
 
 _FULL = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 def says_memory_is_full(error: BaseException) -> bool:
-    """True if an error of Python or torch says that there is no more memory."""
+    """True if an error of Python or torch means that memory is full."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_FULL.search(str(error))))
 
 
 class Postponed(ForgeError):
-    """A request to stop came before training began: nothing is lost, and the same command begins again."""
+    """Raised for a request to stop before training began; the same command starts it again."""
 
     exit_code = ExitCode.STOPPED
 
 
 class PeerFailed(ForgeError):
-    """Another rank failed and has said why; this rank ends with the same exit code and says nothing.
+    """Raised on a rank if another rank failed: this rank ends with the same exit code, without a message.
 
-    Where the other one could not say it, rank 0 does, or (`launcher_says`) who started the ranks.
+    The failed rank reports its error. If it cannot, rank 0 or (with `launcher_says`) the launcher does.
     """
 
     def __init__(

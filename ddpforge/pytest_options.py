@@ -1,4 +1,4 @@
-"""The options of `pytest --pyargs ddpforge.testing`: pytest reads options before it looks into packages."""
+"""Options of `pytest --pyargs ddpforge.testing`, in a module of their own: pytest reads options before packages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The same filters as `ddpforge plugins test`."""
+    """Adds the filters of `ddpforge plugins test`."""
     group = parser.getgroup("ddpforge")
-    group.addoption(
-        "--ddpforge-dist", metavar="NAME", help="The distribution, or the .py file, whose components to test."
-    )
+    group.addoption("--ddpforge-dist", metavar="NAME", help="Distribution, or .py file, whose components to test.")
     group.addoption("--ddpforge-kind", metavar="KIND", help="Only components of this kind.")
-    group.addoption("--ddpforge-name", metavar="NAME", action="append", default=[], help="Only this one; repeatable.")
-    group.addoption("--ddpforge-quick", action="store_true", help="Leave out the checks that start processes.")
+    group.addoption(
+        "--ddpforge-name",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="Only the component of this name; repeatable.",
+    )
+    group.addoption("--ddpforge-quick", action="store_true", help="Skip the checks that start processes.")
