@@ -54,7 +54,7 @@ class Kit:
         began = time.monotonic()
         verdict = partial(Result, case.kind, case.label, check.name)
         if reason := case.skipped(check.name):
-            return verdict("skipped", found=f"skipped by its settings: {reason}")
+            return verdict("skipped", found=f"by its settings: {reason}")
         if earlier := self._broken.get(id(case)):
             return verdict("skipped", found=f"not possible: {earlier} failed")
         try:

@@ -145,7 +145,7 @@ def test_ranks_are_not_started_for_checks_that_are_left_out(monkeypatch: pytest.
     said: list[str] = []
     monkeypatch.setattr("ddpforge.testing.worlds.run_ranks", lambda *_, **__: CompletedProcess([], 1, "", ""))
     with Kit(find_cases("parts.py"), say=said.append) as kit:
-        skipped = [result.check for result in kit.run() if result.text().startswith("skipped by its settings")]
+        skipped = [result.check for result in kit.run() if result.text().startswith("by its settings")]
     assert skipped == ["agrees-on-all-ranks", "state-round-trip"]
     assert said == ["starting 2 ranks for callback Tried"]
 
@@ -215,7 +215,7 @@ def test_settings_give_options_companions_and_declarations() -> None:
         found = {(result.name, result.check): result for result in kit.run()}
     first = {check: result.status for (name, check), result in found.items() if name == "Two[1]"}
     assert first == {check: "skipped" if check == "meta-device" else "passed" for check in first}
-    assert found["Two[1]", "meta-device"].text() == "skipped by its settings: not today"
+    assert found["Two[1]", "meta-device"].text() == "by its settings: not today"
     refused = found["Two[2]", "builds"]
     assert "out: Input should be greater than or equal to 1" in refused.text()
     assert refused.where == str(Path("pkg/ddpforge_testing.toml").resolve())
@@ -250,7 +250,7 @@ def test_settings_may_be_in_pyproject() -> None:
     write("src/parts.py", PARTS)
     result = invoke("src/parts.py:half")
     assert result.exit_code == 0
-    assert "skipped by its settings: out of order" in result.stdout
+    assert "by its settings: out of order" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_settings_may_be_in_pyproject() -> None:
         ("schedule = 3", ["`schedule` must be a kind of component, with tables"]),
         ("[schedule]\nhalf = 3", ["[schedule.half] must be a table"]),
         ("[schedule.half]\nskip = true", ["`skip` of [schedule.half]: Input should be a valid"]),
-        ("[schedule.half.skip]\npur = 'why'", ["leaves out `pur`, and a schedule has no such", "did you mean `pure`?"]),
+        ("[schedule.half.skip]\npur = 'why'", ["skips `pur`, but a schedule has no such", "did you mean `pure`?"]),
         ("[schedule.half]\nhorizon = 5", ["`horizon` of [schedule.half]: Input should be a valid dictionary"]),
         ("[schedule.half]\nmodel = { inputs = 5 }", ["`model` of [schedule.half] names no component", "model = { use"]),
         ("[schedule.half", ["ddpforge_testing.toml cannot be read"]),
