@@ -15,7 +15,7 @@ __all__ = ["Change", "flattened", "recipe_changes", "refuse_finished", "refuse_f
 class Change:
     """Recipe key whose value differs between two resolved recipes. A missing value is None.
 
-    "fixed" keys decide what the run computes. "tunable" keys may change when a run resumes. "free" keys do not
+    "fixed" keys define the run, and must not change. "tunable" keys may change when a run resumes. "free" keys do not
     affect the result.
     """
 
