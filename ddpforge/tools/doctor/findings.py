@@ -36,12 +36,12 @@ def note(what: str) -> Finding:
 
 
 def warning(what: str, fix: str) -> Finding:
-    """Returns a finding that may spoil a run, or make it slow."""
+    """Returns a finding about a problem that may spoil a run, or make it slow."""
     return Finding("warning", what, fix)
 
 
 def error(what: str, fix: str) -> Finding:
-    """Returns a finding that will end a run."""
+    """Returns a finding about a problem that will end a run."""
     return Finding("error", what, fix)
 
 
