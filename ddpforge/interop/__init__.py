@@ -1,1 +1,1 @@
-"""Models from and to elsewhere: export, programs, the hub, import, initial weights, other formats, tables."""
+"""Exchange with other programs: import, export, exported programs, initial weights, comparison, tables."""

@@ -1,4 +1,4 @@
-"""Folds low-rank adapters, as peft names them, into the weights that they adapt."""
+"""Folds low-rank adapters (LoRA), with the tensor names of peft, into the weights that they adapt."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SCALING, _TRANSPOSED, _BASE = "lora_scaling", "lora_transposed", "base_layer."
 
 
 def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """A model's tensors and the further names of tied ones, as they would be without adapters.
+    """Returns a model's tensors with all adapters folded in, and the other names of tied tensors.
 
-    The weight of a linear layer becomes W + s·B A, with the scaling s that the model `lora` keeps, and its own name
-    again. Raises UsageError where there are no adapters, or some that cannot be folded.
+    The weight of an adapted linear layer becomes W + s·B A and gets the layer's own name again. The model `lora` saves
+    the scaling s. Raises UsageError if there are no adapters, or if an adapter cannot be folded.
     """
     layers = [name.removesuffix(_A) for name in model if name.endswith(_A)]
     if not layers:
-        raise UsageError("--merge: the checkpoint holds no adapters", hints=["leave --merge out"])
+        raise UsageError("--merge: the checkpoint contains no adapters", hints=["omit --merge"])
     _refuse_ties(layers, aliases)
     found: dict[str, LazyTensor] = {}
     for name, tensor in model.items():
@@ -43,14 +43,14 @@ def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple
 
 
 def _refuse_ties(layers: Sequence[str], aliases: Mapping[str, str]) -> None:
-    """Raises UsageError for a weight that is also another layer's, without the adapter: folded it would change both."""
+    """Raises UsageError if an adapted weight is tied to a layer without this adapter: folding would change both."""
     for pair in aliases.items():
         for one, other in (pair, pair[::-1]):
             layer, twin = (name.removesuffix(f"{_BASE}weight") for name in (one, other))
             if layer in layers and aliases.get(twin + _A) != layer + _A:
                 raise UsageError(
-                    f"--merge: `{layer}weight` is tied to `{other}`, which has no such adapter",
-                    hints=['--only "*lora_*" writes the adapters'],
+                    f"--merge: `{layer}weight` is tied to `{other}`, which does not have this adapter",
+                    hints=['--only "*lora_*" writes only the adapters'],
                 )
 
 
@@ -61,15 +61,15 @@ def _renamed(layer: str, model: Mapping[str, LazyTensor]) -> Iterator[tuple[str,
 
 
 def _folded(layer: str, model: Mapping[str, LazyTensor]) -> LazyTensor:
-    """The weight of a layer with its adapter in it."""
+    """Returns a layer's weight with its adapter folded in; it is computed when it is fetched."""
     needed = {part: model.get(layer + part) for part in (f"{_BASE}weight", _A, _B, _SCALING)}
     for part, tensor in needed.items():
         if tensor is None:
             raise UsageError(
                 f"--merge: the checkpoint has no `{layer}{part}`",
-                hints=['checkpoints with checkpoint.contents = "trained" hold adapters only: --only "*lora_*"']
+                hints=['with checkpoint.contents = "trained" it contains only adapters: --only "*lora_*" writes them']
                 if part == f"{_BASE}weight"
-                else ["adapters are folded in that the model `lora` has made"],
+                else ["only adapters of the model `lora` can be folded in"],
             )
     base, a, b, scaling = (tensor for tensor in needed.values() if tensor is not None)
     fold = partial(_fold, base, a, b, scaling, transposed=layer + _TRANSPOSED in model)

@@ -17,16 +17,17 @@ from ddpforge.recipe.toml import loads
 from ddpforge.runs.changes import Change, recipe_changes
 from ddpforge.runs.checkpoints import metrics, plain
 
-_STRIDE = 1 << 22  # elements that are compared at a time, in float64
-_TINY = 5e-324  # the smallest float64: integers that float64 cannot tell apart are no division by zero
+_STRIDE = 1 << 22  # elements compared at a time, in float64
+_TINY = 5e-324  # the smallest float64: no division by zero
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:
-    """The difference of a tensor: in kind (`note`), or in value.
+    """Difference of one tensor: in dtype or shape (`note`), or in values.
 
-    `absolute` is the largest |a - b| of its elements, `relative` the largest |a - b| / max(|a|, |b|); both are NaN
-    where one side is not finite and the other is something else. `elements` is the number of those that differ.
+    `elements` is the number of elements that differ. `absolute` is the largest |a - b| of its elements, `relative` the
+    largest |a - b| / max(|a|, |b|). Both are NaN if an element is NaN on one side only. If an infinite element
+    differs, `absolute` is infinite and `relative` is NaN.
     """
 
     section: Section
@@ -39,7 +40,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """Something besides tensors that differs; None where one side lacks it."""
+    """Difference outside tensors; `a` or `b` is None if that side lacks the entry."""
 
     name: str
     a: Any
@@ -48,10 +49,10 @@ class Value:
 
 @dataclass(kw_only=True)
 class Differences:
-    """All that differs between two checkpoints.
+    """All differences between two checkpoints.
 
-    `facts` is where the runs stand and what their state holds besides tensors; `about` is who saved them, when and
-    under what, and metrics, which do not matter for how a run continues.
+    `facts` are differences in the position of the runs, in tied names and in state outside tensors. `about` are
+    differences in creation time, strategy, world size, versions and metrics. They do not affect how a run continues.
     """
 
     recipe: list[Change] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Differences:
 
     @property
     def equal(self) -> bool:
-        """True when both would continue alike: the same state, at the same place, under recipes that mean the same."""
+        """True if both runs would continue identically: same state, same position, recipes with the same meaning."""
         changed = [change for change in self.recipe if change.policy != "free"]
         return not (changed or self.facts or self.tensors or any((*self.missing.values(), *self.unexpected.values())))
 
@@ -72,7 +73,7 @@ class Differences:
 def compare(a: Path, b: Path) -> Differences:
     """Compares two checkpoints of any layouts; one tensor of each is in memory at a time.
 
-    Raises CheckpointError where one of them is damaged.
+    Raises CheckpointError if a checkpoint is damaged, or if a tensor is too large for the memory.
     """
     one, other = Reader(a), Reader(b)
     found = Differences(
@@ -90,9 +91,9 @@ def compare(a: Path, b: Path) -> Differences:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- beside tensors
+# ---------------------------------------------------------------------------------------------- outside tensors
 def _state(manifest: Manifest) -> dict[str, Any]:
-    """By name: all that decides how a run continues, apart from tensors and the recipe."""
+    """Returns everything by name that decides how a run continues, except tensors and the recipe."""
     position = {key: value for key, value in manifest.position.items() if key != "seconds"}  # wall time
     return {
         "step": manifest.step,
@@ -133,7 +134,7 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Value]:
 
 # ---------------------------------------------------------------------------------------------- tensors
 def _tensor(one: Reader, other: Reader, section: Section, name: str) -> Iterator[TensorDifference]:
-    """The difference, if there is one."""
+    """Yields the difference, if there is one."""
     kinds = [f"{str(r.dtype(section, name))[6:]} {list(r.shape(section, name))}" for r in (one, other)]
     note = "" if kinds[0] == kinds[1] else f"{kinds[0]} → {kinds[1]}"
     if one.shape(section, name) != other.shape(section, name):
@@ -149,25 +150,25 @@ def _tensor(one: Reader, other: Reader, section: Section, name: str) -> Iterator
 
 
 def _refuse_too_large(reader: Reader, section: Section, name: str) -> None:
-    """Raises CheckpointError for a tensor that does not fit into memory twice."""
+    """Raises CheckpointError if a tensor does not fit into memory twice."""
     needed = 2 * prod(reader.shape(section, name)) * reader.dtype(section, name).itemsize
     free = psutil.virtual_memory().available
     if needed > free:
         raise CheckpointError(
-            f"{name} ({section}) of {reader.path} cannot be compared: that takes {needed:,} bytes of memory, and "
+            f"{name} ({section}) of {reader.path} cannot be compared: it needs {needed:,} bytes of memory, but only "
             f"{free:,} are free",
             hints=["compare on a machine with more memory"],
         )
 
 
 def _distance(a: Tensor, b: Tensor) -> tuple[int, float, float]:
-    """Counts the elements that differ; also returns the largest absolute and relative difference. NaN equals NaN."""
+    """Returns the number of elements that differ, and the largest absolute and relative difference. NaN equals NaN."""
     a, b = a.reshape(-1), b.reshape(-1)
     elements, absolute, relative = 0, 0.0, 0.0
     for start in range(0, len(a), _STRIDE):
         x, y = a[start : start + _STRIDE].double(), b[start : start + _STRIDE].double()
         differ = (x != y) & ~(x.isnan() & y.isnan())
-        if not a.is_floating_point():  # float64 does not tell all large integers apart
+        if not a.is_floating_point():  # different large integers can be equal in float64
             differ = a[start : start + _STRIDE] != b[start : start + _STRIDE]
         if count := int(differ.sum()):
             x, y = x[differ], y[differ]

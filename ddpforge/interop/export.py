@@ -1,4 +1,4 @@
-"""Weights for other programs: plain safetensors out of a checkpoint, in one file or in several."""
+"""Exports weights for other programs: plain safetensors from a checkpoint, in one file or several."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _DTYPES: Mapping[Precision, torch.dtype] = {
     "fp16": torch.float16,
 }
 INDEX = f"{MODEL}.index.json"
-_OF_TASK = "task."  # begins the names of modules that a task has beside the model
-_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights consists of
+_OF_TASK = "task."  # prefix of the names of a task's auxiliary modules
+_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # the files of an exported folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """The files that an export wrote.
+    """Files that an export wrote.
 
-    `file` is what a reader opens: the file, or the index of several files, and `sha256` is its own. `files` has the
-    sha256 of each file with weights in a folder, by name; `bytes` is the size of all.
+    `file` is the file that a reader opens: the weights, or the index of several files. `sha256` is its digest. For an
+    exported folder, `files` has the sha256 of each file except the index, by name. `bytes` is the size of all weights.
     """
 
     file: Path
@@ -53,7 +53,7 @@ class Exported:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """All files by their names."""
+        """Returns the path of each file, by name."""
         return {name: self.file.parent / name for name in (*self.files, self.file.name)}
 
 
@@ -70,16 +70,21 @@ def export(
 ) -> Exported:
     """Writes the model of a checkpoint to the file `out`, which appears complete or not at all.
 
-    `weights` is "model", or the name of a callback that keeps weights of its own (e.g. "ema"); what it does
-    not keep (buffers, frozen parameters) comes from the model. With `merge` adapters are folded into the weights
-    that they adapt; `base` has those, by name, where the checkpoint has left them out. `only` leaves out what none
-    of its globs names; `dtype` converts the floating-point tensors.
-
-    A tied parameter is written once and its other names become metadata, as by safetensors' own `save_model`:
+    A tied parameter is written once and its other names become metadata, as in safetensors' own `save_model`:
     `safetensors.torch.load_model(model, out)` restores the tie.
 
-    Raises UsageError when `out` exists (unless `force`), when no such weights are kept or they do not fit the
-    dtype, and CheckpointError when the checkpoint is damaged or the disk refuses.
+    Args:
+        weights: "model", an auxiliary module ("task.NAME"), or the name of a callback that keeps weights of its own
+            (e.g. "ema"). Tensors that the callback does not keep (buffers, frozen parameters) come from the model.
+        only: globs; tensors that match none of them are not written.
+        merge: folds adapters into the weights that they adapt.
+        dtype: converts the floating-point tensors.
+        force: replaces `out` if it exists.
+        base: tensors of the model, by name, for weights that the checkpoint omits.
+
+    Raises:
+        UsageError: `out` exists, the checkpoint has no such weights, or a value is too large for `dtype`.
+        CheckpointError: the checkpoint is damaged, or `out` cannot be written.
     """
     if out.exists() and not force:
         raise UsageError(f"{out} exists", hints=["choose another file with --out, or replace it with --force"])
@@ -102,11 +107,11 @@ def export_folder(
     most: int | None = None,
     base: Mapping[str, Tensor] | None = None,
 ) -> Exported:
-    """Writes the model into the folder `out`, under the names that transformers gives: all files or none appear.
+    """Writes the model into the folder `out`, with the file names of transformers: all files or none appear.
 
-    With `most`, no file has more bytes of weights than that, unless for a single tensor that is larger. Where one file
-    is enough it is `model.safetensors`; otherwise `model.safetensors.index.json` says which file holds what. `force`
-    replaces such files; others in the folder stay. For everything else see `export`.
+    `most` is the maximum number of bytes of weights in a file; only a single tensor may exceed it. One file is called
+    `model.safetensors`. Several files have an index, `model.safetensors.index.json`, that maps tensors to files.
+    `force` replaces these files; other files in the folder are kept. For the other arguments see `export`.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file", hints=["name a folder with --out"])
@@ -136,12 +141,12 @@ def export_folder(
 
 
 def exported_file(out: Path, step: int, tensors: int) -> Exported:
-    """A file that was written with so many tensors in it."""
+    """Returns the description of a file that was written with `tensors` tensors."""
     return Exported(file=out, step=step, tensors=tensors, bytes=out.stat().st_size, sha256=disk.sha256(out))
 
 
 def chosen_weights(reader: Reader, weights: str) -> dict[str, LazyTensor]:
-    """The model's weights, or those that a callback keeps, in the order of the model and unread; see `export`."""
+    """Returns the weights of the model or of a callback, in the model's order, without reading them; see `export`."""
     chosen = sources(reader, "model")
     return chosen if weights == "model" else chosen | _kept_by(weights, reader, chosen)
 
@@ -155,9 +160,9 @@ def _chosen(
     merge: bool,
     base: Mapping[str, Tensor] | None,
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """The weights to be written, in the order of the model, and the further names of tied ones."""
+    """Returns the weights to write, in the model's order, and the other names of tied tensors."""
     if weights.startswith(_OF_TASK) and not _fits_model(own := sources(reader, "callbacks", weights), reader):
-        chosen, aliases = own, {}  # a module beside the model: a part of it, or another one, by its own names
+        chosen, aliases = own, {}  # an auxiliary module with tensor names of its own
     else:
         chosen, aliases = chosen_weights(reader, weights), dict(reader.aliases)
         if base is not None:
@@ -174,7 +179,7 @@ def _chosen(
 
 
 def _unsaved(base: Mapping[str, Tensor]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """The tensors of a model in memory, in its order, and the further names of tied ones."""
+    """Returns the tensors of a model in memory, in its order, and the other names of tied tensors."""
     first: dict[tuple[int, torch.Size], str] = {}
     aliases = {}
     for name, tensor in base.items():
@@ -186,7 +191,7 @@ def _unsaved(base: Mapping[str, Tensor]) -> tuple[dict[str, LazyTensor], dict[st
 
 
 def _named(globs: Sequence[str], names: Iterable[str], aliases: Mapping[str, str]) -> set[str]:
-    """The tensors that globs name, by any of their names; raises UsageError for a glob that names none."""
+    """Returns the tensors that match a glob by any of their names; raises UsageError if a glob matches none."""
     known = {name: name for name in names} | dict(aliases)
     found: set[str] = set()
     for glob in globs:
@@ -199,7 +204,7 @@ def _named(globs: Sequence[str], names: Iterable[str], aliases: Mapping[str, str
 
 
 def _shards(chosen: Mapping[str, LazyTensor], most: int | None) -> dict[str, list[str]]:
-    """Assigns tensors to files: as many as there is room for, then the next file."""
+    """Assigns tensors to files in order; a tensor that does not fit begins the next file."""
     shards: list[list[str]] = [[]]
     room = most
     for name, source in chosen.items():
@@ -215,7 +220,7 @@ def _shards(chosen: Mapping[str, LazyTensor], most: int | None) -> dict[str, lis
 
 
 def _index(chosen: Mapping[str, LazyTensor], shards: Mapping[str, Sequence[str]]) -> bytes:
-    """The index of tensors by file, as transformers writes it."""
+    """Returns the index that maps tensors to files, in the format of transformers."""
     total = sum(source.nbytes for source in chosen.values())
     places = {name: file for file, names in shards.items() for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
@@ -224,7 +229,7 @@ def _index(chosen: Mapping[str, LazyTensor], shards: Mapping[str, Sequence[str]]
 
 @contextmanager
 def _staging(out: Path, replaced: Sequence[Path]) -> Iterator[Path]:
-    """A folder to fill, whose files are then in `out`; in a folder that is there, the index comes last."""
+    """Yields a temporary folder to fill; then moves its files to `out`, the index last if `out` exists."""
     new = not out.exists()
     stage = (out.parent if new else out) / f".{out.resolve().name}.{os.getpid()}.tmp"
     try:
@@ -247,20 +252,20 @@ def _staging(out: Path, replaced: Sequence[Path]) -> Iterator[Path]:
 
 
 def _fits_model(tensors: Mapping[str, LazyTensor], reader: Reader) -> bool:
-    """True where there are none, or all of them are of the model, by name and shape."""
+    """True if every tensor has the name and shape of one in the model; also True if there are no tensors."""
     model = sources(reader, "model")
     return all(name in model and model[name].shape == kept.shape for name, kept in tensors.items())
 
 
 def _kept_by(callback: str, reader: Reader, model: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The callback's tensors, provided that they are weights of this model."""
+    """Returns the callback's tensors; raises UsageError unless they are weights of this model."""
     mine = sources(reader, "callbacks", callback)
     if not mine or any(name not in model or model[name].shape != kept.shape for name, kept in mine.items()):
         others = ", ".join(sorted({name.partition("/")[0] for name in reader.names("callbacks")})) or "none"
         raise UsageError(
-            f"the checkpoint {reader.path} holds no weights called {callback!r}",
+            f"the checkpoint {reader.path} contains no weights called {callback!r}",
             hints=[
-                f"`{callback}` is a module beside the model, with names of its own: `ddpforge export` writes it alone"
+                f"`{callback}` is an auxiliary module with tensor names of its own: `ddpforge export` can write it"
                 if mine and callback.startswith(_OF_TASK)
                 else f"callbacks that saved tensors: {others}"
             ],
@@ -273,7 +278,7 @@ def _converted(name: str, source: LazyTensor, dtype: torch.dtype) -> LazyTensor:
         tensor = source.fetch()
         converted = tensor.to(dtype)
         if (converted.isinf() & tensor.isfinite()).any():
-            raise UsageError(f"{name} holds values too large for {dtype_name(dtype)}", hints=["use bf16"])
+            raise UsageError(f"{name} has values too large for {dtype_name(dtype)}", hints=["use bf16"])
         return converted
 
     floating = getattr(torch, source.dtype).is_floating_point
@@ -281,7 +286,7 @@ def _converted(name: str, source: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 
 
 def _write(out: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple[int, str]:
-    """`write_weights`, all or nothing."""
+    """Writes the weights to a file that appears complete or not at all."""
     with appearing(out, CheckpointError) as temporary:
         return write_weights(temporary, chosen, aliases)
 
@@ -289,31 +294,32 @@ def _write(out: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, st
 # ----------------------------------------------------------------------------------- a folder of transformers
 @dataclass(frozen=True)
 class FolderParts:
-    """The parts of a transformers model that are no weights."""
+    """Parts of a transformers model except its weights: configurations and tokenizer."""
 
     parts: tuple[Any, ...]
 
     @classmethod
     def of(cls, model: nn.Module, data: Any, *, merged: bool) -> FolderParts:
-        """Those of a model, and the tokenizer of its data, if it has one; raises UsageError for another model."""
+        """Collects the configurations of a model, and the tokenizer of its data, if it has one.
+
+        Raises UsageError if the model is not from transformers, or has adapters and is not `merged`.
+        """
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "save_pretrained"):
             raise UsageError(
-                f"{type(model).__name__} is no model of transformers",
-                hints=[
-                    "--format transformers is for runs of ddpforge-transformers; leave it out for the weights alone"
-                ],
+                f"{type(model).__name__} is not a model of transformers",
+                hints=["--format transformers is for runs of ddpforge-transformers; omit it to write only the weights"],
             )
         if not merged and any(".lora_" in name for name, _ in model.named_parameters()):
             raise UsageError(
-                "the model has adapters, which transformers would not find in their places",
-                hints=["--merge folds them in", "--only '*lora_*' and no --format writes them alone"],
+                "the model has adapters, and transformers cannot load them under these names",
+                hints=["--merge folds them into the weights", "--only '*lora_*' without --format writes only them"],
             )
         config.architectures = [type(model).__name__]
         return cls((config, getattr(model, "generation_config", None), getattr(data, "tokenizer", None)))
 
     def save(self, weights: Exported) -> Exported:
-        """Puts them beside weights that were written; of what was written all files are told."""
+        """Saves the parts in the folder of exported weights; returns `weights` with all files."""
         folder = weights.file.parent
         stage = folder / f".beside.{os.getpid()}.tmp"
         try:

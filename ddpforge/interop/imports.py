@@ -1,4 +1,4 @@
-"""Makes a checkpoint out of what another program wrote: finds out what it is, renames, and writes."""
+"""Imports a checkpoint of another program: detects its format, renames tensors, and writes a ddpforge checkpoint."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +23,12 @@ from ddpforge.runs.folder import RunFolder
 
 X = TypeVar("X")
 
-_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.")  # that wrappers put before all names
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.")  # wrappers add these to all names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """The result of an import: what it wrote, and what of the source it left out."""
+    """Result of an import: the checkpoint that was written, and the entries of the source that were skipped."""
 
     path: Path
     kind: str
@@ -55,9 +55,13 @@ def import_checkpoint(
 ) -> Imported:
     """Writes the checkpoint `source` of another program into the run `out`, or into a folder of that name.
 
-    `maps` are PATTERN=REPLACEMENT, regular expressions that are applied to every name in turn. `step` and `samples`
-    say where training was, unless the source does. Raises UsageError, before anything is written, for what is no
-    checkpoint, cannot be trusted, or contradicts itself.
+    Args:
+        trust: allows pickles, which can run any code.
+        maps: PATTERN=REPLACEMENT, regular expressions that are applied to every name, one after another.
+        step: steps trained so far; by default the number in the source, or 0.
+        samples: samples trained so far; by default the number in the source, or 0.
+
+    Raises UsageError before anything is written if the source is no checkpoint, is not trusted or contradicts itself.
     """
     folder, run = _target(out)
     rules = [_rule(text) for text in maps]
@@ -73,7 +77,7 @@ def import_checkpoint(
         samples=found.samples or 0 if samples is None else samples,
         strategy=f"imported from {found.kind}",
         world_size=1,
-        # Where a run begins that has trained nothing: what the trainer reads back when it resumes.
+        # The position of an untrained run, in the form that the trainer reads when it resumes.
         position={"seconds": 0.0, "skipped": 0, "left_out": []},
     )
     state = RankState(model=found.model, optimizer=found.optimizer, aliases=found.aliases)
@@ -82,7 +86,7 @@ def import_checkpoint(
 
 
 def _target(out: str) -> tuple[Path, RunFolder | None]:
-    """The folder for the checkpoint, and the run that it belongs to."""
+    """Returns the folder for the checkpoint, and its run, if it belongs to one."""
     for path in (Path(out), Path("runs") / out):
         if (run := RunFolder(path)).exists():
             return run.checkpoints, run
@@ -93,17 +97,17 @@ def _target(out: str) -> tuple[Path, RunFolder | None]:
     if _is_for_a_run(Path(out)):
         name = Path(out).name
         raise UsageError(
-            f"{out} is the place of a run called {name}, which could not begin in a folder of checkpoints alone",
+            f"{out} would be the folder of a run called {name}, but a run cannot start from checkpoints alone",
             hints=[
-                f"import to -o imported/{name}, and set checkpoint.init_from to what is made there",
-                "to go on from its optimizer state too, begin the run first, stop it, and import into it",
+                f"import to -o imported/{name}, and set checkpoint.init_from to the checkpoint in that folder",
+                "to continue from its optimizer state too, start the run, stop it, and import into it",
             ],
         )
     return Path(out), None
 
 
 def _is_for_a_run(out: Path) -> bool:
-    """True for a place among runs at which there is nothing, or an empty folder."""
+    """True if `out` is in runs/ or next to a run, and contains no checkpoint."""
     parent = out.absolute().parent
     among = parent == Path("runs").absolute() or any(RunFolder(path).exists() for path in parent.glob("*"))
     return among and not any(out.glob("step-*"))
@@ -113,19 +117,19 @@ def _made(folder: Path) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror or error}") from error
+        raise UsageError(f"{folder} cannot be created: {error.strerror or error}") from error
     return folder
 
 
 # ---------------------------------------------------------------------------------------------- reading
 def _read(source: Path, *, trust: bool) -> ForeignState:
-    """Reads the source, of whatever kind it is."""
+    """Detects the format of the source, and reads it."""
     if source.is_file():
         return plain.read_file(source, trust=trust)
     if not source.is_dir():
-        raise UsageError(f"there is no {source}", hints=["name a file, or the folder of a checkpoint"])
+        raise UsageError(f"{source} does not exist", hints=["name a file, or the folder of a checkpoint"])
     if is_checkpoint(source):
-        raise refused(source, "it is a checkpoint of ddpforge already")
+        raise refused(source, "it is already a checkpoint of ddpforge")
     if (source / dcp.METADATA).exists():
         return dcp.read(source, trust=trust)
     if zero.is_native(source):
@@ -134,16 +138,16 @@ def _read(source: Path, *, trust: bool) -> ForeignState:
         return plain.read_folder(source, trust=trust)
     raise refused(
         source,
-        "no checkpoint that ddpforge knows is in it",
-        "known are a safetensors file, a state_dict (.pt, .bin), and folders of transformers (model.safetensors), "
-        "torch.distributed.checkpoint (.metadata) and DeepSpeed (latest, *_model_states.pt)",
+        "it contains no checkpoint of a known format",
+        "known formats are a safetensors file, a state_dict (.pt, .bin), and folders of transformers "
+        "(model.safetensors), torch.distributed.checkpoint (.metadata) and DeepSpeed (latest, *_model_states.pt)",
     )
 
 
 def _check(found: ForeignState, source: Path) -> None:
-    """Raises UsageError for tensors that a checkpoint cannot hold."""
+    """Raises UsageError for tensors that a checkpoint cannot contain."""
     if not found.model:
-        raise refused(source, "there is not one tensor in it")
+        raise refused(source, "it contains no tensor")
     for name, held in _each(found):
         for tensor in [part.tensor for part in held] if isinstance(held, list) else [held]:
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -151,9 +155,9 @@ def _check(found: ForeignState, source: Path) -> None:
                 what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} ({tensor.layout})"
                 raise refused(source, f"{name} is {what}, not a dense tensor")
             if kind not in DTYPES:
-                raise refused(source, f"{name} is of type {kind}", f"a checkpoint holds {', '.join(DTYPES)}")
+                raise refused(source, f"{name} has dtype {kind}", f"a checkpoint can contain {', '.join(DTYPES)}")
         if isinstance(held, list) and not held:
-            raise refused(source, f"nothing is there of {name}")
+            raise refused(source, f"it has no part of {name}")
         if isinstance(held, list) and (problem := flaw(held[0].shape, [part.simple_region for part in held])):
             raise refused(source, f"{name}: {problem}")
     if "" in found.model:
@@ -174,7 +178,7 @@ def _rule(text: str) -> tuple[re.Pattern[str], str]:
         compiled = re.compile(pattern)
         compiled.sub(replacement, "")
     except (re.error, IndexError) as error:
-        raise UsageError(f"--map {text}: {error}", hints=["PATTERN is a regular expression of Python"]) from error
+        raise UsageError(f"--map {text}: {error}", hints=["PATTERN is a Python regular expression"]) from error
     return compiled, replacement
 
 
@@ -203,7 +207,7 @@ def _renamed(found: ForeignState, rules: Sequence[tuple[re.Pattern[str], str]], 
 
 
 def _merged(model: Mapping[str, Held], new: Any, source: Path, left_out: list[str]) -> dict[str, Held]:
-    """The weights under their new names. Two that get the same name must be the same: tied, but written twice."""
+    """Returns the weights by their new names. Weights may get the same name only if they are equal (tied weights)."""
     merged: dict[str, Held] = {}
     for name, held in model.items():
         if (other := merged.get(new(name))) is None:
@@ -211,12 +215,12 @@ def _merged(model: Mapping[str, Held], new: Any, source: Path, left_out: list[st
         elif _same(held, other):
             left_out.append(f"{name}: the same as {new(name)}")
         else:
-            raise refused(source, f"--map gives the name {new(name)} to several tensors that are not the same")
+            raise refused(source, f"--map gives the name {new(name)} to several tensors that differ")
     return merged
 
 
 def _same(one: Held, other: Held) -> bool:
-    """True when both hold the same numbers, cut alike."""
+    """True if both have the same values and dtype, and the same partition into parts."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Tensor) or isinstance(other, Tensor) or [p.region for p in one] != [p.region for p in other]:
@@ -225,11 +229,11 @@ def _same(one: Held, other: Held) -> bool:
 
 
 def _twice(model: Mapping[str, Held]) -> Iterator[tuple[str, str]]:
-    """Matrices that are there under two names: a tied weight, as formats write it that do not know of ties."""
+    """Yields pairs of names of equal matrices: a tied weight in a format that does not record ties."""
     first: dict[tuple[Any, ...], str] = {}
     for name, held in model.items():
         shape = tuple(held.shape) if isinstance(held, Tensor) else held[0].shape
-        begin = _first(held).reshape(-1)[:16].tolist()  # tells nearly all apart without reading them
+        begin = _first(held).reshape(-1)[:16].tolist()  # differs for nearly all, without reading whole tensors
         if len(shape) < 2 or len({*begin}) < 2:
             continue
         other = first.setdefault((shape, _first(held).dtype, *begin), name)
@@ -241,7 +245,7 @@ def _unique(values: Mapping[str, X], new: Any, source: Path) -> dict[str, X]:
     found: dict[str, X] = {}
     for name, value in values.items():
         if new(name) in found:
-            raise refused(source, f"--map gives the name {new(name)} to the optimizer's state of several parameters")
+            raise refused(source, f"--map gives the name {new(name)} to the optimizer state of several parameters")
         found[new(name)] = value
     return found
 
@@ -254,12 +258,12 @@ def _report(found: ForeignState, facts: Facts, path: Path, run: RunFolder | None
         dtypes[kind] = dtypes.get(kind, 0) + 1
     hints = []
     if prefix := _common_prefix([*found.model, *found.aliases]):
-        hints.append(f"all names begin with {prefix!r}; to leave it out: --map '^{re.escape(prefix)}='")
+        hints.append(f"all names begin with {prefix!r}; to remove it: --map '^{re.escape(prefix)}='")
     for name, other in _twice(found.model):
         rule = f"^{re.escape(name)}$={other}"
-        hints.append(f"{name} is the same as {other}; if the model ties them, leave it out: --map '{rule}'")
+        hints.append(f"{name} is the same as {other}; if the model ties them, merge them: --map '{rule}'")
     if run is not None and (newer := [each for each in committed(path.parent)[0] if each.manifest.step > facts.step]):
-        hints.append(f"a run resumes from step {newer[0].manifest.step}, which is newer; see --step")
+        hints.append(f"the run resumes from step {newer[0].manifest.step}, which is newer; see --step")
     return Imported(
         path=path,
         kind=found.kind,
@@ -285,7 +289,7 @@ def _bytes(held: Held) -> int:
 
 
 def _common_prefix(names: Sequence[str]) -> str:
-    """The prefixes of wrappers that all names have, one after the other."""
+    """Returns the wrapper prefixes that all names share, one after another."""
     prefix = ""
     while more := next((p for p in _PREFIXES if all(name.startswith(prefix + p) for name in names)), ""):
         prefix += more

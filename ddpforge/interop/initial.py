@@ -1,4 +1,4 @@
-"""Initial weights from elsewhere (`checkpoint.init_from`): what of them a model takes, and what it does not."""
+"""Loads initial weights (`checkpoint.init_from`) into a model, and reports tensors without a counterpart."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["find_initial", "in_dtype", "load_initial"]
 
 log = logging.getLogger("ddpforge")
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"  # as transformers names them
-_SHOWN = 8  # names in a list
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"  # the file names of transformers
+_SHOWN = 8  # names at most in a list
 _KEY = "checkpoint.init_from"
 
 
@@ -44,17 +44,24 @@ def load_initial(
     skip: Sequence[str] = (),
     whole: bool = False,
 ) -> None:
-    """Has `take` read the tensors of `source` that a module has; `held` is what this rank holds of it, by name.
+    """Calls `take` with the tensors of `source` that a module has; called on every rank.
 
-    Called on every rank: each reads what it holds; `take` is given what only others hold, too. `aliases` are further
-    names of tied tensors, and `key` is where the recipe says `source`: a run (its folder or its name in runs/: the
-    newest checkpoint), a checkpoint, a safetensors file, or a folder in which transformers saved a model. Tensors that
-    it lacks, and those that a glob in `skip` names, keep their values; what is missing (an error where it must be
-    `whole`) and what is left over goes to the log.
-    Floating-point tensors may have another dtype.
+    `take` reads the tensors of this rank; it also receives the tensors that only other ranks hold. Floating-point
+    tensors are converted to the module's dtype. Tensors that `source` lacks, and tensors that match `skip`, keep their
+    values. The log lists missing, unused and skipped tensors.
 
-    Raises UsageError when there is nothing like that, not one name fits, a glob matches nothing, or shapes or kinds of
-    numbers differ: it names all of those.
+    Args:
+        source: a run (its folder, or its name in runs/: the newest checkpoint), a checkpoint, a safetensors file, or a
+            folder in which transformers saved a model.
+        held: the module's tensors on this rank, or this rank's parts of them, by name.
+        aliases: other names of tied tensors.
+        take: reads tensors into the module.
+        key: recipe key of `source`, for messages.
+        skip: globs of tensors that keep their values.
+        whole: a missing tensor is an error.
+
+    Raises UsageError if `source` does not exist, no name matches, a glob matches nothing, or shapes or kinds of dtypes
+    differ.
     """
     path = on_rank_zero(ranks, lambda: find_initial(source, key))
     found = _open(path)
@@ -75,17 +82,22 @@ def load_initial(
     missing = [name for name in wanted if name not in found and name not in skipped]
     unexpected = [name for name in found if name not in wanted and name not in aliases]
     if skipped and not missing and not taken:
-        raise UsageError("checkpoint.init_skip leaves nothing to take from checkpoint.init_from")
+        raise UsageError("checkpoint.init_skip matches all tensors of the model: checkpoint.init_from has no effect")
     if not taken or (whole and missing):
         raise UsageError(
             f"{key} = {json.dumps(source)}: "
-            + (f"it lacks {_listed(missing)}" if taken else "none of its tensors has a name that the model knows"),
+            + (f"it lacks {_listed(missing)}" if taken else "none of its tensors has the name of one in the model"),
             hints=[f"it has {_listed(found)}", f"the model has {_listed(wanted)}"],
         )
     _refuse_unfit(taken, wanted, key)
     take({name: in_dtype(saved, wanted[name][1]) for name, saved in taken.items()})
     if ranks.is_main:
-        _report(path, key, len(taken), {"not in it": missing, "not in the model": unexpected, "left alone": skipped})
+        _report(
+            path,
+            key,
+            len(taken),
+            {"not in it": missing, "not in the model": unexpected, "skipped by init_skip": skipped},
+        )
 
 
 def _report(path: Path, key: str, taken: int, rest: Mapping[str, Sequence[str]]) -> None:
@@ -106,9 +118,9 @@ def _dtype(held: Tensor | Part) -> torch.dtype:
     return held.tensor.dtype if isinstance(held, Part) else held.dtype
 
 
-# ---------------------------------------------------------------------------------------------- where weights are
+# ---------------------------------------------------------------------------------------------- sources
 def find_initial(source: str, key: str = _KEY) -> Path:
-    """The file, folder or checkpoint that `source` means; raises UsageError when there is nothing like that."""
+    """Returns the file, folder or checkpoint that `source` names; raises UsageError if it does not exist."""
     path = Path(source).expanduser()
     if path.is_file() or any((path / name).is_file() for name in (MANIFEST, _INDEX, _SINGLE)):
         return path
@@ -132,7 +144,7 @@ def _open(path: Path) -> dict[str, SavedTensor]:
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} cannot be read as safetensors: {error}",
-            hints=["`ddpforge ckpt import` makes a checkpoint of other formats"],
+            hints=["`ddpforge ckpt import` converts checkpoints of other formats"],
         ) from error
 
 
@@ -143,7 +155,7 @@ def _of_file(path: Path) -> dict[str, SavedTensor]:
 
 @dataclass(frozen=True)
 class _InFile:
-    """A tensor in a safetensors file, which is mapped into memory."""
+    """Tensor in a safetensors file, which is mapped into memory."""
 
     file: Any
     name: str
@@ -176,12 +188,12 @@ def _refuse_unfit(
     said = [f"`{name}` is {mine} in the model and {theirs} in {key}" for name, (mine, theirs) in unfit.items()]
     more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
     names = json.dumps(sorted(unfit)) if len(unfit) <= _SHOWN else f"[…], with globs for these {len(unfit)}"
-    skip = f"begin with the model's own: checkpoint.init_skip = {names}"
+    skip = f"to keep the model's own values: checkpoint.init_skip = {names}"
     raise UsageError("; ".join(said[:_SHOWN]) + more, hints=[skip] if key == _KEY else [])
 
 
 def _difference(saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, str] | None:
-    """The shapes, or the kinds of numbers, of the model's tensor and the saved one, where they do not go together."""
+    """Returns the shapes or dtypes of the model's tensor and the saved one if they are incompatible, else None."""
     if tuple(saved.shape) != shape:
         return str(list(shape)), str(list(saved.shape))
     if saved.dtype != dtype and not (saved.dtype.is_floating_point and dtype.is_floating_point):
@@ -190,13 +202,13 @@ def _difference(saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def in_dtype(saved: SavedTensor, dtype: torch.dtype) -> SavedTensor:
-    """The tensor as one of another dtype, which is converted when it is read."""
+    """Returns the tensor in another dtype; it is converted when it is read."""
     return saved if saved.dtype == dtype else _Converted(saved, dtype)
 
 
 @dataclass(frozen=True)
 class _Converted:
-    """A tensor in another dtype than it was saved in."""
+    """Saved tensor that is converted to another dtype when it is read."""
 
     saved: SavedTensor
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""A trained model as a program that runs without its code: of torch.export, or ONNX."""
+"""Exports a trained model as a program that runs without the model's code: torch.export or ONNX."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from ddpforge.interfaces import Task
 
 __all__ = ["SAMPLES", "Inputs", "inputs_of", "require_onnx", "write_onnx", "write_pt2"]
 
-SAMPLES = 3  # in the example: a size of 1, or one that is also another dimension's, would be taken for a constant
-_LARGEST = 2**31 - 2**20  # bytes of a protocol buffer, which an ONNX file is
+# Samples in the example batch: torch.export treats a size of 1, or one equal to another dimension, as a constant.
+SAMPLES = 3
+_LARGEST = 2**31 - 2**20  # bytes: an ONNX file is a protocol buffer, which is limited to 2 GiB
 
 
 class _Called(Exception):
-    """The task has called the model."""
+    """Raised by the hook: the task called the model."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a model for a batch of `samples`; `names` has them by the parameters of its `forward`."""
+    """Arguments of a model for a batch of `samples` samples; `names` has them by parameter name of `forward`."""
 
     args: tuple[Any, ...]
     named: dict[str, Any]
@@ -42,12 +43,12 @@ class Inputs:
 
     @property
     def shapes(self) -> dict[str, Any]:
-        """The batch as a dimension of any size, where a tensor begins with it; all else is as in the example."""
+        """Returns the dynamic shapes for torch.export: tensors with one row per sample may have any number of rows."""
         batch = {0: torch.export.Dim("batch")}
         return {name: tree_map(lambda x: batch if self._has_rows(x) else None, x) for name, x in self.names.items()}
 
     def first(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same of the first sample alone."""
+        """Returns the arguments for the first sample alone."""
         found: Any = tree_map(lambda x: x[:1] if self._has_rows(x) else x, (self.args, self.named))
         return tuple(found[0]), found[1]
 
@@ -56,7 +57,7 @@ class Inputs:
 
 
 def inputs_of(model: nn.Module, task: Task, batch: Any, samples: int) -> Inputs:
-    """Finds out what the task calls the model with; raises UsageError where it does not call it."""
+    """Returns the arguments with which the task calls the model; raises UsageError if it does not call it."""
     called: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -75,24 +76,25 @@ def inputs_of(model: nn.Module, task: Task, batch: Any, samples: int) -> Inputs:
     finally:
         hook.remove()
     raise UsageError(
-        f"{type(task).__name__} does not call the model itself, so it is not known what to export it for",
-        hints=["-o FILE.safetensors writes the weights alone"],
+        f"{type(task).__name__} does not call the model itself, so the inputs of the exported program are unknown",
+        hints=["-o FILE.safetensors writes only the weights"],
     )
 
 
 def _checked(inputs: Inputs, model: nn.Module) -> Inputs:
     if not any(map(inputs._has_rows, tree_leaves((inputs.args, inputs.named)))):
         raise UsageError(
-            f"{type(model).__name__} is called with no tensor that has a row for each of {inputs.samples} samples",
-            hints=[f"the first evaluation set must have {inputs.samples} samples or more"],
+            f"no argument of {type(model).__name__} is a tensor with one row for each of {inputs.samples} samples",
+            hints=[f"the first evaluation set must have at least {inputs.samples} samples"],
         )
     return inputs
 
 
 def write_pt2(model: nn.Module, inputs: Inputs, out: Path) -> None:
-    """Writes the model as `torch.export.load` reads it; for batches of any size. Raises UsageError where it cannot be.
+    """Writes the model in the format of `torch.export.load`, for batches of any size.
 
-    The file appears when what it computes, of one sample, has been found to be what the model computes.
+    The file appears only if its outputs agree with those of the model, for one sample and for several. Raises
+    UsageError if torch cannot export the model, and PluginError if the outputs differ.
     """
     program = _exported(model, inputs)
     with appearing(out) as temporary:
@@ -104,16 +106,21 @@ def write_pt2(model: nn.Module, inputs: Inputs, out: Path) -> None:
 
 
 def require_onnx() -> None:
-    """Raises EnvironmentProblem where a library is missing."""
+    """Raises EnvironmentProblem if a library for ONNX is missing."""
     for name in ("onnx", "onnxscript", "onnxruntime"):
         library(name, "onnx")
 
 
 def write_onnx(model: nn.Module, inputs: Inputs, out: Path) -> None:
-    """The same as an ONNX file, whose inputs are called as the arguments of `forward`; checked with onnxruntime."""
+    """Writes the model as an ONNX file, whose inputs have the names of the arguments of `forward`.
+
+    onnxruntime checks the outputs; the file appears under the same conditions as in `write_pt2`.
+    """
     require_onnx()
     if (size := sum(tensor.nbytes for tensor in model.state_dict().values())) > _LARGEST:
-        raise UsageError(f"the model has {size:,} bytes, and an ONNX file holds 2 GiB", hints=["-o FILE.pt2 holds it"])
+        raise UsageError(
+            f"the model has {size:,} bytes, but an ONNX file is limited to 2 GiB", hints=["write it with -o FILE.pt2"]
+        )
     program = _exported(model, inputs)
     with _told("ONNX", model):
         made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
@@ -138,30 +145,30 @@ def _exported(model: nn.Module, inputs: Inputs) -> Any:
 
 @contextmanager
 def _told(by: str, model: nn.Module) -> Iterator[None]:
-    """Tells a library's complaint about a model in a line; warnings about its own ways are nobody's business."""
+    """Raises a library's error about a model as a UsageError of one line; suppresses the library's warnings."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except ForgeError:
         raise
-    except Exception as error:  # of many kinds, which share no base
+    except Exception as error:  # the libraries raise many types without a common base
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise UsageError(
-            f"{by} cannot take the model {type(model).__name__}: {type(error).__name__}: {first}",
-            hints=["its forward must not decide by the values in tensors, nor by the size of the batch"],
+            f"{by} cannot process the model {type(model).__name__}: {type(error).__name__}: {first}",
+            hints=["its forward must not branch on values in tensors or on the size of the batch"],
         ) from error
 
 
 @torch.no_grad()
 def _compare(model: nn.Module, inputs: Inputs, program: Any) -> None:
-    """Raises PluginError unless the program computes what the model does, of one sample and of several."""
+    """Raises PluginError unless program and model compute the same outputs, for one sample and for several."""
     for args, named in (inputs.first(), (inputs.args, inputs.named)):
         for one, other in zip(_tensors(program(*args, **named)), _tensors(model(*args, **named)), strict=True):
             if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True):
                 raise PluginError(
-                    f"the exported program does not compute what the model {type(model).__name__} does",
-                    hints=["its forward depends on more than its arguments, or decides by the size of the batch"],
+                    f"the exported program computes other outputs than the model {type(model).__name__}",
+                    hints=["its forward depends on more than its arguments, or branches on the size of the batch"],
                 )
 
 

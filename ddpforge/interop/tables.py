@@ -1,4 +1,4 @@
-"""Tables of predictions, written row by row: JSON lines, or parquet. A file appears complete or not at all."""
+"""Tables of predictions, written row by row as JSON lines or parquet. A file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ __all__ = ["Table", "check_table", "writing"]
 
 Columns = Mapping[str, NDArray[Any] | Sequence[Any]]
 
-_ROWS = 1 << 14  # of a row group of parquet
+_ROWS = 1 << 14  # minimum rows of a parquet row group
 
 
 class Table(ABC):
-    """A table that is being written; all columns of one `add` have as many rows."""
+    """Table that is being written; all columns of one `add` have the same number of rows."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     @abstractmethod
     def add(self, columns: Columns) -> None:
-        """Appends rows; raises PluginError for what the format cannot hold."""
+        """Appends rows; raises PluginError for values that the format cannot represent."""
 
     def end(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining rows."""
 
 
 def check_table(out: Path) -> None:
-    """Raises UsageError for a name that tells no format, PluginError where the format's library is missing."""
+    """Raises UsageError if the file suffix is of no known format, PluginError if the format's library is missing."""
     if out.suffix not in _FORMATS:
         raise UsageError(
-            f"{out}: the end of the name says what is written, and must be {' or '.join(_FORMATS)}",
+            f"{out}: the suffix of the file selects the format, and must be {' or '.join(_FORMATS)}",
             hints=[f"-o {out.with_suffix('.jsonl')}"],
         )
     if out.suffix == ".parquet":
@@ -52,7 +52,10 @@ def check_table(out: Path) -> None:
 
 @contextmanager
 def writing(out: Path) -> Iterator[Table]:
-    """A table to fill, which is the file `out` when all went well; raises EnvironmentProblem where a disk refuses."""
+    """Yields a table to fill; the file `out` appears if no error occurred.
+
+    Raises EnvironmentProblem if the file cannot be written.
+    """
     with appearing(out) as temporary, disk.create(temporary) as file:
         table = _FORMATS[out.suffix](file)
         yield table
@@ -62,7 +65,7 @@ def writing(out: Path) -> Iterator[Table]:
 
 # ---------------------------------------------------------------------------------------------- JSON lines
 class _Lines(Table):
-    """One JSON object a row. JSON has no NaN: a number that is not finite is null."""
+    """One JSON object per row. JSON has no NaN: a number that is not finite becomes null."""
 
     def add(self, columns: Columns) -> None:
         plain = {name: _jsonable(column) for name, column in columns.items()}
@@ -70,13 +73,13 @@ class _Lines(Table):
             rows = zip(*plain.values(), strict=True)
             lines = [json.dumps(dict(zip(plain, row, strict=True)), ensure_ascii=False) for row in rows]
         except TypeError as error:
-            hint = "return tensors, numbers and strings"
-            raise PluginError(f"JSON cannot hold a prediction: {error}", hints=[hint]) from error
+            hint = "predictions must be tensors, numbers or strings"
+            raise PluginError(f"JSON cannot represent a prediction: {error}", hints=[hint]) from error
         disk.write(self._file, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _jsonable(value: Any) -> Any:
-    """The value with lists for arrays, and the fewest digits that tell a number from others of its precision."""
+    """Returns the value with lists for arrays, and numbers with the fewest digits that are exact in their dtype."""
     if isinstance(value, np.ndarray | np.generic):
         short = value.dtype.kind == "f" and value.dtype.itemsize < 8
         found: Any = (value.astype(str).astype(np.float64) if short else value).tolist()
@@ -90,13 +93,13 @@ def _jsonable(value: Any) -> Any:
 
 # ---------------------------------------------------------------------------------------------- parquet
 class _Parquet(Table):
-    """Typed columns, of the types of the first rows; tensors are lists of lists."""
+    """Parquet file with typed columns. The first rows fix the types; tensors become nested lists."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         self._schema: Any = None
         self._writer: Any = None
-        self._waiting: list[Any] = []  # tables, until they are worth a row group
+        self._waiting: list[Any] = []  # tables, until they fill a row group
 
     def add(self, columns: Columns) -> None:
         pa, known = _pyarrow(), {}
@@ -108,7 +111,7 @@ class _Parquet(Table):
             table = pa.table(arrays, schema=self._schema)
         except (pa.ArrowException, KeyError, ValueError, TypeError) as error:
             raise PluginError(
-                f"parquet cannot hold a prediction: {error}",
+                f"parquet cannot represent a prediction: {error}",
                 hints=["every batch must have the same columns, of the same types"],
             ) from error
         self._schema = table.schema
@@ -136,7 +139,7 @@ def _pyarrow() -> Any:
 
 
 def _type(column: NDArray[Any] | Sequence[Any]) -> Any:
-    """The type of a cell of arrays; None leaves it to what the cells are."""
+    """Returns the type of the cells if they are arrays; None otherwise: pyarrow then infers it."""
     cells = column if isinstance(column, np.ndarray) else next((one for one in column), None)
     if not isinstance(cells, np.ndarray):
         return None

@@ -1,1 +1,1 @@
-"""Programs around training, one folder a tool."""
+"""Tools around training, one folder each."""

@@ -166,7 +166,7 @@ def test_what_cannot_be_loaded_is_told_in_words(run: Path) -> None:
     assert "there is no run 'nowhere'" in refused(UsageError, lambda: ddpforge.load("nowhere"))
     assert "has no checkpoint of step 3" in refused(UsageError, lambda: ddpforge.load(run, checkpoint=3))
     newest = ddpforge.load(run)
-    assert "holds no weights called 'swa'" in refused(UsageError, lambda: ddpforge.load(run, weights="swa"))
+    assert "contains no weights called 'swa'" in refused(UsageError, lambda: ddpforge.load(run, weights="swa"))
     assert "chooses one of a run" in refused(UsageError, lambda: ddpforge.load(newest.checkpoint, checkpoint="best"))
     said = refused(UsageError, lambda: ddpforge.load(run, checkpoint="last"))  # type: ignore[arg-type]
     assert "checkpoint='last': there are" in said

@@ -470,5 +470,5 @@ def test_what_no_run_writes_is_damage_and_passed_over(folder: Path, change: dict
 def test_a_tensor_that_no_memory_holds_is_not_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [write(folder, checkpoint_of(step)) for step in (5, 7)]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8))
-    with pytest.raises(CheckpointError, match=r"cannot be compared: that takes .* bytes of memory, and 8 are free"):
+    with pytest.raises(CheckpointError, match=r"cannot be compared: it needs .* bytes of memory, but only 8 are free"):
         compare(*paths)

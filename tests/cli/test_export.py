@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
         (["digit"], "there is no run 'digit'", "did you mean digits?"),
         (["digits", "--step", "9"], "runs/digits has no checkpoint of step 9", "it has checkpoints of step 1, 2, 3"),
         (["digits", "--step", "1", "--best"], "--best and --step", "give one of them"),
-        (["digits", "--weights", "emma"], "holds no weights called 'emma'", "callbacks that saved tensors: ema"),
+        (["digits", "--weights", "emma"], "contains no weights called 'emma'", "callbacks that saved tensors: ema"),
     ],
 )
 def test_mistakes_are_usage_errors_with_a_way_out(arguments: list[str], complaint: str, hint: str) -> None:

@@ -190,7 +190,7 @@ def test_a_run_that_failed_lends_its_words_and_its_exit_code(comparison: Compari
     comparison.answer = RunFailed(Spec("mine", "mine", (), 2), 137, "one\ntwo\n")
     result = invoke("tiny.toml", "--strategies", "a,b", "--json")
     assert (result.exit_code, result.stdout) == (137, "")
-    assert "error: `mine` ended with exit code 137; the last it said:\n    one\n    two" in result.stderr
+    assert "error: `mine` ended with exit code 137; its last output:\n    one\n    two" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_data_in_parts_and_a_task_of_ones_own(folder: Path) -> None:
         ("{}", "Own.predict returns an empty dict"),
         ("{'index': batch[0]}", "a column `index`"),
         ("{'a': batch[0].sum()}", "`a` is float32 [], and there are 8 samples"),
-        ("{'a': [object()] * 8}", "JSON cannot hold a prediction"),
+        ("{'a': [object()] * 8}", "JSON cannot represent a prediction"),
     ],
 )
 def test_what_a_task_may_not_return_is_told(folder: Path, columns: str, said: str) -> None:

@@ -129,10 +129,10 @@ def test_other_weights_and_checkpoints(folder: Path) -> None:
 
 def test_what_cannot_be_is_refused_and_leaves_nothing(folder: Path) -> None:
     before = set(folder.iterdir())
-    assert "torch.export cannot take the model Odd" in complaint("odd", "-o", "odd.pt2")
+    assert "torch.export cannot process the model Odd" in complaint("odd", "-o", "odd.pt2")
     assert "--dtype is for weights alone" in complaint("mlp", "-o", "a.pt2", "--dtype", "bf16")
     assert "does not go into a.onnx" in complaint("mlp", "-o", "a.onnx", "--format", "pt2")
-    assert "MLP is no model of transformers" in complaint("mlp", "--format", "transformers")
+    assert "MLP is not a model of transformers" in complaint("mlp", "--format", "transformers")
     assert set(folder.iterdir()) == before
     (folder / "there.pt2").write_text("mine")
     assert "there.pt2 exists" in complaint("mlp", "-o", "there.pt2")

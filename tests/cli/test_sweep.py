@@ -59,7 +59,10 @@ def sweep(*words: str) -> Result:
         (["train.seed=0,1", "name=mine"], "the runs of a sweep are named by their values"),
         (["name=a,b"], "the runs of a sweep are named by their values"),
         (["train.seed=0,1", "lr"], "Got unexpected extra argument (lr)"),
-        (["train.seed=0,1", "--optuna=2", "--metric=eval/reward"], "does not tell if less of it is better"),
+        (
+            ["train.seed=0,1", "--optuna=2", "--metric=eval/reward"],
+            "it is unknown whether less of eval/reward is better",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(words: list[str], complaint: str) -> None:
@@ -78,7 +81,7 @@ def test_more_runs_at_a_time_than_gpus_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     refused = sweep("train.seed=0,1", "--jobs=2", "--nproc=2")
     assert refused.exit_code == ExitCode.USAGE
-    assert "2 runs at a time with 2 GPU each need 4, and there are 3" in refused.stderr
+    assert "2 runs at a time with 2 GPU each need 4, but there are 3" in refused.stderr
     assert "--jobs 1" in refused.stderr
 
 

@@ -103,14 +103,14 @@ def test_another_shape_is_an_error_unless_it_is_skipped(bench: Bench, weights: d
     assert "Traceback" not in refused.stderr
 
     said = begin(bench, "odd.safetensors", more=f'init_skip = ["{name[:-2]}*"]')
-    assert f"1 tensors left alone: {name}" in said.stderr
+    assert f"1 tensors skipped by init_skip: {name}" in said.stderr
 
 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
         ("nowhere", "there is no run 'nowhere'"),
-        ("other.safetensors", "none of its tensors has a name that the model knows"),
+        ("other.safetensors", "none of its tensors has the name of one in the model"),
     ],
 )
 def test_a_source_that_is_none_is_refused(bench: Bench, source: str, reason: str) -> None:
@@ -125,7 +125,7 @@ def test_a_source_that_is_none_is_refused(bench: Bench, source: str, reason: str
     ("skip", "reason"),
     [
         ("nothing.*", 'checkpoint.init_skip: "nothing.*" matches no tensor of the model'),
-        ("*", "checkpoint.init_skip leaves nothing to take from checkpoint.init_from"),
+        ("*", "checkpoint.init_skip matches all tensors of the model"),
     ],
 )
 def test_a_glob_that_matches_nothing_or_everything_is_refused(

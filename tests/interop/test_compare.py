@@ -210,7 +210,7 @@ def test_two_tensors_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest
 
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=largest - 1))
     with pytest.raises(
-        CheckpointError, match=r"layer.weight \(model\) of one.* takes 120 bytes of memory, and 119 are"
+        CheckpointError, match=r"layer.weight \(model\) of one.* needs 120 bytes of memory, but only 119 are"
     ):
         compare(*paths)
 

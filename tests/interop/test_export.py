@@ -58,7 +58,7 @@ def test_a_scalar_weight_has_an_average_too(folder: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("weights", ["mine", "plain", "nobody", "em"])
 def test_weights_that_nobody_keeps_are_a_usage_error(checkpoint: Path, tmp_path: Path, weights: str) -> None:
-    with pytest.raises(UsageError, match=f"holds no weights called '{weights}'") as caught:
+    with pytest.raises(UsageError, match=f"contains no weights called '{weights}'") as caught:
         export(checkpoint, tmp_path / "out", weights=weights)
     assert caught.value.hints == ("callbacks that saved tensors: ema, mine",)
 
@@ -94,7 +94,7 @@ def test_a_weight_that_would_become_infinite_is_refused(folder: Path, tmp_path: 
     state = CanonicalState(model={"w": torch.tensor([1.0, 1e6, -2.0])}, optimizer={})
     path = write(folder, checkpoint_of(7, state=state))
 
-    with pytest.raises(UsageError, match="w holds values too large for float16"):
+    with pytest.raises(UsageError, match="w has values too large for float16"):
         export(path, tmp_path / "out", dtype="fp16")
     export(path, tmp_path / "out", dtype="bf16")
 
@@ -321,7 +321,7 @@ def test_a_callback_that_keeps_more_than_weights_of_the_model_keeps_no_weights(f
     kept = {"layer.weight": torch.ones(3, 5), "mine": torch.ones(2)}
     path = write(folder, checkpoint_of(7, callbacks={"ema": kept}))
 
-    with pytest.raises(UsageError, match="holds no weights called 'ema'"):
+    with pytest.raises(UsageError, match="contains no weights called 'ema'"):
         export(path, tmp_path / "out.safetensors", weights="ema")
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -333,5 +333,5 @@ def test_a_module_of_the_task_that_is_a_part_of_the_model_is_exported_alone(fold
     done = export(path, tmp_path / "target.safetensors", weights="task.target")
     assert done.tensors == 1
     assert torch.equal(load_file(tmp_path / "target.safetensors")["weight"], target["weight"])
-    with pytest.raises(UsageError, match=r"holds no weights called 'task\.other'"):
+    with pytest.raises(UsageError, match=r"contains no weights called 'task\.other'"):
         export(path, tmp_path / "other.safetensors", weights="task.other")

@@ -230,7 +230,7 @@ def test_what_is_missing_left_over_and_left_alone_is_named_by_one_rank(tmp_path:
         ("INFO", f"initial weights: 1 tensors from {path}"),
         ("WARNING", "initial weights: 1 tensors not in it: seen"),
         ("WARNING", "initial weights: 1 tensors not in the model: x"),
-        ("WARNING", "initial weights: 1 tensors left alone: norm"),
+        ("WARNING", "initial weights: 1 tensors skipped by init_skip: norm"),
     ]
     began(path, Here(main=main), skip=["n*"])
     assert said() == []
@@ -252,7 +252,7 @@ def test_what_is_skipped_is_not_missing(tmp_path: Path, said: Any) -> None:
     began(path, skip=["norm", "seen"])
 
     assert [words for level, words in said() if level == "WARNING"] == [
-        "initial weights: 2 tensors left alone: norm, seen"
+        "initial weights: 2 tensors skipped by init_skip: norm, seen"
     ]
 
 
@@ -266,7 +266,7 @@ def test_what_is_skipped_is_not_missing(tmp_path: Path, said: Any) -> None:
         ({"seen": torch.tensor(7, dtype=torch.int32)}, [], UsageError, "`seen` is int64 in the model and int32"),
         ({}, ["Embed"], UsageError, 'checkpoint.init_skip: "Embed" matches no tensor of the model'),
         ({}, ["norm", "x*"], UsageError, r'checkpoint.init_skip: "x\*" matches no tensor of the model'),
-        ({}, ["*"], UsageError, "checkpoint.init_skip leaves nothing to take"),
+        ({}, ["*"], UsageError, "checkpoint.init_skip matches all tensors of the model"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(
@@ -296,7 +296,7 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         "`norm` is [3] in the model and [2] in checkpoint.init_from; "
         "`seen` is int64 in the model and float32 in checkpoint.init_from"
     )
-    assert caught.value.hints == ('begin with the model\'s own: checkpoint.init_skip = ["embed", "norm", "seen"]',)
+    assert caught.value.hints == ('to keep the model\'s own values: checkpoint.init_skip = ["embed", "norm", "seen"]',)
     assert caught.value.exit_code == 2
 
 
@@ -304,7 +304,7 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
 def test_where_no_name_fits_both_sides_are_listed(tmp_path: Path, skip: list[str]) -> None:
     path = saved(tmp_path / "some.safetensors", {"b": torch.zeros(2), "a": torch.zeros(2)})
 
-    with pytest.raises(UsageError, match="none of its tensors has a name that the model knows") as caught:
+    with pytest.raises(UsageError, match="none of its tensors has the name of one in the model") as caught:
         began(path, skip=skip)
 
     assert caught.value.hints == ("it has a, b", "the model has embed, norm, seen")
@@ -364,5 +364,5 @@ def test_what_only_another_rank_holds_is_taken_and_counted_too(
     assert taken.keys() == {"norm", "embed"}
     assert said() == [
         ("INFO", f"initial weights: 2 tensors from {source}"),
-        ("WARNING", "initial weights: 1 tensors left alone: seen"),
+        ("WARNING", "initial weights: 1 tensors skipped by init_skip: seen"),
     ]

@@ -1,5 +1,5 @@
-"""Checkpoints that other programs wrote, read as what a ddpforge checkpoint is made of: named tensors.
+"""Reads checkpoints of other programs into named tensors, the contents of a ddpforge checkpoint.
 
-Nothing is believed of such files. safetensors and pickles of bare tensors (`torch.load(weights_only=True)`) are read as
-they are; every other pickle can run any code as it is loaded, and is loaded only if the user trusts whoever made it.
+These files are not trusted. safetensors and pickles of bare tensors (`torch.load(weights_only=True)`) are safe to read.
+Any other pickle can run code while it is loaded, so it is loaded only if the user trusts its author.
 """

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint (DCP): every shard of every tensor, put where its metadata say."""
+"""Reads checkpoints of torch.distributed.checkpoint (DCP): every shard, at its place according to the metadata."""
 
 import io
 import pickle
@@ -16,15 +16,15 @@ from ddpforge.interop.foreign.foreign_state import ForeignState, Held, inside, l
 
 METADATA = ".metadata"
 _MODELS = (("model",), ("state_dict",), ("model_state_dict",), ("module",), ("app", "model"), ())
-_FLAT = re.compile(r"state\.(.+)\.([^.]+)")  # as `flatten_optimizer_state_dict` writes it
+_FLAT = re.compile(r"state\.(.+)\.([^.]+)")  # the keys of `flatten_optimizer_state_dict`
 
 Path_ = tuple[Any, ...]
 
 
 def read(folder: Path, *, trust: bool) -> ForeignState:
-    """Model and optimizer as `get_state_dict` names them. All of it is in memory until it is written.
+    """Reads model and optimizer state, with the names of `get_state_dict`, into memory.
 
-    Raises UsageError without `trust`: the metadata are a pickle.
+    Raises UsageError if the folder is not valid, and without `trust`, because the metadata are a pickle.
     """
     if not trust:
         raise untrusted(folder, "the .metadata of a DCP folder")
@@ -49,7 +49,7 @@ def _found(folder: Path, metadata: Metadata) -> ForeignState:
         elif key not in tensors:
             left_out.append(f"{key}: not a tensor")
         elif not _is_under(paths[key], prefix):
-            left_out.append(f"{key}: neither a weight nor the optimizer state of one")
+            left_out.append(f"{key}: neither a weight nor optimizer state of a weight")
 
     pieces = _Pieces(folder, metadata)
     found = ForeignState(kind="DCP", model={name: pieces.of(key) for name, key in names.items()}, left_out=left_out)
@@ -62,7 +62,7 @@ def _metadata(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = pickle.load(file)
-    except Exception as error:  # whatever a damaged pickle raises
+    except Exception as error:  # a damaged pickle can raise anything
         raise refused(path, f"it cannot be read ({type(error).__name__}: {error})") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
         raise refused(path, "it is not the metadata of a DCP checkpoint on disk")
@@ -70,10 +70,10 @@ def _metadata(path: Path) -> Metadata:
 
 
 def _paths(folder: Path, metadata: Metadata) -> dict[str, Path_]:
-    """The path of each entry in the nested state_dict: ("optim", "state", "layer.weight", "exp_avg")."""
+    """Returns the path of each entry in the nested state dict: ("optim", "state", "layer.weight", "exp_avg")."""
     data = metadata.planner_data
     if not isinstance(data, Mapping) or not metadata.state_dict_metadata.keys() <= data.keys():
-        raise refused(folder, "its metadata do not say where in the state_dict each tensor was")
+        raise refused(folder, "its metadata lack the places of tensors in the state_dict")
     return {key: path if isinstance(path, tuple) else (path,) for key, path in data.items()}
 
 
@@ -86,7 +86,7 @@ def _last(path: Path_) -> str:
 
 
 def _model_prefix(folder: Path, paths: list[Path_]) -> Path_:
-    """The table of the state_dict that has the weights."""
+    """Returns the path of the table in the state dict that contains the weights."""
     for prefix in _MODELS:
         if any(_is_under(path, prefix) for path in paths):
             return prefix
@@ -95,7 +95,7 @@ def _model_prefix(folder: Path, paths: list[Path_]) -> Path_:
 
 
 def _optimizer_entry(path: Path_, names: Mapping[str, str]) -> tuple[str, str] | None:
-    """The parameter and the key, where the path is that of a parameter's optimizer state."""
+    """Returns parameter name and state key if the path is in the optimizer state of a parameter, else None."""
     match path:
         case (*_, "state", str(name), str(key)) if name in names:
             return name, key
@@ -106,7 +106,7 @@ def _optimizer_entry(path: Path_, names: Mapping[str, str]) -> tuple[str, str] |
 
 
 class _Pieces:
-    """The shards of tensors, each read where the metadata say that it is."""
+    """Shards of tensors, each read from its place according to the metadata."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self.folder = folder
@@ -116,7 +116,7 @@ class _Pieces:
             self.stored.setdefault(index.fqn, []).append((index, info))
 
     def of(self, key: str) -> Held:
-        """A whole tensor, or its parts."""
+        """Returns a whole tensor, or its parts."""
         entry = self.entries[key]
         assert isinstance(entry, TensorStorageMetadata)
         shape, dtype = tuple(entry.size), entry.properties.dtype
@@ -126,7 +126,7 @@ class _Pieces:
             offset = tuple(index.offset) if index.offset is not None else (0,) * len(shape)
             tensor = self._read(key, info)
             if tuple(tensor.shape) != sizes.get(offset) or tensor.dtype != dtype:
-                raise refused(self.folder, f"a shard of {key} is not what the metadata say")
+                raise refused(self.folder, f"a shard of {key} does not match the metadata")
             parts.append(Part(tensor, shape, Box(offset, tuple(tensor.shape))))
         return parts[0].tensor if len(parts) == 1 and tuple(parts[0].tensor.shape) == shape else parts
 
@@ -138,7 +138,7 @@ class _Pieces:
             content = file.read(info.length)
         try:
             tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a damaged file makes of the unpickler
+        except Exception as error:  # a damaged file can make the unpickler raise anything
             raise refused(self.folder / info.relative_path, f"{key} in it cannot be read ({error})") from error
         if not isinstance(tensor, Tensor):
             raise refused(self.folder / info.relative_path, f"{key} in it is not a tensor")

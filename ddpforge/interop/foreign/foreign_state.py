@@ -1,4 +1,4 @@
-"""The contents of another program's checkpoint, and the little that its files are trusted with."""
+"""Contents of another program's checkpoint, and safe access to its files."""
 
 import stat
 import sys
@@ -22,7 +22,7 @@ Number = bool | int | float
 
 @dataclass(kw_only=True)
 class ForeignState:
-    """Tensors by name, as `contents.RankState` takes them; `left_out` says in words what of the source is not there."""
+    """Tensors by name, as in `contents.RankState`; `left_out` describes the entries of the source that are skipped."""
 
     kind: str
     model: dict[str, Held]
@@ -34,56 +34,59 @@ class ForeignState:
 
 
 def refused(path: Path, reason: object, *hints: str) -> UsageError:
-    """The error for a source that is not what it should be."""
+    """Returns the error for a source that cannot be imported."""
     return UsageError(f"{path} cannot be imported: {reason}", hints=hints)
 
 
 def untrusted(path: Path, what: str) -> UsageError:
-    """The error for a pickle that would have to be loaded in full."""
+    """Returns the error for a pickle that cannot be loaded as bare tensors."""
     return refused(
         path,
-        f"{what} is a pickle, and loading one can run any code that its maker put there",
-        "if you know who made it and trust them, add --trust",
-        "if not, ask for safetensors, which cannot run code",
+        f"{what} is a pickle, and loading it can run any code of its author",
+        "add --trust if you know and trust its author",
+        "otherwise obtain the weights as safetensors, which cannot run code",
     )
 
 
 def regular(path: Path) -> Path:
-    """The path of a file within a source; raises UsageError for links and for what is no file."""
+    """Returns the path of a file in a source; raises UsageError if it is missing, a link or not a regular file."""
     try:
         mode = path.lstat().st_mode
     except OSError as error:
         raise refused(path, error.strerror or error) from error
     if not stat.S_ISREG(mode):
         hint = "make a copy with regular files: cp -rL SOURCE COPY"
-        raise refused(path, "it is a link or a special file, which could lead anywhere", *([hint] * stat.S_ISLNK(mode)))
+        raise refused(path, "it is a link or a special file, not a regular file", *([hint] * stat.S_ISLNK(mode)))
     return path
 
 
 def inside(folder: Path, name: object) -> Path:
-    """The file that an index calls `name`; raises UsageError where that would lead out of the folder."""
+    """Returns the path of the file `name` in a folder; raises UsageError if `name` could lead out of the folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\0" in name:
-        raise refused(folder, f"it refers to the file {name!r}, which is not the plain name of one of its files")
+        raise refused(folder, f"it refers to the file {name!r}, which is not a plain file name")
     return regular(folder / name)
 
 
 def load(path: Path, *, trust: bool) -> Any:
-    """Loads a file of `torch.save`; without `trust` only tensors and plain containers of them."""
+    """Loads a file of `torch.save`; without `trust` only tensors and plain containers of tensors.
+
+    Raises UsageError for any other content, and for a file that cannot be loaded.
+    """
     zipped = zipfile.is_zipfile(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UnpicklingError as error:
         if not trust:
-            raise untrusted(path, "it holds more than tensors, so it") from error
-    except Exception as error:  # whatever a damaged file makes of the unpickler
-        raise refused(path, f"torch.load says {_brief(error)}") from error
+            raise untrusted(path, "it contains objects other than tensors; it") from error
+    except Exception as error:  # a damaged file can make the unpickler raise anything
+        raise refused(path, f"torch.load failed: {_brief(error)}") from error
     try:
-        with redirect_stdout(sys.stderr):  # of the packages that it imports
+        with redirect_stdout(sys.stderr):  # the output of packages that the pickle imports
             return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
     except ImportError as error:
         raise refused(path, f"its pickle needs a package that is not installed ({error})") from error
     except Exception as error:
-        raise refused(path, f"torch.load says {_brief(error)}") from error
+        raise refused(path, f"torch.load failed: {_brief(error)}") from error
 
 
 def _brief(error: BaseException) -> str:
@@ -92,7 +95,7 @@ def _brief(error: BaseException) -> str:
 
 
 def tied(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors that share all of their memory under the first of their names, and the other names as aliases."""
+    """Returns tensors and aliases: tensors that share all of their memory are kept under the first of their names."""
     first: dict[tuple[Any, ...], str] = {}
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -109,6 +112,6 @@ def tied(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """The first of several names, and how many more there are."""
+    """Joins the first `most` names, and adds the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

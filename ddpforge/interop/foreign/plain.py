@@ -1,4 +1,4 @@
-"""Weights by name: safetensors and `state_dict`s, in one file or as transformers splits them over several."""
+"""Reads weights by name: safetensors and state dicts, in one file or split over several as in transformers."""
 
 import json
 import re
@@ -17,14 +17,14 @@ _NESTED = ("model", "state_dict", "model_state_dict", "module")
 
 
 def is_pickle(path: Path) -> bool:
-    """True when a file begins as `torch.save` begins one: a zip archive, or a bare pickle of old."""
+    """True if a file begins like a file of `torch.save`: a zip archive, or a plain pickle of an old version."""
     with path.open("rb") as file:
         start = file.read(4)
     return start == b"PK\x03\x04" or start[:1] == b"\x80"
 
 
 def read_file(path: Path, *, trust: bool) -> ForeignState:
-    """The weights in one file."""
+    """Reads the weights in one file."""
     if is_pickle(path):
         named, left_out = _state_dict(path, trust=trust)
         kept, aliases = tied(named)
@@ -34,7 +34,7 @@ def read_file(path: Path, *, trust: bool) -> ForeignState:
 
 
 def is_folder(folder: Path) -> bool:
-    """True for a folder that `read_folder` reads."""
+    """True if `read_folder` can read the folder."""
     return any(_is_there(folder / name) for name in (*SINGLE, *INDEXED))
 
 
@@ -43,12 +43,12 @@ def _is_there(path: Path) -> bool:
 
 
 def read_folder(folder: Path, *, trust: bool) -> ForeignState:
-    """The weights in a folder that `save_pretrained` of transformers, or `ckpt export`, made."""
+    """Reads the weights in a folder of transformers' `save_pretrained`, or of `ddpforge export`."""
     for name, kind in SINGLE.items():
         if _is_there(folder / name):
             found = read_file(regular(folder / name), trust=trust)
             if found.kind != kind:
-                raise refused(folder / name, f"it is not the {kind} that its name says")
+                raise refused(folder / name, f"its name is of a {kind}, but its content is not")
             break
     else:
         name, kind = next(each for each in INDEXED.items() if _is_there(folder / each[0]))
@@ -56,7 +56,7 @@ def read_folder(folder: Path, *, trust: bool) -> ForeignState:
     others = sorted(
         path.name for path in folder.iterdir() if re.match(r"(optimizer|scheduler|scaler|rng|random)", path.name)
     )
-    found.left_out += [f"{other}: only weights are taken from a folder like this" for other in others]
+    found.left_out += [f"{other}: only weights are imported from such a folder" for other in others]
     return found
 
 
@@ -68,7 +68,7 @@ def _read_indexed(folder: Path, index: str, kind: str, *, trust: bool) -> Foreig
     for file in dict.fromkeys(places.values()):
         path = inside(folder, file)
         if is_pickle(path) != (kind == "state_dict"):
-            raise refused(path, f"it is not the {kind} that its name says")
+            raise refused(path, f"its name is of a {kind}, but its content is not")
         if kind == "state_dict":
             found, rest = _state_dict(path, trust=trust)
             left_out += rest
@@ -78,7 +78,7 @@ def _read_indexed(folder: Path, index: str, kind: str, *, trust: bool) -> Foreig
         wanted = {name for name, place in places.items() if place == file}
         if found.keys() != wanted:
             odd = sorted(found.keys() ^ wanted)
-            raise refused(path, f"it and {index} do not name the same tensors: {listed(odd)}")
+            raise refused(path, f"its tensors are not the tensors that {index} names: {listed(odd)}")
         model |= found
     if kind == "state_dict":
         model, aliases = tied(model)
@@ -96,27 +96,27 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors, mapped into memory and not yet read, and the names that metadata say are tied to others."""
+    """Returns all tensors, mapped into memory and not yet read, and the aliases of tied tensors in the metadata."""
     try:
         with safe_open(path, framework="pt") as file:
             named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             metadata: Mapping[str, str] = file.metadata() or {}
     except (SafetensorError, OSError, ValueError, AttributeError, RuntimeError) as error:
-        raise refused(path, f"it is no safetensors file ({error})") from error
+        raise refused(path, f"it is not a safetensors file ({error})") from error
     return named, {name: other for name, other in metadata.items() if other in named and name not in named}
 
 
 def _state_dict(path: Path, *, trust: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a `state_dict`, or of one in a dictionary beside other things, and what else was there."""
+    """Returns the tensors of a state dict, which may be nested in a dictionary, and a list of the other entries."""
     loaded = load(path, trust=trust)
     left_out: list[str] = []
     if not isinstance(loaded, Mapping):
-        raise refused(path, f"it holds a {type(loaded).__name__}, and not tensors by name")
+        raise refused(path, f"it contains a {type(loaded).__name__}, not tensors by name")
     if not _some(loaded, Tensor):
         nested = [key for key in _NESTED if isinstance(loaded.get(key), Mapping) and _some(loaded[key], Tensor)]
         if len(nested) != 1:
             keys = listed([str(key) for key in loaded])
-            raise refused(path, f"it has no tensors by name; it holds {keys or 'nothing'}")
+            raise refused(path, f"it has no tensors by name; it contains {keys or 'nothing'}")
         left_out = [f"{key}: {_what(value)}" for key, value in loaded.items() if key != nested[0]]
         loaded = loaded[nested[0]]
     left_out += [f"{name}: not a tensor" for name, value in loaded.items() if not isinstance(value, Tensor)]
@@ -129,5 +129,5 @@ def _some(values: Mapping[Any, Any], kind: type) -> bool:
 
 def _what(value: object) -> str:
     if isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys():
-        return "an optimizer's state by number; numbers do not say which parameters are meant"
-    return "beside the weights"
+        return "optimizer state by number; the names of its parameters are unknown"
+    return "not weights"

@@ -1,9 +1,9 @@
-"""DeepSpeed's own checkpoints, ZeRO stages 0 to 3: fp32 master weights and optimizer state out of flat partitions.
+"""Reads DeepSpeed's native checkpoints, ZeRO stages 0 to 3: fp32 master weights and optimizer state in flat partitions.
 
-A partition has no names in it, only a length: which elements are whose follows from the order and the shapes of the
-parameters, as the files give them, and the lengths must come out. Under stages 1 and 2 the weights of the forward pass
-are saved too, and the master weights must round to exactly these; what contradicts that is refused. `zero_to_fp32.py`,
-which comes with such a checkpoint, checks lengths only, and leaves the optimizer's state out.
+A partition contains no names. The positions of parameters in it follow from their order and shapes in the files, and
+the lengths must match. Stages 1 and 2 also save the weights of the forward pass. The master weights must round to
+exactly these values; otherwise the checkpoint is refused. DeepSpeed's own `zero_to_fp32.py` checks only lengths, and
+skips the optimizer state.
 """
 
 import re
@@ -37,16 +37,17 @@ _UNSUPPORTED = ("autoep_layers", "ds_autoep_layers", "universal_checkpoint_info"
 
 
 def is_native(folder: Path) -> bool:
-    """True for a folder that `save_checkpoint` of DeepSpeed made, or one of the folders in it."""
+    """True for a folder of DeepSpeed's `save_checkpoint`, or one of the folders in it."""
     if any(_MODEL.fullmatch(path.name) for path in folder.glob("*_model_states.pt")):
         return True
     return (folder / LATEST).is_file() and any(folder.glob("*/*_model_states.pt"))
 
 
 def read(folder: Path, *, trust: bool) -> ForeignState:
-    """The weights that the optimizer updates, in float32, the other weights and buffers, and the optimizer's state.
+    """Reads the trained weights in float32, the other weights and buffers, and the optimizer state.
 
-    What is large stays on disk, mapped into memory. Raises UsageError without `trust`: all files are pickles.
+    Large tensors stay on disk, mapped into memory. Raises UsageError if the files are not valid, and without `trust`,
+    because they are pickles.
     """
     if not trust:
         raise untrusted(folder, "a checkpoint of DeepSpeed")
@@ -54,13 +55,11 @@ def read(folder: Path, *, trust: bool) -> ForeignState:
     try:
         return _Checkpoint(_Files(tagged)).found()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise refused(
-            tagged, f"its files do not hold what DeepSpeed writes ({type(error).__name__}: {error})"
-        ) from error
+        raise refused(tagged, f"its files are not in DeepSpeed's format ({type(error).__name__}: {error})") from error
 
 
 def _tagged(folder: Path) -> Path:
-    """The folder with the files: this one, or the one that `latest` names."""
+    """Returns the folder with the files: `folder`, or the folder in it that `latest` names."""
     if not (folder / LATEST).exists():
         return folder
     try:
@@ -68,21 +67,21 @@ def _tagged(folder: Path) -> Path:
     except ValueError as error:
         raise refused(folder / LATEST, "it is not text") from error
     if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
-        raise refused(folder / LATEST, f"it names {tag!r}, which is not a folder beside it")
+        raise refused(folder / LATEST, f"it names {tag!r}, which is not the name of a folder next to it")
     if (folder / tag).is_symlink() or not (folder / tag).is_dir():
-        raise refused(folder / LATEST, f"it names {tag}, and there is no such folder beside it")
+        raise refused(folder / LATEST, f"it names {tag}, but there is no such folder next to it")
     return folder / tag
 
 
 class _Files:
-    """The files that the ranks wrote, in the order of the ranks."""
+    """Files of all ranks, in the order of the ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         names = sorted(path.name for path in folder.iterdir())
         odd = [name for name in names if re.match(r"(expert_|layer_|.*mp_rank_(?!00))", name)]
         if odd:
-            raise refused(folder, f"it is of a model that is split over several processes or experts: {listed(odd)}")
+            raise refused(folder, f"its model is split over several processes or experts: {listed(odd)}")
         self.models = self._load(names, _MODEL)
         self.optimizers = self._load(names, _OPTIMIZER)
 
@@ -90,17 +89,17 @@ class _Files:
         matches = [match for name in names if (match := pattern.fullmatch(name))]
         found = {int(match[1] or 0): match[0] for match in matches}
         if len(found) < len(matches):
-            raise refused(self.folder, "files of several checkpoints are in it: two are of the same rank")
+            raise refused(self.folder, "it contains files of several checkpoints: two are of the same rank")
         if missing := sorted(set(range(len(found))) - found.keys()):
             raise refused(self.folder, f"the file of rank {missing[0]} is missing")
         loaded = [load(inside(self.folder, found[rank]), trust=True) for rank in sorted(found)]
         if not all(isinstance(each, dict) for each in loaded):
-            raise refused(self.folder, "its files do not hold what DeepSpeed writes")
+            raise refused(self.folder, "its files are not in DeepSpeed's format")
         return loaded
 
 
 class _Slice(NamedTuple):
-    """Elements of a parameter, and where in a rank's flat partition of a group they are."""
+    """Elements of a parameter, and their place in a rank's flat partition of a parameter group."""
 
     rank: int
     group: int
@@ -109,7 +108,7 @@ class _Slice(NamedTuple):
 
 
 class _Checkpoint:
-    """One checkpoint, put together step by step; everything that contradicts something else is refused."""
+    """Checkpoint that is assembled step by step; any contradiction between its files is refused."""
 
     def __init__(self, files: _Files) -> None:
         self.folder, self.models = files.folder, files.models
@@ -134,13 +133,13 @@ class _Checkpoint:
             optimizer = self._optimizer(shapes, slices)
             module = self._whole_in(module, model, aliases)
         else:
-            self.left_out.append("optimizer: without ZeRO, its state is by number, not by name")
+            self.left_out.append("optimizer: without ZeRO its state is by number, not by name")
         model |= {name: tensor.detach() for name, tensor in module.items() if name not in aliases}
         if self.stage == 3:
             model |= self._frozen()
         if unknown := sorted(set(aliases.values()) - model.keys()):
-            raise refused(self.folder, f"tied parameters refer to {listed(unknown)}, which it does not hold")
-        self.left_out += [f"{key}: a recipe says this" for key in _RECIPES if self.head.get(key)]
+            raise refused(self.folder, f"tied parameters refer to {listed(unknown)}, which it does not contain")
+        self.left_out += [f"{key}: a recipe sets this" for key in _RECIPES if self.head.get(key)]
         return ForeignState(
             kind=f"DeepSpeed ZeRO-{self.stage}" if self.stage else "DeepSpeed",
             model=model,
@@ -151,35 +150,37 @@ class _Checkpoint:
             left_out=self.left_out,
         )
 
-    # -- what is there
+    # -- contents
     def _get(self, table: Mapping[str, Any], key: str) -> Any:
         if not isinstance(table, Mapping) or not isinstance(value := table.get(key), Mapping | list | tuple):
-            raise refused(self.folder, f"its files have no {key}: not all was saved, or another DeepSpeed wrote it")
+            raise refused(self.folder, f"its files have no {key}: they are incomplete, or of another DeepSpeed")
         return value
 
     def _check_kind(self) -> None:
         for table in (*self.models, *self.optimizers):
             if odd := [key for key in _UNSUPPORTED if table.get(key)]:
-                raise refused(self.folder, f"it says {odd[0]}: parallelism that is not supported")
+                raise refused(self.folder, f"it has {odd[0]}: parallelism that is not supported")
             if table.get("ds_zero_partition_groups"):
                 raise refused(self.folder, "its parameters are partitioned over several groups of ranks")
         if self.head.get("mp_world_size", 1) != 1:
-            raise refused(self.folder, "it is of a model that is split over several ranks (tensor parallelism)")
+            raise refused(self.folder, "its model is split over several ranks (tensor parallelism)")
         if self.stage not in (0, 1, 2, 3):
-            raise refused(self.folder, f"it says ZeRO stage {self.stage}")
+            raise refused(self.folder, f"its ZeRO stage is {self.stage}, not 0 to 3")
         for each in self.optimizers:
             counts = each.get("partition_count", self.ranks)
             counts = counts if isinstance(counts, list | tuple) else [counts]
             if int(each.get("zero_stage", 0)) != self.stage or any(count != self.ranks for count in counts):
                 raise refused(
-                    self.folder, f"{self.ranks} ranks' files are there, and they say {listed(list(map(str, counts)))}"
+                    self.folder,
+                    f"it has files of {self.ranks} ranks, but in them the number of ranks is "
+                    f"{listed(list(map(str, counts)))}",
                 )
         if self.stage == 3 and len(self.models) != self.ranks:
             raise refused(self.folder, f"it has {len(self.models)} files of weights and {self.ranks} of the optimizer")
 
     @cached_property
     def groups(self) -> list[dict[str, tuple[int, ...]]]:
-        """The shapes of the trained parameters, by group and in the order of the group."""
+        """Returns the shapes of the trained parameters by name: for each group, in its order."""
         groups = [
             {name: tuple(shape) for name, shape in group.items()} for group in self._get(self.head, "param_shapes")
         ]
@@ -190,22 +191,22 @@ class _Checkpoint:
 
     @cached_property
     def flats(self) -> list[list[Tensor]]:
-        """The ranks' partitions of the master weights, by rank and group."""
+        """Returns the partitions of the master weights, by rank and group."""
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         ranks = [list(self._get(each, key)) for each in self.optimizers]
         if any(not _is_flat(flat) for flats in ranks for flat in flats):
             raise refused(self.folder, "its master weights are not flat partitions")
         if any(len(flats) != len(self.groups) for flats in ranks):
-            raise refused(self.folder, "it has not as many partitions as groups of parameters")
+            raise refused(self.folder, "its numbers of partitions and of parameter groups differ")
         return [[flat.detach() for flat in flats] for flats in ranks]
 
-    # -- which elements are whose
+    # -- positions of parameters
     def _slices_of_line(self) -> dict[str, list[_Slice]]:
-        """Stages 1 and 2: the parameters of a group are laid end to end, and the line is cut into one piece per rank.
+        """Returns the slices under stages 1 and 2: a group's parameters form a line, cut into one piece per rank.
 
-        Between them there may be gaps, and behind the last there is room up to the end of its rank's piece.
-        (`param_slice_mappings` says the same by name, but not where gradients go round robin, so it is not used.)
+        There may be gaps between parameters, and padding after the last one, up to the end of its rank's piece.
         """
+        # DeepSpeed's `param_slice_mappings` gives slices by name, but wrong ones for round-robin gradients.
         found: dict[str, list[_Slice]] = {}
         gaps = self.optimizers[0].get("param_alignment_paddings") or [[0] * len(group) for group in self.groups]
         for number, (group, behind) in enumerate(zip(self.groups, gaps, strict=True)):
@@ -228,7 +229,7 @@ class _Checkpoint:
         return found
 
     def _slices_of_each(self) -> dict[str, list[_Slice]]:
-        """Stage 3: every rank has an equal part of every parameter, padded at the end, one after the other."""
+        """Returns the slices under stage 3: a rank's piece is an equal part of every parameter, padded at the end."""
         found: dict[str, list[_Slice]] = {name: [] for group in self.groups for name in group}
         for group, named in enumerate(self.groups):
             start = 0
@@ -250,9 +251,9 @@ class _Checkpoint:
             if each.region.numel or not prod(shape)
         ]
 
-    # -- proofs
+    # -- checks
     def _check_against(self, module: Mapping[str, Tensor], model: Mapping[str, Held]) -> None:
-        """The master weights must round to the weights of the forward pass, each element."""
+        """Raises UsageError unless each element of the master weights rounds to its weight in the forward pass."""
         for name, parts in model.items():
             if name not in module:
                 raise refused(self.folder, f"it has no weights of the forward pass for {name}")
@@ -267,14 +268,14 @@ class _Checkpoint:
                 ):
                     raise refused(
                         self.folder,
-                        f"the master weights of {name} are not those of the forward pass, so it is not certain which "
-                        "elements are whose",
+                        f"the master weights of {name} do not round to the weights of the forward pass, so the "
+                        "positions of parameters are uncertain",
                     )
 
     def _whole_in(
         self, module: Mapping[str, Tensor], model: Mapping[str, Held], aliases: Mapping[str, str]
     ) -> dict[str, Tensor]:
-        """Frozen weights and buffers, which are whole in the file of weights; under stage 3 only buffers are."""
+        """Returns the whole tensors in the file of weights: frozen weights and buffers; in stage 3 only buffers."""
         rest = {name: tensor for name, tensor in module.items() if name not in model and name not in aliases}
         if self.stage < 3:
             return rest
@@ -282,7 +283,7 @@ class _Checkpoint:
         return {name: tensor for name, tensor in rest.items() if name in names}
 
     def _frozen(self) -> dict[str, Held]:
-        """Stage 3: weights that are not trained, cut like the others."""
+        """Returns the frozen weights under stage 3, which are sharded like the trained ones."""
         shapes = self.head.get("frozen_param_shapes") or {}
         found: dict[str, Held] = {}
         for name, size in shapes.items():
@@ -290,7 +291,7 @@ class _Checkpoint:
             fragments = [self._get(each, "frozen_param_fragments")[name] for each in self.models]
             each = -(-prod(shape) // self.ranks)
             if any(fragment.numel() != each for fragment in fragments):
-                raise refused(self.folder, f"the parts of {name} are not as long as they should be")
+                raise refused(self.folder, f"the parts of {name} have a wrong length")
             edges = [min(rank * each, prod(shape)) for rank in range(self.ranks + 1)]
             regions = [Range(a, b) for a, b in pairwise(edges)]
             lines = (fragment.detach().reshape(-1) for fragment in fragments)
@@ -303,7 +304,7 @@ class _Checkpoint:
     def _optimizer(
         self, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, Sequence[_Slice]]
     ) -> dict[str, dict[str, Any]]:
-        """The optimizer's state, which is laid out like the master weights; nothing if it is in any way different."""
+        """Returns the optimizer state by parameter; empty if its layout differs from that of the master weights."""
         states = [self._states(each) for each in self.optimizers]
         paddings = [self._paddings(each) for each in self.optimizers]
         problem = self._odd_state(states, paddings)
@@ -322,13 +323,14 @@ class _Checkpoint:
         return {name: values for name, values in found.items() if values}
 
     def _states(self, optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A rank's state of each group. The step may be one of the group's settings."""
+        """Returns a rank's state of each group; empty if its groups differ from those of the weights."""
         inner = optimizer.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
         if not isinstance(inner, Mapping) or not {"state", "param_groups"} <= inner.keys():
             return []
         numbers = [(number, group) for group in inner["param_groups"] for number in group["params"]]
         if [number for number, _ in numbers] != list(range(len(self.groups))):
             return []
+        # Some optimizers keep the step in the parameter group.
         steps = [{"step": group["step"]} if "step" in group else {} for _, group in numbers]
         return [
             {**(inner["state"].get(number) or {}), **(steps[number] if inner["state"].get(number) else {})}
@@ -336,27 +338,27 @@ class _Checkpoint:
         ]
 
     def _paddings(self, optimizer: Mapping[str, Any]) -> list[int]:
-        """The padding of each group: the elements by which a rank's state may exceed its saved master weights."""
+        """Returns the padding of each group: a rank's state may exceed its saved master weights by this length."""
         paddings = optimizer.get("group_paddings")
         if self.stage == 3 or not isinstance(paddings, list):
             return [0] * len(self.groups)
         return [int(padding) for padding in paddings]
 
     def _odd_state(self, states: Sequence[Sequence[Mapping[str, Any]]], paddings: Sequence[Sequence[int]]) -> str:
-        """The reason that the optimizer's state cannot be told apart by parameter; empty if it can."""
+        """Returns the reason why the optimizer state cannot be split by parameter; empty if it can."""
         if not all(states):
-            return "its state is not there, or not in groups like the weights"
+            return "its state is missing, or its groups differ from those of the weights"
         for rank, groups in enumerate(states):
             for number, state in enumerate(groups):
                 if state.keys() != states[0][number].keys():
-                    return "the ranks have different kinds of state"
+                    return "the keys of its state differ between ranks"
                 for key, value in state.items():
                     if _is_flat(value):
                         length = len(self.flats[rank][number])
                         if len(value) not in (length, length + paddings[rank][number]):
-                            return f"{key} is not laid out like the weights"
+                            return f"the layout of {key} differs from that of the weights"
                     elif _number(value) is None or _number(value) != _number(states[0][number][key]):
-                        return f"{key} is no number that all ranks agree on"
+                        return f"{key} is not a number, or differs between ranks"
         return ""
 
 

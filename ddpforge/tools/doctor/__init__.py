@@ -1,1 +1,1 @@
-"""Looks at what a run would trip over: on this machine, and between the ranks that a launcher has started."""
+"""Checks for conditions that break a run or make it slow: on this machine, and between the ranks of a launcher."""

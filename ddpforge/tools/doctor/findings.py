@@ -1,4 +1,4 @@
-"""A finding: what was seen, how bad it is, and how to mend it."""
+"""Findings of the doctor: an observation, its severity, and its fix."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ Level = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """An "error" ends a run or spoils it, a "warning" may; a "note" is worth knowing. `fix` says how to mend it."""
+    """Observation: an "error" ends or spoils a run, a "warning" may; a "note" is information. `fix` is the remedy."""
 
     level: Level
     what: str
     fix: str = ""
-    hosts: tuple[str, ...] = ()  # none: it is about all of them together
+    hosts: tuple[str, ...] = ()  # empty: it concerns all hosts together
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the finding for JSON."""
         return {"level": self.level, "what": self.what, "fix": self.fix or None, "hosts": list(self.hosts)}
 
 
 def ok(what: str) -> Finding:
-    """All is well."""
+    """Returns a finding without a problem."""
     return Finding("ok", what)
 
 
 def note(what: str) -> Finding:
-    """Something worth knowing."""
+    """Returns a finding that is only information."""
     return Finding("note", what)
 
 
 def warning(what: str, fix: str) -> Finding:
-    """Something that may spoil a run, or make it slow."""
+    """Returns a finding about a problem that may spoil a run, or make it slow."""
     return Finding("warning", what, fix)
 
 
 def error(what: str, fix: str) -> Finding:
-    """Something that will end a run."""
+    """Returns a finding about a problem that will end a run."""
     return Finding("error", what, fix)
 
 
 def merged(told: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
-    """The findings of all hosts, by host name; what several have found alike is said once."""
+    """Merges the findings of all hosts, by host name; a finding of several hosts appears once, with their names."""
     found: dict[Finding, list[str]] = {}
     for host, findings in told:
         for finding in findings:

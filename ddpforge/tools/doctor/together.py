@@ -1,4 +1,4 @@
-"""Looks at what only several ranks can see: a folder and the time that they share, and how fast they talk."""
+"""Checks that need several ranks: their shared folder, their clocks, and the bandwidth between them."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = ["alike", "bandwidth", "clocks", "folder", "links"]
 _SIZES = (1, 16, 64)  # MiB
 _ROUNDS = 5
 _LINK = 4  # MiB
-_MOST_LINKS = 66  # all pairs of 12 hosts; of more, each with the next
-_UNEVEN = 3.0  # so many times slower than others is worth a look
-_CLOCKS = 1.0  # seconds; a run itself says nothing before 3
+_MOST_LINKS = 66  # all pairs of 12 hosts; with more hosts, only neighbors are measured
+_UNEVEN = 3.0  # a link is reported if it is this many times slower than the median
+_CLOCKS = 1.0  # seconds; a run itself warns only from 3 on
 
 
 def alike(ranks: Ranks, loaded: LoadedRecipe, registry: Registry) -> Iterator[Finding]:
-    """Compares the software and the recipe of all."""
+    """Checks that all ranks have the same software and recipe."""
     yield from _refused(
         lambda: refuse_differences(ranks, loaded, registry), "all ranks have the same software and recipe"
     )
 
 
 def folder(ranks: Ranks, place: Path) -> Iterator[Finding]:
-    """Looks whether all see what rank 0 writes, and that it is locked."""
+    """Checks that all ranks see the file that rank 0 writes, and its lock."""
     locks = True
 
     def look() -> None:
@@ -49,8 +49,8 @@ def folder(ranks: Ranks, place: Path) -> Iterator[Finding]:
 
     yield from _refused(look, f"{place} is shared by all ranks")
     if not locks:
-        fix = "mount it with locks (NFS: without nolock); until then see that no second run trains there"
-        yield warning(f"file locks do not hold in {place}", fix)
+        fix = "mount it with locks (NFS: without nolock); until then start no second run there"
+        yield warning(f"file locks do not work in {place}", fix)
 
 
 def _refused(check: Callable[[], None], well: str) -> Iterator[Finding]:
@@ -63,24 +63,22 @@ def _refused(check: Callable[[], None], well: str) -> Iterator[Finding]:
 
 
 def clocks(ranks: Ranks) -> Iterator[Finding]:
-    """The largest difference to rank 0's clock, in the best of a few rounds: no better than an exchange is fast."""
+    """Measures the largest difference to rank 0's clock: the best of a few rounds, as exact as an exchange is fast."""
     apart = clocks_apart(ranks, _ROUNDS)
     if abs(apart.ahead) > _CLOCKS:
-        fix = (
-            "chrony or ntpd on every host: torch's rendezvous, logs and a train.length of wall time follow these clocks"
-        )
+        fix = "run chrony or ntpd on every host: torch's rendezvous, logs and a train.length of wall time use its clock"
         yield warning(str(apart), fix)
     else:
         yield ok(f"clocks differ by {abs(apart.ahead) * 1e3:.0f} ms at most")
 
 
 def bandwidth(world: World) -> Iterator[Finding]:
-    """All-reduces of several sizes, as gradients are: the best of a few."""
+    """Measures all-reduces of several sizes, typical for gradients: the best of a few rounds."""
     for size in _SIZES:
         values = torch.ones(size << 18, device=world.device)
         took = min(_timed(world, lambda values=values: dist.all_reduce(values)) for _ in range(_ROUNDS))  # type: ignore[misc]
         rate = 2 * (world.all.size - 1) / world.all.size * size / 1024 / took
-        yield ok(f"an all-reduce of {size} MiB takes {took * 1e3:.1f} ms: {rate:.2f} GiB/s a rank")
+        yield ok(f"an all-reduce of {size} MiB takes {took * 1e3:.1f} ms: {rate:.2f} GiB/s per rank")
 
 
 def _timed(world: World, action: Callable[[], object]) -> float:
@@ -93,7 +91,7 @@ def _timed(world: World, action: Callable[[], object]) -> float:
 
 
 def links(world: World) -> Iterator[Finding]:
-    """The bandwidth between pairs of hosts, or of ranks where there is one host; one after another."""
+    """Measures the bandwidth between pairs of hosts, or of ranks if there is only one host; one pair after another."""
     hosts = world.all.everyone(socket.gethostname())
     first = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
     ends = list(first.values()) if len(first) > 1 else list(range(world.all.size))
@@ -108,7 +106,7 @@ def _name(hosts: Sequence[str], rank: int) -> str:
 
 
 def _rate(world: World, pair: tuple[int, int]) -> float:
-    """GiB a second there and back; every rank returns it."""
+    """Returns the GiB per second of an exchange between two ranks; all ranks return the same."""
     values, best = torch.ones(_LINK << 18, device=world.device), 0.0
 
     def exchange() -> None:
@@ -127,7 +125,7 @@ def _judged(rates: Mapping[str, float]) -> Iterator[Finding]:
     usual, slowest = median(rates.values()), min(rates, key=lambda pair: rates[pair])
     text = f"{slowest} exchange {rates[slowest]:.2f} GiB/s"
     if rates[slowest] * _UNEVEN < usual:
-        yield warning(f"{text}, where others have {usual:.2f}", "look at the cable, the switch and the interface there")
+        yield warning(f"{text}, and the median is {usual:.2f}", "check the cable, the switch and the interface there")
     elif len(rates) > 1:
         yield note(f"the slowest of {len(rates)} links: {text}; the median is {usual:.2f}")
     else:

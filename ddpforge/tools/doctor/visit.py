@@ -1,4 +1,4 @@
-"""All that the doctor looks at, in order: each machine by itself, then the ranks together."""
+"""Runs all checks of the doctor, in order: each machine by itself, then the ranks together."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["devices", "visit"]
 
-_STANDS_IN = "digits"  # whose settings are those of most recipes
-_COPIES = 3  # of every parameter: the weight and, as most optimizers keep, two numbers more
+_STANDS_IN = "digits"  # used without a recipe: its settings are those of most recipes
+_COPIES = 3  # numbers per parameter in a checkpoint: the weight, and two of the optimizer (as in Adam)
 _BYTES = 4
 _JOINING = Duration(1, "m")
 
 
 def visit(recipe: str | None, sets: Sequence[str], out: str | None) -> list[Finding] | None:
-    """The findings on rank 0; None on others. Raises RecipeError for a recipe that cannot be read."""
+    """Returns the findings on rank 0, None on other ranks. Raises RecipeError if the recipe cannot be read."""
     registry = Registry.installed()
     loaded = load_recipe(recipe or _STANDS_IN, sets=sets, registry=registry)
     place = Path(out or loaded.recipe.output_dir)
@@ -40,12 +40,12 @@ def visit(recipe: str | None, sets: Sequence[str], out: str | None) -> list[Find
 
 
 def _alone(loaded: LoadedRecipe | None, registry: Registry, place: Path) -> Iterator[Finding]:
-    """This machine by itself: the first of its ranks looks."""
+    """Yields the findings about this machine, on the first of its ranks; nothing on others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     here = ranks_here()
     workers = loaded.recipe.data.workers if loaded else None
-    workers = 0 if workers == "auto" else workers  # which takes the cores and the memory that are there
+    workers = 0 if workers == "auto" else workers  # "auto" adapts to the cores and the memory of the machine
     yield from machine.packages()
     yield from devices()
     yield from machine.names(os.environ.get("MASTER_ADDR", ""))
@@ -63,7 +63,7 @@ def _alone(loaded: LoadedRecipe | None, registry: Registry, place: Path) -> Iter
 
 
 def _checkpoint(loaded: LoadedRecipe, registry: Registry) -> int:
-    """Bytes of a checkpoint, at most; raises what makes the recipe impossible here."""
+    """Returns an upper bound for the bytes of a checkpoint; raises ForgeError if the recipe cannot work here."""
     from ddpforge.app.build import build_without_ranks
 
     return build_without_ranks(loaded, registry, ranks=world_size()).size.all * _COPIES * _BYTES
@@ -78,9 +78,9 @@ def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Seque
     try:
         world = join(train, build(registry, "strategy", loaded.recipe.strategy))
     except (ForgeError, RuntimeError) as failed:
-        hint = "can every host reach MASTER_ADDR, and the others? `ddpforge doctor` on each says more"
+        hint = "check that every host can reach MASTER_ADDR and the other hosts; run `ddpforge doctor` on each"
         hint = "; ".join(failed.hints) if isinstance(failed, ForgeError) and failed.hints else hint
-        return merged([(socket.gethostname(), [*mine, error(f"ranks do not meet: {failed}", hint)])])
+        return merged([(socket.gethostname(), [*mine, error(f"the ranks cannot join: {failed}", hint)])])
     ranks = world.all
     ours = [
         *together.alike(ranks, loaded, registry),
@@ -95,7 +95,7 @@ def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Seque
 
 
 def devices() -> Iterator[Finding]:
-    """Names the GPUs, or says why torch cannot use one that is there."""
+    """Reports the GPUs, or the reason why torch cannot use a GPU of this machine."""
     import torch
 
     from ddpforge.ranks.devices import choose_device
@@ -106,7 +106,7 @@ def devices() -> Iterator[Finding]:
         except StrategyError as unusable:
             yield error(unusable.message, "; ".join(unusable.hints))
         else:
-            yield ok("no GPU: ranks train on the CPU, and talk over gloo")
+            yield ok("no GPU: ranks train on the CPU, and communicate over gloo")
         return
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     kinds = {f"{gpu.name} with {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus}
@@ -115,6 +115,6 @@ def devices() -> Iterator[Finding]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     yield ok(f"{len(gpus)} GPUs: {', '.join(sorted(kinds))}; CUDA {torch.version.cuda}, NCCL {nccl or 'is missing'}")
     if nccl is None and len(gpus) > 1:
-        yield error("torch has no NCCL, by which GPUs talk", "install a build of torch for CUDA")
+        yield error("torch has no NCCL, which GPUs need to communicate", "install a build of torch for CUDA")
     if len(kinds) > 1:
-        yield warning("GPUs are not of one kind: all wait for the slowest", "CUDA_VISIBLE_DEVICES chooses among them")
+        yield warning("GPUs are not of one kind: all wait for the slowest", "select equal ones by CUDA_VISIBLE_DEVICES")

@@ -1,1 +1,1 @@
-"""Do strategies train alike? `specs` says which, `runs` trains under each, `probe` watches, `compare` judges."""
+"""Checks that strategies train identically: `specs` parses them, `runs` trains under each, `compare` judges."""

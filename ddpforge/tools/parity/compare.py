@@ -1,4 +1,4 @@
-"""Finds where two runs come apart: which quantity, at which step, and by how much. Plain data in, plain data out."""
+"""Finds the quantity and the step at which two runs diverge, and the difference. Plain data in, plain data out."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["TOLERANCES", "Point", "Quantity", "Record", "Tolerances", "compare",
 
 _EXACT = 1e-12  # for learning rates, which are functions of the step
 _INITIAL = 1e-6  # for initial weights, which the same seed draws
-_FLOOR = 1e-3  # what is smaller than this share of the largest is compared with that share
+_FLOOR = 1e-3  # values smaller than this share of the largest are compared relative to that share
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative differences that rounding explains, over tens of steps.
+    """Largest relative differences that rounding explains, over tens of steps.
 
-    Differences of weights are relative to how far training moved them. One number covers the whole model, because
-    Adam makes steps as large as the learning rate out of rounding noise where a gradient is zero in theory, as that
-    of an attention's key bias is: single parameters may differ by anything.
+    Differences of weights are relative to the distance that training moved them, as one vector for the whole model.
     """
 
     loss: float
     grad_norm: float
+    # One number for all weights: single ones may differ by anything. If a gradient is zero in theory (e.g. of the bias
+    # of an attention's keys), Adam turns its rounding noise into steps as large as the learning rate.
     weights: float
-    metrics: float  # of an evaluation's metrics beside its loss
+    metrics: float  # metrics of an evaluation, except its loss
 
     def scaled(self, loss: float) -> Tolerances:
-        """The same with another tolerance for the loss, and the others in proportion."""
+        """Returns tolerances with `loss` for the loss, and the others in proportion."""
         return Tolerances(**{name: value * loss / self.loss for name, value in asdict(self).items()})
 
 
@@ -42,15 +42,15 @@ TOLERANCES: Mapping[str, Tolerances] = {
     "bf16": _HALF,
     "fp16": _HALF,
 }
-"""By `train.precision`. In fp32 at least ten times what one and two ranks were seen to differ by in 20 steps; in bf16
-five times for the norm and twice for weights, more being too wide to find anything."""
+"""By `train.precision`. In fp32 at least ten times the measured difference between one and two ranks after 20 steps. In
+bf16 five times for the norm and twice for weights: wider tolerances would detect nothing."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a run: a row of metrics per step, the weights it would have begun with, and its last ones.
+    """Record of a run: a row of metrics per step, the strategy's own initial weights, and the final weights.
 
-    `averages` is that of the strategy's contract.
+    `averages` is the value in the strategy's contract.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -60,13 +60,13 @@ class Record:
 
     @property
     def steps(self) -> int:
-        """The number of steps trained."""
+        """Returns the number of steps trained."""
         return len(self.rows)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A quantity at one step; `difference` is relative, and infinite where numbers cannot say it."""
+    """Quantity at one step; `difference` is relative, and infinite if it has no finite value."""
 
     step: int
     difference: float
@@ -76,7 +76,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One quantity of a run beside that of the reference; `where` is the tensor with most of the difference."""
+    """One quantity of a run, compared with the reference; `where` is the tensor with the largest difference."""
 
     name: str
     tolerance: float
@@ -85,17 +85,17 @@ class Quantity:
 
     @property
     def largest(self) -> Point:
-        """The point with the largest difference."""
+        """Returns the point with the largest difference."""
         return max(self.points, key=lambda point: point.difference)
 
     @property
     def drift(self) -> Point | None:
-        """The first point with a difference beyond the tolerance."""
+        """Returns the first point with a difference above the tolerance, if any."""
         return next((point for point in self.points if point.difference > self.tolerance), None)
 
 
 def compare(run: Record, reference: Record, tolerances: Tolerances) -> list[Quantity]:
-    """Every quantity that the two runs have in common, in the order of cause and effect within a step."""
+    """Compares every quantity that both runs have, in the order of cause and effect within a step."""
     shared = min(run.steps, reference.steps)
     found = [
         _initial(run, reference),
@@ -114,14 +114,14 @@ def compare(run: Record, reference: Record, tolerances: Tolerances) -> list[Quan
 
 
 def first_drift(quantities: Iterable[Quantity]) -> tuple[Quantity, Point] | None:
-    """The first step at which one of them is beyond its tolerance, and which it is."""
+    """Returns the quantity that is first above its tolerance, and the point; None if all are within."""
     drifts = [(quantity, quantity.drift) for quantity in quantities]
     return min(((quantity, point) for quantity, point in drifts if point), key=lambda each: each[1].step, default=None)
 
 
 # ---------------------------------------------------------------------------------------------- numbers
 def _curve(key: str, run: Record, reference: Record, steps: int, tolerance: float, floor: float = _FLOOR) -> Quantity:
-    """A column of both runs' rows; empty where neither has it."""
+    """Compares a column of both runs' rows; returns no points if neither run has it."""
     pairs = [(mine.get(key), theirs.get(key)) for mine, theirs in zip(run.rows[:steps], reference.rows, strict=False)]
     if all(pair == (None, None) for pair in pairs):
         return Quantity(key, tolerance, ())
@@ -148,7 +148,7 @@ def _ratio(difference: float, scale: float) -> float:
 
 
 def _evaluation(run: Record, reference: Record, tolerances: Tolerances) -> list[Quantity]:
-    """The metrics of the evaluation with which both runs ended."""
+    """Compares the metrics of the last evaluation of both runs."""
     last = {**reference.rows[-1], **run.rows[-1]}
     found = []
     for key in (key for key in last if key.startswith("eval/")):
@@ -160,14 +160,14 @@ def _evaluation(run: Record, reference: Record, tolerances: Tolerances) -> list[
 
 # ---------------------------------------------------------------------------------------------- tensors
 def _initial(run: Record, reference: Record) -> Quantity:
-    """Compares the weights that both strategies would have begun with, before the one took over the other's."""
+    """Compares the initial weights of both strategies, before one run loaded those of the other."""
     apart = _apart(run.initial, reference.initial)
     difference = _ratio(math.hypot(*apart.values()), _norm(reference.initial.values()))
     return Quantity("initial weights", _INITIAL, (Point(0, difference),), _most(apart))
 
 
 def _weights(run: Record, reference: Record, tolerance: float) -> Quantity:
-    """All trained weights as one vector, relative to how far the reference has moved it."""
+    """Compares all trained weights as one vector, relative to the distance that the reference moved it."""
     trained = reference.initial
     mine, theirs = ({name: each.final.get(name) for name in trained} for each in (run, reference))
     moved = math.hypot(*filter(math.isfinite, _apart(theirs, trained).values()))
@@ -177,7 +177,7 @@ def _weights(run: Record, reference: Record, tolerance: float) -> Quantity:
 
 
 def _buffers(run: Record, reference: Record, tolerance: float) -> Quantity:
-    """Compares the model's buffers in the last checkpoints; the worst tensor counts, relative to itself."""
+    """Compares the model's buffers in the last checkpoints; the largest difference counts, relative to its buffer."""
     trained = reference.initial
     mine, theirs = ({name: x for name, x in each.final.items() if name not in trained} for each in (run, reference))
     apart = {name: _ratio(x, _norm([theirs.get(name)])) for name, x in _apart(mine, theirs).items()}
@@ -186,7 +186,7 @@ def _buffers(run: Record, reference: Record, tolerance: float) -> Quantity:
 
 
 def _apart(mine: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """The distance between each two tensors of one name; infinite where one is missing or of another shape."""
+    """Returns the distance between the two tensors of each name; infinite if one is missing or the shapes differ."""
     found = {}
     for name in {**theirs, **mine}:
         a, b = mine.get(name), theirs.get(name)
@@ -200,12 +200,12 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _norm(tensors: Iterable[Tensor | None]) -> float:
-    """Of all elements together; what is not a number counts as infinite."""
+    """Returns the norm of all elements together; infinite if one is NaN."""
     norm = math.hypot(*(float(tensor.double().norm()) for tensor in tensors if tensor is not None))
     return math.inf if math.isnan(norm) else norm
 
 
 def _most(apart: Mapping[str, float]) -> str | None:
-    """The tensor with most of the difference, where there is any."""
+    """Returns the tensor with the largest difference; None if there is no difference."""
     worst = max(apart, key=lambda name: apart[name], default=None)
     return worst if worst is not None and apart[worst] else None

@@ -1,4 +1,4 @@
-"""Trains one recipe under several strategies, from one initial state, and gathers how far they come apart."""
+"""Trains one recipe under several strategies, from one initial state, and compares the runs."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from ddpforge.training.contract import contract_of
 __all__ = ["ParityReport", "RunFailed", "Verdict", "parity"]
 
 _PROBE = "ddpforge_parity"  # the name of the callback
-_LINES = 40  # of what a failed run said
+_LINES = 40  # of the output of a failed run
 
 
 class RunFailed(ForgeError):
-    """A run did not reach its end; `code` is what the comparison should end with."""
+    """Failure of a run; `code` is the exit code for the whole comparison."""
 
     def __init__(self, spec: Spec, code: int, said: str) -> None:
         self.code = code
-        if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):  # whoever stopped the run meant the comparison
+        if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):  # a request to stop is meant for the comparison
             self.code = int(ExitCode.INTERRUPTED)
-            super().__init__(f"stopped in the run of `{spec.text}`; nothing was compared")
+            super().__init__(f"stopped during the run of `{spec.text}`; nothing was compared")
             return
         lines = [f"    {line}" for line in said.rstrip().splitlines()[-_LINES:]]
-        message = "\n".join([f"`{spec.text}` ended with exit code {code}; the last it said:", *lines])
-        super().__init__(message, hints=["--out DIR keeps the runs' folders and everything they said"])
+        message = "\n".join([f"`{spec.text}` ended with exit code {code}; its last output:", *lines])
+        super().__init__(message, hints=["--out DIR keeps the runs' folders and all of their output"])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of the run called `name` with the reference, which itself has no quantities."""
+    """Comparison of the run called `name` with the reference. The reference itself has no quantities."""
 
     spec: Spec
     name: str
@@ -58,11 +58,11 @@ class Verdict:
 
     @property
     def drift(self) -> tuple[Quantity, Point] | None:
-        """The first step at which something is beyond its tolerance, and what."""
+        """Returns the quantity that is first above its tolerance, and the point; None if all are within."""
         return first_drift(self.quantities)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: every quantity at every step."""
+        """Returns every quantity at every step, for JSON."""
         drift = self.drift
         return {
             "strategy": self.spec.text,
@@ -87,7 +87,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The result of a comparison; the first verdict is that of the reference."""
+    """Result of a comparison; the first verdict is that of the reference."""
 
     recipe: str
     precision: str
@@ -100,7 +100,7 @@ class ParityReport:
         return not any(verdict.drift for verdict in self.verdicts)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN and no infinity: what is not finite is null."""
+        """Returns the report for JSON; a number that is not finite becomes null."""
         return {
             "recipe": self.recipe,
             "precision": self.precision,
@@ -122,12 +122,20 @@ def parity(
     tolerance: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> ParityReport:
-    """Trains `recipe` under each of `strategies`, all from the initial state of the first; compares each with that.
+    """Trains `recipe` under each of `strategies`, from the initial state of the first; compares each with the first.
 
-    What a strategy can be is told in `specs`; `ranks` is for those that do not say. The runs' folders are made in
-    `out`, which must be empty. `tolerance` replaces that of the loss and scales the others. `say` is told what goes
-    on. Raises UsageError, or RecipeError with every problem, before anything is started; raises RunFailed at the
-    first run that does not reach its end.
+    Args:
+        strategies: texts as described in `specs`.
+        ranks: number of ranks of strategies that do not set it.
+        steps: number of steps of each run.
+        out: folder for the folders of the runs; it must be empty.
+        tolerance: tolerance of the loss; the others are scaled in proportion.
+        say: receives messages about the progress.
+
+    Raises:
+        UsageError, RecipeError: the comparison is not possible; raised before a run starts, with every problem.
+        EnvironmentProblem: `out` cannot be written.
+        RunFailed: a run did not reach its end; the later ones are not started.
     """
     runs = _plan(recipe, split(strategies), ranks=ranks, steps=steps, out=out, sets=sets)
     precision = runs[0].loaded.recipe.train.precision
@@ -149,13 +157,13 @@ def parity(
 
 
 def _variables(runs: Sequence[_ComparedRun], say: Callable[[str], None]) -> Mapping[str, str]:
-    """The variables that have all runs compute on the CPU, if there are too few GPUs for one of them."""
+    """Returns environment variables that make all runs use the CPU, if there are too few GPUs for one of them."""
     from torch.cuda import device_count
 
     gpus, most = device_count(), max(run.spec.ranks for run in runs)
     if not gpus or gpus >= most or runs[0].loaded.recipe.train.device != "auto":
         return {}
-    say(f"comparing on the CPU: {most} processes need {most} GPUs, and there {'are' if gpus > 1 else 'is'} {gpus}")
+    say(f"comparing on the CPU: {most} processes need {most} GPUs, but there {'are' if gpus > 1 else 'is'} {gpus}")
     return NO_GPUS
 
 
@@ -166,7 +174,7 @@ def _make_empty(folder: Path) -> None:
     except OSError as error:
         raise EnvironmentProblem(f"{folder} cannot be written: {error}") from error
     if used:
-        raise UsageError(f"{folder} is not empty", hints=["give --out a folder that is new"])
+        raise UsageError(f"{folder} is not empty", hints=["name a new folder with --out"])
 
 
 def _point(point: Point) -> dict[str, Any]:
@@ -180,7 +188,7 @@ def _finite(value: float | None) -> float | None:
 # ---------------------------------------------------------------------------------------------- the runs
 @dataclass(frozen=True)
 class _ComparedRun:
-    """One run of the comparison: what `ddpforge launch RECIPE --set …` would train."""
+    """One run of the comparison, the same as of `ddpforge launch RECIPE --set …`."""
 
     spec: Spec
     recipe: str
@@ -191,21 +199,21 @@ class _ComparedRun:
 
     @property
     def name(self) -> str:
-        """Of the run and of its folder."""
+        """Returns the name of the run and of its folder."""
         return self.loaded.recipe.name
 
     @property
     def folder(self) -> RunFolder:
-        """The folder of the run."""
+        """Returns the folder of the run."""
         return RunFolder(self.out / self.name)
 
     def train(self, *, start: Path | None, variables: Mapping[str, str]) -> None:
-        """Trains, from the checkpoint `start` if there is one, with these environment variables; raises RunFailed."""
+        """Trains the run from the checkpoint `start`, if given, with these environment variables; raises RunFailed."""
         if start:
             self.folder.create(**snapshot(self.loaded))
             copytree(start, self.folder.checkpoints / start.name)
         arguments = [self.recipe, *(f"--set={one}" for one in self.sets), f"--out={self.out}"]
-        arguments += ["--allow-change=run"] if start else []  # all begin with the weights of the first
+        arguments += ["--allow-change=run"] if start else []  # all runs begin with the weights of the first
         command = torchrun_command(arguments, nproc=self.spec.ranks)
         output = self.out / f"{self.name}.log"
         with output.open("wb") as file:
@@ -214,7 +222,7 @@ class _ComparedRun:
             raise RunFailed(self.spec, code, output.read_text(errors="replace"))
 
     def start(self) -> Path:
-        """The checkpoint before the first step."""
+        """Returns the checkpoint before the first step."""
         found, _ = retention.committed(self.folder.checkpoints)
         return next(path for path, manifest in found if manifest.step == 0)
 
@@ -232,12 +240,12 @@ class _ComparedRun:
 def _plan(
     recipe: str, strategies: Sequence[str], *, ranks: int, steps: int, out: Path, sets: Sequence[str]
 ) -> list[_ComparedRun]:
-    """The runs, checked as far as that goes without starting them."""
+    """Returns the runs, checked as far as possible without starting them."""
     if len(strategies) < 2:
         raise UsageError("there is nothing to compare with", hints=["name several strategies: --strategies ddp,fsdp"])
     registry = Registry.installed()
     runs: list[_ComparedRun] = []
-    problems: dict[Problem, None] = {}  # one with the recipe itself comes up under every strategy
+    problems: dict[Problem, None] = {}  # without repetition: a problem of the recipe occurs under every strategy
     for number, text in enumerate(strategies, start=1):
         label = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-")
         name = f"{number}-{label}"[:100]
@@ -254,7 +262,7 @@ def _plan(
 def _compared_run(
     recipe: str, sets: Sequence[str], spec: Spec, registry: Registry, *, name: str, steps: int, out: Path
 ) -> _ComparedRun:
-    """Returns the run of a recipe under a strategy; raises RecipeError for what cannot work."""
+    """Returns the run of a recipe under a strategy; raises RecipeError if it cannot work."""
     try:
         overrides = [*sets, *_overrides(load_recipe(recipe, sets=sets, registry=registry), name, steps)]
         loaded = load_recipe(recipe, sets=overrides, registry=registry)
@@ -268,7 +276,7 @@ def _compared_run(
 
 
 def _overrides(loaded: LoadedRecipe, name: str, steps: int) -> list[str]:
-    """The settings that make a run of the recipe one of the comparison; none of them changes what a step computes."""
+    """Returns the settings of a run in the comparison; none of them changes the computation of a step."""
     key = f"callbacks.{_PROBE}"
     return [
         f"name={json.dumps(name)}",

@@ -1,4 +1,4 @@
-"""The names of strategies in `ddpforge parity`: `NAME[:OPTION...][@RANKS]`, such as `deepspeed:3` or `ddp@4`."""
+"""Strategies as arguments of commands: `NAME[:OPTION...][@RANKS]`, such as `deepspeed:3` or `ddp@4`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_RANKS = 1024
 
 @dataclass(frozen=True)
 class Spec:
-    """A strategy with options and a number of processes; `text` is how people wrote it."""
+    """Strategy with options and a number of processes; `text` is the argument as written."""
 
     text: str
     use: str
@@ -34,16 +34,16 @@ class Spec:
 
     @property
     def sets(self) -> list[str]:
-        """The `--set` arguments that make a recipe use it. Where a recipe uses it already, its other options stay."""
+        """Returns the `--set` arguments for this strategy. If the recipe already uses it, its other options stay."""
         use = f"strategy.use={json.dumps(self.use, ensure_ascii=False)}"
         return [use, *(f"strategy.{option}" for option in self.options)]
 
     def problem(self, message: str, hints: Iterable[str] = ()) -> Problem:
-        """A problem with this spec, shown where it was written."""
+        """Returns a problem with this spec, located in its text."""
         return Problem(message, "strategy", self._place, tuple(hints))
 
     def own(self, problem: Problem) -> Problem:
-        """The same problem, shown here if it is with one of `sets`."""
+        """Returns the same problem, located in this spec's text if one of `sets` causes it."""
         place = problem.place
         mine = place and place.file == "--set" and place.text in self.sets
         return replace(problem, place=self._place) if mine else problem
@@ -54,15 +54,15 @@ class Spec:
 
 
 def split(texts: Sequence[str]) -> list[str]:
-    """The specs in `texts`, where commas separate them."""
+    """Returns the specs in `texts`, separated by commas."""
     return [piece.strip() for text in texts for piece in _split(text, ",")]
 
 
 def parse(text: str, registry: Registry, *, ranks: int) -> Spec:
-    """The spec that `text` is; `ranks` counts where it does not say how many.
+    """Parses the spec `text`; without `@RANKS` it has `ranks` processes. Raises RecipeError.
 
-    NAME is what a recipe writes after `strategy.use`. An option is `key=value`, or the bare value of the first option
-    in the strategy's signature, with values as in TOML. Raises RecipeError.
+    NAME is a value of `strategy.use` in a recipe. An option is `key=value`, with a value as in TOML. The first one may
+    be a value without key: it is for the first option in the strategy's signature.
     """
     bare = text
     if match := _RANKS.fullmatch(text):
@@ -82,10 +82,10 @@ def parse(text: str, registry: Registry, *, ranks: int) -> Spec:
 
 
 def _name(parts: list[str], registry: Registry) -> tuple[str, list[str]]:
-    """Separates the strategy's name from its options, among the parts between colons.
+    """Separates the strategy's name from its options; `parts` are the texts between colons.
 
-    The first two parts are one name when they are registered as `distribution:name`, or when the first is not
-    registered and both locate code: `./file.py:Name`, `package.module:Name`.
+    The first two parts are one name if they are registered as `distribution:name`, or if the first is not registered
+    and both locate code: `./file.py:Name`, `package.module:Name`.
     """
     two, located = ":".join(parts[:2]), False
     if len(parts) > 1:
@@ -100,14 +100,14 @@ def _name(parts: list[str], registry: Registry) -> tuple[str, list[str]]:
 
 
 def _assignments(words: list[str], known: list[str], spec: Spec) -> list[str]:
-    """The options as assignments; `known` are the names that the strategy takes."""
+    """Returns the options as assignments; `known` are the option names of the strategy."""
     found: dict[str, str] = {}
     for number, word in enumerate(words):
         match = _ASSIGNMENT.match(word)
         if match:
             key = match[1]
         elif number or not word.strip():
-            raise RecipeError([spec.problem(f"`{word}` is the value of no option", ["write `:key=value`"])])
+            raise RecipeError([spec.problem(f"`{word}` is a value without an option", ["write `:key=value`"])])
         elif not known:
             raise RecipeError([spec.problem(f"strategy `{spec.use}` has no options")])
         else:
@@ -119,7 +119,7 @@ def _assignments(words: list[str], known: list[str], spec: Spec) -> list[str]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """The pieces of `text` between separators that stand in no quotes and no brackets."""
+    """Splits `text` at the separators outside of quotes and brackets."""
     pieces, depth, quote = [""], 0, ""
     for character in text:
         if quote:

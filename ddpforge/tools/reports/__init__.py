@@ -1,4 +1,4 @@
-"""Reports on runs: one HTML file that needs no network, made from their folders alone."""
+"""Reports on runs: one HTML file that needs no network, made only from the folders of the runs."""
 
 from ddpforge.tools.reports.contents import Report, gather
 from ddpforge.tools.reports.page import render

@@ -1,4 +1,4 @@
-"""Sorts the metrics of runs into charts, and thins out what is too much for a page. Needs no torch."""
+"""Sorts the metrics of runs into charts, and thins out long curves. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ddpforge.runs.overview import thinned
 
 __all__ = ["Chart", "Curve", "charts", "skipped"]
 
-_POINTS = 40_000  # of all charts together, about 1 MB
-_MOST, _FEWEST = 2000, 50  # of one curve
-_FACTS = ("step", "attempt", "time", "epoch", "samples")  # of a row; the others are metrics
+_POINTS = 40_000  # points of all charts together, about 1 MB
+_MOST, _FEWEST = 2000, 50  # points of one curve
+_FACTS = ("step", "attempt", "time", "epoch", "samples")  # entries of a row that are not metrics
 _LOSS, _QUALITY, _RATE, _GRADIENT, _SPEED, _OTHER = range(6)  # the order of charts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A metric of one run; `count` is how many finite values it has, of which all or some are points here."""
+    """Metric of one run; `count` is the number of its finite values. A long curve has fewer points."""
 
     run: int
     metric: str
@@ -28,35 +28,35 @@ class Curve:
     hours: list[float]  # since the run's first row
     values: list[float]
     count: int
-    odd: list[int]  # steps at which it was not finite
+    odd: list[int]  # steps with a value that is not finite
 
     @property
     def lowest(self) -> tuple[int, float]:
-        """The lowest value and its step."""
+        """Returns the step of the lowest value, and the value."""
         return min(zip(self.steps, self.values, strict=True), key=lambda point: point[1])
 
     @property
     def highest(self) -> tuple[int, float]:
-        """The highest value and its step."""
+        """Returns the step of the highest value, and the value."""
         return max(zip(self.steps, self.values, strict=True), key=lambda point: point[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves that are looked at together: of a metric in training and in evaluations, of all runs."""
+    """Curves in one picture: a metric in training and in evaluations, of all runs."""
 
     title: str
     curves: list[Curve]
 
 
 def charts(runs: Sequence[Sequence[Row]]) -> list[Chart]:
-    """The charts of runs with these rows: losses, other metrics, learning rates, gradient norms, speed, the rest."""
+    """Returns the charts of runs with these rows: losses, metrics, learning rates, gradient norms, speed, the rest."""
     named = [(run, metric) for run, rows in enumerate(runs) for metric in _metrics(rows)]
     most = max(_FEWEST, min(_MOST, _POINTS // max(1, len(named))))
     found: dict[tuple[int, str], list[Curve]] = {}
     for run, metric in named:
         found.setdefault(_place(metric), []).append(_curve(run, metric, runs[run], most))
-    order = sorted(found, key=lambda place: place[0])  # and as they came
+    order = sorted(found, key=lambda place: place[0])  # stable: otherwise in the order of the rows
     return [Chart(title=place[1], curves=found[place]) for place in order]
 
 
@@ -65,7 +65,7 @@ def _metrics(rows: Sequence[Row]) -> list[str]:
 
 
 def _place(metric: str) -> tuple[int, str]:
-    """The place in the order, and the title, of the chart that a metric belongs to."""
+    """Returns the position and the title of the chart for a metric."""
     first, _, rest = metric.partition("/")
     if first == "lr":
         return _RATE, "learning rate"
@@ -102,7 +102,7 @@ def _rounded(value: float) -> float:
 
 
 def skipped(rows: Sequence[Row]) -> Iterator[int]:
-    """The steps of rows by which more steps had been left out than by the row before."""
+    """Yields the steps of rows that count more skipped steps than the row before."""
     before = 0.0
     for row in rows:
         now = row.get("train/skipped_steps", before)

@@ -1,4 +1,4 @@
-"""Gathers what a report shows, from the folders of runs alone. Needs no torch."""
+"""Gathers the contents of a report, only from the folders of runs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["Attempt", "Report", "Run", "Shown", "gather"]
 
 log = logging.getLogger("ddpforge")
 
-_SHOWN_BYTES = 600_000  # of pictures and the like in a page, as they are on the disk
-_SHOWN_STEPS = 4  # of one name: the newest ones
+_SHOWN_BYTES = 600_000  # file sizes of the pictures, texts and tables in a page
+_SHOWN_STEPS = 4  # the newest files of one name
 _TABLE_ROWS = 50
 _PNG = b"\x89PNG\r\n\x1a\n"
 _KINDS = {".png": "image", ".json": "json", ".txt": "text"}
@@ -37,7 +37,7 @@ _KINDS = {".png": "image", ".json": "json", ".txt": "text"}
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of a run: the first step that it has rows of, and when (Unix seconds)."""
+    """Attempt of a run: its first step with a row, and the time of that row (Unix seconds)."""
 
     number: int
     step: int
@@ -46,52 +46,52 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A picture, histogram, text or table that was shown; `value` is None where it is too large for the page."""
+    """Picture, histogram, text or table that a run has shown; `value` is None if it is too large for the page."""
 
     name: str
     step: int
     kind: str  # image, histogram, text or table
     path: Path
-    value: Any  # of an image its data URL
+    value: Any  # for an image its data URL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run."""
+    """Contents of a report on one run."""
 
     folder: RunFolder
     standing: Standing
     attempts: list[Attempt]
-    lineage: list[tuple[int, str]]  # the steps from which on another recipe was followed, and its hash
-    skipped: list[int]  # steps by which more had been left out
-    hours: Mapping[int, float]  # of every step with a row, since the first one
+    lineage: list[tuple[int, str]]  # steps after which the recipe changed, and its hash
+    skipped: list[int]  # steps of rows that count more skipped steps than the row before
+    hours: Mapping[int, float]  # since the first row, by step
     recipe: list[tuple[str, Any, str]]  # key, value, origin
     environment: list[tuple[str, Any]]
     checkpoints: list[Checkpoint]
     shown: list[Shown]
-    left_out: int  # of what was shown: earlier steps
+    left_out: int  # number of shown files that are not in the page: earlier steps
     failure: Mapping[str, Any] | None
-    commands: list[str]  # that train it again
+    commands: list[str]  # they train the run again
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """Returns the name of the run's folder."""
         return self.folder.path.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that a page tells of some runs."""
+    """Contents of a report on some runs."""
 
     version: str
     made: float  # Unix seconds
     runs: list[Run]
     charts: list[Chart]
-    comparison: Comparison | None  # of several runs
+    comparison: Comparison | None  # None for a single run
 
 
 def gather(folders: Sequence[RunFolder]) -> Report:
-    """Reads the folders; raises EnvironmentProblem where one is damaged."""
+    """Reads the folders; raises EnvironmentProblem if one is damaged."""
     rows = [read_metrics(folder.path) if os.path.lexists(folder.metrics) else [] for folder in folders]
     return Report(
         version=__version__,
@@ -133,9 +133,9 @@ def _attempts(rows: Sequence[Row]) -> Iterator[Attempt]:
 
 # ---------------------------------------------------------------------------------------------- the recipe
 def _recipe(folder: RunFolder, command: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
-    """Every key with its value, and who has set it."""
+    """Yields every key with its value and its origin."""
     given = folder.given()
-    written, others = flattened(given), "a recipe that it extends, or a default" if "extends" in given else "default"
+    written, others = flattened(given), "an extended recipe, or a default" if "extends" in given else "default"
     ordered = {word.removeprefix("--set=").partition("=")[0] for word in command if "=" in word}
     for key, value in flattened(folder.tables()).items():
         by_command = any(key == one or key.startswith(f"{one}.") for one in ordered)
@@ -143,10 +143,12 @@ def _recipe(folder: RunFolder, command: Sequence[str]) -> Iterator[tuple[str, An
 
 
 def _commands(folder: RunFolder, environment: Mapping[str, Any]) -> list[str]:
-    """The commands that bring back the code and train the same again."""
+    """Returns the commands that restore the code and train the same run again."""
     git = environment.get("git")
     back = (
-        [shlex.join(["git", "checkout", git["commit"]]) + "  # there were changes beside" * git["dirty"]] if git else []
+        [shlex.join(["git", "checkout", git["commit"]]) + "  # there were uncommitted changes" * git["dirty"]]
+        if git
+        else []
     )
     packages = [f"{name}=={version}" for name, version in (environment.get("packages") or {}).items() if version]
     install = [shlex.join(["pip", "install", *packages])] if packages else []
@@ -155,9 +157,9 @@ def _commands(folder: RunFolder, environment: Mapping[str, Any]) -> list[str]:
     return [*back, *install, shlex.join(words)]
 
 
-# ---------------------------------------------------------------------------------------------- what was shown
+# ---------------------------------------------------------------------------------------------- shown files
 def _shown(place: Path, files: Sequence[Path], room: int) -> Iterator[Shown]:
-    """The newest of each name, as far as there is room for them."""
+    """Yields the newest files of each name; those beyond `room` bytes have no value."""
     by_name: dict[str, list[Path]] = {}
     for path in files:
         if path.suffix in _KINDS:
@@ -177,7 +179,7 @@ def _shown(place: Path, files: Sequence[Path], room: int) -> Iterator[Shown]:
 
 
 def _shown_files(folder: RunFolder) -> list[Path]:
-    """The files that were shown, oldest first; nothing of a folder that is a link."""
+    """Returns the files that the run has shown, oldest first by name; none if the folder is a link."""
     place = folder.path / FOLDER
     if place.is_symlink():
         log.warning("%s is a link: nothing in it is shown", place)
@@ -186,11 +188,11 @@ def _shown_files(folder: RunFolder) -> list[Path]:
 
 
 def _value(path: Path, run: Path) -> Any:
-    """The form in which a page shows a file; raises ValueError, TypeError or KeyError for what no run has written."""
+    """Reads a file in the form that a page shows; raises ValueError, TypeError or KeyError for invalid content."""
     content = disk.read_plain(path, _SHOWN_BYTES, within=run)
     if path.suffix == ".png":
         if not content.startswith(_PNG):
-            raise ValueError("it is no PNG image")
+            raise ValueError("it is not a PNG image")
         return f"data:image/png;base64,{base64.b64encode(content).decode()}"
     if path.suffix == ".txt":
         return content.decode(errors="replace")
@@ -199,7 +201,7 @@ def _value(path: Path, run: Path) -> Any:
         table = found[:_TABLE_ROWS]
         if not all(isinstance(row, dict) for row in table):
             raise ValueError("it is neither a table nor a histogram")
-        json.dumps(table)  # raises RecursionError for what is nested too deeply to be printed
+        json.dumps(table)  # raises RecursionError if it is nested too deeply
         return table
     counts, edges = found["counts"], found["edges"]
     numbers = [*counts, *edges, found.get("nonfinite") or 0]

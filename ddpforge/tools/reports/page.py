@@ -19,7 +19,7 @@ _ASSETS = files("ddpforge.tools.reports") / "assets"
 
 
 def render(report: Report, *, live: float | None = None) -> str:
-    """The page's HTML; with `live` it asks its server for itself every so many seconds."""
+    """Returns the page's HTML; with `live` the page reloads itself from its server every `live` seconds."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -50,7 +50,7 @@ def _read(name: str) -> str:
 
 
 def _data(report: Report) -> str:
-    """The points to draw, as JSON that no text in it can end."""
+    """Returns the points to draw as JSON, escaped so that no text in it can close the script element."""
     runs = [_drawn_of_run(run) for run in report.runs]
     drawn = [{"curves": [_drawn(curve, report) for curve in chart.curves]} for chart in report.charts]
     return json.dumps({"runs": runs, "charts": drawn}, separators=(",", ":")).replace("<", "\\u003c")
@@ -75,19 +75,19 @@ def _drawn_of_run(run: Run) -> dict[str, Any]:
 
 
 def _places(run: Run, steps: Sequence[int]) -> dict[str, list[float]]:
-    """The places of steps that have a row, on either axis."""
+    """Returns the positions of steps with a row, on both horizontal axes."""
     return {"steps": list(steps), "hours": [run.hours[step] for step in steps]}
 
 
-# ---------------------------------------------------------------------------------------------- words
+# ---------------------------------------------------------------------------------------------- texts
 def _label(curve: Curve, report: Report) -> str:
     return curve.metric if len(report.runs) == 1 else f"{report.runs[curve.run].name} {curve.metric}"
 
 
 def _thinned(chart: Chart) -> str:
-    """A sentence where not every value is a point."""
+    """Returns a sentence if not every value is a point, else an empty text."""
     here, there = sum(len(curve.values) for curve in chart.curves), sum(curve.count for curve in chart.curves)
-    return "" if here == there else f"{here:,} of {there:,} values: the lowest and highest of every stretch"
+    return "" if here == there else f"{here:,} of {there:,} values: the lowest and highest of every interval"
 
 
 def _told(shown: Shown) -> str:

@@ -1,4 +1,4 @@
-"""Answers what fake tensors are asked, where torch's own cannot, or take long."""
+"""Results of operations on fake tensors that torch's own mode cannot compute, or computes slowly."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions for values, makes views and changes in place quickly, and knows again what it has seen.
-
-    Torch keeps what it has found out about an operation as well, but by all that is known of its arguments: that takes
-    several times as long, and each of the weights that are pieces of a buffer begins in another place.
-    """
+    """Returns the values that code reads from fake tensors, makes views quickly, and caches the shapes of results."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
+        # Torch has such a cache, too, but its key contains everything that is known about the arguments. That takes
+        # several times as long, and weights that are pieces of one buffer differ in their offset.
         self._known: dict[Hashable, Sequence[_Shape]] = {}
         self._members: dict[torch.device, Mapping[str, Any]] = {}
 
@@ -56,11 +54,11 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False, see `Ledger`."""
+        """Returns False, see `Ledger`."""
         return False
 
     def _view(self, of: FakeTensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """Makes views, as the operation makes them of tensors on the meta device."""
+        """Makes views as the operation does for tensors on the meta device."""
         with in_kernel_invocation_manager(self._mode):
             found = func(*args, **kwargs)
         if isinstance(found, Tensor):
@@ -68,7 +66,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map_only(Tensor, lambda one: self._fake(one, of.fake_device), found)
 
     def _new(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Makes what an operation returns: new tensors, of forms that follow from those of its arguments."""
+        """Returns the new tensors of an operation; their shapes follow from the shapes of its arguments."""
         try:
             key = func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items())
         except _NoKey:
@@ -88,7 +86,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._fake(memory, device)
 
     def _fake(self, memory: Tensor, device: torch.device) -> FakeTensor:
-        """A fake tensor on `device` of one on the meta device, as torch makes it, in a quarter of the time."""
+        """Returns a fake tensor on `device` for a meta tensor, like torch's, in a quarter of the time."""
         if (members := self._members.get(device)) is None:
             members = self._members[device] = dict(vars(FakeTensor(self._mode, memory, device)))
         made: FakeTensor = Tensor._make_subclass(
@@ -99,7 +97,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoKey(Exception):
-    """Something of which more counts than its form."""
+    """Raised for an argument whose form does not determine the result."""
 
 
 def _key(one: Any) -> Hashable:
@@ -125,7 +123,7 @@ def _is_dense(one: FakeTensor) -> bool:
 
 
 def _is_plain(one: Any) -> bool:
-    """True for a tensor that is all of its memory, from the first element on."""
+    """True for a tensor that covers all of its memory, from the first element on."""
     if not isinstance(one, FakeTensor) or one.constant is not None or not _is_dense(one) or one.storage_offset():
         return False
     last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True)) + 1
@@ -134,7 +132,7 @@ def _is_plain(one: Any) -> bool:
 
 @functools.cache
 def _form(func: Any) -> Literal["new", "in place", "view", "other"]:
-    """Tells operations by what they return: new tensors, their first argument, which they change, or views of it."""
+    """Classifies operations by their results: new tensors, the first argument changed in place, or views of it."""
     given, made = func._schema.arguments, func._schema.returns
     aliases = [one.alias_info for one in (*given, *made) if one.alias_info]
     tensor = torch._C.TensorType.get()
@@ -155,6 +153,6 @@ def _answer(one: FakeTensor) -> bool | float | int:
         return number
     if one.dtype == torch.bool:
         return False
-    # One of several numbers is of a comparison over ranks, which finds no difference.
+    # An element of a larger tensor is from a comparison of ranks, which must find no difference: 0.
     alone = one.untyped_storage().nbytes() == one.element_size()
     return (1.0 if alone else 0.0) if one.is_floating_point() else 0

@@ -1,4 +1,4 @@
-"""Devices to plan for, as their makers publish memory and speeds, and the work of a step that they do."""
+"""Devices for plans, with the published memory and speeds, and the work of a training step."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ __all__ = ["DEVICES", "Device", "Operation", "Seconds", "Sent", "Work"]
 
 @dataclass(frozen=True)
 class Seconds:
-    """An estimate of a step's time: what each part takes by itself at the device's published speeds."""
+    """Estimated time of a step: of each part by itself, at the device's published speeds."""
 
     compute: float
     communication: float
 
     @property
     def least(self) -> float:
-        """All communication hides behind what is computed."""
+        """Returns the time if all communication overlaps with computation."""
         return max(self.compute, self.communication)
 
     @property
     def most(self) -> float:
-        """None of it does."""
+        """Returns the time if no communication overlaps with computation."""
         return self.compute + self.communication
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device: bytes of memory, dense operations a second by precision, bytes a second of memory and of links.
+    """Device: bytes of memory, dense operations per second by precision, bytes per second of memory and of links.
 
-    `link` is that to another device of the same machine, one way, of which there are `together`; `network` that to
-    other machines, for each device.
+    A machine has `together` devices. `link` is the bandwidth to another device of the same machine, one way, and
+    `network` that to other machines, for each device.
     """
 
     name: str
@@ -54,8 +54,10 @@ class Device:
     network: float = 50e9  # one port of 400 Gb/s
 
     def seconds(self, work: Work, ranks: int, *, tf32: bool) -> Seconds:
-        """The roofline of every operation (Williams et al., 2009), and the time that collectives take on the slowest
-        link that they cross, if each group of ranks that fits into a machine lies in one.
+        """Estimates the time of `work` by the roofline of every operation (Williams et al., 2009).
+
+        A collective takes the time on the slowest link that it crosses. A group of ranks that fits into a machine is
+        assumed to be in one.
         """
         fast = self.tf32 if tf32 else self.fp32
         compute = sum(
@@ -93,7 +95,7 @@ DEVICES = {
         ),
     )
 }
-"""By name; rates are dense, without sparsity, and one way."""
+"""By name; operations are without sparsity, and bandwidths are one way."""
 
 
 _ATEN = torch.ops.aten
@@ -102,7 +104,7 @@ _SHORT = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all
 
 
 class Operation(NamedTuple):
-    """One kind of operation: its floating-point operations, bytes it reads and writes, and its dtype."""
+    """Kind of operation: floating-point operations, bytes read and written, and dtype."""
 
     flops: int
     moved: int
@@ -110,7 +112,7 @@ class Operation(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A collective over so many ranks, and the bytes of its whole tensor."""
+    """Collective over `ranks` ranks; `bytes` is the size of its whole tensor."""
 
     name: str
     ranks: int
@@ -118,13 +120,13 @@ class Sent(NamedTuple):
 
     @property
     def wire(self) -> float:
-        """Bytes that a rank sends, by the ring algorithms of NCCL and gloo (Patarasuk and Yuan, 2009)."""
+        """Returns the bytes that a rank sends, by the ring algorithms of NCCL and gloo (Patarasuk and Yuan, 2009)."""
         share = (self.ranks - 1) / self.ranks
         return self.bytes * {"all_reduce": 2 * share, "send": 1.0, "broadcast": 1.0, "recv": 0.0}.get(self.name, share)
 
 
 class Work:
-    """The work of a step: how often each kind of operation is done, and each collective."""
+    """Work of a step: the count of each kind of operation, and of each collective."""
 
     def __init__(self) -> None:
         self.operations: Counter[Operation] = Counter()
@@ -143,16 +145,16 @@ class Work:
         )
 
     def copy(self) -> Work:
-        """The work so far."""
+        """Returns a copy of the work so far."""
         return _of(self.operations.copy(), self.sent.copy())
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of matrix products, convolutions and attention; a multiply-add is two."""
+        """Sums the floating-point operations of matrix products, convolutions and attention; a multiply-add is two."""
         return sum(one.flops * count for one, count in self.operations.items())
 
     def wire(self) -> dict[str, float]:
-        """Bytes that this rank sends, by collective and number of ranks: "all_gather over 8"."""
+        """Returns the bytes that this rank sends, by collective and number of ranks: "all_gather over 8"."""
         found: Counter[str] = Counter()
         for one, count in self.sent.items():
             found[f"{one.name} over {one.ranks}"] += one.wire * count  # type: ignore[assignment]

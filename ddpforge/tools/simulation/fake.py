@@ -1,4 +1,4 @@
-"""A world of ranks without processes, and tensors without memory: a strategy's own code runs on them."""
+"""Simulated ranks without processes, and tensors without memory; a strategy's own code runs on them."""
 
 from __future__ import annotations
 
@@ -36,23 +36,25 @@ _HOOKS = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_co
 
 
 Post = dict[tuple[int, int], Any]
-"""The shapes that stages of a pipeline have sent, by the numbers of sender and receiver."""
+"""Shapes of the tensors that pipeline stages have sent, by the numbers of sender and receiver."""
 
 
 class Unsimulated(Exception):
-    """Something that runs on real ranks and devices only; the message says what."""
+    """Raised for a feature that needs real ranks and devices; the message names it."""
 
 
 # ---------------------------------------------------------------------------------------------- ranks
 @contextmanager
 def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
-    """The world as one of `ranks` ranks sees it, where nobody else is there: its collectives return at once.
+    """Yields the world of one rank of `ranks`, without the other ranks: its collectives return at once.
 
-    What other ranks would say is what this one says. Raises UsageError where this process has joined a real world.
+    The values of other ranks are those of this one. Raises UsageError if this process is in a real process group.
     """
     if dist.is_initialized():
-        raise UsageError("this process has joined other ranks, and cannot simulate some", hints=["use a new process"])
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # not before it is needed: it is for tests
+        raise UsageError(
+            "this process has joined other ranks, so it cannot simulate ranks", hints=["use a new process"]
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # only when needed: the module is for tests
 
     device = torch.device("cpu")
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -76,8 +78,8 @@ def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
 
 
 def _forget_groups() -> None:
-    """Makes torch and DeepSpeed forget the ranks that are gone: they keep them for the life of a process."""
-    for clear in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):  # not all are in older ones
+    """Removes the simulated ranks from caches of torch and DeepSpeed, which live as long as the process."""
+    for clear in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):  # older torch lacks some
         getattr(debug, clear, _nothing)()
     forget_groups()
 
@@ -101,19 +103,18 @@ def _nothing(*_: Any, **__: Any) -> None:
 # ---------------------------------------------------------------------------------------------- tensors
 @contextmanager
 def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
-    """Has every tensor that is made be a fake one: it has a shape, a dtype and a device, and no values.
+    """Makes every new tensor a fake one: it has a shape, a dtype and a device, but no values.
 
-    A number that is read from one is 1, and no where it is a bool: nothing is wrong, nothing overflows. `post` has the
-    shapes of what stages of a pipeline that were simulated before have sent; this one's are added.
+    A value that is read from a fake tensor passes all checks: nothing differs, nothing overflows (see `Answers`).
+    `post` has the shapes that pipeline stages have sent in earlier simulations; this simulation adds its own.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         for adapted in (_real_meshes, _in_place_conversions, _python_reducer, one_of_many, _many_shards):
             stack.enter_context(adapted())
         stack.enter_context(_posted({} if post is None else post))
-        known = (
-            torch.cuda.is_available()
-        )  # fake tensors ask for each operation, and without a GPU it takes long to tell
+        # Fake tensors check this for each operation, and without a GPU the check is slow.
+        known = torch.cuda.is_available()
         stack.enter_context(patch.object(torch.cuda, "is_available", lambda: known))
         stack.enter_context(mode)
         stack.enter_context(Answers(mode))
@@ -121,7 +122,7 @@ def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
 
 
 def without_memory(model: nn.Module) -> None:
-    """Replaces the model's tensors by fake ones on the CPU, in place; within `fakes`. Ties and views stay."""
+    """Replaces the model's tensors by fake ones on the CPU, in place; call it in `fakes`. Ties and strides stay."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -135,19 +136,19 @@ def _like(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return made
     parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)  # a plugin's marks
+    parameter.__dict__.update(tensor.__dict__)  # attributes that a plugin has set
     return parameter
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """The same nest of tensors without values."""
+    """Returns the same pytree with fake tensors."""
     return tree_map_only(Tensor, mode.from_tensor, batch)
 
 
-# ---------------------------------------------------------------------------------------------- what fakes cannot do
+# ---------------------------------------------------------------------------------------------- patches for fakes
 @contextmanager
 def _real_meshes() -> Iterator[None]:
-    """Lets a DeviceMesh count its ranks with real integers."""
+    """Makes DeviceMesh compute its ranks with real tensors."""
 
     def real(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -170,7 +171,7 @@ def _real_meshes() -> Iterator[None]:
 
 @contextmanager
 def _in_place_conversions() -> Iterator[None]:
-    """Lets `Module.to` replace parameters: it would swap them, which fake tensors cannot."""
+    """Makes `Module.to` replace parameters; torch would swap them, which fake tensors do not support."""
 
     def apply(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         made: dict[int, Tensor] = {}
@@ -195,7 +196,7 @@ def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
 
 @contextmanager
 def _python_reducer() -> Iterator[None]:
-    """Has DistributedDataParallel reduce gradients in Python: its own reducer is C++, and reads memory."""
+    """Makes DistributedDataParallel reduce gradients in Python; its own reducer is in C++ and reads memory."""
     members: dict[str, Any] = {
         "__init__": _wrap,
         "forward": _forward,
@@ -207,7 +208,7 @@ def _python_reducer() -> Iterator[None]:
 
 
 class _Chunks(Sequence[Tensor]):
-    """The pieces of a tensor for so many ranks, each made when it is asked for: this rank asks for one of thousands."""
+    """Pieces of a tensor for `count` ranks, each made on access: a rank uses one of thousands."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim
@@ -224,7 +225,7 @@ class _Chunks(Sequence[Tensor]):
 
 @contextmanager
 def _many_shards() -> Iterator[None]:
-    """Lets FSDP cut a weight for this rank only, and DTensor not compare all shards with each other."""
+    """Makes FSDP cut a weight for this rank only, and stops DTensor from comparing all shards with each other."""
     with (
         patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
         patch.object(_sharding_prop, "_propagate_use_strided_shard_flag", _nothing, create=True),
@@ -234,12 +235,13 @@ def _many_shards() -> Iterator[None]:
 
 @contextmanager
 def _posted(post: Post) -> Iterator[None]:
-    """Lets the stages of a pipeline tell one another the shapes of what they send, one being simulated after another.
+    """Passes the shapes of sent tensors between pipeline stages that are simulated one after another.
 
-    Where two parts of the model are on this rank and the one between them is not, it sends what the first sent.
+    A stage whose sender is not simulated yet receives the shapes that were sent last. This happens if two parts of the
+    model are on this rank, and the part between them is not.
     """
 
-    if not hasattr(PipelineStage, "_send_meta"):  # of an older torch, which the strategy refuses
+    if not hasattr(PipelineStage, "_send_meta"):  # an older torch, which the strategy refuses
         yield
         return
     torchs: Any = stage
@@ -248,7 +250,7 @@ def _posted(post: Post) -> Iterator[None]:
         post[self.stage_index, to] = meta
 
     def receive(self: PipelineStage, source: int) -> Any:
-        if source > self.stage_index:  # gradients are of the shapes of what they are gradients of
+        if source > self.stage_index:  # gradients, with the shapes of this stage's outputs
             return torchs._StageBackwardMeta(backward_metas=torchs._derive_grad_metas(self._stage_meta.outputs))
         return post.get((source, self.stage_index)) or next(reversed(post.values()))
 
@@ -263,13 +265,13 @@ def _posted(post: Post) -> Iterator[None]:
 
 
 class _Reducer:
-    """Flat buckets, filled from the last parameter on; each is reduced when all of its gradients are there.
+    """Flat buckets of gradients, filled from the last parameter on; each is reduced when all of its gradients exist.
 
-    Of the sizes that torch's reducer makes: https://docs.pytorch.org/docs/stable/notes/ddp.html.
+    The sizes are those of torch's reducer: https://docs.pytorch.org/docs/stable/notes/ddp.html.
     """
 
     def __init__(self, parameters: list[nn.Parameter], megabytes: float, *, views: bool) -> None:
-        self.dtype: torch.dtype | None = None  # to compress to
+        self.dtype: torch.dtype | None = None  # of compressed gradients
         self.held = self.skips = False
         self._views = views
         bucket: list[nn.Parameter] = []
@@ -308,7 +310,7 @@ class _Reducer:
             told(functools.partial(arrived, view))
 
     def _check_reducer_finalized(self) -> None:
-        """Asked whether all gradients came, they did."""
+        """Does nothing: all gradients have arrived."""
 
 
 def _wrap(self: Any, module: nn.Module, *_: Any, **options: Any) -> None:
@@ -321,7 +323,7 @@ def _wrap(self: Any, module: nn.Module, *_: Any, **options: Any) -> None:
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    self.simulated.held = self.simulated.skips  # what holds in the forward pass holds in its backward pass
+    self.simulated.held = self.simulated.skips  # `no_sync` in a forward pass also applies to its backward pass
     return self.module(*args, **kwargs)
 
 
@@ -335,8 +337,8 @@ def _no_sync(self: Any) -> Iterator[None]:
 
 
 def _register(self: Any, state: Any, hook: Any) -> None:
-    hook = getattr(getattr(hook, "__self__", None), "_hook", hook)  # of one that is held back
+    hook = getattr(getattr(hook, "__self__", None), "_hook", hook)  # the hook in a `HoldBack`
     if hook is not default_hooks.allreduce_hook:
         if hook not in _HOOKS:
-            raise Unsimulated("compression of gradients that depends on their values (PowerSGD)")
+            raise Unsimulated("gradient compression that depends on the values (PowerSGD)")
         self.simulated.dtype = _HOOKS[hook]

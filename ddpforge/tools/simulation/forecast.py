@@ -1,4 +1,4 @@
-"""Forecasts of a recipe under a strategy: simulated where that is possible, else by arithmetic, which says so."""
+"""Forecasts memory, work and time of a recipe under a strategy: by simulation if possible, else by arithmetic."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = ["Forecast", "allowance", "forecast"]
 
 log = logging.getLogger("ddpforge")
 
-_CONTEXT = 1.5 * 2**30  # bytes that CUDA, cuBLAS and NCCL take before a tensor is there
-_FRAGMENTS = 0.1  # of what lives, that the caching allocator cannot hand out again
-_PLANNED = {"compile": "off", "device": "auto", "fp8": "off", "sync_batchnorm": False}  # whatever the recipe says
+_CONTEXT = 1.5 * 2**30  # bytes that CUDA, cuBLAS and NCCL take before the first tensor
+_FRAGMENTS = 0.1  # share of live memory that the caching allocator loses to fragmentation
+_PLANNED = {"compile": "off", "device": "auto", "fp8": "off", "sync_batchnorm": False}  # replaces the recipe's values
 
 
 @dataclass
 class Forecast:
-    """A recipe under one strategy, on one rank; bytes, operations and seconds are of one step.
+    """Forecast of a recipe under one strategy, on one rank; bytes, operations and seconds are of one step.
 
-    `unsimulated` says why nothing was simulated: there is no peak then, and `state` comes of arithmetic.
+    `unsimulated` is the reason if the simulation was not possible. `peak` is then None, and `state` is calculated.
     """
 
     strategy: str
@@ -59,17 +59,17 @@ class Forecast:
     all_flops: int | None = None  # of all ranks
     wire: dict[str, float] | None = None
     seconds: Seconds | None = None
-    needs: int | None = None  # with the allowance for a GPU
+    needs: int | None = None  # bytes, with the allowance for a GPU
     budget: int | None = None
     largest: Sequence[dict[str, Any]] = ()
 
     @property
     def fits(self) -> bool | None:
-        """None where that is not known."""
+        """True if `needs` is within `budget`; None if either is unknown."""
         return None if self.needs is None or self.budget is None else self.needs <= self.budget
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the forecast for JSON."""
         found = asdict(self) | {"fits": self.fits}
         if self.seconds:
             found["seconds"] |= {"least": self.seconds.least, "most": self.seconds.most}
@@ -77,7 +77,7 @@ class Forecast:
 
 
 def allowance(live: int, device: Device | None) -> int:
-    """The bytes that a process needs on a device for so many that live; on a CPU there is nothing to add."""
+    """Returns the bytes that a process needs on a device for `live` bytes of tensors; on a CPU (None) just `live`."""
     return int(live * (1 + _FRAGMENTS) + _CONTEXT) if device else live
 
 
@@ -91,9 +91,9 @@ def forecast(
     device: Device | None = None,
     budget: int | None = None,
 ) -> Forecast:
-    """The forecast of a recipe under its own strategy, or that of `spec`. Raises RecipeError for one that cannot train.
+    """Forecasts a recipe under its own strategy, or that of `spec`. Raises RecipeError if the recipe cannot train.
 
-    `budget` is what a rank may take, in bytes; by default the memory of `device`.
+    `budget` is the limit of memory per rank in bytes; by default the memory of `device`.
     """
     ranks = spec.ranks if spec else ranks
     loaded = load_recipe(recipe, sets=[*sets, *(spec.sets if spec else ())], registry=registry)
@@ -112,8 +112,8 @@ def forecast(
             found = replace(found, model_flops=sum(one.work.flops for one in of_ranks) * ranks // len(of_ranks))
         except ForgeError:
             raise
-        except Exception as error:  # of torch, or of a plugin, which has not been made for fakes
-            log.debug("cannot be simulated", exc_info=error)
+        except Exception as error:  # from code of torch or a plugin that does not support fake tensors
+            log.debug("simulation failed", exc_info=error)
             why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:200]
             parts = build()
     state = found.state if found else _arithmetic(parts, ranks)
@@ -128,7 +128,7 @@ def forecast(
 
 
 def _simulated(parts: Built, ranks: int, build: Callable[[], Built]) -> list[Simulated]:
-    """The ranks that hold different things, the first of `parts`, each other one of what `build` builds."""
+    """Simulates the ranks that hold different parts: the first with `parts`, each other with a result of `build`."""
     few, more = parts.strategy.simulation.micro_batches(ranks) or (0, 0)
     further = max(0, parts.plan.batch.accumulation - more) if more else 0
     forms = parts.strategy.simulation.ranks(ranks, parts.model, find_blocks(parts.model, parts.recipe.train.blocks))
@@ -144,8 +144,8 @@ def _simulated(parts: Built, ranks: int, build: Callable[[], Built]) -> list[Sim
         return found.onward(step(rank, few), further / (more - few)) if further else found
 
     found: list[Simulated] = []
-    first: dict[Hashable, int] = {}  # the place of the first of a kind
-    apart = parts.recipe.optimizer.groups or parts.recipe.optimizer.turns  # which may tell equal layers apart
+    first: dict[Hashable, int] = {}  # the place of the first rank of each kind
+    apart = parts.recipe.optimizer.groups or parts.recipe.optimizer.turns  # equal layers may be in different groups
     for place, (rank, form) in enumerate(forms.items()):
         alike = first.setdefault(place if apart else (form, posts[more].get((place - 1, place))), place)
         if alike == place:
@@ -204,7 +204,7 @@ def _described(parts: Built, strategy: str, ranks: int, state: dict[str, int], w
 
 
 def _arithmetic(parts: Built, ranks: int) -> dict[str, int]:
-    """The bytes that a rank holds by the strategy's contract (Rajbhandari et al., "ZeRO", 2020, section 5)."""
+    """Returns the bytes on a rank by the strategy's contract (Rajbhandari et al., "ZeRO", 2020, section 5)."""
     contract = contract_of(parts.strategy)
     with pretended(1), fakes():
         without_memory(parts.model)
@@ -228,7 +228,7 @@ def _arithmetic(parts: Built, ranks: int) -> dict[str, int]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps to itself what strategies say about a run, of which there is none."""
+    """Suppresses the strategies' messages about a run, because there is no run."""
     import warnings
 
     before = logging.root.manager.disable

@@ -1,4 +1,4 @@
-"""Searches for what fits into memory and is fastest by the estimate."""
+"""Searches for settings that fit into memory and are fastest by the estimate."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _FEW = 3
 
 @dataclass(frozen=True)
 class Choice:
-    """The largest micro-batch that fits under a strategy, with or without activation checkpointing; None: none does."""
+    """Largest micro-batch that fits under a strategy and kind of activation checkpointing; None if none fits."""
 
     spec: Spec
     checkpointing: bool | Literal["selective"]
     micro_batch: int | None
-    forecast: Forecast  # with that micro-batch, or the smallest
+    forecast: Forecast  # with that micro-batch, or the smallest one tried
 
     @property
     def sets(self) -> dict[str, str]:
-        """The recipe's keys that make it so."""
+        """Returns the settings of a recipe for this choice."""
         return {
             **{key: value for key, _, value in (one.partition("=") for one in self.spec.sets)},
             "train.micro_batch": str(self.micro_batch),
@@ -52,16 +52,16 @@ def choices(
     device: Device | None = None,
     told: Callable[[Forecast], None] = lambda one: None,
 ) -> list[Choice]:
-    """One for each strategy, without and (where the model has blocks) with activation checkpointing, of each kind.
+    """Returns a choice for each strategy, without and (if the model has blocks) with each kind of checkpointing.
 
-    All are within `budget` bytes a rank. `told` hears of every forecast. Raises RecipeError for a recipe that cannot
-    train.
+    All are within `budget` bytes per rank. `told` is called with every forecast. Raises RecipeError if the recipe
+    cannot train.
     """
     found = []
     for spec in specs:
         asked = (registry, budget, sets, device, told)
         found.append(_largest(recipe, spec, False, *asked))
-        with suppress(ForgeError):  # of a model without blocks
+        with suppress(ForgeError):  # raised for a model without blocks
             found.append(_largest(recipe, spec, "selective", *asked))
             found.append(_largest(recipe, spec, True, *asked))
     return found
@@ -84,11 +84,11 @@ def remedies(
     sets: Sequence[str] = (),
     device: Device | None = None,
 ) -> list[Remedy]:
-    """The three changes with which a recipe fits into `budget` bytes a rank that cost least time by the estimate.
+    """Returns up to three changes that make a recipe fit into `budget` bytes per rank, the fastest by estimate first.
 
-    Tried are a smaller micro-batch, activation checkpointing and both, and the same under FSDP where the recipe's
-    strategy shards nothing; bf16, which changes numbers, where these are too few. Raises RecipeError for a recipe that
-    cannot train.
+    Tried are a smaller micro-batch, activation checkpointing and both. If the recipe's strategy shards nothing, the
+    same is tried under FSDP. If fewer than three of these fit, bf16 is tried; it changes the numbers. Raises
+    RecipeError if the recipe cannot train.
     """
     known = load_recipe(recipe, sets=sets, registry=registry).recipe
     train, own = known.train, Spec(known.strategy.use, known.strategy.use, (), ranks)
@@ -98,7 +98,7 @@ def remedies(
     found: list[Remedy] = []
     for spec in specs:
         for checkpointing in {train.activation_checkpointing, True}:
-            with suppress(ForgeError):  # of a model without blocks, or that cannot be cut
+            with suppress(ForgeError):  # raised for a model without blocks, or that cannot be sharded
                 choice = _largest(recipe, spec, checkpointing, *asked)
                 if choice.micro_batch:
                     found.append(Remedy(_changes(choice, own, train, ranks), choice.forecast))
@@ -114,7 +114,7 @@ def remedies(
 
 
 def _changes(choice: Choice, own: Spec, train: TrainSection, ranks: int) -> dict[str, str]:
-    """The keys of a choice that the recipe does not have like this."""
+    """Returns the settings of a choice that differ from the recipe."""
     batch = choice.forecast.batch
     before = {
         "strategy.use": json.dumps(own.use),
@@ -152,13 +152,13 @@ def _largest(
 
 
 def best(found: Sequence[Choice]) -> Choice | None:
-    """The choice that fits and trains most items a second by the estimate; without one, that computes least."""
+    """Returns the choice that fits with the least time of a step by the estimate; without a device, the least work."""
     fitting = [one for one in found if one.micro_batch is not None]
     return min(fitting, key=lambda one: _cost(one.forecast), default=None)
 
 
 def _cost(one: Forecast) -> tuple[float, ...]:
-    """Seconds; where no device is known work, then what is sent, then forward passes."""
+    """Returns the seconds of a step; without a device its operations, then bytes sent, then forward passes."""
     if one.seconds:
         return (one.seconds.most,)
     return one.flops or 0, sum((one.wire or {}).values()), -one.batch["micro_batch"]

@@ -1,4 +1,4 @@
-"""Runs the steps of a recipe on fake tensors, with ddpforge's own assembling and its strategy: what one rank does."""
+"""Simulates the steps of a recipe on one rank with fake tensors, by ddpforge's own assembly and strategy."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from ddpforge.training.turns import draws_of, of_turns, step_function
 __all__ = ["Simulated", "simulate"]
 
 _STATE = ("weights", "master weights", "gradients", "optimizer state", "buffers")
-_MICRO_BATCHES = 2  # of a step: the memory of more is the same, and their work a multiple
+_MICRO_BATCHES = 2  # simulated in a step: more take the same memory and a multiple of the work
 
 
 @dataclass
 class Simulated:
-    """One rank's step, as it was counted: bytes of what lives at the largest moment, and of what is always there."""
+    """Simulated step of one rank: bytes of the live tensors at the peak, and of the permanent state."""
 
     peak: int
-    phase: str  # in which the peak lies
+    phase: str  # of the peak
     kinds: dict[str, int]
     largest: Sequence[Living] = ()
     work: Work = field(default_factory=Work)
     state: dict[str, int] = field(default_factory=dict)  # weights, gradients, optimizer state, buffers
     model_flops: int = 0  # of all ranks together
     whole: int = 0  # bytes of the model's weights, on all ranks together
-    items: float = 0.0  # that the loss of a micro-batch sums over
+    items: float = 0.0  # in the sum of a micro-batch's loss
 
     def onward(self, fewer: Simulated, times: float) -> Simulated:
-        """Adds `times` as much as this one has more than one of fewer micro-batches."""
+        """Extrapolates to more micro-batches: adds `times` times the difference to a step with fewer."""
 
         def grown(now: int, before: int) -> int:
             return now + int((now - before) * times)
@@ -80,12 +80,17 @@ def simulate(
     micro_batches: int | None = None,
     post: Post | None = None,
 ) -> Simulated:
-    """Simulates an optimizer step of a recipe, whose model is built without memory, as `rank` takes it.
+    """Simulates an optimizer step on `rank`; the model of `parts` is built without memory.
 
-    The optimizer makes its state before: of gradients without a pass, or in a step that is not counted. The step has
-    all of its micro-batches, or so many. `post` is what stages of a pipeline that were simulated before have sent, see
-    `fakes`. Raises RecipeError for a recipe that cannot train, `Unsimulated` for what runs on real ranks only, and what
-    torch raises for an operation that has no shapes without values.
+    The optimizer's state is made before: from empty gradients, or in a step that is not counted.
+
+    Args:
+        largest: number of the largest live tensors to return.
+        micro_batches: number of micro-batches in the step; by default all.
+        post: shapes that pipeline stages have sent in earlier simulations, see `fakes`.
+
+    Raises RecipeError if the recipe cannot train, `Unsimulated` for a feature that needs real ranks, and torch's error
+    for an operation whose shapes depend on values.
     """
     with pretended(ranks, rank) as everyone:
         world = parts.strategy.setup(parts.recipe.train, everyone)
@@ -98,7 +103,7 @@ def simulate(
             patch.object(assemble, "prove", _nothing),
             patch.object(torch_replica, "watched", _unwatched),
             patch.object(zero_replica, "watched", _unwatched),
-            patch.object(fsdp, "_refuse_norms", _nothing),  # of CPUs, and this may be for GPUs
+            patch.object(fsdp, "_refuse_norms", _nothing),  # for CPUs, and the plan may be for GPUs
         ):
             batches = [one._replace(data=fake_batch(one.data, mode)) for one in batches]
             found = _Rank(parts, world).simulate(first, batches, largest)
@@ -106,7 +111,7 @@ def simulate(
 
 
 def _batches(parts: Built, world: World, most: int | None) -> tuple[MicroBatch, list[MicroBatch]]:
-    """The first micro-batches of this rank, of which the last is the step's last."""
+    """Returns the first micro-batch of this rank, and the first few; the last of these is marked as the step's last."""
     batch = parts.plan.batch
     opened = open_data(
         parts.data["train"],
@@ -127,16 +132,16 @@ def _batches(parts: Built, world: World, most: int | None) -> tuple[MicroBatch, 
 
 
 def _nothing(*_: Any) -> None:
-    """Stands in for checks of other ranks and of this machine, neither of which the plan is for."""
+    """Replaces checks of other ranks and of this machine, because the plan is for other machines."""
 
 
 def _unwatched(*_: Any, **__: Any) -> AbstractContextManager[None]:
-    """Stands in for the watch over a first forward pass, which looks for mistakes in a model."""
+    """Replaces the watch over a first forward pass, which finds mistakes in a model."""
     return nullcontext()
 
 
 class _Seen:
-    """A task whose outputs are seen when a loss is computed; everything else is that of `task`."""
+    """Task that passes the outputs of a loss to `seen`; everything else is that of `task`."""
 
     def __init__(self, task: Task, seen: Callable[[Any], None]) -> None:
         self._task, self._seen = task, seen
@@ -152,7 +157,7 @@ class _Seen:
 
 
 class _Counted(Stepper):
-    """Takes the number of samples for that of items, which the values of a batch would tell; sees outputs."""
+    """Stepper that passes outputs to `seen`, and counts samples as items: the values of a batch are unknown."""
 
     seen: Any = staticmethod(lambda outputs: None)
 
@@ -164,7 +169,7 @@ class _Counted(Stepper):
 
 
 class _Rank:
-    """A rank with its part of the model; within `fakes`."""
+    """Rank with its part of the model; used in `fakes`."""
 
     def __init__(self, parts: Built, world: World) -> None:
         self._parts, self._world = parts, world
@@ -172,7 +177,7 @@ class _Rank:
         without_memory(parts.model)
         for beside in parts.beside.values():
             without_memory(beside.module)
-        self._modules: list[str] = []  # whose forward passes are running
+        self._modules: list[str] = []  # modules in their forward pass, the innermost last
         self._phase = phases.START
         self._work = Work()
         self._ledger = Ledger(lambda: phases.NAMES[self._phase], self._module, self._work.add)
@@ -194,7 +199,7 @@ class _Rank:
         self._train_step = step_function(self._replica, functions, parts.turns)
 
     def _place_others(self) -> None:
-        """Places what is beside the model: modules of the task, and weights that callbacks keep."""
+        """Places the auxiliary modules of the task, and the weights that callbacks keep."""
         parts, world, replica = self._parts, self._world, self._replica
         for beside in parts.beside.values():
             parts.strategy.beside(beside.module, find_blocks(beside.module, ()))
@@ -248,26 +253,26 @@ class _Rank:
         )
 
     def _make_state(self, batches: Sequence[MicroBatch]) -> None:
-        """Has the optimizer make its state: of any gradients, where all weights have one and it asks for no more."""
+        """Makes the optimizer's state: from empty gradients if that is enough, else in a whole step."""
         replica, optimizer = self._replica, self._optimizer
         if (
             isinstance(replica, torch_replica.TorchReplica)
             and replica.gradients.complete
-            and not replica.gradients.stay  # else where they are after a step
-            and getattr(self._parts.strategy, "tensor", 1) == 1  # whose first pass sends more than later ones
+            and not replica.gradients.stay  # else a step must place them
+            and getattr(self._parts.strategy, "tensor", 1) == 1  # its first pass sends more than later ones
             and getattr(optimizer, "passes", 1) == 1
-            and self._parts.recipe.train.precision != "fp16"  # whose scale is made in a backward pass
+            and self._parts.recipe.train.precision != "fp16"  # its loss scale is made in a backward pass
         ):
             for parameter in replica.gradients.trained:
                 parameter.grad = torch.empty_like(parameter)
             optimizer.step()
             replica.gradients.clear()
-        else:  # one micro-batch is enough, but a pipeline is made for as many as it is given
+        else:  # one micro-batch is enough, but a pipeline fixes their number in its first step
             self._step(1, batches[-1], batches[-1:] if self._one_by_one else batches)
 
     @contextmanager
     def _shapes_known(self) -> Iterator[None]:
-        """Leaves out what stages of a pipeline do in their first step only: they find out the shapes they receive."""
+        """Excludes the work of pipeline stages in their first step only: they exchange the shapes of tensors."""
 
         def uncounted(prepare: Callable[..., Any]) -> Callable[..., Any]:
             def prepared(*args: Any, **kwargs: Any) -> Any:
@@ -291,7 +296,7 @@ class _Rank:
         return self._parts.strategy.simulation.micro_batches(self._world.all.size) is None
 
     def _whole_step(self, work: Work, marks: Sequence[Work], micro_batches: int) -> Work:
-        """The work of all micro-batches, of which some were simulated."""
+        """Returns the work of all micro-batches, although only some were simulated."""
         further = self._parts.plan.batch.accumulation - micro_batches
         return work + (marks[1] - marks[0]) * further if further and self._one_by_one else work
 
@@ -304,7 +309,7 @@ class _Rank:
         self._note()
 
     def _note(self) -> None:
-        """Says what the tensors are for that are known by name."""
+        """Labels the tensors in the ledger by their purpose."""
         ledger, model = self._ledger, self._model
         parameters = list(model.parameters())
         ledger.note(parameters, "weights")
@@ -317,7 +322,7 @@ class _Rank:
             ledger.note((x for one in optimizer.state.values() for x in _tensors(one)), "optimizer state")
 
     def _name_gradients(self) -> None:
-        """Calls gradients what backward passes have left behind, now that they are over."""
+        """Labels the tensors that are left after the backward passes as gradients, and sums up the state."""
         self._note()
         for piece in self._ledger.living():
             if piece.kind == "backward":
@@ -332,7 +337,7 @@ class _Rank:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Knows whose forward pass is running."""
+        """Tracks the modules whose forward pass is running."""
         names = {id(module): name for name, module in self._model.named_modules()}
 
         def enter(module: nn.Module, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO on tensors without memory, of one rank among thousands."""
+"""Patches for DeepSpeed's ZeRO on fake tensors, for one rank among thousands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["forget_groups", "one_of_many"]
 
 
 def forget_groups() -> None:
-    """Makes DeepSpeed forget the ranks that are gone: it keeps them for the life of a process."""
+    """Removes the simulated ranks from DeepSpeed's variables, which live as long as the process."""
     if (groups := sys.modules.get("deepspeed.utils.groups")) is None:
         return
     sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
@@ -33,12 +33,12 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _ranks(count: int) -> range:
-    """Stands in for all ranks, over which the module loops and nothing else: this one, and those before it."""
+    """Replaces `range`, which the module uses only for loops over all ranks: this rank, and the ranks before it."""
     return range(min(count, dist.get_rank() + 1))
 
 
 def _wait(handle: Any, handle_dependency: bool = True) -> None:
-    """Stands in for the end of a gather: the slices of all ranks, put together for each weight."""
+    """Replaces the end of an all-gather: assembles each weight from the slices of all ranks."""
     if handle.complete:
         return
     handle.allgather_handle.wait()
@@ -51,7 +51,7 @@ def _wait(handle: Any, handle_dependency: bool = True) -> None:
 
 @torch.no_grad()
 def _reduce_scatter(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
-    """Stands in for a reduction: one buffer of all tensors, padded, of which each rank keeps its part of each."""
+    """Replaces a reduce-scatter: one padded buffer of all tensors; returns this rank's part of each tensor."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     lengths = [math.ceil(tensor.numel() / ranks) for tensor in tensors]
     padding = sum(lengths) * ranks - sum(tensor.numel() for tensor in tensors)
@@ -74,15 +74,13 @@ _STAND_INS: Sequence[tuple[str, str, Callable[..., Any]]] = (
     ("partition_parameters", "range", _ranks),
     ("partition_parameters", "AllGatherCoalescedHandle.wait", _wait),
 )
-"""By module of deepspeed.runtime.zero, and name in it."""
+"""Module of deepspeed.runtime.zero, name in it, and replacement."""
 
 
 @contextmanager
 def one_of_many() -> Iterator[None]:
-    """Has ZeRO, where it is in use, look at this rank's part of a tensor only, and not ask what others do.
-
-    DeepSpeed cuts every weight and gradient for every rank, one slice after the other, and uses one of them.
-    """
+    """Makes ZeRO, if it is in use, compute only this rank's part of a tensor, without checks of other ranks."""
+    # DeepSpeed cuts every weight and gradient for every rank, one slice after another, and uses one of them.
     with ExitStack() as stack:
         for module, name, stand_in in _STAND_INS:
             user: Any = sys.modules.get(f"deepspeed.runtime.zero.{module}")

@@ -1,1 +1,1 @@
-"""Many runs of one recipe with different values: which there are, how they are trained, and what came of them."""
+"""Sweeps: runs of one recipe with different values, their training and their results."""

@@ -1,4 +1,4 @@
-"""A search by Optuna: its study is a journal in the sweep's folder, and each of its trials is a run."""
+"""Searches with Optuna: the study is a journal in the sweep's folder, and each trial is a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _CALLBACK = f"{OptunaPruning.__module__}:{OptunaPruning.__name__}"
 
 
 class Search:
-    """The runs of a search, each chosen when the one before has been told: an iterator that hears what came of them.
+    """Iterator over the runs of a search; each is chosen after the results of the previous ones were reported.
 
-    `count` is the number of trials altogether. A search that was killed resumes with the trials that it had begun.
+    `count` is the total number of trials. A search that was killed resumes with its unfinished trials.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Search:
         seed: int,
         prunes: bool,
     ) -> None:
-        """Raises EnvironmentProblem without Optuna, and UsageError where the folder's study is another one."""
+        """Opens the study in the folder; raises EnvironmentProblem if Optuna is not installed."""
         self._space, self._folder, self._count, self._metric, self._prunes = space, folder, count, metric, prunes
         self._numbers: dict[str, int] = {}
         self._study = _study(folder, mode, seed)
@@ -52,7 +52,7 @@ class Search:
         return self
 
     def __next__(self) -> Variant:
-        """The next run; raises StopIteration when there are enough."""
+        """Returns the next run; raises StopIteration after `count` trials, UsageError if the study has other values."""
         while self._begun:
             number = self._begun.pop(0)
             if standing(RunFolder(self._folder / _name(number))).state not in ("running", "starting"):
@@ -62,7 +62,7 @@ class Search:
         return self._variant(self._study.ask())
 
     def told(self, variant: Variant, trained: Trained) -> None:
-        """Tells the study what came of a run; one that was stopped stays open, for the next time."""
+        """Reports the result of a run to the study; a run that was stopped stays open for the next time."""
         from optuna.trial import TrialState
 
         number = self._numbers[variant.name]
@@ -77,7 +77,7 @@ class Search:
             self._study.tell(number, state=TrialState.PRUNED if trained.state == "diverged" else TrialState.FAIL)
 
     def earlier(self, now: Collection[str]) -> list[Trained]:
-        """The runs of earlier times, and their ends: those that are not among `now`."""
+        """Returns the results of earlier runs that are not in `now`."""
         names = [name for trial in self._study.trials if (name := _name(trial.number)) not in now]
         found = [(name, RunFolder(self._folder / name)) for name in names]
         logs = self._folder / "logs"
@@ -97,7 +97,7 @@ class Search:
     def _pruning(self, number: int) -> tuple[str, ...]:
         if not self._prunes:
             return ()
-        journal = json.dumps(str((self._folder / _JOURNAL).absolute()))  # TOML's strings are JSON's
+        journal = json.dumps(str((self._folder / _JOURNAL).absolute()))  # a string in JSON is one in TOML
         options = f"journal = {journal}, trial = {number}, metric = {json.dumps(self._metric)}"
         return (f"callbacks.pruning={{ use = '{_CALLBACK}', {options} }}",)
 
@@ -126,7 +126,7 @@ def _study(folder: Path, mode: str, seed: int) -> Study:
     study = optuna.create_study(
         study_name=STUDY, storage=storage(folder / _JOURNAL), direction=_direction(mode), load_if_exists=True
     )
-    # Another seed for those that follow: the same one would propose again what was tried.
+    # Another seed for the following trials: the same one would propose the same values again.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), constant_liar=True)
     return study
 

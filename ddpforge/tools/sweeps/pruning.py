@@ -1,4 +1,4 @@
-"""Tells a search how a trial is getting on, and ends it where the search sees no hope for it."""
+"""Reports the metrics of a trial to its search, and ends the trial if the search prunes it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["PRUNED", "STUDY", "OptunaPruning", "opened_trial", "quiet", "storage"]
 
 STUDY = "sweep"
-PRUNED = "pruned"  # the mark of a trial that was ended early
+PRUNED = "pruned"  # attribute of a trial that was ended early
 
 
 def opened_trial(journal: Path, number: int) -> Trial:
-    """A trial of the study in `journal`, to continue with."""
+    """Returns a trial of the study in `journal`, to continue it."""
     import optuna
 
     quiet()
@@ -33,7 +33,7 @@ def opened_trial(journal: Path, number: int) -> Trial:
 
 
 def storage(journal: Path) -> BaseStorage:
-    """The file as Optuna takes it."""
+    """Returns the journal file as a storage of Optuna."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
@@ -41,7 +41,7 @@ def storage(journal: Path) -> BaseStorage:
 
 
 def quiet() -> None:
-    """Leaves it to the sweep to say what becomes of trials."""
+    """Silences Optuna's messages about trials, because the sweep reports them."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -53,33 +53,33 @@ logger = logging.getLogger("ddpforge")
 class OptunaPruning(Callback):
     """Reports `metric` after every evaluation to an Optuna study, whose pruner may end the run.
 
-    Rank 0 reads and writes the study's journal; all ranks do what it says.
+    Rank 0 reads and writes the study's journal, and broadcasts the decision.
     """
 
     def __init__(
         self,
-        journal: Annotated[str, Field(min_length=1, description="The file that the study is kept in.")],
+        journal: Annotated[str, Field(min_length=1, description="The journal file of the study.")],
         trial: Annotated[int, Field(ge=0, description="The trial's number.")],
         metric: Annotated[str, Field(min_length=1, description='An evaluation metric, e.g. "eval/loss".')],
     ) -> None:
         self._journal, self._number, self._metric = Path(journal), trial, metric
 
     def on_start(self, run: RunContext) -> None:
-        """Opens the study."""
+        """Opens the study on rank 0."""
         self._ranks = run.world.all
         if self._ranks.is_main:
             self._trial = opened_trial(self._journal, self._number)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """True where the trial is to end."""
+        """True if the trial must end."""
         ends = self._ranks.broadcast(self._ranks.is_main and self._asks(step, metrics))
         if ends and self._ranks.is_main:
-            logger.info("pruned: the search expects no good %s of trial %d", self._metric, self._number)
+            logger.info("pruned: the search expects no good %s from trial %d", self._metric, self._number)
         return ends
 
     def _asks(self, step: int, metrics: Mapping[str, float]) -> bool:
         if self._metric not in metrics:
-            return False  # of another evaluation set
+            return False  # metrics of another evaluation set
         self._trial.report(metrics[self._metric], step)
         if ends := self._trial.should_prune():
             self._trial.set_user_attr(PRUNED, True)

@@ -1,4 +1,4 @@
-"""Trains the runs of a sweep, each by a command of its own: some at a time, and none twice."""
+"""Trains the runs of a sweep, each by a command of its own: `jobs` at a time, and none twice."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = ["Commands", "Plan", "Trained", "devices", "mode_of", "train"]
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep of a recipe whose values have been checked; `folder` is where its runs are."""
+    """Sweep of a recipe with checked values; `folder` contains its runs."""
 
     recipe: str
     space: Space
     folder: Path
     nproc: int
-    base: Recipe  # with the first of all values
+    base: Recipe  # with the first value of each key
     registry: Registry
 
     @classmethod
     def of(cls, recipe: str, space: Space, *, out: str | None, nproc: int) -> Plan:
-        """Checks each value by itself; raises RecipeError for one that cannot be, UsageError where runs are named."""
+        """Checks each value by itself; raises RecipeError for an invalid one, UsageError if `name` is set."""
         from ddpforge.components.registry import Registry
 
         if "name" in (*space.axes, *(text.partition("=")[0].strip() for text in space.fixed)):
@@ -57,11 +57,11 @@ class Plan:
         return cls(recipe, space, folder, nproc, base, registry)
 
     def metric(self, named: str | None) -> str:
-        """The metric that runs are compared by: that of `checkpoint.keep.by`, or the evaluation's loss."""
+        """Returns the metric to compare runs: `named`, else `checkpoint.keep.by`, else the loss."""
         return named or self.base.checkpoint.keep.by or ("eval/loss" if self.base.data.eval else "train/loss")
 
     def split(self, variants: Sequence[Variant]) -> tuple[list[Variant], list[Trained]]:
-        """The runs to train, and those that have been trained, or that diverged and would again."""
+        """Returns the runs to train, and the results of runs that have finished or diverged."""
         open_, ended = [], []
         for variant in variants:
             loaded = _checked(self.recipe, variant.sets, self.nproc, self.registry)
@@ -82,17 +82,17 @@ def _checked(recipe: str, sets: Sequence[str], nproc: int, registry: Registry) -
 
 
 def mode_of(metric: str, named: Literal["min", "max"] | None) -> Literal["min", "max"]:
-    """Tells whether less or more of the metric is better; raises UsageError where nobody tells."""
+    """Returns `named`, or the better direction by the metric's name; raises UsageError if that is unknown."""
     lower = lower_is_better(metric)
     if named is None and lower is None:
-        raise UsageError(f"the name of {metric} does not tell if less of it is better", hints=["--mode min, or max"])
+        raise UsageError(f"it is unknown whether less of {metric} is better", hints=["add --mode min or --mode max"])
     return named or ("min" if lower else "max")
 
 
 def devices(recipe: Recipe, *, jobs: int, nproc: int) -> list[str]:
-    """The GPUs that runs side by side share out; none where there is one run at a time, or no GPU.
+    """Returns the GPUs for parallel runs to share; none for one run at a time, or without GPUs.
 
-    Raises UsageError where there are too few.
+    Raises UsageError if there are too few.
     """
     if jobs == 1 or recipe.train.device == "cpu":
         return []
@@ -101,7 +101,7 @@ def devices(recipe: Recipe, *, jobs: int, nproc: int) -> list[str]:
     count = torch.cuda.device_count()
     if 0 < count < jobs * nproc:
         raise UsageError(
-            f"{jobs} runs at a time with {nproc} GPU each need {jobs * nproc}, and there are {count}",
+            f"{jobs} runs at a time with {nproc} GPU each need {jobs * nproc}, but there are {count}",
             hints=[f"--jobs {max(1, count // nproc)}", "or compute on the CPU: train.device=cpu"],
         )
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -110,7 +110,7 @@ def devices(recipe: Recipe, *, jobs: int, nproc: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The end of a run: its state, or "refused" where it left no folder; `log` has what it printed."""
+    """Result of a run: its state, or "refused" if it left no folder; `log` is the file with its output."""
 
     name: str
     state: str
@@ -120,35 +120,35 @@ class Trained:
 
     @classmethod
     def of(cls, run: Standing, log: Path) -> Trained:
-        """The end of a run that has a folder."""
+        """Returns the result of a run that has a folder."""
         return cls(name=run.folder.path.name, state=run.state, metrics=run.metrics, error=run.error, log=log)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commands:
-    """The commands of a sweep's runs: `nproc` processes each, `jobs` runs at a time, each on `devices` of its own."""
+    """Commands of a sweep's runs: `nproc` processes each, `jobs` runs at a time, each on `devices` of its own."""
 
     recipe: str
     folder: Path
     nproc: int = 1
     jobs: int = 1
-    devices: Sequence[str] = ()  # GPUs, as CUDA_VISIBLE_DEVICES names them; none: no run is told
+    devices: Sequence[str] = ()  # GPUs, as in CUDA_VISIBLE_DEVICES; empty: runs inherit that variable
 
     def line(self, variant: Variant) -> list[str]:
-        """The command that trains a run, or resumes it."""
+        """Returns the command that trains or resumes a run."""
         start = ["launch", f"--nproc={self.nproc}"] if self.nproc > 1 else ["run"]
         sets = [f"--set={text}" for text in (*variant.sets, f"name={variant.name}")]
         return [sys.executable, "-P", "-m", "ddpforge", *start, self.recipe, f"--out={self.folder}", *sets]
 
     def variables(self, slot: int) -> dict[str, str]:
-        """The environment of the run in one of the `jobs` places."""
+        """Returns the environment of the run in one of the `jobs` places."""
         found = {"OMP_NUM_THREADS": str(share_of_cores(self.jobs * self.nproc)), **os.environ}
         if self.devices:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[slot * self.nproc : (slot + 1) * self.nproc])
         return found
 
     def log(self, variant: Variant) -> Path:
-        """The file of what a run prints."""
+        """Returns the file for a run's output."""
         return self.folder / "logs" / f"{variant.name}.log"
 
 
@@ -159,9 +159,10 @@ def train(
     begins: Callable[[Variant], None] = lambda _: None,
     told: Callable[[Variant, Trained], None] = lambda *_: None,
 ) -> tuple[list[Trained], bool]:
-    """Trains each of `variants`, which may be chosen as runs end; `told` hears of each end, one at a time.
+    """Trains each of `variants`; returns the results, and True if a signal requested a stop.
 
-    Also returns whether somebody asked to stop: a first signal lets the runs save, and a second ends them at once.
+    A variant is taken when a place is free, so it may depend on earlier results. `begins` is called before each run and
+    `told` after it, one call at a time. After a first signal the runs save and end; a second one ends them at once.
     """
     queue = _Queue(iter(variants), commands, begins, told)
     places = [threading.Thread(target=queue.work, args=(slot,)) for slot in range(commands.jobs)]
@@ -176,7 +177,7 @@ def train(
 
 
 class _Queue:
-    """Runs that wait, those that train, and those that have ended; several threads work on it."""
+    """Runs that wait, that train, and that have ended; several threads work on it."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class _Queue:
             self.error = self.error or error
 
     def stop(self, number: int, _: FrameType | None) -> None:
-        """Asks all runs to save and end; called by a signal, so it waits for nobody."""
+        """Requests all runs to save and end; called by a signal handler, so it takes no lock."""
         self.stopped = True
         for process in list(self._processes.values()):
             if process.poll() is None:
@@ -219,7 +220,7 @@ class _Queue:
         log = self._commands.log(variant)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
-            # A session of its own: a terminal would send Ctrl-C to it, too.
+            # A session of its own, because a terminal would send Ctrl-C to the run, too.
             process = self._processes[slot] = subprocess.Popen(
                 self._commands.line(variant),
                 env=self._commands.variables(slot),
@@ -238,7 +239,7 @@ class _Queue:
 
 
 def _outcome(path: Path, variant: Variant, log: Path, code: int) -> Trained:
-    """The end as the run's folder tells it; what was refused says why at the end of its log alone."""
+    """Returns the result from the run's folder; the error of a refused run is only at the end of its log."""
     folder = RunFolder(path)
     if folder.exists() and (code != ExitCode.USAGE or standing(folder).state == "failed"):
         return Trained.of(standing(folder), log)

@@ -1,1 +1,1 @@
-"""Steps that leave nothing behind: dry runs, overfitting some batches, tests of learning rates and of batch sizes."""
+"""Trials that leave nothing behind: dry runs, overfitting a few batches, tests of learning rates and batch sizes."""

@@ -19,13 +19,13 @@ from ddpforge.recipe.plan import plan_batch
 
 __all__ = ["Found", "Try", "find_micro_batch", "fitting", "sizes"]
 
-_STEPS = 2  # a first one, and one in which the optimizer's state is there
-_LOOK = 0.05  # seconds between looks at what a process takes
+_STEPS = 2  # the optimizer's state exists from the second one on
+_LOOK = 0.05  # seconds between two measurements of a process's memory
 
 
 @dataclass(frozen=True)
 class Try:
-    """One micro-batch: whether it fits, the most memory in bytes, and samples per second where it does."""
+    """Result for one micro-batch: whether it fits, the peak memory in bytes, and samples per second if it fits."""
 
     micro_batch: int
     fits: bool
@@ -35,7 +35,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Found:
-    """The sizes that were tried, in this order, and the largest micro-batch that fits; None where none does."""
+    """Sizes that were tried, in this order."""
 
     global_batch: int
     ranks: int
@@ -43,11 +43,11 @@ class Found:
 
     @property
     def micro_batch(self) -> int | None:
-        """The largest that fits."""
+        """Returns the largest micro-batch that fits; None if none fits."""
         return max((one.micro_batch for one in self.tries if one.fits), default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the result for JSON."""
         found = self.micro_batch
         accumulation = found and self.global_batch // (found * self.ranks)
         tries = [vars(one) for one in self.tries]
@@ -62,10 +62,10 @@ def find_micro_batch(
     budget: int | None = None,
     told: Callable[[Try], None] = lambda one: None,
 ) -> Found:
-    """Tries micro-batches that leave the global batch as it is, on `ranks` ranks of this machine.
+    """Tries micro-batches that keep the global batch, on `ranks` ranks of this machine.
 
-    A size fits where two steps and some of an evaluation neither fill memory nor take more than `budget` bytes on a
-    rank. `told` hears of every try. Raises ForgeError where a process fails for another reason.
+    A size fits if two steps and some of an evaluation neither fill the memory nor take more than `budget` bytes on a
+    rank. `told` is called after every try. Raises ForgeError if a process fails for another reason.
     """
     train = load_recipe(recipe, sets=sets).recipe.train
     plan_batch(train.model_copy(update={"micro_batch": None}), ranks)  # raises RecipeError
@@ -83,17 +83,14 @@ def find_micro_batch(
 
 
 def sizes(unit: int) -> list[int]:
-    """The micro-batches that divide a rank's share of the global batch, from the smallest."""
+    """Returns the micro-batches that divide a rank's share `unit` of the global batch, in ascending order."""
     return [size for size in range(1, unit + 1) if unit % size == 0]
 
 
 def fitting(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest of ascending candidates that fits; where one does not, no larger one does.
-
-    The largest is tried first, as nothing else need be tried where it fits; then by bisection.
-    """
+    """Returns the largest of ascending candidates that fits; no candidate fits that is larger than an unfit one."""
     low, high = -1, len(candidates)  # fits, and does not
-    middle = high - 1
+    middle = high - 1  # the largest first: if it fits, no other must be tried; then bisection
     while high - low > 1:
         low, high = (middle, high) if fits(candidates[middle]) else (low, middle)
         middle = (low + high) // 2
@@ -121,10 +118,11 @@ def _tried(recipe: str, sets: Sequence[str], size: int, ranks: int, budget: int 
 
 
 def _watched(command: Sequence[str], most: int | None) -> tuple[int | None, str, str]:
-    """Runs a command; ends it, and returns no exit code, as soon as it takes more than `most` bytes of the machine.
+    """Runs a command; returns its exit code and its output.
 
-    A process that may take all of a machine's memory takes others down with it.
+    Kills the command if it takes more than `most` bytes of the machine's memory; the exit code is then None.
     """
+    # A process that takes all of a machine's memory would end other processes, too.
     with TemporaryFile() as out, TemporaryFile() as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
         ended = False
@@ -145,7 +143,7 @@ def _watched(command: Sequence[str], most: int | None) -> tuple[int | None, str,
 
 
 def _available() -> int | None:
-    """The bytes that processes may take before the machine runs out of them."""
+    """Returns the bytes of memory that the machine has available; None if unknown."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -153,7 +151,7 @@ def _available() -> int | None:
 
 
 def _resident(pid: int) -> int:
-    """The bytes that a process has in memory."""
+    """Returns the resident bytes of a process."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):

@@ -1,4 +1,4 @@
-"""Trains a few steps of a recipe, evaluates a little, and measures both; nothing of it is kept."""
+"""Trains a few steps of a recipe, evaluates a little, and measures both; keeps nothing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["Measured", "dry_run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The cost of steps, on the main rank; `memory` in bytes is that of the rank which took most.
+    """Cost of steps, measured on the main rank; `memory` is the largest of all ranks, in bytes.
 
-    `seconds` are those of a step after the first, which may have to compile; None where there was but one.
+    `seconds` is the mean time of a step after the first, which may include compilation; None if there was only one.
     """
 
     steps: int
@@ -38,19 +38,19 @@ class Measured:
     time: Mapping[str, float]  # the share of each phase, after the first step
     memory: int
     evaluated: int  # batches
-    to_evaluate: int | None  # that a whole evaluation has
+    to_evaluate: int | None  # batches of a whole evaluation
     evaluation_seconds: float | None
-    loss: tuple[float | None, float | None]  # of the first row, and of the last: see track.every
+    loss: tuple[float | None, float | None]  # in the first and the last logged row: see track.every
     is_main: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the result for JSON."""
         found = asdict(self)
         del found["is_main"]
         return found
 
     def lines(self) -> Iterator[str]:
-        """The same for people."""
+        """Yields the result as lines of text."""
         yield f"{self.steps} {'step' if self.steps == 1 else 'steps'} on trial; nothing was kept"
         yield f"  first step   {_seconds(self.first_seconds)}"
         if self.seconds is not None and self.samples_per_second is not None:
@@ -69,16 +69,16 @@ class Measured:
 @leaving.nobody_leaves()
 @settings_restored()
 def dry_run(source: str | Path, steps: int, *, sets: Sequence[str] = ()) -> Measured:
-    """Trains so many steps of a recipe, and evaluates on as many batches of each set; called on every rank.
+    """Trains `steps` steps of a recipe, and evaluates on `steps` batches of each set; called on every rank.
 
-    Everything is as in a run of the recipe, its callbacks too, but for what would be kept: there is no folder, no
-    tracker hears of it, and nothing is saved. Raises ForgeError as a run does.
+    Everything is as in a run of the recipe, its callbacks too, but nothing is kept: there is no folder, no tracker and
+    no checkpoint. Raises ForgeError as a run does.
     """
     with opened(source, sets=sets, change=lambda dealt: _evaluate_little(dealt, steps)) as trial:
         clock = _Clock(trial)
         infos = [clock.after(info) for info in trial.steps(steps)]
         if not infos:
-            raise Postponed("asked to stop before the first step", hints=["nothing was to be kept"])
+            raise Postponed("a stop was requested before the first step", hints=["a trial keeps nothing"])
         clock.stop()
         return _measured(trial, clock, infos)
 
@@ -89,19 +89,19 @@ def _evaluate_little(dealt: Dealt, most: int) -> Dealt:
 
 
 class _Clock:
-    """Measures the first step, and those after it together; waits for a GPU only where these begin and end."""
+    """Measures the first step, and the later steps together; synchronizes with a GPU only at their begin and end."""
 
     def __init__(self, trial: Trial) -> None:
         self._device = trial.world.device
         self._steps = 0
         self.first = self.others = 0.0
-        self.samples = 0  # of the first step
+        self.samples = 0  # after the first step
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._since, self._spent = self._now(), phases.spent()
 
     def after(self, info: StepInfo) -> StepInfo:
-        """A step has been trained."""
+        """Records that a step was trained."""
         self._steps += 1
         if self._steps == 1:
             self.first, self.samples = self._now() - self._since, info.samples
@@ -109,7 +109,7 @@ class _Clock:
         return info
 
     def stop(self) -> None:
-        """There are no more."""
+        """Ends the measurement after the last step."""
         self.others = self._now() - self._since
         self.spent = [now - before for now, before in zip(phases.spent(), self._spent, strict=True)]
 
@@ -119,7 +119,7 @@ class _Clock:
         return time.perf_counter()
 
     def memory(self) -> int:
-        """The most bytes that this process has taken: of the GPU, where it uses one."""
+        """Returns the peak bytes of this process: of the GPU, if it uses one."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_reserved(self._device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB

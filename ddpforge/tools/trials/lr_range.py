@@ -15,16 +15,16 @@ from ddpforge.tools.trials.opening import opened, without_the_rest
 
 __all__ = ["RangeTest", "lr_range", "smoothed", "suggested"]
 
-_KEPT = 0.9  # of the running mean of losses, from one step to the next
-_WORSE = 4.0  # times the best loss, where the test ends
-_FIRST = 5  # steps before it may end
-_ROWS = 12  # of the table
-_WINDOWS = 20  # a loss is the mean of a twentieth of the steps on either side
+_KEPT = 0.9  # share of the running mean of losses that the next step keeps
+_WORSE = 4.0  # the test ends if the running mean is this many times its best value
+_FIRST = 5  # steps before the test may end
+_ROWS = 12  # rows of the table
+_WINDOWS = 20  # a loss is averaged with a twentieth of the steps on either side
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The training loss at each rate, a mean of its neighbourhood, and the rate at which it fell fastest, if it did.
+    """Smoothed training loss at each rate, and the rate at which the loss fell fastest; None if it never fell.
 
     After L. Smith, Cyclical Learning Rates for Training Neural Networks, WACV 2017.
     """
@@ -35,27 +35,27 @@ class RangeTest:
     is_main: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the result for JSON."""
         return {"lr": list(self.rates), "loss": list(self.losses), "suggestion": self.suggestion}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Some of the rates with their losses, for a table."""
+        """Returns some of the rates with their losses, for a table."""
         every = max(1, len(self.rates) // _ROWS)
         return [(f"{self.rates[n]:.2e}", f"{self.losses[n]:.4g}") for n in range(0, len(self.rates), every)]
 
     def verdict(self) -> str:
-        """The suggestion for people."""
+        """Returns the suggestion as text."""
         if self.suggestion is None:
             return "the loss never fell: test lower rates with --from, or see `ddpforge run RECIPE --overfit 1`"
         lowest = self.rates[min(range(len(self.losses)), key=self.losses.__getitem__)]
-        said = f"suggested optimizer.lr = {self.suggestion:.2g}, where the loss fell fastest"
+        said = f"suggested optimizer.lr = {self.suggestion:.2g}: at this rate the loss fell fastest"
         return f"{said}; it was lowest at {lowest:.2g}"
 
 
 class _Sweep:
-    """A schedule that takes rates from `low` to `high`, each the same factor above the one before."""
+    """Schedule of rates from `low` to `high`, each larger than the one before by the same factor."""
 
-    base = 1.0  # the rate that is multiplied with what it returns
+    base = 1.0  # the rate that the returned factor multiplies
 
     def __init__(self, low: float, high: float, steps: int) -> None:
         self._low, self._factor = low, (high / low) ** (1 / (steps - 1))
@@ -70,9 +70,9 @@ class _Sweep:
 def lr_range(
     source: str | Path, *, low: float = 1e-7, high: float = 10.0, steps: int = 100, sets: Sequence[str] = ()
 ) -> RangeTest:
-    """Trains a recipe for so many steps, each at a higher rate, up to where it diverges; called on every rank.
+    """Trains a recipe for `steps` steps, each at a higher rate, until it diverges; called on every rank.
 
-    Where groups or turns have rates of their own, these keep their proportion. Callbacks and evaluations are left out.
+    Rates of parameter groups or alternating updates keep their proportion. Callbacks and evaluations are skipped.
     Raises ForgeError as a run does.
     """
     if not 0 < low < high or steps < 2 * _FIRST:
@@ -85,7 +85,7 @@ def lr_range(
     with opened(source, sets=sets, change=lambda dealt: without_the_rest(dealt, sweep)) as trial:
         sweep.base = trial.trainer.optimizer.param_groups[0]["lr"]
         if not sweep.base:
-            raise UsageError("optimizer.lr is 0, and no factor makes another rate of it", hints=["set it to any other"])
+            raise UsageError("optimizer.lr is 0, so no factor can change it", hints=["set it to any other value"])
         trial.trainer.end = steps
         seen = ((info.lr, info.metrics["train/loss"]) for info in trial.steps(steps))
         rates, losses = _until_worse(seen)
@@ -94,14 +94,14 @@ def lr_range(
 
 
 def _until_worse(seen: Iterator[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """The rates and losses up to where a running mean of these is much worse than it was, or a loss not finite."""
+    """Returns rates and losses, until a running mean of losses is much worse than its best, or a loss not finite."""
     rates: list[float] = []
     losses: list[float] = []
     mean, best = 0.0, math.inf
     try:
         for number, (rate, loss) in enumerate(seen, start=1):
             mean = _KEPT * mean + (1 - _KEPT) * loss
-            running = mean / (1 - _KEPT**number)  # without the zero that it began with
+            running = mean / (1 - _KEPT**number)  # without the initial zero
             best = min(best, running)
             if not math.isfinite(loss) or (number > _FIRST and running > _WORSE * best):
                 break
@@ -113,19 +113,19 @@ def _until_worse(seen: Iterator[tuple[float, float]]) -> tuple[list[float], list
 
 
 def smoothed(losses: Sequence[float], reach: int) -> list[float]:
-    """The mean of each loss and its neighbours on both sides: unlike a running mean it does not lag behind the rate."""
-    found = []
+    """Returns the mean of each loss and up to `reach` neighbors on either side."""
+    found = []  # unlike a running mean, it does not lag behind the rate
     for n in range(len(losses)):
-        near = min(reach, n, len(losses) - 1 - n)  # as far on either side
+        near = min(reach, n, len(losses) - 1 - n)  # the same on either side
         window = losses[n - near : n + near + 1]
         found.append(sum(window) / len(window))
     return found
 
 
 def suggested(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """The rate at which the loss falls fastest, per factor of the rate; None where it falls nowhere.
+    """Returns the rate at which the loss falls fastest per factor of the rate; None if it never falls.
 
-    The slope is taken over two neighbours, up to the lowest loss: what comes after climbs.
+    The slope is between both neighbors of a rate. Rates beyond the lowest loss are ignored.
     """
     lowest = min(range(len(losses)), key=losses.__getitem__, default=0)
     slopes = {

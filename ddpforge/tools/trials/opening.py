@@ -1,4 +1,4 @@
-"""Opens a recipe for steps that leave nothing behind: no run's folder, no tracker, no checkpoint."""
+"""Opens a recipe for steps that leave nothing behind: no run folder, no tracker, no checkpoint."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ __all__ = ["FirstBatches", "Repeated", "Trial", "opened", "without_the_rest"]
 
 @dataclass(frozen=True)
 class Trial:
-    """A trainer at step 0 that keeps nothing, and what it is made of."""
+    """Trainer at step 0 that keeps nothing, with its parts."""
 
     dealt: Dealt
     world: World
     trainer: Trainer
 
     def steps(self, most: int) -> Iterator[StepInfo]:
-        """Trains so many steps at most."""
+        """Trains at most `most` steps."""
         source = self.trainer.steps()
         try:
             yield from islice(source, most)
@@ -60,7 +60,7 @@ def opened(
 ) -> Iterator[Trial]:
     """Opens the trial of a recipe, on every rank; `change` may replace components that were built.
 
-    Raises ForgeError as a run does, OutOfMemory where memory is full.
+    Raises ForgeError as a run does, OutOfMemory if memory is full.
     """
     adopt_slurm()
     registry = Registry.installed()
@@ -73,7 +73,7 @@ def opened(
         peers = peers_of(chosen.recipe, world)
         built, _ = build_alike(chosen, world, peers, problems, samples=True)
     dealt = change(built)
-    training_begins()  # as of a run: a request to stop ends the trial with a step
+    training_begins()  # as in a run: a request to stop ends the trial after a step
     try:
         with TemporaryDirectory(prefix="ddpforge-trial-") as folder, ExitStack() as life:
             trial = Trial(dealt, world, _trainer(dealt, world, peers, Path(folder), life))
@@ -95,46 +95,46 @@ def _trainer(dealt: Dealt, world: World, peers: Peers, folder: Path, life: ExitS
 
 
 class _NotSaving(Saving):
-    """Keeps nothing; only which step it would have kept."""
+    """Saves nothing; records only the step that would have been saved."""
 
     def __init__(self) -> None:
         self.step = None
 
     @property
     def ready(self) -> bool:
-        """Nothing is on its way."""
+        """Returns False: nothing is being written."""
         return False
 
     def save(self, progress: Progress, metrics: Mapping[str, float], *, last: bool) -> None:
-        """Notes the step."""
+        """Records the step."""
         self.step = progress.step
 
     def reserve(self) -> None:
-        """Nothing is copied."""
+        """Does nothing, because nothing is copied."""
 
     def before_update(self) -> None:
-        """Nothing is copied."""
+        """Does nothing, because nothing is copied."""
 
     def settle(self, *, last: bool = False) -> None:
-        """There is nothing to wait for."""
+        """Does nothing, because nothing is being written."""
 
     def newest(self) -> Reader | None:
-        """There is none."""
+        """Returns None: there is no checkpoint."""
         return None
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Nothing is kept for being the best."""
+        """Returns False: no checkpoint is the best."""
         return False
 
 
 # ---------------------------------------------------------------------------------------------- other parts
 def without_the_rest(dealt: Dealt, factor: Callable[[int], float]) -> Dealt:
-    """Returns the stage without callbacks and evaluations; learning rates are multiplied with `factor` of a step."""
+    """Returns the stage without callbacks and evaluations; `factor` of a step multiplies the learning rates."""
     return replace(dealt, callbacks={}, evaluation={}, schedules={"": factor})
 
 
 class _Instead:
-    """Stands for a rank's batches; what it does not have itself is theirs."""
+    """Replaces a rank's batches; attributes that it does not have are those of the batches."""
 
     def __init__(self, batches: Batches, most: int) -> None:
         self._batches, self._most = batches, most
@@ -144,12 +144,12 @@ class _Instead:
 
 
 class FirstBatches(_Instead):
-    """The first `most` batches of an evaluation set; `seen` counts them."""
+    """First `most` batches of an evaluation set; `seen` counts them."""
 
     seen = 0
 
     def evaluation(self) -> Iterator[MicroBatch]:
-        """Some of the samples, once."""
+        """Yields the first batches once."""
         self.seen = 0
         for micro in islice(self._batches.evaluation(), self._most):
             self.seen += 1
@@ -157,10 +157,10 @@ class FirstBatches(_Instead):
 
 
 class Repeated(_Instead):
-    """The first `most` global batches of training, again and again."""
+    """First `most` global batches of training, repeated without end."""
 
     def training(self, start: int) -> Iterator[MicroBatch]:
-        """Without end; `start` is 0."""
+        """Yields this rank's micro-batches without end; `start` is 0."""
         source = self._batches.training(0)
         kept = [list(_global_batch(source)) for _ in range(self._most)]
         for step in count(start):
@@ -168,7 +168,7 @@ class Repeated(_Instead):
 
 
 def _global_batch(source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of the next global batch."""
+    """Yields this rank's micro-batches of the next global batch."""
     for micro in source:
         yield micro
         if micro.last:

@@ -1,4 +1,4 @@
-"""Trains on a few batches again and again: a model that cannot learn even these has a mistake in it."""
+"""Trains on a few batches again and again: if a model cannot learn even these, something is wrong in it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ddpforge.training.stages import Dealt
 
 __all__ = ["Overfitted", "overfit"]
 
-_LINES = 10  # of losses
-_LEARNT, _HALF = 0.1, 0.5  # of the first loss
+_LINES = 10  # lines of losses
+_LEARNT, _HALF = 0.1, 0.5  # shares of the first loss
 
 
 @dataclass(frozen=True)
 class Overfitted:
-    """The training loss after each step, on `batches` global batches."""
+    """Training loss after each step, on `batches` global batches."""
 
     batches: int
     losses: Sequence[float]
@@ -31,17 +31,17 @@ class Overfitted:
 
     @property
     def share(self) -> float:
-        """The mean of the last losses, one of each batch, as a share of that of the first ones."""
+        """Returns the mean of the last losses, one per batch, divided by the mean of the first ones."""
         first, last = self.losses[: self.batches], self.losses[-self.batches :]
         return (sum(last) / len(last)) / (sum(first) / len(first))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN."""
+        """Returns the result for JSON; a loss that is not finite becomes null."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         return {"batches": self.batches, "losses": losses, "share": self.share if math.isfinite(self.share) else None}
 
     def lines(self) -> Iterator[str]:
-        """The same for people, with a verdict."""
+        """Yields the result as lines of text, with a verdict."""
         batches = "batch" if self.batches == 1 else f"{self.batches} batches"
         yield f"{len(self.losses)} steps on the first {batches}; nothing was kept"
         every = max(1, len(self.losses) // _LINES)
@@ -58,16 +58,17 @@ class Overfitted:
             return "still learning: try more steps (--dry-run 1000), or another optimizer.lr"
         return (
             "hardly learnt: look at the samples and their targets with `ddpforge data show`, try another optimizer.lr, "
-            "and see whether dropout, weight decay or augmentation keep the model from it"
+            "and check whether dropout, weight decay or augmentation prevent it"
         )
 
 
 @leaving.nobody_leaves()
 @settings_restored()
 def overfit(source: str | Path, batches: int, *, steps: int = 200, sets: Sequence[str] = ()) -> Overfitted:
-    """Trains so many steps on the first global batches of a recipe, at its own rate; called on every rank.
+    """Trains `steps` steps on the first `batches` global batches of a recipe; called on every rank.
 
-    The schedule, callbacks and evaluations are left out, and samples are fetched once. Raises ForgeError as a run does.
+    The learning rate is constant, as in the recipe. Schedule, callbacks and evaluations are skipped, and samples are
+    fetched once. Raises ForgeError as a run does.
     """
 
     def change(dealt: Dealt) -> Dealt:
@@ -82,5 +83,5 @@ def overfit(source: str | Path, batches: int, *, steps: int = 200, sets: Sequenc
         except Diverged:
             losses.append(math.nan)
     if not losses:
-        raise Postponed("asked to stop before the first step", hints=["nothing was to be kept"])
+        raise Postponed("a stop was requested before the first step", hints=["a trial keeps nothing"])
     return Overfitted(batches, losses, trial.world.is_main)

@@ -1,4 +1,4 @@
-"""Describes the first batches of a recipe's data, as training or an evaluation would be given them."""
+"""Describes the first batches of a recipe's data, as training or an evaluation receives them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ddpforge.training.stages import Chosen
 
 __all__ = ["Leaf", "Pictures", "Shown", "describe", "first_batches", "pictures_of"]
 
-_LABELS = 20  # different values, up to which each is counted
-_TEXTS = 3  # samples of which the text is shown
-_PICTURES = 64  # in a sheet
-_SMALLEST = 4  # pixels each way of what is taken for a picture
+_LABELS = 20  # labels are counted if they have at most this number of different values
+_TEXTS = 3  # samples that are shown as text
+_PICTURES = 64  # pictures in a sheet
+_SMALLEST = 4  # a picture has at least this width and height in pixels
 
 Read = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a batch, or what else is in its place; values are None where there is nothing to compute."""
+    """Tensor of a batch, or another leaf; statistics are None if they cannot be computed."""
 
     name: str
     dtype: str
@@ -56,21 +56,21 @@ class Shown:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images [N, 1 or 3, height, width] of a batch as they are, with their labels where there are any."""
+    """Images [N, 1 or 3, height, width] of a batch with unchanged values, and their labels if there are any."""
 
     images: Tensor
     labels: Sequence[str]
 
 
 def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> tuple[list[MicroBatch], Read | None]:
-    """The first batches of training, or of an evaluation set ("eval", "eval.NAME"), in one process.
+    """Returns the first batches of training, or of an evaluation set ("eval", "eval.NAME"), in one process.
 
-    Also returns what reads their tokens. Raises UsageError for a set that the recipe lacks, and every error of data and
-    model.
+    Also returns the function that decodes their tokens, if there is one. Raises UsageError for a set that the recipe
+    lacks, and every error of data and model.
     """
     known = ["train", *(f"eval.{name}" if name else "eval" for name in chosen.recipe.data.evaluations)]
     if split not in known:
-        raise UsageError(f"the recipe has no [data.{split}]", hints=[f"there are {', '.join(known)}"])
+        raise UsageError(f"the recipe has no [data.{split}]", hints=[f"it has {', '.join(known)}"])
     built = build(chosen, problems, meta=True)
     preflight.check_built(built, problems)
     problems.raise_if_any()
@@ -81,12 +81,12 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
 
 
 def describe(micro: MicroBatch, read: Read | None) -> Shown:
-    """The form and the values of a batch."""
+    """Returns the shapes and the values of a batch."""
     return Shown(micro.samples, micro.step_samples, [_leaf(name, leaf, read) for name, leaf in _named(micro.data)])
 
 
 def _named(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields everything that is no container, with its keys, fields and places."""
+    """Yields every leaf with its path of keys, fields and positions."""
     if isinstance(nest, Mapping):
         items: Any = nest.items()
     elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
@@ -119,7 +119,7 @@ def _leaf(name: str, leaf: Any, read: Read | None) -> Leaf:
 
 
 def _counts(leaf: Tensor) -> dict[int, int]:
-    """Counts each label, where these are labels: few different integers, one for each sample or position."""
+    """Counts each value if these are labels: integers with few different values. Otherwise returns an empty table."""
     if leaf.is_floating_point():
         return {}
     values, counts = torch.unique(leaf, return_counts=True)
@@ -127,18 +127,18 @@ def _counts(leaf: Tensor) -> dict[int, int]:
 
 
 def _texts(leaf: Tensor, read: Read) -> list[str]:
-    """The first sequences of tokens as text, less those that stand for no token."""
+    """Returns the first sequences of tokens as text, without negative numbers, which are no tokens."""
     if leaf.is_floating_point() or leaf.dtype == torch.bool or leaf.ndim != 2:
         return []
     try:
         return [read([token for token in row if token >= 0]) for row in leaf[:_TEXTS].tolist()]
     except (IndexError, KeyError, OverflowError, ValueError):
-        return []  # integers, and no tokens
+        return []  # integers that are not tokens
 
 
 # ---------------------------------------------------------------------------------------------- pictures
 def pictures_of(micro: MicroBatch) -> Pictures | None:
-    """The first pictures in a batch; None where there are none."""
+    """Returns the first pictures in a batch; None if there are none."""
     leaves = [leaf for _, leaf in _named(micro.data) if isinstance(leaf, Tensor)]
     images = next((leaf for leaf in leaves if _is_pictures(leaf)), None)
     if images is None:

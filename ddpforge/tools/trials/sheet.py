@@ -13,12 +13,12 @@ from ddpforge.tools.trials.samples import Pictures
 
 __all__ = ["draw", "scaled"]
 
-_LEAST = 64  # pixels each way of a picture on the sheet
-_GAP, _LINE = 4, 14  # pixels between pictures, and of a label below one
+_LEAST = 64  # minimum width and height of a picture on the sheet, in pixels
+_GAP, _LINE = 4, 14  # pixels between pictures, and height of a label
 
 
 def draw(path: Path, pictures: Pictures) -> None:
-    """Writes the sheet in the format that the file's name tells; raises UsageError where it cannot be written."""
+    """Writes the sheet in the format of the file's suffix; raises UsageError if it cannot be written."""
     images, _ = scaled(pictures.images)
     number, _, height, width = images.shape
     factor = max(1, math.ceil(_LEAST / min(height, width)))
@@ -38,7 +38,7 @@ def draw(path: Path, pictures: Pictures) -> None:
 
 
 def scaled(images: Tensor) -> tuple[Tensor, bool]:
-    """The images with values from 0 to 1, and whether they had to be moved there, as those of normalised data."""
+    """Returns the images with values from 0 to 1, and True if other values were moved there (normalized data)."""
     values = images.double().nan_to_num()
     if images.dtype.is_floating_point or images.dtype.is_complex:
         least, most = values.min().item(), values.max().item()

@@ -127,7 +127,7 @@ def test_weights_of_timm_begin_a_model_whose_head_is_new(
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine if not name.startswith(f"{head}."))
     assert torch.equal(model.get_submodule(head).weight, new)
-    assert f"2 tensors left alone: {head}.bias, {head}.weight" in caplog.text
+    assert f"2 tensors skipped by init_skip: {head}.bias, {head}.weight" in caplog.text
 
 
 def test_a_body_without_a_head_says_what_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

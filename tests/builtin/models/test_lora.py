@@ -124,7 +124,7 @@ def test_a_layer_with_inputs_first_is_folded_the_other_way_round(tmp_path: Path)
 @pytest.mark.parametrize(
     ("drop", "complaint"),
     [
-        ("lora_", "the checkpoint holds no adapters"),
+        ("lora_", "the checkpoint contains no adapters"),
         ("base_layer.weight", r"has no `blocks.0.attention.qkv.base_layer.weight`"),
         ("lora_scaling", r"has no `blocks.0.attention.qkv.lora_scaling`"),
     ],
@@ -153,7 +153,9 @@ def test_a_weight_that_others_use_without_the_adapter_is_not_folded(tmp_path: Pa
     state = {(first if key == name else key): x.detach() for key, x in model.items()}
     saved = CanonicalState(state, {}, {name if first == alias else alias: first})
     checkpoint = write(tmp_path / "checkpoints", checkpoint_of(7, state=saved))
-    with pytest.raises(UsageError, match=r"`scores.weight` is tied to `tokens.weight`, which has no such adapter"):
+    with pytest.raises(
+        UsageError, match=r"`scores.weight` is tied to `tokens.weight`, which does not have this adapter"
+    ):
         export(checkpoint, tmp_path / "merged.safetensors", merge=True)
 
 

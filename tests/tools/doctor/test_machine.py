@@ -88,7 +88,7 @@ def test_a_name_that_leads_nowhere_else(
     found = only(machine.names())
     assert found.level == level
     if level == "warning":
-        assert found.fix == "export GLOO_SOCKET_IFNAME=… (eth0, eth1), or mend /etc/hosts"
+        assert found.fix == "export GLOO_SOCKET_IFNAME=… (eth0, eth1), or correct /etc/hosts"
 
 
 def test_a_folder_of_temporary_files_that_takes_no_sockets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,8 @@ def test_interfaces_that_variables_name_and_that_are_not_there(monkeypatch: pyte
     monkeypatch.setenv(GLOO, "nope0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "l,^docker")  # prefixes, for NCCL: lo
     assert [each.what for each in machine.names() if each.level == "error"] == [
-        "GLOO_SOCKET_IFNAME=nope0, and there is no nope0",
-        "NCCL_SOCKET_IFNAME=l,^docker, and there is no ^docker",
+        "GLOO_SOCKET_IFNAME=nope0, but there is no interface nope0",
+        "NCCL_SOCKET_IFNAME=l,^docker, but there is no interface ^docker",
     ]
 
 
@@ -113,7 +113,8 @@ def test_variables_that_make_training_slow_and_those_worth_knowing() -> None:
     }
     blocking, debug, rest = machine.variables(environ)
     assert blocking == warning(
-        "CUDA_LAUNCH_BLOCKING=1: every kernel is waited for, which makes training slow", "unset CUDA_LAUNCH_BLOCKING"
+        "CUDA_LAUNCH_BLOCKING=1: the CPU waits for every kernel, which makes training slow",
+        "unset CUDA_LAUNCH_BLOCKING",
     )
     assert debug.fix == "unset TORCH_DISTRIBUTED_DEBUG"
     assert rest.what == "set: NCCL_P2P_DISABLE=0 NCCL_SOCKET_IFNAME=ib0"
@@ -124,7 +125,7 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 3 << 30))
     monkeypatch.setattr(machine, "writing_speed", lambda _: 100 * 2.0**20)
     folder = tmp_path / "new/runs"
-    assert only(machine.files(folder, None, 0)) == ok(f"3.0 GiB are free for {folder}, which takes 100 MiB/s")
+    assert only(machine.files(folder, None, 0)) == ok(f"3.0 GiB are free for {folder}, written at 100 MiB/s")
     fits = only(machine.files(folder, 1 << 30, 2))
     assert (fits.level, "10.24 s for a checkpoint of at most 1,024.0 MiB" in fits.what) == ("ok", True)
     full = only(machine.files(folder, 1 << 30, 3))

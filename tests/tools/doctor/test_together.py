@@ -61,7 +61,7 @@ def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_link_is_named() -> None:
     (slow,) = together._judged({"a and b": 9.0, "a and c": 8.0, "b and c": 1.0})
-    assert (slow.level, slow.what) == ("warning", "b and c exchange 1.00 GiB/s, where others have 8.00")
+    assert (slow.level, slow.what) == ("warning", "b and c exchange 1.00 GiB/s, and the median is 8.00")
     (even,) = together._judged({"a and b": 9.0, "a and c": 8.0})
     assert even.level == "note"
 
@@ -72,5 +72,5 @@ def test_errors_come_first_and_make_the_exit_code(tmp_path: Path, monkeypatch: p
     assert result.exit_code == 3
     lines = result.stdout.splitlines()
     assert lines[1].startswith("error ")
-    assert "there is no nope0" in lines[1]
+    assert "there is no interface nope0" in lines[1]
     assert any("for a checkpoint of at most" in line for line in lines)

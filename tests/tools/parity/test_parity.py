@@ -76,8 +76,8 @@ def test_a_strategy_is_its_name_its_options_and_a_number_of_ranks(
         ("ddp@two", "there is no strategy named `ddp@two`", "did you mean `ddp`?"),
         ("twin:3", "is provided by one 1 and by twin 1", 'use = "one:twin"'),
         ("single:3", "strategy `single` has no options", ""),
-        ("ddp:3:4", "`4` is the value of no option", "key=value"),
-        ("ddp:", "`` is the value of no option", "key=value"),
+        ("ddp:3:4", "`4` is a value without an option", "key=value"),
+        ("ddp:", "`` is a value without an option", "key=value"),
         ("ddp:3:bucket_cap_mb=4", "`bucket_cap_mb` is set twice", ""),
         ("no.such:Thing", "No module named 'no'", ""),
         ("./wrong_strategies.py", "names a module without a class or function", "./wrong_strategies.py:Name"),
@@ -383,7 +383,7 @@ def test_all_are_compared_on_the_cpu_where_there_are_too_few_gpus(
             say=told.append,
         )  # fmt: skip
     assert told[-1] == ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
-    assert ("comparing on the CPU: 2 processes need 2 GPUs, and there is 1" in told) is hidden
+    assert ("comparing on the CPU: 2 processes need 2 GPUs, but there is 1" in told) is hidden
 
 
 def test_stopping_a_run_stops_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +391,7 @@ def test_stopping_a_run_stops_the_comparison(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RunFailed) as caught:
         parity("tiny.toml", ["ddp", "single"], ranks=1, steps=1, out=Path("out"))
     assert caught.value.code == ExitCode.INTERRUPTED
-    assert caught.value.message == "stopped in the run of `ddp`; nothing was compared"
+    assert caught.value.message == "stopped during the run of `ddp`; nothing was compared"
 
 
 # ---------------------------------------------------------------------------------------------- mistakes

@@ -78,7 +78,7 @@ def test_all_of_a_run_is_told(run: RunFolder) -> None:
         "optimizer.lr": "command line",
     }
     assert one.commands == [
-        "git checkout 'abc; touch it'  # there were changes beside",
+        "git checkout 'abc; touch it'  # there were uncommitted changes",
         "pip install torch==2.14.1",
         f"ddpforge launch {run.resolved} --nproc 1 name=first-again",
     ]

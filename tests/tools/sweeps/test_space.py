@@ -86,7 +86,7 @@ def test_each_value_is_checked_once_with_the_first_of_the_others() -> None:
         (["lr=0..1:log"], "must begin above zero"),
         (["lr=1e-4..1e-1"], "lr has too many values between 0.0001 and 0.1"),
         (["width=8..512:log"], "width has too many values between 8 and 512"),
-        (["a=0..999", "b=0..999"], "these are 1,000,000 runs, more than 10,000"),
+        (["a=0..999", "b=0..999"], "the grid has 1,000,000 runs, more than 10,000"),
     ],
 )
 def test_what_cannot_be_tried_is_refused(words: list[str], complaint: str) -> None:
@@ -104,7 +104,7 @@ def test_the_name_of_a_run_is_short_however_long_its_values_are_and_still_its_ow
 def test_one_list_is_no_choice_and_a_hint_says_how_several_are_written() -> None:
     with pytest.raises(UsageError) as caught:
         Space.parse(["model.hidden=[8,16]"])
-    assert "several are written KEY=[…],[…]" in caught.value.hints[1]
+    assert "write several as KEY=[…],[…]" in caught.value.hints[1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def test_the_rate_at_which_the_loss_falls_fastest_is_suggested() -> None:
     losses = [2.3, 2.3, 2.25, 2.0, 1.0, 0.6, 0.9, 5.0]
     assert suggested(RATES, losses) == 1e-2  # from 2.0 to 0.6 between its neighbours
     found = RangeTest(RATES, losses, suggested(RATES, losses), is_main=True)
-    assert found.verdict() == "suggested optimizer.lr = 0.01, where the loss fell fastest; it was lowest at 0.1"
+    assert found.verdict() == "suggested optimizer.lr = 0.01: at this rate the loss fell fastest; it was lowest at 0.1"
     assert found.rows()[0] == ("1.00e-06", "2.3")
 
 

@@ -168,7 +168,7 @@ def test_an_evaluation_set_is_shown_by_its_name() -> None:
     assert found["batches"][0]["samples"] == 8
     refused = CliRunner().invoke(main, ["data", "show", "tiny.toml", "--split", "eval.hard"])
     assert refused.exit_code == 2
-    assert "the recipe has no [data.eval.hard]\n  = help: there are train, eval" in refused.stderr
+    assert "the recipe has no [data.eval.hard]\n  = help: it has train, eval" in refused.stderr
 
 
 def test_tokens_are_shown_as_text(tmp_path: Path) -> None:

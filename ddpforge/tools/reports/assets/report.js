@@ -18,12 +18,12 @@
              runs: boxes.length ? new Set(form.getAll("run").map(Number)) : null };
   }
 
-  function smoothed(values, factor) {  // an average that forgets, without the pull of a first value
+  function smoothed(values, factor) {  // exponential moving average with bias correction
     let sum = 0, weight = 0;
     return values.map(value => { sum = factor * sum + value; weight = factor * weight + 1; return sum / weight; });
   }
 
-  function marks(curve, how) {  // where its run began anew, and where something was skipped or not finite
+  function marks(curve, how) {  // positions of new attempts, and of skipped steps or values that are not finite
     const run = data.runs[curve.run], at = how.x;
     return { starts: run.starts[at], odd: curve.odd[at].concat(curve.training ? run.skipped[at] : []) };
   }
@@ -35,14 +35,14 @@
       const dash = DASHES[metrics.indexOf(curve.metric) % DASHES.length];
       const points = { show: curve.values.length < 40, size: 5 };
       if (how.smooth) {
-        lines.push({ label: curve.label + ", as it was", stroke: color(curve.run) + "44", dash, points: { show: false } });
+        lines.push({ label: curve.label + ", not smoothed", stroke: color(curve.run) + "44", dash, points: { show: false } });
         tables.push([curve[how.x], curve.values]);
       }
       lines.push({ label: curve.label, stroke: color(curve.run), width: 2, dash, points, value: (_, value) => shorter(value) });
       tables.push([curve[how.x], how.smooth ? smoothed(curve.values, how.smooth) : curve.values]);
     }
     element.replaceChildren();
-    if (!tables.length) { element.textContent = "no run is chosen"; return; }
+    if (!tables.length) { element.textContent = "no run is selected"; return; }
     const values = tables.flatMap(table => table[1]);
     const log = how.log && values.length && values.every(value => value > 0);
     const axis = { stroke: style("--soft"), grid: { stroke: style("--grid"), width: 1 }, ticks: { stroke: style("--line"), width: 1 } };
@@ -104,7 +104,7 @@
     drawAll();
   }
 
-  // -- keys: from point to point, said aloud
+  // -- keys: move from point to point, for screen readers too
   document.addEventListener("keydown", event => {
     const chart = charts.find(chart => chart.element === event.target);
     if (!chart) return;
@@ -121,7 +121,7 @@
       `${plot.series[0].label} ${shorter(xs[chart.at])}: ` + said.map(([name, value]) => `${name} ${shorter(value)}`).join(", ");
   });
 
-  // -- live: the same page again, drawn with the settings of now
+  // -- live: fetch the page again, and draw it with the current settings
   async function renew() {
     const state = document.getElementById("live");
     try {
