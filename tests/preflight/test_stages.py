@@ -31,7 +31,7 @@ from ddpforge.recipe import load_recipe
         (
             ["data.order={use='growing', start=1, until='4st'}", "train.length=1.5ep"],
             "train.length",
-            "train.length: 1.5ep needs to know how long an epoch is, and this data has no epochs of one length",
+            "train.length: 1.5ep needs the length of an epoch, but this data has no epochs of a fixed length",
         ),
         (["data.order={use='collections:Counter'}"], "data.order", "must be a ddpforge.interfaces.Order"),
     ],

@@ -138,7 +138,7 @@ def test_constant_and_step_need_no_total() -> None:
         (lambda: cosine(run(None)), "needs the run's length in steps, but train.length is a wall time"),
         (lambda: linear(run(None)), "needs the run's length in steps"),
         (lambda: wsd(run(None), decay=st(1)), "needs the run's length in steps"),
-        (lambda: constant(run(10, None), warmup=Duration(1, "ep")), "this data has no epochs of one length; use steps"),
+        (lambda: constant(run(10, None), warmup=Duration(1, "ep")), "this data has no epochs of a fixed length; use steps"),
         (lambda: step(run(), milestones=[st(3), st(3)]), r"must increase, but in steps they are \[3, 3\]"),
         (lambda: step(run(), milestones=[st(0)]), "milestones: the first is step 0, but must be 1 or later"),
         (lambda: step(run(), milestones=[st(1)], warmup=st(2)), "is step 1, but must be 2 or later"),
