@@ -26,7 +26,7 @@ from ddpforge.recipe import load_recipe
             "data.order",
             "Stream is an iterable dataset, whose samples come in its own order",
         ),
-        (["data.order={use='balanced', by='label'}"], "data.order.by", "by: Data has no `label`, by which to order"),
+        (["data.order={use='balanced', by='label'}"], "data.order.by", "by: Data has no attribute or method `label`"),
         (["data.order={use='growing', start=1, until='4ep'}"], "data.order.until", "until: 4ep must be in steps"),
         (
             ["data.order={use='growing', start=1, until='4st'}", "train.length=1.5ep"],
