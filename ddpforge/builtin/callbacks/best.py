@@ -44,7 +44,7 @@ class Best:
     def look(self, metrics: Mapping[str, float], who: str) -> None:
         """Updates the best value after an evaluation; raises PluginError if the evaluation lacks the metric.
 
-        The error message contains `who`, the name of the callback.
+        The error message names the callback.
         """
         if self._metric not in metrics:
             raise PluginError(

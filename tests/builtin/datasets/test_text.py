@@ -157,13 +157,13 @@ def test_a_missing_path_is_named(tmp_path: Path) -> None:
 
 
 def test_no_file_with_the_suffix_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no files ending in \['\.rst'\]"):
+    with pytest.raises(ValueError, match=r"has no files ending in \['\.rst'\]"):
         Text(path=folder, split="train", suffixes=[".rst"], seed=0)
 
 
 def test_suffixes_without_a_folder_are_refused(file: Path) -> None:
     for path in (file, None):
-        with pytest.raises(ValueError, match="suffixes: they choose among the files of a folder"):
+        with pytest.raises(ValueError, match="suffixes: they select files of a folder"):
             Text(path=path, split="train", suffixes=[".txt"], seed=0)
 
 
@@ -249,7 +249,7 @@ def test_texts_are_classes_in_the_order_of_their_paths(tmp_path: Path) -> None:
     assert parts["train"].classes == 2
     with pytest.raises(ValueError, match="holds 8 bytes in this split, less than one block of 9"):
         TextClasses(split="eval", paths=paths, block_size=9)
-    with pytest.raises(ValueError, match="classes are two or more"):
+    with pytest.raises(ValueError, match="two or more classes are needed"):
         TextClasses(split="eval", paths=paths[:1])
 
 
