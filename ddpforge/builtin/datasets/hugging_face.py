@@ -219,7 +219,7 @@ def _in_parts(data: Any, builder: Any, split: str, index: str | None) -> tuple[A
     else:
         in_tables = isinstance(builder, library("datasets", "datasets").ArrowBasedBuilder)
         return data, _measured(files, builder, index, partial(_rows, data, in_tables))
-    log.info("%s (%s): every rank and loader process reads the whole stream: %s", builder.dataset_name, split, why)
+    log.info("%s (%s) is read completely by every rank and loader process: %s", builder.dataset_name, split, why)
     return data, None
 
 
