@@ -1,1 +1,1 @@
-"""The components that come with ddpforge; they obey the rules that plugins obey."""
+"""Built-in components of ddpforge; they follow the same rules as plugins."""

@@ -1,4 +1,4 @@
-"""Shared by several components: libraries that come as an extra of ddpforge, and ids that trackers store."""
+"""Helpers of several components: checks for optional libraries, and reads the ids that trackers store."""
 
 import json
 from importlib.util import find_spec
@@ -12,15 +12,15 @@ _MOST = 1 << 20  # bytes
 
 
 def require(module: str, extra: str) -> None:
-    """Raises PluginError where a library is not installed; does not import it."""
+    """Raises PluginError if a library is not installed; does not import it."""
     if find_spec(module) is None:
         raise PluginError(f"{module} is not installed", hints=[f"pip install 'ddpforge[{extra}]'"])
 
 
 def stored_id(file: Path, key: str) -> str | None:
-    """The id that a tracker has stored in a file of the run; None where there is no file.
+    """Returns the id that a tracker stored in a file of the run folder; None if there is no file.
 
-    Raises EnvironmentProblem for a file that holds none.
+    Raises EnvironmentProblem if the file has no such id.
     """
     if not file.exists():
         return None
@@ -28,7 +28,12 @@ def stored_id(file: Path, key: str) -> str | None:
         with file.open("rb") as opened:
             found = json.loads(opened.read(_MOST))[key]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EnvironmentProblem(f"{file} cannot be read: {error}", hints=["remove it for a new run there"]) from error
+        raise EnvironmentProblem(
+            f"{file} cannot be read: {error}", hints=["remove the file; the tracker then starts a new run"]
+        ) from error
     if not isinstance(found, str):
-        raise EnvironmentProblem(f"{file} cannot be read: `{key}` is no text", hints=["remove it for a new run there"])
+        raise EnvironmentProblem(
+            f"{file} cannot be read: `{key}` is not a string",
+            hints=["remove the file; the tracker then starts a new run"],
+        )
     return found

@@ -1,7 +1,7 @@
-"""Everything the author of a component reads: a short file for each kind, and the value objects they share.
+"""Interfaces for component authors: one short file per kind of component, and the value objects that they share.
 
-Models are plain `torch.nn.Module`s, optimizers plain `torch.optim.Optimizer`s and schedules plain functions of the
-step. Nothing in here imports torch when it runs.
+Models are plain `torch.nn.Module`s, optimizers plain `torch.optim.Optimizer`s, and schedules plain functions of the
+step. Importing these modules does not import torch.
 """
 
 from ddpforge.interfaces.beside import Beside

@@ -1,4 +1,4 @@
-"""Callbacks, which watch a run, and the facts of each step that they are given."""
+"""Callbacks, which observe a run, and the information that they receive about the run and each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Callback", "GoBack", "RunContext", "StepInfo"]
 
 @dataclass(frozen=True)
 class GoBack:
-    """A callback's wish that training goes back to the newest checkpoint, and on without the `steps`."""
+    """Request of a callback to return to the newest checkpoint and to skip `steps` from then on."""
 
     steps: Sequence[int]
     why: str  # for the log, as "the loss of step 7 is 9.1, usual is 2.3"
@@ -29,11 +29,12 @@ class GoBack:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """The facts of an optimizer step that was taken; the numbers are already reduced over ranks.
+    """Information about a completed optimizer step. All numbers are already reduced over ranks.
 
-    `metrics` holds the row that was logged at this step and is empty at steps that log nothing (reading a metric
-    waits for the device). `samples` counts every sample the run has trained on. `seconds` is the wall time a step
-    took, averaged over the steps since the last row.
+    Attributes:
+        samples: Number of samples that the run has trained on so far.
+        seconds: Wall time per step, averaged over the steps since the last logged row.
+        metrics: Row that was logged at this step; empty if the step logs nothing.
     """
 
     step: int
@@ -45,10 +46,10 @@ class StepInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The run that a callback watches.
+    """Run that a callback observes.
 
-    `model` is the bare model. Where a strategy shards, its parameters are not whole: use `weights` to read or write
-    them, frozen ones too; writing into the model's own is refused where it would be lost.
+    `model` is the bare model. Its parameters are not whole if the strategy shards them: read and write trained and
+    frozen parameters through `weights`. Writing into the model's own parameters is refused if the change would be lost.
     """
 
     model: nn.Module
@@ -56,79 +57,91 @@ class RunContext:
     weights: Weights
     folder: Path  # of the run
     forward: Callable[[], AbstractContextManager[Any]]  # wraps a forward pass: autocast, as in training
-    show: Show  # does nothing under `ddpforge eval`, which writes nothing
+    show: Show  # does nothing under `ddpforge eval`
     gradients: Callable[[], Mapping[str, Part]]
-    """This rank's parts of the gradient by parameter name, live, laid out as those of `weights`: the mean over the
-    whole step, reduced over ranks, before clipping. Only within `on_gradient`; a parameter without one is absent."""
+    """Returns this rank's parts of the gradient by parameter name, in the layout of `weights`, without a copy.
+
+    The gradient is the mean over the whole step, reduced over ranks, before clipping. Call this only within
+    `on_gradient`. A parameter without a gradient is absent."""
 
 
 class Callback:
-    """Something that watches the run; every method does nothing by default.
+    """Base class of callbacks. Every method does nothing by default.
 
-    Callbacks run on every rank. What they are told is already reduced over ranks, so a decision made from it is
-    the same everywhere; returning True from `on_step` or `on_eval` ends training after this step, and `GoBack` from
-    `on_step` undoes it. One rank is enough: ranks exchange what callbacks want, after every step where an `on_step` is
-    not declared to return None.
+    Callbacks run on every rank. Their arguments are already reduced over ranks, so decisions based on them are the same
+    on every rank. Training ends after the current step if `on_step` or `on_eval` returns True; it goes back to a
+    checkpoint if `on_step` returns `GoBack`. One rank is enough, because ranks exchange these requests. They do so
+    after every step, unless each `on_step` is declared to return None.
     """
 
     goes_back: bool = False
-    """True of one that may return `GoBack`: there is then a checkpoint of the initial weights to go back to."""
+    """Set to True if `on_step` may return `GoBack`: the trainer then also saves a checkpoint of the initial weights."""
 
     calls_model: bool = False
-    """True of one that calls `run.model`: a strategy under which no rank has all of it refuses such a callback."""
+    """Set to True if the callback calls `run.model`. Strategies that have no whole model on any rank refuse it."""
 
     def on_start(self, run: RunContext) -> None:
-        """Before the first step and before a checkpoint is restored."""
+        """Runs before the first step, and before a checkpoint is restored."""
 
     def lr_factor(self) -> float:
-        """Asked before every step: multiplies its learning rate. The same on every rank, and saved by `state`."""
+        """Returns the factor on the learning rate of the next step; called before every step.
+
+        It must be the same on every rank. `state` must save the values that it depends on.
+        """
         return 1.0
 
     def on_gradient(self, step: int, norm: Tensor) -> None:
-        """Within a step, when the gradient is reduced and not yet clipped: `run.gradients()` has it.
+        """Runs within a step, after the gradient is reduced and before it is clipped; `run.gradients()` returns it.
 
-        `norm` (0-d, on the device) is that of the whole gradient; where it is not finite, no update follows. Reading
-        numbers waits for the device. A strategy that cannot show its gradient refuses a callback that has this method.
+        `norm` (0-d, on the device) is the norm of the whole gradient. If it is not finite, no update follows. Reading
+        values waits for the device. Strategies that cannot expose gradients refuse callbacks that define this method.
         """
 
     def on_step(self, info: StepInfo) -> bool | GoBack | None:
-        """After every optimizer step."""
+        """Runs after every optimizer step."""
 
     def on_log(self, info: StepInfo) -> Mapping[str, float]:
-        """At every step that logs: further columns for the row."""
+        """Returns additional columns for the row; called at every step that logs."""
         return {}
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """After every evaluation while training: means by name, as "eval/loss" or, of a named set, "eval/NAME/loss"."""
+        """Runs after every evaluation during training.
+
+        `metrics` are means by name: "eval/loss", or "eval/NAME/loss" for a named evaluation set.
+        """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Wraps every evaluation, e.g. to swap in averaged weights; must restore them even when it raises."""
+        """Wraps every evaluation, e.g. to swap in averaged weights; must restore them even if evaluation raises."""
         return nullcontext()
 
     def while_evaluating(self, step: int) -> Mapping[str, float]:
-        """After the evaluation sets, within `evaluating` of all callbacks: further metrics, "x" becoming "eval/x".
+        """Returns additional evaluation metrics; "x" is reported as "eval/x".
 
-        The model is in evaluation mode, without gradients, and has the weights that are evaluated. Random numbers are
-        seeded, alike at every evaluation and differently on ranks that see different data. Called on every rank, and
-        must return the same on each: `run.world.all.mean` makes one number of many.
+        Called on every rank after the evaluation sets, within `evaluating` of all callbacks. The model is in evaluation
+        mode, without gradients, and has the evaluated weights. The RNGs have the same seed at every evaluation, and a
+        different one on each data-parallel rank. The result must be the same on every rank: average with
+        `run.world.all.mean`.
         """
         return {}
 
     def on_rollback(self, step: int) -> None:
-        """After training went back to `step`: for a gradient that was not finite, or a `GoBack`; after `load_state`."""
+        """Runs after training went back to `step`, and after `load_state`.
+
+        The reason is a gradient that was not finite, or a `GoBack`.
+        """
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """After a checkpoint was committed."""
+        """Runs after a checkpoint was committed."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """After the last step, or after `ddpforge eval`; also when that failed; the last to start is told first."""
+        """Runs after the last step or after `ddpforge eval`, in reverse order of `on_start`; also after a failure."""
 
     def state(self) -> Mapping[str, Tensor | Part | int | float | str | bool | None]:
-        """Returns what a checkpoint must hold so that a resumed run continues as if nothing had happened.
+        """Returns the state that a checkpoint must contain, so that a resumed run continues exactly.
 
-        A tensor is one that is the same on every rank; a part is this rank's own. No communication.
+        Return a tensor if it is the same on every rank, and a `Part` for this rank's own part. Must not communicate.
         """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave, possibly on another number of ranks; tensors arrive as `SavedTensor`s."""
+        """Restores the result of `state`, possibly on a different world size; tensors arrive as `SavedTensor`s."""

@@ -12,27 +12,27 @@ __all__ = ["Context"]
 
 
 class Context:
-    """All positions of every sequence.
+    """All positions of every sequence, on this rank.
 
-    A model declares that its sequences may be cut over ranks by a `context = Context()` of every module that attends
-    or numbers positions, and by asking it. A strategy that cuts them puts another in its place. All else that the model
-    computes must treat each position by itself.
+    A model supports sequences that are split over ranks if every module that computes attention or position numbers
+    has a `context = Context()` and calls its methods. A strategy that splits sequences replaces it by its own object.
+    All other computations of the model must treat each position by itself.
     """
 
     def length(self, tokens: int) -> int:
-        """The length of sequences of which this rank has `tokens` each."""
+        """Returns the length of the whole sequence, if this rank has `tokens` of its positions."""
         return tokens
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """The numbers of the positions that this rank has `tokens` of, int64 [tokens]."""
+        """Returns the position numbers of this rank's `tokens` tokens, int64 [tokens]."""
         import torch
 
         return torch.arange(tokens, device=device)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Tensor:
-        """Attends from this rank's positions to those of the whole sequence, or (`causal`) to none that come later.
+        """Computes attention from this rank's positions to the whole sequence; `causal`: not to later positions.
 
-        All are [B, heads, tokens, channels], as is the result; `dropout` is of attention weights.
+        `q`, `k`, `v` and the result are [B, heads, tokens, channels]. `dropout` applies to attention weights.
         """
         from torch.nn.functional import scaled_dot_product_attention
 

@@ -1,4 +1,4 @@
-"""Datasets, from which models learn."""
+"""Interfaces of datasets."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ __all__ = ["Data", "PartedData"]
 
 @runtime_checkable
 class Data(Protocol):
-    """A map-style dataset: `len(data)` samples, fetched a batch at a time.
+    """Map-style dataset: `len(data)` samples, fetched a batch at a time.
 
-    A dataset with `__getitem__` alone works too: its samples are stacked by torch's `default_collate`. Optional:
+    `__len__` and `__getitem__` are enough: torch's `default_collate` then stacks the samples. Optional:
 
-    - `__getitems__(ids: list[int])` fetches a whole batch at once (what it returns goes to `collate`);
-    - `collate(samples)` makes a batch out of what was fetched; return it unchanged when it already is one. It is a nest
-      of dicts, lists and tuples; tensors go to the device, and objects with a method `to(device)` go by that;
-    - `random = False` says that fetching draws no random numbers, which saves seeding per sample. Otherwise
-      python's, numpy's and torch's generators are seeded from (recipe seed, epoch, sample) before each sample, or
-      from (recipe seed, epoch, first sample) before each `__getitems__`; where a sample may come more than once in an
-      epoch (see `Order.once`) the step takes the epoch's place;
-    - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched, and in training
-      `set_step(step: int)` before the first of each step (0 for the first of the run), in loader processes too;
-    - `forkable = True` says that samples may be fetched in processes that are forked from one that has fetched some: it
-      holds no open file that they would share, nothing on a GPU, and nothing that training changes. Then loader
-      processes may be started by themselves (`data.workers = "auto"`);
-    - `encode(text: str) -> list[int]` and `decode(tokens: list[int]) -> str`, of text for language models, say what
-      tokens a text is: for `ddpforge generate`, and for people who look at samples;
-    - what an order of training data asks for by name, such as `labels` or `lengths`: an attribute, or a method, that is
-      an array with one value per sample.
+    - `__getitems__(ids: list[int])` fetches a whole batch at once; its result is the argument of `collate`.
+    - `collate(samples)` makes a batch from the fetched samples; return the argument unchanged if it already is a batch.
+      A batch may nest dicts, lists and tuples. Tensors, and objects with a method `to(device)`, are moved to the
+      device.
+    - `random = False`: fetching uses no random numbers, which saves seeding. Otherwise the RNGs of python, numpy and
+      torch are seeded from (recipe seed, epoch, sample) before each sample, or from (recipe seed, epoch, first sample)
+      before each `__getitems__`. If a sample may come more than once in an epoch (see `Order.once`), the step replaces
+      the epoch in the seed.
+    - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched, in loader processes too. In
+      training, so is `set_step(step: int)` before the first sample of each step. The first step of the run is 0.
+    - `forkable = True`: samples may be fetched in processes that are forked after samples were fetched. The dataset has
+      no open file that such processes would share, nothing on a GPU, and nothing that training changes. ddpforge then
+      chooses the number of loader processes itself if `data.workers = "auto"`.
+    - `encode(text: str) -> list[int]` and `decode(tokens: list[int]) -> str`, in text for language models: used by
+      `ddpforge generate` and to display samples.
+    - Columns that an order of training data reads by name, e.g. `labels` or `lengths`: an attribute or a method with an
+      array of one value per sample.
 
     An iterable dataset is a `torch.utils.data.IterableDataset`, or has `__iter__` and no `__getitem__`. It must yield
-    the same samples in the same order on every rank and in every worker; ddpforge deals them out so that each is used
-    once, and compares what ranks have read. Its `set_epoch(epoch: int)`, if it has one, is called before each pass,
-    and python's, numpy's and torch's generators are seeded from (recipe seed, epoch), the same everywhere; `random =
-    False` saves that. Do the expensive part of loading in `collate`, which sees only the samples that this rank keeps.
-    Data in parts of known length need not be read by all: see `PartedData`.
+    the same samples in the same order on every rank and in every loader process. ddpforge distributes them so that each
+    sample is used once, and compares the samples that the ranks have read. An optional `set_epoch(epoch: int)` is
+    called before each pass. The RNGs of python, numpy and torch are seeded from (recipe seed, epoch), the same on every
+    rank, unless `random = False`. Do the expensive part of loading in `collate`, which receives only the samples of
+    this rank. If the data has parts of known length, use `PartedData`: not every rank then reads all of it.
     """
 
     def __len__(self) -> int: ...
@@ -46,41 +47,44 @@ class Data(Protocol):
 
 
 class PartedData(ABC):
-    """An iterable dataset in parts of known length (files, shards, row groups), each of which can be entered anywhere.
+    """Iterable dataset in parts of known length (files, shards, row groups), readable from any sample on.
 
-    Each rank and loader process reads only what it keeps, and a resume enters the parts where the run stood.
-    Which samples form a step is arithmetic on `parts`, whatever the number of ranks and loader processes. Optional, as
-    for any data: `collate(samples)`, `random = False`, `classes` and the like. Reading must not draw random numbers;
-    `prepare` and `collate` may.
+    Each rank and loader process reads only the samples that it keeps. A resume opens the parts at the position of the
+    run. The samples of a step are computed from `parts`, and do not depend on the number of ranks or loader processes.
+    Optional, as for any data: `collate(samples)`, `random = False`, `classes` and the like. `open` must not use random
+    numbers; `prepare` and `collate` may.
     """
 
     parts: Sequence[int]
-    """The number of samples in each part."""
+    """Number of samples in each part."""
 
     shuffle: bool = False
-    """Read the parts in another order in every epoch."""
+    """Read the parts in a different order in every epoch."""
 
     window: int = 1
-    """Samples that are read ahead, in each lane, and taken in random order."""
+    """Size of the shuffle buffer of each lane: number of neighboring samples that are read and shuffled together."""
 
     lanes: tuple[int, int] = (8, 4)
-    """The number of places at which the data is read at once: by so many in every step, and by so many in turn.
+    """Number of positions (P, T) at which the data is read at the same time.
 
-    Part of what decides which samples form a step. Where ranks times micro-batches of a step divide the first, and
-    loader processes the second, each lane is one process's alone; otherwise several share one, and jump.
+    Each epoch is cut into P × T lanes. A step takes its samples from P lanes; successive steps cycle through T groups
+    of lanes. These numbers therefore influence which samples form a step. Each lane is read by a single process if the
+    number of ranks times micro-batches per step divides P, and the number of loader processes divides T. Otherwise
+    several processes share a lane and skip samples in it.
     """
 
     jumps: bool = True
-    """Opening a part in its middle costs next to nothing. Otherwise what is not needed is read over where possible."""
+    """True if opening a part in its middle is cheap. If False, skipped samples are read and dropped if possible."""
 
     @abstractmethod
     def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
-        """The samples of a part, from number `skip` on; read only when asked for."""
+        """Yields the samples of a part from number `skip` on; reads each sample only when it is requested."""
 
     def prepare(self, sample: Any) -> Any:
-        """A sample as `collate` takes it, called for those that are kept: the place to decode, and to augment.
+        """Converts a sample to the input of `collate`; decode and augment here.
 
-        Generators of random numbers are seeded from (recipe seed, epoch, sample) before each.
+        Called only for the samples that this process keeps. The RNGs are seeded from (recipe seed, epoch, sample)
+        before each call.
         """
         return sample
 

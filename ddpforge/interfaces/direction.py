@@ -1,4 +1,4 @@
-"""Tells by its name if less or more of a metric is better, where the metric does not declare it: a task's loss, say."""
+"""Direction of a metric, derived from its name if the metric does not declare it (e.g. a task's loss)."""
 
 import re
 
@@ -14,9 +14,9 @@ _HIGHER = re.compile(
 
 
 def lower_is_better(metric: str) -> bool | None:
-    """True for losses and errors, False for accuracies and scores; None where the name does not tell.
+    """Returns True for losses and errors, False for accuracies and scores, and None for any other name.
 
-    The last word that says anything decides: a `top5_error` is an error.
+    The last known word in the name decides: a `top5_error` is an error.
     """
     for word in reversed(re.findall(r"[a-z0-9]+", metric.casefold())):
         if _LOWER.fullmatch(word):

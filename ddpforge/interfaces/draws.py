@@ -1,4 +1,4 @@
-"""The random numbers that a loss draws for the samples of a batch."""
+"""RNG of a loss: random numbers for the samples of a batch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["Draws"]
 
 
 class Draws:
-    """Random numbers, a row for each sample of the batch: the first of `shape` is their number.
+    """RNG that returns one row per sample of the batch; the first size of `shape` is the number of samples.
 
-    In training they come from torch's generator. In evaluation those of a sample are functions of the recipe's seed and
-    the sample's place in its dataset, so that metrics do not depend on ranks and batches: ddpforge gives the task
-    `seeds`, one for each sample.
+    In training, torch's generator draws the numbers. In evaluation, the row of a sample depends only on the recipe's
+    seed and the sample's index in its dataset, so metrics do not depend on ranks and batches. For this ddpforge passes
+    `seeds`, one per sample.
     """
 
     def __init__(self, seeds: Sequence[int] = ()) -> None:
         self._seeds, self._calls = seeds, 0
 
     def rand(self, *shape: int, device: torch.device | None = None) -> Tensor:
-        """Uniform from 0 to 1, float32."""
+        """Returns uniform random numbers in [0, 1), float32."""
         import torch
 
         return self._rows(torch.rand, shape, device)
 
     def randn(self, *shape: int, device: torch.device | None = None) -> Tensor:
-        """Normal with mean 0 and variance 1, float32."""
+        """Returns standard normal random numbers, float32."""
         import torch
 
         return self._rows(torch.randn, shape, device)
@@ -43,7 +43,10 @@ class Draws:
         if not self._seeds:
             return draw(shape, device=device)
         if shape[0] != len(self._seeds):
-            raise ValueError(f"draws for {shape[0]} samples in a batch of {len(self._seeds)}: the first size is theirs")
+            raise ValueError(
+                f"random numbers for {shape[0]} samples in a batch of {len(self._seeds)}: the first size must be "
+                "the batch size"
+            )
         self._calls += 1
         rows = [
             draw(shape[1:], generator=torch.Generator().manual_seed(mix(seed, self._calls))) for seed in self._seeds

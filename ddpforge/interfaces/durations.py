@@ -26,7 +26,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str) -> "Duration":
-        """Reads `text`; raises ValueError when it is not a duration."""
+        """Parses `text`; raises ValueError if it is not a duration."""
         match = _FORM.fullmatch(text)
         if not match:
             raise ValueError(f"must be {cls.FORM}")
@@ -50,7 +50,7 @@ class Duration:
 
     @property
     def seconds(self) -> float:
-        """The wall time in seconds; only for time units."""
+        """Returns the wall time in seconds; only for time units."""
         return self.value * _SECONDS[self.unit]
 
     @classmethod
@@ -66,18 +66,18 @@ class Duration:
 
 @dataclass(frozen=True)
 class Horizon:
-    """The length of a run in optimizer steps; it turns durations into step counts.
+    """Length of a run in optimizer steps; converts durations to step counts.
 
-    `steps_per_epoch` is None for a stream without a length; `total` is None when the run's length is a wall time.
+    `steps_per_epoch` is None for a stream without a length. `total` is None if the run's length is a wall time.
     """
 
     total: int | None
     steps_per_epoch: int | None
 
     def steps(self, duration: Duration) -> int:
-        """`duration` in optimizer steps; a fraction of an epoch, or of the run, is rounded up to a whole step.
+        """Returns `duration` in optimizer steps; fractions of an epoch or of the run are rounded up to a whole step.
 
-        Raises ValueError for wall time, for epochs of a stream without a length, and for a share of a run without one.
+        Raises ValueError for a wall time, for epochs if `steps_per_epoch` is None, and for percent if `total` is None.
         """
         if duration.unit == "st":
             return int(duration.value)
@@ -87,12 +87,12 @@ class Horizon:
             return self._share(duration)
         if self.steps_per_epoch is None:
             raise ValueError(
-                f"{duration} needs to know how long an epoch is, and this data has no epochs of one length; use steps"
+                f"{duration} needs the length of an epoch, but this data has no epochs of a fixed length; use steps"
             )
         steps = math.ceil(round(duration.value * self.steps_per_epoch, 9))  # 1.1 × 10 is a little more than 11
         return max(1, steps) if duration.value else 0
 
     def _share(self, duration: Duration) -> int:
         if self.total is None:
-            raise ValueError(f"{duration} needs to know how many steps the run has, and its length is a wall time")
+            raise ValueError(f"{duration} needs the run's length in steps, but train.length is a wall time")
         return math.ceil(round(duration.value * self.total / 100, 9))

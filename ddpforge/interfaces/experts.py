@@ -1,4 +1,4 @@
-"""The experts of a layer, for models whose experts can be spread over ranks."""
+"""Experts of a layer, for models whose experts can be distributed over ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ __all__ = ["Experts"]
 class Experts:
     """All experts of a layer, on this rank.
 
-    A model declares that its experts may be spread over ranks by an `experts = Experts()` of the module that has their
-    weights, and by asking it. All parameters of that module have an expert for each row. A strategy that spreads them
-    puts another in its place, and leaves this rank some of the rows.
+    A model supports expert parallelism if the module with the experts' weights has an `experts = Experts()` and calls
+    `compute` on it. Row i of every parameter of that module belongs to expert i. A strategy that distributes experts
+    replaces this object by its own, and keeps only some of the rows on each rank.
     """
 
     def compute(self, slots: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Has experts `compute` on `slots` [experts, n, width]; it may be given fewer experts, and more slots."""
+        """Returns `compute(slots)` for `slots` [experts, n, width].
+
+        A strategy may call `compute` with fewer experts and more slots per expert.
+        """
         return compute(slots)

@@ -1,4 +1,4 @@
-"""Metrics that tasks report, and the totals and rows they are made of."""
+"""Metrics that tasks report, and the totals and rows that they are computed from."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Metric", "Rows", "Total"]
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A quantity on its way to a mean: add up `sum` and `count` over batches and ranks, divide once at the end.
+    """Numerator and denominator of a mean: both are summed over batches and ranks, and divided once at the end.
 
-    Both are added up in float64, whatever their dtype. Ranks may name different quantities. `sum` may have any shape,
-    the same on every rank, if a metric's `finish` makes numbers of it; `count` is one number, or has that shape.
+    Both are summed in float64, whatever their dtype. Ranks may report different quantities. `sum` may have any shape,
+    the same on every rank, if the metric's `finish` converts it to numbers. `count` is one number, or has that shape.
     """
 
     sum: Tensor
@@ -29,10 +29,10 @@ class Total:
 
 
 class Rows:
-    """A row for each sample, of a metric that must see all samples together, as the area under a curve does.
+    """One row per sample, for metrics that need all samples at once, such as the area under a curve.
 
-    Columns are tensors of equal length. They are gathered from all ranks when an evaluation ends; training rows,
-    which are no time to gather, leave such a metric out.
+    Columns are tensors of equal length. They are gathered from all ranks at the end of an evaluation. Rows that are
+    logged in training skip such metrics, because gathering would take too long.
     """
 
     def __init__(self, *columns: Tensor) -> None:
@@ -45,21 +45,21 @@ class Rows:
 
     @property
     def newest(self) -> tuple[Tensor, ...]:
-        """The columns of the batch that was added last."""
+        """Returns the columns of the batch that was added last."""
         return self._batches[-1]
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
-        """Each column, over all batches that were added."""
+        """Returns each column, concatenated over all batches."""
         import torch
 
         return tuple(torch.cat(parts) for parts in zip(*self._batches, strict=True))
 
 
 class Metric(ABC):
-    """A quantity computed from a task's outputs over samples: a mean, or what `finish` makes of a total or of rows.
+    """Quantity computed from a task's outputs: a mean over samples, or the result of `finish` on a total or rows.
 
-    `lower_is_better` says what is best for checkpoints and callbacks that watch the metric; None: its name tells.
+    Checkpoint retention and callbacks use `lower_is_better`; None: derived from the name.
     """
 
     name: str
@@ -67,15 +67,15 @@ class Metric(ABC):
 
     @abstractmethod
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total | Rows:
-        """The sum over the batch and how many items it covers, or its rows; no gradients, no waiting for the device.
+        """Returns the sum over the batch and its number of items, or the batch's rows.
 
-        It is never called for a batch that only fills up.
+        Must not need gradients or wait for the device. Not called for padding batches.
         """
 
     def finish(self, sum: Tensor, count: Tensor) -> float | Mapping[str, float]:
-        """Makes the number reported as `name`, or several as `name/KEY`, of what all batches and ranks add up to.
+        """Returns the number reported as `name`, or several as `name/KEY`, from the sums over all batches and ranks.
 
-        Called on every rank with float64 tensors on the CPU, and not where nothing was counted: that is NaN. Of a
-        metric of rows the arguments are its columns instead: real numbers in float64, whole ones in int64.
+        Called on every rank with float64 tensors on the CPU. Not called if the count is 0: the result is then NaN. For
+        a metric of rows the arguments are its columns instead: real numbers in float64, integers in int64.
         """
         return float(sum / count)

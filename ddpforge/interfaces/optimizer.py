@@ -1,4 +1,4 @@
-"""Schedules of the learning rate, and optimizers that look at a gradient more than once."""
+"""Learning-rate schedules, and multi-pass optimizers such as SAM."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Protocol, runtime_checkable
 __all__ = ["Exploring", "Schedule"]
 
 Schedule = Callable[[int], float]
-"""Maps a step (0 for the first) to the factor on the recipe's learning rate. A pure function: nothing to save."""
+"""Pure function that maps a step (0 for the first) to a factor on the recipe's learning rate."""
 
 
 @runtime_checkable
 class Exploring(Protocol):
-    """An optimizer that looks at a step's gradient more than once, at different weights; optional.
+    """Multi-pass optimizer: computes the gradient of a step more than once, at different weights (e.g. SAM).
 
     It is a `torch.optim.Optimizer` whose `passes`, read once, is more than 1. In each pass the trainer computes the
-    gradient of the whole step, with the same micro-batches and the same random numbers. After every pass but the last
-    it calls `explore` where else it would call `step`; then `restore`, and `step` with the last gradient. What is
-    logged of the loss is that of the first pass, and so are buffers; the norm is that of the last gradient, which alone
-    is clipped. A gradient that is not finite, in any pass, ends the step: there is a `restore` and no `step`.
+    gradient of the whole step, with the same micro-batches and the same random numbers. After every pass except the
+    last it calls `explore`. After the last pass it calls `restore`, then `step` with the last gradient.
+
+    The logged loss and the buffers come from the first pass. The logged norm is that of the last gradient; only that
+    gradient is clipped. If a gradient is not finite in any pass, the trainer calls `restore` and skips `step`.
     """
 
     passes: int
 
     def explore(self, norm: float) -> None:
-        """Moves the weights in `param_groups`, each of which has its gradient; `norm` is that of all gradients.
+        """Moves the weights in `param_groups`, given their unclipped gradients; `norm` is the norm of all gradients.
 
-        Gradients are not clipped. A strategy may call this several times in a pass, each time with other weights in
-        `param_groups`.
+        A strategy may call this several times in a pass, each time with different weights in `param_groups`.
         """
 
     def restore(self) -> None:
-        """Gives every weight that was moved exactly the value it had before; `param_groups` may be empty."""
+        """Restores every moved weight to exactly its value before `explore`; `param_groups` may be empty."""

@@ -13,38 +13,45 @@ __all__ = ["EpochOrder", "Order"]
 
 
 class Order(ABC):
-    """Says which samples of a map-style dataset form each training step: a pure function of the step.
+    """Sampler: determines which samples of a map-style dataset form each training step, as a pure function of the step.
 
-    Nothing of it is saved: a resume asks for the step it begins with. Which rank computes a sample is not its concern:
-    ddpforge deals the samples of a step out. Steps may have different sizes, and a sample may come any number of times.
+    Checkpoints contain nothing of it; a resume calls it with the first step to train. ddpforge distributes the samples
+    of a step over the ranks. Steps may have different sizes, and a sample may come any number of times.
 
-    Where the turns of a task have batches of their own, each batch is a step here.
+    If the alternating updates of a task use batches of their own, each batch is a step here.
 
-    A component of this kind is a class, or a function that returns an Order. It is handed over, where its signature
-    names them: `data`, the dataset; `seed`, the recipe's; `global_batch`; and `drop_last`, true where an epoch's
-    incomplete last step is not to be trained on.
+    A component of this kind is a class, or a function that returns an Order. It receives the following arguments if its
+    signature names them:
+
+    - `data`: the dataset;
+    - `seed`: the recipe's seed;
+    - `global_batch`: the recipe's global batch size;
+    - `drop_last`: True if the incomplete last step of an epoch is skipped.
     """
 
     steps_per_epoch: int | None = None
-    """The length of an epoch; None where epochs have no length, so that the recipe must count in steps."""
+    """Length of an epoch; None if epochs have no fixed length: the recipe must then give durations in steps."""
 
     once: bool = False
-    """True if no sample comes twice in an epoch. What is drawn for a sample (augmentation) depends on (seed, epoch,
-    sample) then, otherwise on (seed, step, sample)."""
+    """True if no sample comes twice in an epoch. The RNG of a sample (augmentation) is then seeded from (seed, epoch,
+    sample), otherwise from (seed, step, sample)."""
 
     @abstractmethod
     def __call__(self, step: int) -> Sequence[int]:
-        """The samples of a step, 0 being the first, over all ranks: at least one; an array will do."""
+        """Returns the indices of the samples of a step over all ranks, at least one, as a sequence or an array.
+
+        The first step is 0.
+        """
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 0, that a step belongs to; what `set_epoch` of the dataset is told."""
+        """Returns the epoch of a step, from 0; it is passed to `set_epoch` of the dataset."""
         return step // self.steps_per_epoch if self.steps_per_epoch else 0
 
 
 class EpochOrder(Order):
-    """An order in which an epoch is a row of places, each step takes the next global batch of them.
+    """Order in which an epoch is a row of `places` positions; each step takes the next `global_batch` of them.
 
-    Only `at` is left to say. It works on arrays, and is asked for the places of one rank alone.
+    Subclasses implement only `at`. It works on arrays, and receives only the positions of one rank.
     """
 
     steps_per_epoch: int
@@ -56,10 +63,10 @@ class EpochOrder(Order):
 
     @abstractmethod
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """The samples at the given places of the given epochs: two arrays of one shape (uint64)."""
+        """Returns the samples at the given positions of the given epochs; both arrays have one shape, uint64."""
 
     def __call__(self, step: int) -> Sequence[int]:
-        """The samples at all places of a step."""
+        """Returns the samples at all positions of a step."""
         import numpy as np
 
         size = self.size(step)
@@ -67,11 +74,11 @@ class EpochOrder(Order):
         return ids
 
     def size(self, step: int) -> int:
-        """The number of samples in a step."""
+        """Returns the number of samples in a step."""
         return min(self.global_batch, self.places - step % self.steps_per_epoch * self.global_batch)
 
     def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """The samples at the given places within the given steps."""
+        """Returns the samples at the given positions within the given steps."""
         import numpy as np
 
         epochs, turns = np.divmod(steps, np.uint64(self.steps_per_epoch))

@@ -1,10 +1,10 @@
-"""The regions of a tensor that ranks hold: finds what two have in common, and tells if many cover the tensor.
+"""Regions of a tensor that ranks hold: intersects two of them, and checks if several cover the tensor exactly.
 
-A region of a tensor is a `Range` of its elements in row-major order, a `Box`: a rectangle in its N dimensions, or
-`Pieces`: several boxes. What is held of a region is a tensor too: one-dimensional for a range, of the box's own size
-for a box; pieces lie one behind the other.
+A region of a tensor is a `Range` of its elements in row-major order, a `Box` (a rectangle in its N dimensions), or
+`Pieces` (several boxes). The elements of a region are held in a tensor: one-dimensional for a range, of the box's size
+for a box, and concatenated along the first dimension for pieces.
 
-This module only counts. Tensors are sliced and copied by their own methods; torch is not imported.
+This module only computes indices. Tensors are sliced and copied by their own methods; torch is not imported.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The elements from `start` up to, and without, `stop`."""
+    """Elements from `start` up to `stop`, `stop` excluded."""
 
     start: int
     stop: int
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Returns the number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements whose index in each dimension is one of `size` that begin at `offset`."""
+    """Elements whose index in each dimension is at least `offset` and less than `offset + size`."""
 
     offset: Shape
     size: Shape
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Returns the number of elements."""
         return prod(self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Boxes that lie one behind the other, along the first dimension, in one tensor: rows of a fused weight, say."""
+    """Boxes that are concatenated along the first dimension in one tensor, e.g. rows of a fused weight."""
 
     boxes: tuple[Box, ...]
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Returns the number of elements."""
         return sum(box.numel for box in self.boxes)
 
     @property
     def size(self) -> Shape:
-        """The shape of the tensor that holds them."""
+        """Returns the shape of the tensor that holds the pieces."""
         return (sum(box.size[0] for box in self.boxes), *self.boxes[0].size[1:])
 
 
@@ -69,12 +69,14 @@ Region = Simple | Pieces
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A rank's part of a tensor of `shape`: the elements of `region`, on any device.
+    """Part of a tensor on one rank: the elements of `region` of a tensor of `shape`, on any device.
 
-    `tensor` holds them in row-major order; a part that is a box has the box's size. Where several ranks hold the same
-    elements, this one is number `replica` of `replicas`: whoever writes parts down shares that work out. A rank that
-    belongs to several such groups of one size says with `among` which it means. Raises ValueError when these do not
-    belong together.
+    `tensor` holds them in row-major order; for a box, with the box's size. If several ranks hold the same elements,
+    this one is number `replica` of `replicas`; writers share the work among the replicas. `among` names the group of
+    these ranks, if the rank belongs to several groups of the same size.
+
+    Raises:
+        ValueError: `tensor`, `shape` and `region`, or `replica` and `replicas`, contradict each other.
     """
 
     tensor: Tensor
@@ -97,40 +99,46 @@ class Part:
 
     @classmethod
     def whole(cls, tensor: Tensor, *, replica: int = 0, replicas: int = 1, among: str = "") -> Part:
-        """All of a tensor."""
+        """Returns a part that is the whole tensor."""
         return cls(tensor, tuple(tensor.shape), Range(0, tensor.numel()), replica, replicas, among)
 
     def of(self, tensor: Tensor) -> Part:
-        """The same part of another tensor, which this rank holds in the same way."""
+        """Returns the same part of another tensor that this rank holds in the same layout."""
         return Part(tensor, self.shape, self.region, self.replica, self.replicas, self.among)
 
     def elements(self, region: Region) -> Tensor:
-        """The elements in `region`, in one dimension and live; raises ValueError where this part lacks some."""
+        """Returns the elements in `region`, flattened; raises ValueError if this part lacks some of them.
+
+        The result is a view if the memory layout allows it.
+        """
         wanted = normal(self.shape, region)
         if wanted == self.region:
             return self.tensor.reshape(-1)
         if not (isinstance(wanted, Range) and isinstance(self.region, Range)):
-            raise ValueError(f"of a tensor of shape {list(self.shape)}, {self.region} is held here, and not {wanted}")
+            raise ValueError(f"of a tensor of shape {list(self.shape)}, this rank holds {self.region}, not {wanted}")
         if wanted.numel and not self.region.start <= wanted.start <= wanted.stop <= self.region.stop:
             raise ValueError(
-                f"of a tensor of shape {list(self.shape)}, {self.region} is held here, not all of {wanted}"
+                f"of a tensor of shape {list(self.shape)}, this rank holds {self.region}, not all of {wanted}"
             )
         return self.tensor.reshape(-1)[wanted.start - self.region.start :][: wanted.numel]
 
     def simple(self) -> list[Part]:
-        """The same elements as parts whose regions are ranges and boxes; their tensors are views."""
+        """Splits this part into parts whose regions are ranges or boxes; their tensors are views."""
         if not isinstance(self.region, Pieces):
             return [self]
         return [replace(self, tensor=held, region=box) for box, held in pieces(self.region, self.tensor)]
 
     @property
     def simple_region(self) -> Simple:
-        """The region of a part that is not of pieces."""
+        """Returns the region, which must not be `Pieces`."""
         assert not isinstance(self.region, Pieces)
         return self.region
 
     def cut(self, start: int, stop: int) -> list[Part]:
-        """The elements from `start` up to `stop`, counted in this part, which is simple: parts of the same tensor."""
+        """Returns the elements from `start` up to `stop` of this part as parts of the same tensor.
+
+        Indices count within this part, whose region must not be `Pieces`.
+        """
         region = self.simple_region
         if start == stop:
             return [Part(self.tensor.new_empty(0), self.shape, Range(0, 0))]
@@ -144,7 +152,7 @@ class Part:
 
 # ---------------------------------------------------------------------------------------------- one region
 def pieces(region: Region, held: Tensor) -> Iterator[tuple[Simple, Tensor]]:
-    """The ranges and boxes of which a region consists, each with its view of what is held of all."""
+    """Yields the ranges and boxes of a region, each with its view of `held`, the tensor of the whole region."""
     if not isinstance(region, Pieces):
         yield region, held
         return
@@ -155,15 +163,17 @@ def pieces(region: Region, held: Tensor) -> Iterator[tuple[Simple, Tensor]]:
 
 
 def whole(shape: Shape) -> Range:
-    """All elements of a tensor."""
+    """Returns the range of all elements of a tensor."""
     return Range(0, prod(shape))
 
 
 def normal(shape: Shape, region: Region) -> Region:
-    """The one way to write a region: a box without gaps becomes a range, and nothing becomes `Range(0, 0)`.
+    """Returns the canonical form of a region: a box without gaps becomes a range, an empty region `Range(0, 0)`.
 
-    Pieces lose those that are empty; a single one is a box. Raises ValueError when the region is not part of a tensor
-    of this shape.
+    Empty boxes are removed from pieces; a single remaining box replaces the pieces.
+
+    Raises:
+        ValueError: The region is not part of a tensor of this shape.
     """
     if isinstance(region, Pieces):
         found = tuple(box for box in region.boxes if normal(shape, box).numel)
@@ -181,21 +191,21 @@ def normal(shape: Shape, region: Region) -> Region:
     if not region.numel:
         return Range(0, 0)
     first = next((axis for axis, count in enumerate(size) if count > 1), len(size))
-    if size[first + 1 :] != shape[first + 1 :]:  # behind the first dimension that it extends in, it is not complete
+    if size[first + 1 :] != shape[first + 1 :]:  # the box has gaps after its first long dimension
         return region
     start = _position(shape, offset)
     return Range(start, start + region.numel)
 
 
 def held_shape(shape: Shape, region: Simple) -> Shape:
-    """The shape that a region of a tensor is stored in: its own, so that a whole tensor looks like what it is."""
+    """Returns the shape in which a region of a tensor is stored; a whole tensor keeps its own shape."""
     if isinstance(region, Box):
         return region.size
     return shape if region == whole(shape) else (region.numel,)
 
 
 def boxes(shape: Shape, region: Simple) -> list[Box]:
-    """The region as boxes, in the order of its elements: at most 2·N - 1 of them in N dimensions."""
+    """Splits a region into boxes, in the order of its elements: at most 2·N - 1 boxes in N dimensions."""
     if isinstance(region, Box):
         return [region]
     if region.start >= region.stop:
@@ -220,7 +230,7 @@ def _in_row(row: int, rest: Shape, start: int, stop: int) -> list[Box]:
 
 
 def split(region: Simple, start: int, stop: int) -> list[tuple[Simple, int]]:
-    """The region's own elements from `start` up to `stop` as regions, and where in it each begins."""
+    """Returns the elements from `start` up to `stop` of a region as regions, each with its start within the region."""
     if isinstance(region, Range):
         return [(Range(region.start + start, region.start + stop), start)]
     found: list[tuple[Simple, int]] = []
@@ -241,7 +251,7 @@ def _position(shape: Shape, index: Shape) -> int:
 
 # ---------------------------------------------------------------------------------------------- two regions
 def overlaps(shape: Shape, one: Simple, other: Simple) -> list[Simple]:
-    """Intersects two regions of a tensor: a range where both are ranges, else boxes."""
+    """Intersects two regions of a tensor. The result is a range if both are ranges, otherwise boxes."""
     if isinstance(one, Range) and isinstance(other, Range):
         start, stop = max(one.start, other.start), min(one.stop, other.stop)
         return [Range(start, stop)] if start < stop else []
@@ -261,7 +271,7 @@ def _common(one: Box, other: Box) -> Box | None:
 
 
 def view(shape: Shape, region: Simple, held: Tensor, part: Simple) -> Tensor:
-    """The elements of `part` within `held`, which holds `region`: a view with the part's own shape."""
+    """Returns a view of the elements of `part` in `held`, the tensor of `region`; it has the shape of `part`."""
     if isinstance(region, Range):
         if isinstance(part, Range):
             return held[part.start - region.start : part.stop - region.start]
@@ -275,7 +285,7 @@ def view(shape: Shape, region: Simple, held: Tensor, part: Simple) -> Tensor:
 
 
 def copy(shape: Shape, region: Simple, held: Tensor, target_region: Simple, target: Tensor) -> int:
-    """Copies what two regions have in common from `held` into `target`; returns the number of elements."""
+    """Copies the intersection of two regions from `held` to `target`; returns the number of elements."""
     common = overlaps(shape, region, target_region)
     for part in common:
         view(shape, target_region, target, part).copy_(view(shape, region, held, part))
@@ -285,20 +295,20 @@ def copy(shape: Shape, region: Simple, held: Tensor, target_region: Simple, targ
 # ---------------------------------------------------------------------------------------------- many regions
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """An element that is not in exactly one of several regions, but in `count` of them."""
+    """Element that is in `count` of several regions instead of exactly one."""
 
     index: Shape
     count: int
 
     def __str__(self) -> str:
-        where = f"element {list(self.index)}" if self.index else "its one element"
-        return f"{where} is there {self.count} times" if self.count else f"{where} is missing"
+        where = f"element {list(self.index)}" if self.index else "its only element"
+        return f"{where} occurs {self.count} times" if self.count else f"{where} is missing"
 
 
 def flaw(shape: Shape, regions: Iterable[Simple]) -> Flaw | None:
-    """The first element of a tensor that is not in exactly one of the regions; None if they cover it exactly.
+    """Returns the first element of a tensor that is not in exactly one of the regions; None if there is none.
 
-    Raises ValueError when a region is not part of the tensor.
+    Raises ValueError if a region is not part of the tensor.
     """
     regions = [region for each in regions if (region := _simple(shape, each)).numel]
     ranges = [region for region in regions if isinstance(region, Range)]
@@ -330,7 +340,7 @@ def _flaw_of_ranges(shape: Shape, ranges: Sequence[Range]) -> Flaw | None:
 
 
 def _flaw_of_boxes(shape: Shape, found: Sequence[Box], axis: int) -> tuple[Shape, int] | None:
-    """Cuts the tensor into slabs in which every box is there from end to end or not at all, and those in turn."""
+    """Cuts the tensor along `axis` into slabs that each box fills or misses completely; recurses into each slab."""
     if axis == len(shape):
         return None if len(found) == 1 else ((), len(found))
     if not found:
@@ -342,7 +352,7 @@ def _flaw_of_boxes(shape: Shape, found: Sequence[Box], axis: int) -> tuple[Shape
 
 
 def _slabs(total: int, found: Sequence[Box], axis: int) -> Iterator[tuple[int, list[Box]]]:
-    """Yields the position where each slab begins, and the boxes in it."""
+    """Yields the first index of each slab, and the boxes in it."""
     begins: dict[int, list[int]] = {0: []}
     ends: dict[int, list[int]] = {}
     for number, box in enumerate(found):

@@ -1,4 +1,4 @@
-"""Seeds made of what a run knows."""
+"""Seeds that are derived from several integers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """One well-spread 63-bit seed out of several integers (the finaliser of splitmix64, Steele et al. 2014)."""
+    """Hashes several integers to a 63-bit seed (with the finalizer of splitmix64, Steele et al. 2014)."""
     state = 0
     for part in parts:
         state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK

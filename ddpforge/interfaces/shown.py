@@ -1,4 +1,4 @@
-"""Pictures, histograms, text and tables: what callbacks show and trackers display."""
+"""Images, histograms, text and tables that callbacks and tasks pass to trackers for display."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Histogram", "Show", "ShownKind", "Table"]
 ShownKind = Literal["image", "histogram", "text", "table"]
 
 Table = Sequence[Mapping[str, "str | int | float | bool | None"]]
-"""Rows that all have the same columns, in the same order."""
+"""Rows with the same columns in the same order."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of the numbers between neighbouring `edges`; `nonfinite` others were NaN or infinite."""
+    """Histogram: number of values between neighboring `edges`; `nonfinite` counts NaN and infinite values."""
 
     counts: tuple[int, ...]
     edges: tuple[float, ...]  # one more than counts
@@ -24,19 +24,22 @@ class Histogram:
 
 
 class Show(Protocol):
-    """Shows something of the present step in every tracker that can, and in the run's folder.
+    """Function that displays a value of the current step in every tracker that supports it, and in the run's folder.
 
-    Only the main rank's counts; the others may call it or not. `name` is like that of a metric: words of letters,
-    digits, `.`, `_` and `-`, with `/` between them. What is shown again under a name at one step replaces the former.
-    Raises PluginError for a value of another form than its kind has; one of the right form whose numbers cannot be
-    shown (an image with NaN, or beyond 0 to 1) is left out with a warning, as training must not end for a picture.
+    Only the main rank's call has an effect; other ranks may call it. `name` has the form of a metric's name: words of
+    letters, digits, `.`, `_` and `-`, separated by `/`. A second value for the same name and step replaces the first.
 
     - "image": a tensor or array, [height, width], [1 or 3, height, width], or [N, channels, height, width], which
       becomes a grid; floats from 0 to 1, or uint8.
     - "histogram": a tensor, array or sequence of numbers, of any shape; or a `Histogram`.
     - "text": a string.
-    - "table": rows as mappings from column to a number, string, bool or None; each with the same columns.
+    - "table": rows as mappings from column to a number, string, bool or None; all with the same columns.
+
+    Values that cannot be displayed, such as an image with NaN or outside of 0 to 1, are skipped with a warning.
+
+    Raises:
+        PluginError: The type or shape of the value does not fit its kind.
     """
 
     def __call__(self, name: str, value: Any, kind: ShownKind) -> None:
-        """Takes a copy; reading a tensor waits for the device."""
+        """Copies `value` and displays it; reading a tensor waits for the device."""

@@ -1,4 +1,4 @@
-"""A model and its optimizer by parameter name: what checkpoints hold, and what callbacks read and write."""
+"""State of a model and its optimizer by parameter name, for checkpoints and callbacks."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ if TYPE_CHECKING:
 
 __all__ = ["CanonicalState", "PartWeights", "SavedTensor", "Weights", "WholeWeights", "read_all"]
 
-_READERS = 4  # threads at most, of a rank
+_READERS = 4  # threads per rank, at most
 
 X = TypeVar("X")
 
 
 class SavedTensor(Protocol):
-    """A tensor in a checkpoint: read what is needed of it, when it is needed."""
+    """Tensor in a checkpoint; any region of it can be read when needed."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """Returns the shape of the whole tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it was saved in."""
+        """Returns the dtype that the tensor was saved in."""
 
     def read(self) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """Reads the whole tensor, on the CPU."""
 
     def read_into(self, region: Region, target: Tensor) -> None:
-        """Fills `target`, on any device, with a region of the tensor; it has the tensor's dtype, the region's size.
+        """Fills `target`, on any device, with a region of the tensor; `target` has its dtype and the region's size.
 
-        Several threads may do so, see `read_all`.
+        Must be thread-safe, see `read_all`.
         """
 
 
 def read_all(reads: Iterable[tuple[SavedTensor, Region, Tensor]]) -> None:
-    """Fills each target with a region of its tensor, several at a time where this rank has several cores.
+    """Fills each target with a region of its tensor, in parallel if this rank has several CPU cores.
 
-    Raises the error of one that cannot be read; some of the others have been filled by then.
+    Raises the error of a failed read; some of the other targets are filled by then.
     """
-    left = iter(list(reads))  # shared: whichever thread is free takes the next
+    left = iter(list(reads))  # shared: a free thread takes the next one
 
     def fill() -> None:
         try:
             for saved, region, target in left:
                 saved.read_into(region, target)
         except BaseException:
-            deque(left, maxlen=0)  # what is left need not be read
+            deque(left, maxlen=0)  # skip the remaining reads
             raise
 
     helpers = min(_READERS, share_of_cores(ranks_here())) - 1
@@ -72,15 +72,18 @@ def read_all(reads: Iterable[tuple[SavedTensor, Region, Tensor]]) -> None:
 
 @dataclass
 class CanonicalState(Generic[X]):
-    """A model and its optimizer by parameter name, the same whatever strategy trained them.
+    """State dict of a model and its optimizer by parameter name, independent of the strategy that trained them.
 
-    Names are those of the bare model (no wrapper prefixes). A tied parameter appears once, under the first of its
-    names; `aliases` maps the other names to it. `optimizer` maps parameter name → key → tensor or plain number (a 0-d
-    tensor counts as one); a parameter that never got a gradient is absent. `shared` belongs to no single parameter: an
-    optimizer's own counters, what a strategy must remember. `numbers` survive a change of the optimizer: fp16's loss
-    scale. Readers ignore keys that they do not know.
+    Names are those of the bare model (no wrapper prefixes). Readers ignore unknown keys. When saving, values are whole
+    tensors (identical on every rank) or `Part`s. When loading, they are `SavedTensor`s.
 
-    When saving, values are whole tensors (identical on every rank) or `Part`s. When loading, they are `SavedTensor`s.
+    Attributes:
+        model: Parameters and buffers. A tied parameter appears once, under the first of its names.
+        optimizer: Parameter name → key → tensor or plain number (a 0-d tensor counts as a number). A parameter that
+            never had a gradient is absent.
+        aliases: The other names of tied parameters → the first name.
+        shared: State of no single parameter: an optimizer's own counters, state of the strategy.
+        numbers: State that is kept if the optimizer changes, such as fp16's loss scale.
     """
 
     model: Mapping[str, X]
@@ -91,45 +94,48 @@ class CanonicalState(Generic[X]):
 
 
 class Weights(ABC):
-    """The weights by parameter name, as much of each as this rank holds; trained ones as the optimizer updates them.
+    """Weights by parameter name: this rank's part of each. For trained weights, the tensors that the optimizer updates.
 
-    Whoever keeps something per weight (averages, say) keeps it in parts like these: `part.of(tensor)` is one.
+    A callback that stores a value for each weight, such as an average, stores it in equal parts: `part.of(tensor)`.
     """
 
     @abstractmethod
     def parts(self) -> Mapping[str, Part]:
-        """This rank's parts of what is trained, live and without gradients.
+        """Returns this rank's parts of the trained weights, without a copy and without gradients.
 
         Writing into them changes the weights; call `changed` afterwards.
         """
 
     @abstractmethod
     def frozen(self) -> Mapping[str, Part]:
-        """The same of what is not trained: a momentum encoder, say."""
+        """Returns this rank's parts of the weights that are not trained, e.g. of a momentum encoder."""
 
     def elsewhere(self) -> Collection[str]:
-        """The names of tensors of the model, of which this rank holds nothing, and others do."""
+        """Returns the names of model tensors that only other ranks hold."""
         return ()
 
     def elements(self, name: str, region: Region) -> Tensor:
-        """The elements of a parameter, trained or frozen, that are in `region`, in one dimension.
+        """Returns the elements of a parameter, trained or frozen, in `region`, flattened.
 
-        For parameters of one shape, the region of one's part is good for the other: `elements(student, part.region)`
-        is what a teacher's `part` follows. Raises ValueError for elements that this rank does not hold.
+        The region of a part also applies to another parameter of the same shape. For example, with `part` of a teacher,
+        `elements(student, part.region)` returns the corresponding elements of the student.
+
+        Raises:
+            ValueError: This rank does not hold all of these elements.
         """
         trained = self.parts()
         return (trained[name] if name in trained else self.frozen()[name]).elements(region)
 
     def changed(self) -> None:
-        """Makes forward passes use what was written into the parts; called on every rank."""
+        """Makes forward passes use the values that were written into the parts; called on every rank."""
 
     def observing(self) -> AbstractContextManager[Any]:
-        """Wraps callbacks: what they write into the model's parameters, past these weights, counts or is refused."""
+        """Wraps callbacks, so that values that they write into the model's parameters take effect or are refused."""
         return nullcontext()
 
 
 class PartWeights(Weights):
-    """The weights of a model, of each of which this rank holds what `part_of(name, parameter)` says."""
+    """Weights of a model; this rank holds the part `part_of(name, parameter)` of each."""
 
     def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], Part]) -> None:
         self._parts: dict[str, Part] = {}
@@ -138,16 +144,16 @@ class PartWeights(Weights):
             (self._parts if parameter.requires_grad else self._frozen)[name] = part_of(name, parameter.detach())
 
     def parts(self) -> Mapping[str, Part]:
-        """Of every trained parameter."""
+        """Returns the parts of all trained parameters."""
         return self._parts
 
     def frozen(self) -> Mapping[str, Part]:
-        """Of every other parameter."""
+        """Returns the parts of all other parameters."""
         return self._frozen
 
 
 class WholeWeights(PartWeights):
-    """The weights of a model that each of `ranks` holds whole."""
+    """Weights of a model that every rank of `ranks` holds whole."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(model, lambda _, tensor: Part.whole(tensor, replica=ranks.rank, replicas=ranks.size))

@@ -1,4 +1,4 @@
-"""Strategies, which spread one model over many ranks, and the replicas that they make."""
+"""Strategies, which distribute one model over ranks, and the replicas that they create."""
 
 from __future__ import annotations
 
@@ -41,39 +41,39 @@ Cuts = Literal["layers", "positions", "experts", "steps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """A strategy's promises: shown by `ddpforge show`, and proven at the start of a run."""
+    """Properties of a strategy: shown by `ddpforge show`, and verified at the start of a run."""
 
     shards: tuple[Sharded, ...] = ()
-    """The things that are split over ranks; weights that the optimizer updates are split like the optimizer state."""
+    """State that is sharded over ranks. Master weights are sharded like the optimizer state."""
     replicas: int = 1
-    """The number of groups of ranks that each hold all of that."""
+    """Number of groups of ranks that each hold a complete copy of the sharded state."""
     averages: Literal["gradients", "weights"] = "gradients"
-    """What ranks average: gradients at every step, or weights now and then; each then clips its own gradient."""
+    """Ranks average gradients at every step, or weights from time to time; each rank then clips its own gradient."""
     master_dtype: str = "float32"
-    """The dtype of the weights that the optimizer updates, as torch spells it."""
+    """Dtype of the master weights, which the optimizer updates; a name of torch."""
     reduce_dtype: str = "float32"
-    """The dtype in which gradients are summed over ranks."""
+    """Dtype in which gradients are summed over ranks."""
     clips: str
     """Which ranks clip the gradient norm, and when, in words."""
     accumulates: str
-    """Where the gradients of micro-batches are added up, in words."""
+    """Description of the memory in which gradients of micro-batches are accumulated."""
     reads_gradients: bool = False
     """Callbacks may read the reduced gradient: `Replica.step` calls `on_gradient`."""
     callable: bool = True
-    """A rank can run a forward pass by itself."""
+    """Each rank can run a forward pass of the model on its own."""
     optimizers: Literal["one", "several"] = "one"
-    """The number of optimizers, each for some of the parameters; replicas that take several are `TakesTurns`."""
+    """Number of optimizers that a replica accepts, each for some of the parameters; "several" requires `TakesTurns`."""
     float8: bool = False
-    """Linear layers are called with whole weights, by their own forward pass, as `train.fp8` needs it."""
+    """Linear layers run their own forward pass with whole weights; `train.fp8` requires this."""
     scores: bool = True
-    """Each rank runs whole forward passes, which may compute the loss as well: see `Task.scores_in_model`."""
+    """Each rank runs whole forward passes, so that the model can compute the loss: see `Task.scores_in_model`."""
     cuts: tuple[Cuts, ...] = ()
-    """The things of which ranks compute parts in one forward pass, compared with the whole model before the first step:
-    replicas must be `Explores`, within whose `explore` `gradients_by_name` has the reduced gradient."""
+    """Dimensions along which ranks share one forward pass. The run compares this with the whole model before the first
+    step. Replicas must be `Explores`, and `gradients_by_name` must return the reduced gradient within `explore`."""
 
 
 class Refusal(NamedTuple):
-    """The reason that a strategy cannot do what a recipe asks for, known before anything is started."""
+    """Reason why a strategy cannot run a recipe, found before the run starts."""
 
     key: str  # of the recipe, e.g. "strategy.replicas"
     message: str
@@ -81,85 +81,86 @@ class Refusal(NamedTuple):
 
 
 class Simulation:
-    """The facts of a strategy by which `ddpforge plan` simulates a step; the defaults are those of equal ranks."""
+    """Parameters with which `ddpforge plan` simulates a step of a strategy; the defaults assume equal ranks."""
 
     def ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
-        """The ranks to simulate, in the order in which they send, and the form of what each holds.
+        """Returns the ranks to simulate, in the order in which they send, each with a key for the layers that it holds.
 
-        Rank 0 by default, which stands for all that hold as much as it does, or a little less. Where forms are equal,
-        and so are the shapes that are received, the first stands for the others: they must do the same work and take as
-        much memory, or less.
+        By default only rank 0, on behalf of all ranks; the others may hold a little less. If ranks have equal keys and
+        receive equal shapes, only the first of them is simulated. The others must do the same work in the same memory,
+        or less.
         """
         return {0: None}
 
     def micro_batches(self, ranks: int) -> tuple[int, int] | None:
-        """Two numbers of micro-batches in a step, from which on each adds as much memory and work.
+        """Returns two numbers of micro-batches per step; `plan` simulates both, and extrapolates linearly.
 
-        None where one is computed after the other, and several take the memory of one.
+        Returns None if micro-batches are computed one after the other, and several need the memory of one.
         """
         return None
 
 
 class Strategy(ABC):
-    """Decides which ranks see different data, and how the model is spread over ranks, as a recipe asks.
+    """Base class of strategies: determines the data-parallel ranks, and distributes the model over ranks.
 
-    The order of calls is the order of this class. A strategy touches the model and the optimizer and nothing else:
-    the ranks have joined before it is asked, sample order and learning rate are functions of the step.
+    Methods are called in the order of this class. A strategy changes only the model and the optimizer. The process
+    group exists before `setup`; sample order and learning rate are functions of the step.
     """
 
     contract: Contract  # may depend on the options
-    joins_alone: ClassVar[bool] = False  # whether a single process needs a torch.distributed group as well
-    launcher: Mapping[str, str] = {}
+    joins_alone: ClassVar[bool] = False  # a single process needs a torch.distributed group too
+    launcher: Mapping[str, str] = {}  # environment variables that the launcher must not contradict
 
     @property
     def simulation(self) -> Simulation:
-        """Returns the facts by which `ddpforge plan` simulates a step, where ranks are not all equal."""
+        """Returns the parameters of `ddpforge plan`; override it if ranks are not all equal."""
         return Simulation()
 
     train: TrainSection  # these two are set by `setup`
     world: World
 
     def generated_config(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
-        """The configuration that is generated for another library, by its name; shown by `ddpforge show`."""
+        """Returns the configurations generated for other libraries, by name; shown by `ddpforge show`."""
         return {}
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterable[Refusal]:
-        """Names all that the strategy cannot do on `ranks` ranks that compute on `device` ("cpu" or "cuda").
+        """Returns the reasons why the strategy cannot run on `ranks` ranks with `device` ("cpu" or "cuda").
 
-        Called before ranks join, by `ddpforge check` and `show` too; it reads the recipe and starts nothing. This
-        machine may lack such a device.
+        Called before ranks join, by `ddpforge check` and `show` too. It must only read the recipe. This machine may
+        not have such a device.
         """
         return ()
 
     @property
     def cuts_model(self) -> bool:
-        """True where a model must be made so that it can be cut: then `ddpforge check` builds it, without memory."""
+        """True if only some models can be split: `ddpforge check` then builds the model on the meta device."""
         return False
 
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
-        """Raises StrategyError or UsageError for a model or a task that it cannot train, as far as known without ranks.
+        """Raises StrategyError or UsageError for a model or a task that the strategy cannot train.
 
         Called before ranks join, by `ddpforge check` too, with the bare model, which may be on the meta device.
         """
 
     def check_data(self, data: Any) -> None:
-        """The same of a dataset: raises UsageError for samples that it cannot share out."""
+        """Raises UsageError for a dataset whose samples the strategy cannot distribute; called before ranks join."""
 
     def data_ranks(self, ranks: int) -> int:
-        """Counts the ranks that see different data: all `ranks`, unless the strategy splits one model over several."""
+        """Returns the number of data-parallel ranks: `ranks`, unless the strategy splits one model over several."""
         return ranks
 
     def evaluating(self, ranks: int) -> tuple[Strategy, str]:
-        """The strategy for `ddpforge eval` on so many ranks, perhaps other than those that trained, and why that one.
+        """Returns the strategy for `ddpforge eval` on `ranks` ranks, and the reason if it is not this one.
 
-        Itself, for no reason, where its layout fits; nothing is trained, so one that spreads the model otherwise does.
+        Evaluation may use a different number of ranks than training. Returns self and "" if this strategy supports
+        `ranks`; otherwise another strategy, as evaluation does not depend on the layout of the model.
         """
         return self, ""
 
     def setup(self, train: TrainSection, world: World) -> World:
-        """Takes its place among the ranks, which have joined; returns the world with the ranks that see other data.
+        """Sets up the strategy after the ranks joined; returns the world with its data-parallel process group.
 
-        Raises StrategyError where it cannot work here.
+        Raises StrategyError if the strategy cannot work in this world.
         """
         self.train, self.world = train, world
         return world
@@ -169,25 +170,25 @@ class Strategy(ABC):
         return nullcontext()
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        """Moves the model to the device; shards or replaces it, before the optimizer is built from its parameters.
+        """Moves the model to the device, and shards or replaces it, before the optimizer is built from its parameters.
 
-        `blocks` are the modules to treat one by one: what the recipe's `train.blocks` names, or the model's own
-        repeated blocks. None contains another.
+        `blocks` are the modules to shard one by one: those named in `train.blocks`, or the model's repeated blocks. No
+        block contains another.
         """
         return model.to(self.world.device)
 
     @abstractmethod
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Makes both ready for training, the same on all ranks; compiles the model where the recipe asks for it.
+        """Prepares model and optimizer for training, equal on all ranks; compiles the model if the recipe requests it.
 
-        `ddpforge eval` brings an SGD that never steps: it keeps nothing.
+        `ddpforge eval` passes an SGD without state that never steps.
         """
 
     def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
-        """Places a module that is used beside the model, and never trained; returns its weights, which are frozen.
+        """Places an auxiliary module, which is never trained, on the ranks; returns its weights, all frozen.
 
-        Called after `prepare`, for one such module after the other; `blocks` are the module's own. By default every
-        rank holds it whole, with rank 0's values.
+        Called after `prepare`, once for each auxiliary module; `blocks` are the blocks of this module. By default every
+        rank holds the whole module, with rank 0's values.
         """
         module.to(self.world.device)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -195,47 +196,47 @@ class Strategy(ABC):
         return WholeWeights(module, self.world.all)
 
 
-# ---------------------------------------------------------------------------------------------- what is trained
+# ---------------------------------------------------------------------------------------------- replicas
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One micro-batch on its way through the model, on this rank.
+    """Forward (and backward) pass of one micro-batch on this rank.
 
-    `scale` gives what the summed loss is multiplied with, so that the mean of gradients over data ranks is that over
-    the items of the whole step. Ranks may be counting them during the forward pass: call it once that is done.
+    `scale` returns the factor on the summed loss, so that the mean of gradients over data-parallel ranks is the mean
+    over all items of the step. Call it after the forward pass: ranks may count items during that pass.
     """
 
     batch: Any  # on the device
-    seed: Callable[[], None]  # gives all generators the numbers of this pass
+    seed: Callable[[], None]  # seeds all RNGs for this pass
     scale: Callable[[], Tensor | float] = lambda: 1.0
     last: bool = True  # of its step
-    measured: bool = True  # whether what `compute` returns beside the loss is read
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # to be entered for all of the pass, or each part
+    measured: bool = True  # the outputs of `compute` are used for metrics
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # enter it for the whole pass, or for each part
 
 
 Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]
-"""Seeds random numbers and calls a task: the summed loss of a pass and its outputs, from what a model makes of it."""
+"""Seeds the RNGs, runs model and task on a pass, and returns the summed loss and the outputs."""
 
 
 def _nobody_reads(norm: Tensor) -> None:
-    """Stands where no callback reads gradients."""
+    """Does nothing: the default of `on_gradient`."""
 
 
 class Replica(ABC):
-    """The model that one rank trains, spread over ranks as the strategy does it, with its optimizer.
+    """Model and optimizer of one rank, distributed over ranks by the strategy.
 
-    A strategy that leaves `passes` as it is gets one micro-batch after the other, forward and backward.
+    By default `passes` runs the micro-batches one after the other, each forward and backward.
     """
 
-    module: nn.Module  # what forward passes call
-    bare: nn.Module  # the same as the recipe's component built it, for names and buffers
+    module: nn.Module  # called in forward passes
+    bare: nn.Module  # the model as the recipe's component built it, for names and buffers
     weights: Weights
-    computes_loss: bool = True  # False on ranks that pass their outputs on to others, which call the task's `loss`
+    computes_loss: bool = True  # False on ranks that send their outputs to other ranks, which call the task's `loss`
 
     # -- one step
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
-        """Runs the passes of a step, or (not `trains`) of an evaluation, in an order of its own.
+        """Runs the passes of a step, or (`trains` is False) of an evaluation; the replica chooses the order.
 
-        Yields the loss and the outputs of each, in the order of `passes`; None where another rank has them.
+        Yields the loss and the outputs of each pass, in the order of `passes`; None if another rank has them.
         """
         for one in passes:
             with one.around():
@@ -246,80 +247,83 @@ class Replica(ABC):
             yield loss, outputs
 
     def own_part(self, batch: Any) -> Any:
-        """Takes out of a batch, on the device, what this rank computes: all, unless ranks share its samples.
+        """Returns this rank's part of a batch on the device: the whole batch, unless ranks share its samples.
 
-        The task counts the items of the whole batch.
+        The task still counts the items of the whole batch.
         """
         return batch
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Wraps a forward pass and its loss, e.g. in autocast; after the `last` of a step gradients are exchanged."""
+        """Wraps a forward pass and its loss, e.g. in autocast; gradients are reduced after the `last` one of a step."""
         return nullcontext()
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
-        """Adds the gradients of `loss` times `scale`."""
+        """Accumulates the gradients of `loss` times `scale`."""
         (loss * scale).backward()  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def step(self) -> Tensor:
         """Clips, updates the weights and clears the gradients; returns the norm before clipping (0-d, float32).
 
-        When the norm is not finite the update must not happen, on any rank; whether it is finite must be the same on
-        all ranks, which decide by it without talking. No host-device synchronisation.
+        If the norm is not finite, no rank may update. Ranks decide this from the norm without communication, so it must
+        be finite on all ranks or on none. Must not synchronize host and device.
         """
 
     on_gradient: Callable[[Tensor], None] = staticmethod(_nobody_reads)
-    """Set by the trainer where a callback reads gradients: `step` calls it with the norm, before clipping."""
+    """Function that `step` calls with the norm, before clipping; the trainer sets it if a callback reads gradients."""
 
     def gradients_by_name(self) -> Mapping[str, Part]:
-        """This rank's parts of the reduced gradient, laid out as `weights.parts()`; within `on_gradient` only."""
-        raise NotImplementedError(f"{type(self).__name__} does not show its gradients")
+        """Returns this rank's parts of the reduced gradient, in the layout of `weights.parts()`.
+
+        Call it only within `on_gradient`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot return its gradients")
 
     def overflowed(self) -> bool:
-        """True when the last non-finite norm only means that fp16's loss scale was too high and has been lowered."""
+        """True if the last non-finite norm was only an overflow of fp16's loss scale, which has been lowered."""
         return False
 
     def sync_buffers(self) -> None:
-        """Makes the buffers equal on all ranks: BatchNorm's statistics their mean over ranks, others rank 0's.
+        """Makes the buffers equal on all ranks: averages BatchNorm's statistics, broadcasts the others from rank 0.
 
-        Called on every rank before every evaluation and every save: a strategy whose ranks come apart in between makes
-        them equal here.
+        Called on every rank before every evaluation and every save. Strategies whose ranks diverge between these calls
+        synchronize them here.
         """
 
-    # -- to disk and back
+    # -- checkpoints
     @abstractmethod
     def state(self) -> CanonicalState[Tensor | Part]:
-        """Model and optimizer by parameter name: what this rank holds of them, live, without communication.
+        """Returns this rank's parts of model and optimizer by parameter name, without a copy and without communication.
 
-        A tensor is one that every rank holds alike. Names that only other ranks have may be missing.
+        A tensor is identical on every rank. Names that only other ranks have may be missing.
         """
 
     @abstractmethod
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Takes back what `state` gave, possibly under another strategy; raises CheckpointError on any mismatch.
+        """Restores the result of `state`, possibly of a different strategy; raises CheckpointError on any mismatch.
 
-        Each rank reads what it holds and no more. Where `partial` (initial weights, `ddpforge eval`), tensors of the
-        model that the state lacks stay as they are, and the optimizer does where it has none.
+        Each rank reads only its own parts. With `partial` (initial weights, `ddpforge eval`), model tensors that the
+        state lacks stay unchanged, and so does the optimizer if the state has no optimizer state.
         """
 
     def close(self) -> None:
-        """Frees what it holds beside memory; not called when training failed, where peers may be gone."""
+        """Frees resources other than memory. Not called if training failed, because other ranks may be gone."""
 
 
 @runtime_checkable
 class Explores(Protocol):
-    """A replica for optimizers that make several passes per step, see `Exploring`; others refuse those."""
+    """Replica that supports multi-pass optimizers, see `Exploring`. Other replicas refuse them."""
 
     def explore(self, optimizer: Exploring) -> Tensor:
-        """Like `step`, with `optimizer.explore` for the update and without clipping; may wait for the device.
+        """Calls `optimizer.explore` instead of an update, without clipping; otherwise does the same as `step`.
 
-        Afterwards forward passes use the moved weights.
+        Forward passes then use the moved weights. May wait for the device.
         """
 
 
 @runtime_checkable
 class TakesTurns(Protocol):
-    """A replica for tasks with several updates a step; a strategy that makes them says so in its contract."""
+    """Replica that supports alternating updates; the strategy's contract then has `optimizers = "several"`."""
 
     def turn(self, name: str) -> AbstractContextManager[Any]:
-        """Wraps an update of the turn: within, others' parameters get no gradients, and `step` updates the turn's."""
+        """Wraps the update `name`: only its parameters get gradients, and `step` updates only these."""

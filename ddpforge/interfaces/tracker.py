@@ -1,4 +1,4 @@
-"""Trackers, to which metrics are sent, and whatever else is shown."""
+"""Trackers, which receive metrics, images, histograms, text and tables."""
 
 from __future__ import annotations
 
@@ -12,31 +12,29 @@ __all__ = ["Tracker"]
 
 
 class Tracker:
-    """Receives metrics. This base class is the null tracker. Only the main rank has real ones.
+    """Receiver of metrics. This base class does nothing. Only the main rank has other trackers.
 
-    No method may raise into training or block it for long: a tracker is a mirror, `metrics.jsonl` is the truth.
+    No method may raise into training or block it for long. A tracker is a copy; `metrics.jsonl` is authoritative.
     """
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Called once before the first step; `resumed_at` is the step that training resumes from."""
+        """Starts the tracker; called once before the first step. `resumed_at` is the step of the resumed checkpoint."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row: metrics of `step`, with their `train/` and `eval/` prefixes."""
+        """Receives one row: metrics of `step`, with their `train/` and `eval/` prefixes."""
 
     def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
-        """Displays what a callback or a task shows at `step`; who cannot display a kind ignores it.
+        """Displays a value of a callback or a task at `step`; ignores kinds that the tracker cannot display.
 
         An image is a numpy array, uint8 [height, width, 3]; a histogram a `Histogram`; text a string; a table a list of
-        rows, see `Table`. What is shown again under a name at one step replaces the former.
+        rows, see `Table`. A second value for the same name and step replaces the first.
         """
 
     def checkpoint(self, step: int, folder: Path) -> None:
-        """A checkpoint was committed in `folder`; retention may remove it later."""
+        """Called after a checkpoint was committed in `folder`; retention may remove it later."""
 
     def rewind(self, step: int) -> None:
-        """Training went back to `step`: rows after it are superseded and will be logged again, and so is what was
-        shown.
-        """
+        """Discards rows and displayed values after `step`: training went back to it, and will log them again."""
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Called once at the end; `state` is that of `status.json` (done, failed, stopped, diverged)."""
+        """Ends the tracker; called once. `state` is that of `status.json` (done, failed, stopped, diverged)."""

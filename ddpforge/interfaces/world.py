@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and how they talk to each other."""
+"""Process groups of a run, and their collective operations."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class Ranks(ABC):
-    """A group of processes that talk to each other; a single process is a group as well.
+    """Process group; a single process is a group too.
 
-    Every method is collective: all ranks of the group call it, in the same order. When a rank is gone, the others raise
+    Every method is collective: all ranks of the group call it, in the same order. If a rank is gone, the others raise
     RuntimeError, at the latest after `train.timeout`.
     """
 
@@ -30,7 +30,7 @@ class Ranks(ABC):
     size: int
 
     def __deepcopy__(self, memo: object) -> Self:
-        """The ranks themselves: a copy of what holds them talks to the same."""
+        """Returns self: a copy of an object that holds a group uses the same group."""
         return self
 
     @property
@@ -40,12 +40,15 @@ class Ranks(ABC):
 
     @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
-        """Adds up `values`, of one shape and dtype on all ranks; returns the sum, a new tensor on the ranks' device."""
+        """All-reduces `values` by sum; returns a new tensor on the ranks' device.
+
+        `values` has the same shape and dtype on all ranks.
+        """
 
     def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
-        """Begins to add up as `sum` does, in less of the host's time; may use the memory of `values`.
+        """Starts an asynchronous `sum`, which may overwrite `values`; costs less host time than `sum`.
 
-        What it returns waits for the sum and gives it, any number of times.
+        Returns a function that waits for the sum and returns it; it may be called several times.
         """
         summed = self.sum(values)
         return lambda: summed
@@ -54,55 +57,58 @@ class Ranks(ABC):
     def mean(
         self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric] = MappingProxyType({})
     ) -> dict[str, float]:
-        """Divides sums by counts, both over all ranks and in float64; NaN where nothing was counted.
+        """Sums numerators and counts over all ranks and divides them, in float64; returns NaN if the count is 0.
 
-        A plain number counts once: what comes back is its mean over the ranks that have it. Where `metrics`, the same
-        on every rank, has the name, that metric finishes it. Ranks may name different totals, or the same ones in
-        another order. One all-reduce, and for each column of rows a gathering; waits for
-        the device.
+        Costs one all-reduce, and one all-gather for each column of rows. Waits for the device.
+
+        Args:
+            totals: Quantities by name. A plain number has the count 1, so the result is its mean over the ranks that
+                have it. Ranks may have different names, or the same names in a different order.
+            metrics: Metrics by name, the same on every rank. A total or rows of such a name are finished by the metric.
         """
 
     def average(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Averages plain numbers as `mean` does, but from host to host: waits for no device."""
+        """Averages plain numbers as `mean` does, but on the hosts, without waiting for a device."""
         return self.mean(numbers)
 
     @abstractmethod
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Concatenates every rank's rows, along the first dimension; also returns where this rank's own begin.
+        """All-gathers rows along the first dimension; returns all rows and the index of this rank's first row.
 
-        Ranks may have different numbers of rows. Gradients flow back: that of a rank's rows is the sum of what all
-        ranks computed for them.
+        Ranks may have different numbers of rows. Differentiable: the gradient of a rank's rows is the sum of their
+        gradients on all ranks.
         """
 
     @abstractmethod
     def broadcast(self, value: T) -> T:
-        """Gives every rank rank 0's `value`: a small picklable object, or a tensor.
+        """Broadcasts `value` from rank 0: a small picklable object, or a tensor of any dtype.
 
-        A tensor has the same shape and dtype on every rank, and is filled in place; any dtype will do.
+        A tensor has the same shape and dtype on every rank, and is filled in place.
         """
 
     @abstractmethod
     def everyone(self, value: T) -> list[T]:
-        """Lists every rank's `value`, a small picklable object, on every rank."""
+        """All-gathers `value`, a small picklable object; returns the list of all ranks' values."""
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
-        """Splits the ranks into `groups`, lists of their numbers here; returns the one that this rank is in.
+        """Splits this process group into `groups`, lists of rank numbers; returns the new group of this rank.
 
-        Every rank is in one group, and keeps its order there. Called on all ranks of the run, with the same groups.
+        Every rank is in exactly one group, and the order of ranks is kept. Called on all ranks of the run, with the
+        same groups.
         """
 
     @abstractmethod
     def barrier(self) -> None:
-        """Waits until every rank has come here."""
+        """Waits until every rank has called this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process among all ranks and among those that see different data, and its device.
+    """Process groups and device of this process: `all` ranks, and the data-parallel ranks in `data`.
 
-    `all` and `data` are the same unless a strategy splits one model over several ranks. Gradients are divided by what
-    is counted over `data`: ranks that see the same data count once. Means and decisions are taken over `all`.
+    `all` and `data` are the same unless a strategy splits one model over several ranks. Gradients are divided by the
+    item count over `data`, so ranks with the same data count once. Means and decisions are taken over `all`.
     """
 
     all: Ranks

@@ -204,7 +204,7 @@ def test_a_trained_model_goes_on_in_its_own_tokens(trained: Path, monkeypatch: p
         run = ddpforge.load(f"runs/{level}")
         assert run.generate("abcd", "ghij", tokens=24, greedy=True) == [(TEXT * 2)[4:28], TEXT[:24]]
     said = refused(ForgeError, lambda: ddpforge.load("runs/characters").generate("abz"))
-    assert said.startswith("'z' is not among the 10 characters that the model has seen: 'abcdefghij'")
+    assert said.startswith("'z' is not among the 10 characters of the training text: 'abcdefghij'")
 
 
 def test_the_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,6 @@ def test_a_task_that_says_nothing_predicts_its_outputs() -> None:
     ("task", "way"), [(Diffusion(), "sample(ddpforge.load(RUN)"), (Adversarial(latent=7), "torch.randn(16, 7)")]
 )
 def test_noise_has_nothing_to_predict(task: Task, way: str) -> None:
-    with pytest.raises(UsageError, match="nothing to predict") as refusal:
+    with pytest.raises(UsageError, match="cannot predict") as refusal:
         task.predict(Gives(None), INPUTS)
     assert way in refusal.value.hints[0]

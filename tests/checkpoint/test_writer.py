@@ -380,7 +380,7 @@ OVERLAP = [Part(counted(2, 2), (2, 3), Box((0, 0), (2, 2)))], [Part(counted(2, 2
             RankState(model={"w": HOLE[1]}),
             r"rank 0: .* w \(model\): element \[0, 2\] is missing",
         ),
-        (RankState(model={"w": OVERLAP[0]}), RankState(model={"w": OVERLAP[1]}), r"element \[0, 1\] is there 2 times"),
+        (RankState(model={"w": OVERLAP[0]}), RankState(model={"w": OVERLAP[1]}), r"element \[0, 1\] occurs 2 times"),
         (RankState(model={"w": HOLE[0]}), RankState(model={}), r"w \(model\): element \[0, 2\] is missing"),
         (
             RankState(model={"w": HOLE[0]}),

@@ -88,7 +88,7 @@ def problems(*arguments: str) -> dict[str, str]:
         (["checkpoint.init_from=nowhere"], "checkpoint.init_from", "there is no run 'nowhere'"),
         (["train.sync_batchnorm=true"], "train.sync_batchnorm", "needs CUDA"),
         (["train.compile_blocks=true"], "train.compile_blocks", "has no effect"),
-        (["task.use=regression", "task.delta=2.0"], "task.delta", "it belongs to loss"),
+        (["task.use=regression", "task.delta=2.0"], "task.delta", "only loss ="),
         (
             ["callbacks.early_stopping.metric=eval/score", "callbacks.early_stopping.patience=1"],
             "callbacks.early_stopping",

@@ -106,7 +106,7 @@ def test_the_fraction_that_k_steps_are_is_k_steps(steps_per_epoch: int, data: st
 def test_data_without_a_length_has_steps_and_no_epochs() -> None:
     horizon = Horizon(total=100, steps_per_epoch=None)
     assert horizon.steps(Duration.parse("12st")) == 12
-    with pytest.raises(ValueError, match="5ep needs to know how long an epoch is"):
+    with pytest.raises(ValueError, match="5ep needs the length of an epoch"):
         horizon.steps(Duration.parse("5ep"))
 
 
@@ -122,7 +122,7 @@ def test_percent_are_of_the_whole_run(text: str, steps: int) -> None:
 
 
 def test_percent_of_a_run_without_a_number_of_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="10% needs to know how many steps the run has, and its length is a wall time"):
+    with pytest.raises(ValueError, match=r"10% needs the run's length in steps, but train.length is a wall time"):
         Horizon(None, 10).steps(Duration.parse("10%"))
     with pytest.raises(ValueError, match="must be at most 100%"):
         Duration.parse("101%")

@@ -66,7 +66,7 @@ def test_percent_are_of_the_whole_run() -> None:
     plan = planned({"eval_every": "25%"}, checkpoint={"every": "50%", "keep": {"every": "100%"}})
     shares = {"train.eval_every": 5, "checkpoint.every": 10, "checkpoint.keep.every": 20}
     assert plan.every == {"track.every": 10} | shares
-    with pytest.raises(UsageError, match=r"train\.eval_every: 25% needs to know how many steps the run has"):
+    with pytest.raises(UsageError, match=r"train\.eval_every: 25% needs the run's length in steps"):
         planned({"length": "1h", "eval_every": "25%"})
     with pytest.raises(ValidationError, match="it is what 100% means"):
         planned({"length": "50%"})
@@ -77,7 +77,7 @@ def test_a_run_that_does_not_evaluate_has_no_cadence_of_evaluations() -> None:
 
 
 def test_epochs_of_data_without_a_length_are_refused_by_the_key_that_asks_for_them() -> None:
-    with pytest.raises(UsageError, match=r"train\.eval_every: 1ep needs to know how long an epoch is") as caught:
+    with pytest.raises(UsageError, match=r"train\.eval_every: 1ep needs the length of an epoch") as caught:
         in_steps("train.eval_every", Duration.parse("1ep"), Horizon(100, steps_per_epoch=None))
     assert "in steps" in caught.value.hints[0]
 

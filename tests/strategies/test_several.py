@@ -99,7 +99,7 @@ def test_a_matrix_moves_by_an_orthogonal_one() -> None:
 def test_what_is_no_matrix_is_named() -> None:
     layer = nn.Linear(2, 2)
     groups = [{"params": list(layer.parameters()), "names": ["weight", "bias"]}]
-    with pytest.raises(ValueError, match=r"`bias` has the shape \[2\]; choose them by"):
+    with pytest.raises(ValueError, match=r"`bias` has the shape \[2\]; select the matrices with"):
         muon(groups, lr=0.1)
 
 

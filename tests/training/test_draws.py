@@ -126,5 +126,5 @@ def test_each_draw_of_a_sample_is_another_and_a_wrong_number_of_rows_is_refused(
     one, other = draws.rand(2, 6), draws.rand(2, 6)
     assert len({round(float(x), 6) for x in torch.cat([one, other]).flatten()}) == 24
     assert torch.equal(Draws([8]).rand(1, 6), one[1:])
-    with pytest.raises(ValueError, match="draws for 3 samples in a batch of 2"):
+    with pytest.raises(ValueError, match="random numbers for 3 samples in a batch of 2"):
         draws.randn(3, 4)

@@ -109,7 +109,7 @@ def test_averages_that_the_checkpoint_lacks_are_not_evaluated(
     """They would be those of the initial weights; the checkpoint's have a loss of ln 10."""
     with evaluating(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
         assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
-    assert "ema: there are no averages yet; this evaluation is of the weights themselves" in caplog.text
+    assert "ema: there are no averages yet; this evaluation uses the weights themselves" in caplog.text
 
 
 def test_callbacks_hear_of_an_evaluation_that_fails(parts: Dealt, world: World) -> None:

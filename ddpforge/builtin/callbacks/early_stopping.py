@@ -1,4 +1,4 @@
-"""Ends training when a metric has stopped getting better."""
+"""Stops training when a metric no longer improves."""
 
 import logging
 from collections.abc import Mapping
@@ -15,15 +15,16 @@ logger = logging.getLogger("ddpforge")
 class EarlyStopping(Callback):
     """Stops after `patience` evaluations in a row without a new best value of `metric`.
 
-    A value that is not finite is never a new best. Raises ValueError when `mode` is absent and neither the metric
-    nor its name tells whether less or more is better.
+    A value that is not finite is never a new best. Raises ValueError if `mode` is absent and neither the metric nor its
+    name determines if lower or higher is better.
     """
 
     def __init__(
         self,
         metric: Metric,
         patience: Annotated[
-            int, Field(ge=1, le=2**31, description="Evaluations without a new best before training stops.")
+            int,
+            Field(ge=1, le=2**31, description="Number of evaluations without a new best value before training stops."),
         ],
         min_delta: MinDelta = 0.0,
         mode: Mode = None,
@@ -33,7 +34,7 @@ class EarlyStopping(Callback):
         self._best = Best(metric, mode, min_delta)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """True when the patience is at its end."""
+        """True if `patience` evaluations in a row had no new best value."""
         self._best.look(metrics, "early_stopping")
         if self._best.waited < self._patience:
             return False
@@ -42,9 +43,9 @@ class EarlyStopping(Callback):
         return True
 
     def state(self) -> Mapping[str, int | float | None]:
-        """The best value so far, and for how many evaluations it has been."""
+        """Returns the best value so far, and the number of evaluations since then."""
         return self._best.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting where the checkpoint was."""
+        """Restores the result of `state`."""
         self._best.load_state(state)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which evaluates better than the weights themselves."""
+"""Exponential moving average of the weights, which often evaluates better than the weights themselves."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ logger = logging.getLogger("ddpforge")
 
 
 class EMA(Callback):
-    """Keeps `average = decay * average + (1 - decay) * weight` for every trainable parameter.
+    """Maintains `average = decay * average + (1 - decay) * weight` for every trainable parameter.
 
-    Averages are held in fp32 at least. They start at the initial weights, or, where a run is resumed that kept
-    none, at the weights after its next step. Buffers are the live model's. A parameter that is frozen at the
-    start is left out: its average is itself. Where weights are sharded, the averages are too.
+    Averages have at least fp32 precision, and are sharded like the weights. They start at the initial weights. If a
+    resumed checkpoint has no averages, they start at the weights after the next step. Buffers are not averaged.
+    Parameters that are frozen at the start are skipped.
     """
 
     def __init__(
         self,
-        decay: Annotated[float, Field(gt=0, lt=1, description="How much of the old average an update keeps.")],
+        decay: Annotated[float, Field(gt=0, lt=1, description="Weight of the old average in an update.")],
         every: Annotated[int, Field(ge=1, le=2**31, description="Optimizer steps per update.")] = 1,
         evaluate: Annotated[bool, Field(description="Evaluate the averaged weights, not the live ones.")] = True,
     ) -> None:
@@ -37,7 +37,7 @@ class EMA(Callback):
         self._evaluate = evaluate
 
     def on_start(self, run: RunContext) -> None:
-        """Copies the initial weights: as much of each as this rank holds."""
+        """Copies this rank's parts of the initial weights."""
         from torch.optim.swa_utils import get_ema_multi_avg_fn
 
         self._update = get_ema_multi_avg_fn(self._decay)  # type: ignore[no-untyped-call]
@@ -47,11 +47,11 @@ class EMA(Callback):
         self._begun = False
 
     def on_step(self, info: StepInfo) -> None:
-        """Moves the averages towards the weights, in one fused operation."""
+        """Updates the averages in one fused operation."""
         if self._begun and info.step % self._every:
             return
         if not self._begun and info.step > 1:
-            logger.info("ema: the checkpoint holds no averages; they start at step %d", info.step)
+            logger.info("ema: the checkpoint contains no averages; they start at step %d", info.step)
             _copy(self._averages, self._live)
         self._begun = True
         if info.step % self._every == 0:
@@ -59,9 +59,9 @@ class EMA(Callback):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Holds the averages in the model's own parameters; costs one more copy of the weights meanwhile."""
-        if self._evaluate and not self._begun:  # the averages are still those of weights that nobody trained
-            logger.warning("ema: there are no averages yet; this evaluation is of the weights themselves")
+        """Replaces the model's parameters by the averages during an evaluation; needs one more copy of the weights."""
+        if self._evaluate and not self._begun:  # the averages are still the untrained initial weights
+            logger.warning("ema: there are no averages yet; this evaluation uses the weights themselves")
         if not self._evaluate or not self._begun:
             yield
             return
@@ -78,19 +78,19 @@ class EMA(Callback):
         self._weights.changed()
 
     def state(self) -> Mapping[str, Part]:
-        """The averages by parameter name: as much of each as this rank holds."""
+        """Returns this rank's parts of the averages by parameter name."""
         return {name: part.of(average) for (name, part), average in self._pairs()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from saved averages; raises CheckpointError unless they are of exactly this model."""
+        """Restores saved averages; raises CheckpointError unless their names and shapes are those of this model."""
         others = self._weights.elsewhere()
         expected = {name: part.shape for name, part in self._weights.parts().items()}
         found = {name: tuple(average.shape) for name, average in state.items() if name not in others}
         if found != expected:
             names = sorted(name for name in expected | found if expected.get(name) != found.get(name))
             raise CheckpointError(
-                f"the averaged weights in the checkpoint are not of this model: {', '.join(names)} differ",
-                hints=["resume with the model and the ema callback that the checkpoint was made with"],
+                f"the averaged weights in the checkpoint do not fit this model: {', '.join(names)} differ",
+                hints=["resume with the model and the ema callback of the checkpoint"],
             )
         read_all((state[name], part.region, average) for (name, part), average in self._pairs())
         self._begun = True
@@ -108,7 +108,7 @@ def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
 
 
 def _at_least_fp32(weight: Tensor) -> Tensor:
-    """`weight` itself where its dtype is wide enough."""
+    """Returns `weight` in fp32, or `weight` itself if its dtype has at least that precision."""
     import torch
 
     return weight.to(torch.promote_types(weight.dtype, torch.float32))

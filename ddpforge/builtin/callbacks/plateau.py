@@ -1,4 +1,4 @@
-"""Lowers the learning rate when a metric has stopped getting better."""
+"""Lowers the learning rate when a metric no longer improves."""
 
 import logging
 from collections.abc import Mapping
@@ -15,16 +15,20 @@ logger = logging.getLogger("ddpforge")
 class ReduceOnPlateau(Callback):
     """Multiplies the learning rate by `factor` after `patience` evaluations in a row without a new best of `metric`.
 
-    The schedule continues: what it says is multiplied. After a reduction the patience starts again, and the rate never
-    falls below `least` times the schedule's.
+    The schedule continues; its rate is multiplied by the product of all reductions, which is never below `least`.
+    After a reduction the count of evaluations starts again.
     """
 
     def __init__(
         self,
         metric: Metric = "eval/loss",
-        patience: Annotated[int, Field(ge=1, le=2**31, description="Evaluations without a new best to wait for.")] = 3,
-        factor: Annotated[float, Field(gt=0, lt=1, description="What the rate is multiplied with each time.")] = 0.1,
-        least: Annotated[float, Field(ge=0, lt=1, description="The smallest factor of all reductions together.")] = 0.0,
+        patience: Annotated[
+            int, Field(ge=1, le=2**31, description="Number of evaluations without a new best value before a reduction.")
+        ] = 3,
+        factor: Annotated[
+            float, Field(gt=0, lt=1, description="Multiplier of the learning rate at each reduction.")
+        ] = 0.1,
+        least: Annotated[float, Field(ge=0, lt=1, description="Lower bound of the product of all reductions.")] = 0.0,
         min_delta: MinDelta = 0.0,
         mode: Mode = None,
     ) -> None:
@@ -34,11 +38,11 @@ class ReduceOnPlateau(Callback):
         self._now = 1.0
 
     def lr_factor(self) -> float:
-        """The product of all reductions."""
+        """Returns the product of all reductions."""
         return self._now
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Reduces the rate when the patience is at its end."""
+        """Reduces the rate if `patience` evaluations in a row had no new best value."""
         self._best.look(metrics, "reduce_on_plateau")
         if self._best.waited < self._patience:
             return
@@ -48,10 +52,10 @@ class ReduceOnPlateau(Callback):
             logger.info("step %d: %s is on a plateau; the learning rate is multiplied by %g", step, self.metric, lower)
 
     def state(self) -> Mapping[str, int | float | None]:
-        """The factor, the best value so far, and for how many evaluations it has been."""
+        """Returns the factor, the best value so far, and the number of evaluations since then."""
         return {"factor": self._now, **self._best.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the checkpoint was."""
+        """Restores the result of `state`."""
         self._now = state["factor"]
         self._best.load_state(state)

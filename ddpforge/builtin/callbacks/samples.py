@@ -1,4 +1,4 @@
-"""Shows what a diffusion model makes of noise, at every evaluation."""
+"""Shows images that a diffusion model generates, at every evaluation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _Size = Annotated[int, Field(ge=1, le=4096)]
 
 
 class DiffusionSamples(Callback):
-    """Shows images as `samples`, drawn with the weights that are evaluated: the averages, where `ema` evaluates them.
+    """Shows generated images as `samples`, for the task `diffusion`.
 
-    They begin with the same noise at every evaluation. For the task `diffusion`.
+    Images are generated with the evaluated weights: with the averages if `ema` evaluates them. The initial noise is the
+    same at every evaluation.
     """
 
     calls_model = True
@@ -26,18 +27,20 @@ class DiffusionSamples(Callback):
         shape: Annotated[
             Sequence[_Size], Field(min_length=3, max_length=3, description="Channels, height and width of an image.")
         ],
-        images: Annotated[int, Field(ge=1, le=1024, description="How many images.")] = 16,
+        images: Annotated[int, Field(ge=1, le=1024, description="Number of images.")] = 16,
         steps: Annotated[int, Field(ge=1, le=10_000, description="Steps from noise to an image.")] = 50,
     ) -> None:
         self._shape, self._steps = (images, *shape), steps
 
     def on_start(self, run: RunContext) -> None:
-        """Keeps the run."""
+        """Stores the run."""
         self._run = run
 
     def while_evaluating(self, step: int) -> Mapping[str, float]:
-        """Every rank calls the model, as a strategy may need all of them for that; the main rank's images are shown."""
+        """Generates images on every rank and shows those of the main rank; returns no metrics."""
         import torch
+
+        # Every rank calls the model, because a strategy may need all ranks for a forward pass.
 
         noise = torch.randn(self._shape, device=self._run.world.device)
         with self._run.forward():

@@ -1,4 +1,4 @@
-"""Measures time per step, peak memory, and the share of the hardware's peak that is used."""
+"""Measures time per step, peak memory, and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ PositiveFlops = Annotated[float, Field(gt=0, le=1e30)]
 
 
 class Throughput(Callback):
-    """Adds columns to every row of training metrics; the memory is that of the main rank.
+    """Adds columns to every row of training metrics.
 
-    - `perf/step_seconds`: wall time of a step, averaged since the last row;
-    - `perf/peak_memory_gib`: the most memory ever allocated on the GPU, or resident in a process without one;
-    - `perf/mfu`: the share of the devices' peak FLOPs that went into samples really trained on since the last
-      row; from the second row on, and only with both options.
+    - `perf/step_seconds`: wall time per step, averaged since the last row.
+    - `perf/peak_memory_gib`: peak memory of the main rank so far: allocated on the GPU, or resident on the CPU.
+    - `perf/mfu`: FLOPs of the samples since the last row, as a fraction of the peak FLOPs of all devices. Requires both
+      options, and starts with the second row.
     """
 
     def __init__(
         self,
         flops_per_sample: Annotated[
-            PositiveFlops | None, Field(description="FLOPs of a sample's forward and backward pass.")
+            PositiveFlops | None, Field(description="FLOPs of the forward and backward pass of one sample.")
         ] = None,
         peak_flops: Annotated[
-            PositiveFlops | None, Field(description="FLOPs per second of one device in the compute dtype.")
+            PositiveFlops | None, Field(description="Peak FLOPs per second of one device in the compute dtype.")
         ] = None,
     ) -> None:
         if (flops_per_sample is None) != (peak_flops is None):
-            raise ValueError("flops_per_sample and peak_flops belong together: set both or neither")
+            raise ValueError("flops_per_sample and peak_flops require each other: set both or neither")
         self._flops_per_sample = flops_per_sample
         self._peak_flops = peak_flops
         self._last: StepInfo | None = None
 
     def on_start(self, run: RunContext) -> None:
-        """Remembers the devices."""
+        """Stores the world."""
         self._world = run.world
 
     def on_log(self, info: StepInfo) -> Mapping[str, float]:
-        """The columns of this row."""
+        """Returns the columns of this row."""
         columns = {
             "perf/step_seconds": info.seconds,
             "perf/peak_memory_gib": _peak_memory(self._world.device),
@@ -59,7 +59,7 @@ class Throughput(Callback):
 
 
 def _peak_memory(device: torch.device) -> float:
-    """In GiB."""
+    """Returns the peak memory in GiB."""
     import torch
 
     if device.type == "cuda":

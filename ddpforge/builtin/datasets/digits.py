@@ -1,4 +1,4 @@
-"""Handwritten digits that come with the package: real data for first runs and tests, without a download."""
+"""Handwritten digits, included in the package: real data for first runs and tests, without a download."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LOOPS = (0, 6, 8, 9)
 
 
 class Digits(InBatches):
-    """1,797 grey images of 8 x 8 pixels: float32 [1, 8, 8] in [0, 1] with an int64 label 0 to 9, in memory.
+    """Dataset of 1,797 gray images of 8 x 8 pixels in memory: float32 [1, 8, 8] in [0, 1], int64 label 0 to 9.
 
-    The first 1,437 of `numpy.random.RandomState(0).permutation(1797)`, a stream that numpy keeps frozen, are
-    for training and the other 360 for testing. A batch is (images [B, 1, 8, 8], labels [B]).
+    The first 1,437 samples of `numpy.random.RandomState(0).permutation(1797)` are for training, the other 360 for
+    testing; numpy guarantees that this permutation does not change. A batch is (images [B, 1, 8, 8], labels [B]).
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
     Repository, 1998, CC BY 4.0.
@@ -32,12 +32,12 @@ class Digits(InBatches):
     def __init__(
         self,
         *,
-        split: Annotated[Literal["train", "test"], Field(description="Which part of the samples.")],
+        split: Annotated[Literal["train", "test"], Field(description="Split of the data.")],
         targets: Annotated[
             Literal["digit", "traits", "pixels"],
             Field(
-                description='The target of a sample: its digit; "traits" [4]: whether that is odd, prime, more than 4,'
-                ' has a loop; or for each of its "pixels" [8, 8] the digit it belongs to, 10 for paper.'
+                description='Target of a sample: its "digit"; "traits" [4]: 1 if the digit is odd, is prime, is more'
+                ' than 4, has a loop; or "pixels" [8, 8]: the digit for each of its pixels, 10 for the background.'
             ),
         ] = "digit",
         samples: Annotated[
@@ -71,7 +71,7 @@ class Digits(InBatches):
         return self.images[index], self.labels[index]
 
     def __getitems__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        """The whole batch at once."""
+        """Returns the batch of these samples."""
         import numpy as np
         import torch
 

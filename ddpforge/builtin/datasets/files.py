@@ -1,4 +1,4 @@
-"""Common to datasets in files: options, the files that a path names, and the libraries that read them."""
+"""Helpers for datasets in files: common options, file patterns, optional libraries, cached indexes."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ __all__ = [
     "numeric",
 ]
 
-# Pillow goes by an image's content, not by its name, and would hand PostScript, which is a program, to Ghostscript.
+# Pillow detects the format from an image's content, and would run PostScript, which is a program, with Ghostscript.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "TGA")
 
-_MOST_FILES = 100_000  # that a pattern in braces names: each is looked for
+_MOST_FILES = 100_000  # of a pattern in braces, because each file is searched for
 
 _Number = Annotated[int, Field(ge=1, le=4096)]
 
-Classes = Annotated[int | None, Field(ge=1, description="Number of classes, to compare with the model.")]
-Shuffle = Annotated[bool, Field(description="Read the parts (files, row groups, shards) in another order every epoch.")]
-Window = Annotated[
-    int, Field(ge=1, le=2**20, description="Samples that are read ahead in each lane, and taken in random order.")
+Classes = Annotated[int | None, Field(ge=1, description="Number of classes, for comparison with the model.")]
+Shuffle = Annotated[
+    bool, Field(description="Read the parts (files, row groups, shards) in a different order in every epoch.")
 ]
+Window = Annotated[int, Field(ge=1, le=2**20, description="Size of the shuffle buffer of each lane, in samples.")]
 Lanes = Annotated[
     tuple[_Number, _Number],
-    Field(description="Places read at once: in every step, and in turn. They decide which samples form a step."),
+    Field(description="Lanes per step, and number of lane groups; both influence which samples form a step."),
 ]
 
 
 class InBatches:
-    """A map-style dataset whose `__getitems__` returns a whole batch, a tuple of tensors."""
+    """Map-style dataset whose `__getitems__` returns a whole batch, a tuple of tensors."""
 
     def __getitem__(self, index: int) -> Any:
         """Returns the parts of one sample."""
@@ -65,12 +65,12 @@ class InBatches:
         raise NotImplementedError
 
     def collate(self, batch: Any) -> Any:
-        """Returns its argument: `__getitems__` makes batches already."""
+        """Returns its argument, because `__getitems__` already returns batches."""
         return batch
 
 
 def library(name: str, extra: str) -> ModuleType:
-    """An optional library, imported; raises EnvironmentProblem that says which extra of ddpforge brings it."""
+    """Imports an optional library; raises EnvironmentProblem with the extra of ddpforge that installs it."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -82,11 +82,11 @@ def library(name: str, extra: str) -> ModuleType:
 
 
 def numeric(value: Any) -> Any:
-    """A value of a table as `default_collate` takes it: lists and images as arrays; floats as models take them."""
+    """Converts a value of a table for `default_collate`: lists and images to arrays, floats to float32."""
     import numpy as np
 
     if value is None:
-        raise UsageError("columns: a row has no value (null) in one of them", hints=["fill it, or leave the row out"])
+        raise UsageError("columns: a row has no value (null) in a column", hints=["fill it in, or remove the row"])
     if isinstance(value, float):
         return np.float32(value)
     if not (isinstance(value, list) or hasattr(value, "__array_interface__")):
@@ -94,19 +94,23 @@ def numeric(value: Any) -> Any:
     try:
         found = np.asarray(value)
     except ValueError as error:
-        raise UsageError(f"columns: a list in one of them is not rectangular: {error}") from error
+        raise UsageError(f"columns: a list in a column is not rectangular: {error}") from error
     if found.dtype == object:
-        raise UsageError("columns: a list in one of them holds nulls, or other things than numbers and text")
+        raise UsageError("columns: a list in a column contains nulls, or values that are not numbers or strings")
     return found.astype(np.float32) if found.dtype == np.float64 else found
 
 
 def find_files(path: str, suffix: str) -> list[Path]:
-    """The files that `path` names, sorted: one, those of a folder that end in `suffix`, or those a pattern matches.
+    """Returns the files of `path`, sorted: a file, a folder's files that end in `suffix`, or the matches of a pattern.
 
-    A pattern has `*`, or braces as "train-{000..099}.tar" (all of which must be there), at most 100,000 of them.
+    A pattern has `*`, or braces such as "train-{000..099}.tar": at most 100,000 files, which must all exist.
+
+    Raises:
+        UsageError: `path` is an address, or has too many or unclosed braces.
+        EnvironmentProblem: A file does not exist, or no file matches.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", path):
-        raise UsageError(f"path: {path} is an address; only files are read", hints=["copy or mount it first"])
+        raise UsageError(f"path: {path} is an address, but only files can be read", hints=["copy or mount it first"])
     if "{" in path:
         found = [Path(one) for one in _named(path)]
     elif Path(path).is_dir():
@@ -121,20 +125,20 @@ def find_files(path: str, suffix: str) -> list[Path]:
 
 
 def _named(pattern: str) -> list[str]:
-    """The names that a pattern in braces stands for; raises UsageError for too many, which would take for ever."""
+    """Expands a pattern in braces; raises UsageError for too many names."""
     if pattern.count("{") > 32 or len(pattern) > 4096:
-        raise UsageError("path: more than 32 braces, or 4096 characters", hints=["name a folder, or a pattern with *"])
+        raise UsageError("path: more than 32 braces or 4096 characters", hints=["name a folder, or a pattern with *"])
     names = list(islice(_expanded(pattern), _MOST_FILES + 1))
     if len(names) > _MOST_FILES:
         raise UsageError(
             f"path: {pattern} names more than {_MOST_FILES:,} files",
-            hints=["is a range too long? Name a folder, or a pattern with *, for as many"],
+            hints=["is a range too long? For more files, name a folder, or a pattern with *"],
         )
     return names
 
 
 def _expanded(text: str) -> Iterator[str]:
-    """As a shell expands braces: {a,b}, {a..c} and {1..3}, with leading zeros and a step; one after the other."""
+    """Yields the expansions of braces as a shell does: {a,b}, {a..c} and {1..3}, with leading zeros and a step."""
     begin = text.find("{")
     if begin < 0:
         yield text
@@ -151,7 +155,7 @@ def _expanded(text: str) -> Iterator[str]:
 
 
 def _closing(text: str, begin: int) -> tuple[int, list[int]]:
-    """The place of the brace that closes this one, and of the commas between its alternatives."""
+    """Returns the index of the brace that closes the one at `begin`, and of the commas between its alternatives."""
     depth = 0
     commas: list[int] = []
     for place in range(begin, len(text)):
@@ -164,7 +168,7 @@ def _closing(text: str, begin: int) -> tuple[int, list[int]]:
 
 
 def _range(text: str) -> Iterable[str] | None:
-    """The members of a range, as they are needed; None for what is no range."""
+    """Returns an iterator over the members of a range such as 1..3; None if `text` is not a range."""
     if found := re.fullmatch(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.-?(\d{1,18}))?", text, re.ASCII):
         first, last, step = int(found[1]), int(found[2]), int(found[3] or 1) or 1
         zeros = any(re.match(r"-?0\d", one) for one in found.group(1, 2))
@@ -178,7 +182,17 @@ def _range(text: str) -> Iterable[str] | None:
 
 
 def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The numbers that `find` finds in a file, or what `folder` keeps of them for the same `facts`."""
+    """Returns the result of `find`, cached in a file of `folder` for the same `facts`.
+
+    Args:
+        folder: Folder of the cache; None: no cache.
+        name: First part of the cache file's name.
+        facts: Values that the result depends on.
+        find: Computes the result.
+
+    Raises:
+        EnvironmentProblem: The folder cannot be created, or the cache file cannot be read.
+    """
     import numpy as np
 
     if folder is None:
@@ -189,12 +203,12 @@ def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDA
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise EnvironmentProblem(f"index: {folder} cannot be made a folder: {error}") from error
-        draft = kept.with_name(f"{secrets.token_hex(8)}.npy")  # every rank may write one, and it appears whole
+            raise EnvironmentProblem(f"index: the folder {folder} cannot be created: {error}") from error
+        draft = kept.with_name(f"{secrets.token_hex(8)}.npy")  # several ranks may write at once; the rename is atomic
         np.save(draft, find())
         draft.rename(kept)
     try:
         found: NDArray[np.int64] = np.load(kept, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise EnvironmentProblem(f"index: {kept} cannot be read: {error}", hints=["remove it"]) from error
+        raise EnvironmentProblem(f"index: {kept} cannot be read: {error}", hints=["remove the file"]) from error
     return found

@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face, by their name on the hub or from files: in memory maps, or streamed shard by shard."""
+"""Datasets of Hugging Face, by name on the hub or from files: memory-mapped, or streamed shard by shard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["hugging_face"]
 
-_PICKLED = {"pandas", "pickle", "cache", "generator", "spark"}  # forms of datasets that unpickle, or run what is named
+_PICKLED = {"pandas", "pickle", "cache", "generator", "spark"}  # builders that unpickle, or run code
 
 log = logging.getLogger("ddpforge")
 
@@ -30,28 +30,30 @@ def hugging_face(
     *,
     path: Annotated[
         str,
-        Field(min_length=1, description='A name on the hub, a folder, or a form: "parquet", "json", "csv".'),
+        Field(min_length=1, description='A name on the hub, a folder, or a format: "parquet", "json", "csv".'),
     ],
     split: Annotated[str, Field(min_length=1, description='For example "train" or "train[:90%]".')],
-    columns: Annotated[Sequence[str], Field(min_length=1, description="In the order of the tuple that is a sample.")],
-    name: Annotated[str | None, Field(description="The configuration, where a dataset has several.")] = None,
+    columns: Annotated[Sequence[str], Field(min_length=1, description="Columns of a sample, in the tuple's order.")],
+    name: Annotated[str | None, Field(description="Configuration, if a dataset has several.")] = None,
     data_files: Annotated[
-        str | Sequence[str] | None, Field(description="Files or patterns, where `path` is a form.")
+        str | Sequence[str] | None, Field(description="Files or patterns, if `path` is a format.")
     ] = None,
-    revision: Annotated[str | None, Field(description="A commit or tag of the hub, for data that stays.")] = None,
-    streaming: Annotated[bool, Field(description="Read while training, without a copy on this machine.")] = False,
+    revision: Annotated[str | None, Field(description="Commit or tag on the hub, for reproducible data.")] = None,
+    streaming: Annotated[
+        bool, Field(description="Read the data during training, without a copy on this machine.")
+    ] = False,
     shard_lengths: Annotated[
         Path | None,
         Field(
-            description="With `streaming`: a file with the number of samples in each shard, one a line. Parquet files"
-            " say it themselves."
+            description="With `streaming`: file with the number of samples in each shard, one per line. Not needed for"
+            " parquet files."
         ),
     ] = None,
     index: Annotated[
         str | None,
         Field(
-            description="With `streaming`: a folder that keeps the number of rows of each file. What does not say it is"
-            " read whole for that, once."
+            description="With `streaming`: folder that caches the number of rows of each file. Files other than parquet"
+            " are read completely once to count their rows."
         ),
     ] = None,
     classes: Classes = None,
@@ -59,22 +61,27 @@ def hugging_face(
     window: Window = 1,
     lanes: Lanes = (8, 4),
 ) -> Rows | Streamed | Shards:
-    """A dataset of `datasets.load_dataset`; a sample is the tuple of the chosen columns: lists and images
-    are arrays, and floats of any size float32.
+    """Loads a dataset with `datasets.load_dataset`; a sample is the tuple of the chosen columns.
 
-    Without `streaming` it is on disk and mapped, and any order can be had of it; its columns are what `by` of an order
-    names. With `streaming` each rank and loader process reads its own shards, and a resume enters them: of parquet
-    files, as most datasets on the hub are, row groups, whose lengths are in the files' footers; of others (JSON, CSV,
-    text, arrow, tar), files, whose rows are counted where `index` names a folder, or whose lengths `shard_lengths`
-    says. Without either, and of one file alone, nobody can know beforehand which samples form a step: every rank reads
-    all of it and keeps its part, and a resume reads it again from the start.
+    Lists and images become arrays; floats of any size become float32.
 
-    Raises EnvironmentProblem for what cannot be loaded, and UsageError for columns that there are not.
+    Without `streaming` the data is on disk and memory-mapped, and supports every order; option `by` of an order may
+    name one of the columns.
+
+    With `streaming` each rank and loader process reads its own shards, and a resume opens them at its position. Shards
+    of parquet files, the format of most datasets on the hub, are row groups; their lengths are in the files' footers.
+    Shards of other formats (JSON, CSV, text, arrow, tar) are files; their lengths come from `shard_lengths`, or are
+    counted if `index` is a folder. Without either option, and for a single file, the lengths are unknown: every rank
+    then reads all of the data and keeps its samples, and a resume reads it again from the start.
+
+    Raises:
+        EnvironmentProblem: The dataset cannot be loaded.
+        UsageError: A column does not exist, or options contradict each other.
     """
     if not streaming and (shard_lengths or index or shuffle or window > 1):
-        raise UsageError("shard_lengths, index, shuffle and window are for streaming = true; see [data.order]")
+        raise UsageError("shard_lengths, index, shuffle and window need streaming = true; without it, see [data.order]")
     if shard_lengths and index:
-        raise UsageError("shard_lengths and index both say how long the shards are: name one of them")
+        raise UsageError("shard_lengths and index both determine the lengths of shards: set only one of them")
     options: dict[str, Any] = {"revision": revision} | ({"data_files": data_files} if data_files else {})
     data, builder = _loaded(path, name, split, streaming, options)
     features = data.features or {}
@@ -93,7 +100,7 @@ def hugging_face(
 
 
 def _loaded(path: str, name: str | None, split: str, streaming: bool, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns the dataset and, of a stream, its builder; raises EnvironmentProblem for one that cannot be loaded."""
+    """Returns the dataset and, for a stream, its builder; raises EnvironmentProblem if it cannot be loaded."""
     if path in _PICKLED:
         raise UsageError(
             f'path: "{path}" reads pickles, which may run code', hints=["write parquet: pandas.DataFrame.to_parquet"]
@@ -109,7 +116,7 @@ def _loaded(path: str, name: str | None, split: str, streaming: bool, options: M
 
 
 class _Tuples:
-    """Rows as tuples of the chosen columns."""
+    """Base class of datasets whose samples are tuples of the chosen columns."""
 
     random = False
 
@@ -119,7 +126,7 @@ class _Tuples:
             self.classes = classes
 
     def collate(self, samples: list[Mapping[str, Any]]) -> Any:
-        """A batch: tensors where samples hold numbers."""
+        """Makes a batch; numbers become tensors."""
         from torch.utils.data import default_collate
 
         rows = [tuple(numeric(row[column]) for column in self._columns) for row in samples]
@@ -129,7 +136,7 @@ class _Tuples:
 
 
 class Rows(_Tuples):
-    """A dataset on disk, mapped into memory."""
+    """Memory-mapped dataset on disk."""
 
     forkable = True
 
@@ -141,14 +148,14 @@ class Rows(_Tuples):
         return row
 
     def __getitems__(self, ids: list[int]) -> list[Mapping[str, Any]]:
-        """The rows at these places, read together."""
+        """Reads these rows together."""
         found = self._data[ids]
         return [
             dict(zip(self._columns, row, strict=True)) for row in zip(*(found[c] for c in self._columns), strict=True)
         ]
 
     def __getattr__(self, name: str) -> Any:
-        """A column, for orders: one value per sample."""
+        """Returns a column as an array of one value per sample, for orders."""
         import numpy as np
 
         if name.startswith("_") or name not in self._columns:
@@ -157,14 +164,14 @@ class Rows(_Tuples):
 
 
 class Streamed(_Tuples):
-    """A stream whose length nobody knows: read by every rank, dealt out by ddpforge."""
+    """Stream of unknown length: every rank reads it, and ddpforge distributes the samples."""
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._data)
 
 
 class Shards(_Tuples, PartedData):
-    """A stream in shards of known length."""
+    """Stream in shards of known length."""
 
     jumps = False
 
@@ -182,48 +189,48 @@ class Shards(_Tuples, PartedData):
         self.parts, self.shuffle, self.window, self.lanes = parts, shuffle, window, lanes
 
     def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Mapping[str, Any]]:
-        """The rows of a shard; datasets reads over those that are skipped."""
+        """Yields the rows of a shard; `datasets` reads and drops skipped rows."""
         return iter(self._data.shard(len(self.parts), part).skip(skip))
 
 
 def _check_shapes(column: str, values: Sequence[Any]) -> None:
-    """Raises UsageError for arrays that make no batch."""
+    """Raises UsageError if arrays have different shapes and cannot form a batch."""
     import numpy as np
 
     shapes = {value.shape: None for value in values if isinstance(value, np.ndarray)}
     if len(shapes) > 1:
         one, other, *_ = (list(shape) for shape in shapes)
         raise UsageError(
-            f"columns: rows of different lengths in `{column}`: {one} and {other}",
+            f"columns: rows have different shapes in `{column}`: {one} and {other}",
             hints=["cut or pad them to one length before training, or write a dataset with a `collate` that pads"],
         )
 
 
 def _in_parts(data: Any, builder: Any, split: str, index: str | None) -> tuple[Any, list[int] | None]:
-    """The stream, cut as far as it can be, and the lengths of its shards; None for one that must be read whole."""
+    """Returns the stream in as many shards as possible, and their lengths; None if it must be read as a whole."""
     files = _files(builder, split)
     parquet = library("datasets.packaged_modules.parquet.parquet", "datasets").Parquet
     if files and isinstance(builder, parquet) and builder.config.filters is None:
         return data.reshard(), _measured(files, builder, index, _row_groups)
     if data.num_shards == 1 or data.num_shards != len(files):
-        why = "it does not come in several files that can be read each by itself"
+        why = "it does not consist of several files that can be read separately"
     elif index is None:
-        why = f"name a folder as `index` to have the rows of its {len(files)} files counted once"
+        why = f"set `index` to a folder, to count the rows of its {len(files)} files once"
     else:
         in_tables = isinstance(builder, library("datasets", "datasets").ArrowBasedBuilder)
         return data, _measured(files, builder, index, partial(_rows, data, in_tables))
-    log.info("%s (%s) is read whole by every rank and loader process: %s", builder.dataset_name, split, why)
+    log.info("%s (%s) is read completely by every rank and loader process: %s", builder.dataset_name, split, why)
     return data, None
 
 
 def _files(builder: Any, split: str) -> list[tuple[str, Any]]:
-    """The files of a split, in the order of its shards, each with what changes when it is rewritten."""
+    """Returns the files of a split in the order of its shards, each with a version that changes with its content."""
     found: list[tuple[str, Any]] = []
     known = builder.config.data_files or {}
     for name in known if split == "all" else split.split("+"):
         files = known.get(name.strip(), [])
         versions = getattr(files, "origin_metadata", [])
-        if len(versions) != len(files):  # those of other files are among them
+        if len(versions) != len(files):  # versions of other files are included
             every = any(versions) and library("datasets.fingerprint", "datasets").Hasher.hash(versions)
             versions = [every] * len(files)
         found += zip(files, versions, strict=True)
@@ -233,7 +240,7 @@ def _files(builder: Any, split: str) -> list[tuple[str, Any]]:
 def _measured(
     files: Sequence[tuple[str, Any]], builder: Any, index: str | None, find: Callable[[int, str], NDArray[np.int64]]
 ) -> list[int]:
-    """The lengths of all parts, found file by file."""
+    """Returns the lengths of all parts, file by file."""
     options = {key: value for key, value in vars(builder.config).items() if key != "data_files"}
     found: dict[int, NDArray[np.int64]] = {}
     for number in random.SystemRandom().sample(range(len(files)), len(files)):  # ranks with one index share the work
@@ -244,7 +251,7 @@ def _measured(
 
 
 def _row_groups(number: int, file: str) -> NDArray[np.int64]:
-    """The number of rows of each row group of a file, from its footer."""
+    """Reads the number of rows of each row group of a file from its footer."""
     import numpy as np
 
     with library("fsspec", "datasets").open(file) as opened:
@@ -253,7 +260,7 @@ def _row_groups(number: int, file: str) -> NDArray[np.int64]:
 
 
 def _rows(data: Any, in_tables: bool, number: int, file: str) -> NDArray[np.int64]:
-    """The number of rows of a file, counted; nothing is decoded."""
+    """Counts the rows of a file, without decoding them."""
     import numpy as np
 
     shard = data.shard(data.num_shards, number)
@@ -261,7 +268,7 @@ def _rows(data: Any, in_tables: bool, number: int, file: str) -> NDArray[np.int6
         if in_tables:
             return np.array([sum(map(len, shard.with_format("arrow").iter(1000)))])
         return np.array([sum(1 for _ in (shard.decode(False) if shard.features else shard))])
-    except (OSError, ValueError) as error:  # pyarrow's own are ValueErrors
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise EnvironmentProblem(f"{file} cannot be read: {error}") from error
 
 
@@ -271,7 +278,7 @@ def _lengths(path: Path, shards: int) -> list[int]:
     try:
         lengths = [int(line) for line in path.read_text(encoding="utf-8").split()]
     except ValueError as error:
-        raise UsageError(f"shard_lengths: {path} must hold one number a line: {error}") from error
+        raise UsageError(f"shard_lengths: {path} must contain one number per line: {error}") from error
     if len(lengths) != shards:
-        raise UsageError(f"shard_lengths: {path} holds {len(lengths)} numbers, and the dataset has {shards} shards")
+        raise UsageError(f"shard_lengths: {path} has {len(lengths)} numbers, but the dataset has {shards} shards")
     return lengths

@@ -1,4 +1,4 @@
-"""Rows of parquet files, read row group by row group through pyarrow."""
+"""Dataset of parquet files, read row group by row group with pyarrow."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from ddpforge.interfaces import PartedData
 
 __all__ = ["Parquet"]
 
-_AT_ONCE = 256  # rows that are turned into numbers together
+_AT_ONCE = 256  # rows that are converted together
 
 
 class Parquet(PartedData):
     """Rows of parquet files; a sample is the tuple of the chosen columns.
 
-    Lists of numbers (of any depth, if they are rectangular) become arrays; integers, text and bytes stay what they are.
-    Floats of any size become float32. The parts are row groups: writing small ones (some thousand rows) lets more
-    processes read at once.
+    Lists of numbers (of any depth, if they are rectangular) become arrays. Floats of any size become float32. Integers,
+    strings and bytes do not change. The parts are row groups: with small row groups (some thousand rows), more
+    processes can read at the same time.
 
-    Raises EnvironmentProblem where there is no such file or it is no parquet file, and UsageError for columns that it
-    does not have.
+    Raises:
+        EnvironmentProblem: A file does not exist, or is not a parquet file.
+        UsageError: A column does not exist.
     """
 
     random = False
@@ -33,8 +34,10 @@ class Parquet(PartedData):
     def __init__(
         self,
         *,
-        path: Annotated[str, Field(min_length=1, description='A folder, a file, or a pattern: "train-*.parquet".')],
-        columns: Annotated[Sequence[str], Field(min_length=1, description="In the order of the tuple.")],
+        path: Annotated[str, Field(min_length=1, description='Folder, file, or pattern: "train-*.parquet".')],
+        columns: Annotated[
+            Sequence[str], Field(min_length=1, description="Columns of a sample, in the tuple's order.")
+        ],
         classes: Classes = None,
         shuffle: Shuffle = False,
         window: Window = 1,
@@ -50,7 +53,7 @@ class Parquet(PartedData):
             self.classes = classes
 
     def open(self, part: int, *, epoch: int, skip: int) -> Iterator[tuple[Any, ...]]:
-        """The rows of a row group."""
+        """Yields the rows of a row group."""
         file, group = self._groups[part]
         with library("pyarrow.parquet", "parquet").ParquetFile(file) as opened:
             for batch in opened.iter_batches(_AT_ONCE, row_groups=[group], columns=self._columns):
@@ -60,15 +63,15 @@ class Parquet(PartedData):
                 yield from zip(*values, strict=True)
 
     def prepare(self, sample: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Lists as arrays."""
+        """Converts lists to arrays, and floats to float32."""
         return tuple(map(numeric, sample))
 
     def _look(self, file: str) -> None:
-        """Takes note of a file's row groups; reads its footer only."""
+        """Adds a file's row groups to the parts; reads only its footer."""
         try:
             with library("pyarrow.parquet", "parquet").ParquetFile(file) as opened:
                 about, names = opened.metadata, opened.schema_arrow.names
-        except (OSError, ValueError) as error:  # pyarrow's own are ValueErrors
+        except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
             raise EnvironmentProblem(f"path: {file} is not a parquet file: {error}") from error
         if missing := [name for name in self._columns if name not in names]:
             raise UsageError(f"columns: {file} has no `{missing[0]}`", hints=[f"it has {', '.join(names)}"])

@@ -1,4 +1,4 @@
-"""Samples in tar files as webdataset writes them: files of one name and several endings are one sample."""
+"""Dataset of tar files in webdataset's format: members with the same name and several endings are one sample."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8")
 
 
-# Every decoder there is, by the last part of an ending. None of them runs what is in the data: a decoder that may, such
-# as pickle's, must not come in.
+# All decoders, by the last part of an ending. None of them runs code from the data. Never add a decoder that may do so,
+# such as pickle's.
 _DECODERS: Mapping[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), _text),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
@@ -68,22 +68,23 @@ _DECODERS: Mapping[str, Callable[[bytes], Any]] = {
 }
 
 Raw = tuple[tuple[str, bytes], ...]
-"""A sample as it is in the file: for each field its ending and its bytes."""
+"""Undecoded sample: ending and bytes of each field."""
 
 
 class Tar(PartedData):
-    """Tar files of samples, as webdataset writes them, each read in pieces by the processes that need it.
+    """Tar files of samples in webdataset's format; processes read only the samples that they need.
 
-    A sample is a row of members with one name and several endings, `0001.jpg` and `0001.cls`; `fields` says which of
-    them make the tuple that a batch is collated of. Images become float32 [C, H, W] in [0, 1], `cls` and `index` int,
-    `npy` an array, `json` and `txt` what they hold, as webdataset decodes them; `bin` stays bytes. The last part of an
-    ending decides, in small or capital letters. Other endings are refused, pickles among them: they may run code.
+    A sample is a sequence of members with the same name and several endings, e.g. `0001.jpg` and `0001.cls`; `fields`
+    selects the elements of the sample's tuple. Endings are decoded as webdataset does: images become float32 [C, H, W]
+    in [0, 1], `cls` and `index` int, `npy` an array, `json` and `txt` their content; `bin` stays bytes. Only the last
+    part of an ending counts, in lower or upper case. Other endings are refused, including pickles, which may run code.
 
-    At the start the headers of all files are read, which tells how many samples there are and where, or what `index`
-    keeps of them; their data is not. Every sample is then read once, by the process that keeps it.
+    At the start the headers of all files are read, or their cache in `index`, to find the samples. Every sample is then
+    read once, by the process that keeps it.
 
-    Raises EnvironmentProblem where there is no such file or it is no tar file, and UsageError for a sample without one
-    of the fields, or with an ending that is not decoded.
+    Raises:
+        EnvironmentProblem: A file does not exist, or is not an uncompressed tar file.
+        UsageError: A sample lacks a field, or an ending cannot be decoded.
     """
 
     jumps = True
@@ -93,19 +94,19 @@ class Tar(PartedData):
         *,
         path: Annotated[
             str,
-            Field(min_length=1, description='A folder, a file, or a pattern: "train-{00..99}.tar", "data/*.tar".'),
+            Field(min_length=1, description='Folder, file, or pattern: "train-{00..99}.tar", "data/*.tar".'),
         ],
         fields: Annotated[
             Sequence[Annotated[str, Field(pattern=r"^[^;./]+([;.][^;./]+)*$")]],
-            Field(min_length=1, description='Endings, in the order of the tuple; the first found of "jpg;png".'),
+            Field(min_length=1, description='Endings, in the order of the tuple; "jpg;png": the first one found.'),
         ],
         images: Annotated[
-            Literal["l", "rgb", "rgba"], Field(description="How images are decoded: grey, colour, or with alpha.")
+            Literal["l", "rgb", "rgba"], Field(description="Color mode of images: gray, color, or color with alpha.")
         ] = "rgb",
         transforms: Annotated[
             Sequence[str | Mapping[str, Any]],
             Field(
-                description="Transforms of images by `torchvision.transforms.v2`, by name or with options, e.g."
+                description="Transforms of images of `torchvision.transforms.v2`, by name or with options, e.g."
                 ' [{ use = "RandomResizedCrop", size = 224 }]; needs the extra `vision`.'
             ),
         ] = (),
@@ -116,7 +117,7 @@ class Tar(PartedData):
         index: Annotated[
             str | None,
             Field(
-                description="A folder that keeps what headers say, so that those of a file are read once, not always."
+                description="Folder that caches the headers' content, so that the headers of a file are read only once."
             ),
         ] = None,
     ) -> None:
@@ -135,7 +136,7 @@ class Tar(PartedData):
         self._pipeline = self._try(transforms) if transforms else None
 
     def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Raw]:
-        """The samples of a file, undecoded; each is read when it is asked for."""
+        """Yields the undecoded samples of a file; reads each when it is requested."""
         with self._files[part].open("rb") as file:
             for row in self._members[part][skip:]:
                 sample = []
@@ -145,7 +146,7 @@ class Tar(PartedData):
                 yield tuple(sample)
 
     def prepare(self, sample: Raw) -> tuple[Any, ...]:
-        """The fields, decoded; images transformed."""
+        """Decodes the fields, and transforms images."""
         return tuple(self._decoded(ending, data) for ending, data in sample)
 
     def _decoded(self, ending: str, data: bytes) -> Any:
@@ -157,16 +158,16 @@ class Tar(PartedData):
             return _DECODERS[kind](data)
         except EnvironmentProblem:
             raise
-        except Exception as error:  # of each decoder's own kind
+        except Exception as error:  # decoders raise different errors
             raise UsageError(f"fields: `{ending}` of a sample cannot be decoded: {error}") from error
 
     def _image(self, data: bytes) -> Any:
-        """An image of Pillow; by one of the formats that need no other program, whatever its name says."""
+        """Reads an image with Pillow; only formats that need no other program are allowed."""
         image = library("PIL.Image", "webdataset").open(io.BytesIO(data), formats=IMAGE_FORMATS)
         return image.convert(self._images.upper())
 
     def _try(self, transforms: Sequence[str | Mapping[str, Any]]) -> Any:
-        """The transforms, tried on the first image."""
+        """Builds the pipeline of transforms, and tests it on the first image."""
         pipeline = library("ddpforge.builtin.datasets.vision", "vision").pipeline
         for sample in self:
             for ending, data in sample:
@@ -177,25 +178,25 @@ class Tar(PartedData):
 
 
 def _kind(ending: str) -> str:
-    """The part of an ending that names a decoder."""
+    """Returns the last part of an ending, which selects the decoder."""
     return ending.rpartition(".")[2].lower()
 
 
 def _refuse_undecoded(ending: str) -> None:
     """Raises UsageError for an ending without a decoder."""
     if (kind := _kind(ending)) in _PICKLES:
-        raise UsageError(f"fields: {ending} is a pickle, which may run code when it is read; write npy or json")
+        raise UsageError(f"fields: {ending} is a pickle, which may run code when it is read; use npy or json")
     if kind not in _IMAGES and kind not in _DECODERS:
         raise UsageError(
-            f"fields: {ending} is not decoded: `{kind}` is no known ending",
+            f"fields: {ending} cannot be decoded: the ending `{kind}` is unknown",
             hints=[
-                f"known are {', '.join(_DECODERS)} (bytes as they are: bin), and images: {', '.join(sorted(_IMAGES))}"
+                f"known endings: {', '.join(_DECODERS)} (bin: plain bytes), and images: {', '.join(sorted(_IMAGES))}"
             ],
         )
 
 
 def _pixels(image: Any) -> Any:
-    """A float32 tensor [C, H, W] in [0, 1]."""
+    """Converts an image to a float32 tensor [C, H, W] in [0, 1]."""
     import numpy as np
     import torch
 
@@ -204,14 +205,14 @@ def _pixels(image: Any) -> Any:
 
 
 def _indexed(file: Path, fields: Sequence[Sequence[str]], folder: str | None) -> NDArray[np.int64]:
-    """The index of a file, or what `folder` keeps of it, if the file has not changed since."""
+    """Returns the index of a file, cached in `folder` until the file changes."""
     now = file.stat()
     facts = [str(file.resolve()), now.st_size, now.st_mtime_ns, fields]
     return keep(folder, file.stem, facts, lambda: _index(file, fields))
 
 
 def _index(file: Path, fields: Sequence[Sequence[str]]) -> NDArray[np.int64]:
-    """For each sample of a file and each field: which of its endings there is, where its data begins, and its size."""
+    """Returns [samples, fields, 3]: number of the field's ending, offset of its data, and its size."""
     import numpy as np
 
     rows: list[list[tuple[int, ...]]] = []
@@ -221,17 +222,17 @@ def _index(file: Path, fields: Sequence[Sequence[str]]) -> NDArray[np.int64]:
                 rows.append([_choose(file, name, members, endings) for endings in fields])
     except tarfile.TarError as error:
         raise EnvironmentProblem(
-            f"path: {file} is not a tar file without compression: {error}",
-            hints=["unpack a compressed one first: gzip -d"],
+            f"path: {file} is not an uncompressed tar file: {error}",
+            hints=["unpack a compressed file first: gzip -d"],
         ) from error
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(fields), 3)
 
 
 def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Members of one name that follow one another, by ending."""
+    """Yields the name and the members, by ending, of each sample: consecutive members with the same name."""
     name, members = "", dict[str, tarfile.TarInfo]()
     for member in archive:
-        archive.members.clear()  # type: ignore[attr-defined]  # which would hold all of them
+        archive.members.clear()  # type: ignore[attr-defined]  # otherwise all members would stay in memory
         split = re.match(r"^((?:.*/|)[^.]+)[.]([^/]*)$", member.name)
         if not member.isfile() or not split or member.name.startswith("__"):
             continue
@@ -248,4 +249,4 @@ def _choose(file: Path, name: str, members: Mapping[str, tarfile.TarInfo], endin
     for which, ending in enumerate(endings):
         if ending in members:
             return which, members[ending].offset_data, members[ending].size
-    raise UsageError(f"fields: sample {name} of {file} has {', '.join(sorted(members))}, and no {' or '.join(endings)}")
+    raise UsageError(f"fields: sample {name} of {file} has {', '.join(sorted(members))}, but no {' or '.join(endings)}")

@@ -1,4 +1,4 @@
-"""Text as blocks of tokens for language models: held in memory, or streamed from disk."""
+"""Text datasets: blocks of tokens for language models, in memory or streamed from disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 _BlockSize = Annotated[int, Field(ge=1, le=2**24, description="Tokens per sample.")]
 _Suffixes = Annotated[
     Sequence[str],
-    Field(description='Read only the files of a folder whose names end so, e.g. [".txt"]; empty: all.'),
+    Field(description='Read only files of a folder with these name endings, e.g. [".txt"]; empty: all files.'),
 ]
 _Pieces: TypeAlias = "list[NDArray[np.integer]]"
 
@@ -39,22 +39,24 @@ _CHUNK = 1 << 20  # bytes per read of a stream
 
 
 class Text(InBatches):
-    """A text file, or a folder of them, in samples: a block of tokens and the same block one token later.
+    """Dataset of a text file or a folder of text files; a sample is a block of tokens and the block one token later.
 
-    Without a `path` the text is the source of the interpreter's own standard library (tests left out), about
-    10 MB that every machine has, a little different in every version of Python. The files of a folder are
-    read recursively, in the order of their paths, and joined without a separator. Held out for evaluation
-    are whole files, evenly spread over that order, or the tail of a single file.
+    Without a `path` the text is the source of Python's standard library without tests: about 10 MB, available on every
+    machine, slightly different in every version of Python. The files of a folder are read recursively, in the order of
+    their paths, and joined without a separator. The evaluation split consists of whole files, evenly distributed over
+    this order, or of the end of a single file.
 
-    With T for `block_size`, sample i is (tokens[i·T : i·T + T], tokens[i·T + 1 : i·T + T + 1]); a batch is
-    (inputs [B, T], targets [B, T]), both int64. What is left over at the end of the text is not used. With
-    `random_offsets` sample i begins at i·T + r, with r from 0 to T - 1 drawn from (recipe seed, epoch, i).
+    With T for `block_size`, sample i is (tokens[i·T : i·T + T], tokens[i·T + 1 : i·T + T + 1]). A batch is
+    (inputs [B, T], targets [B, T]), both int64. An incomplete last block is not used. With `random_offsets` sample i
+    begins at i·T + r, with a random r from 0 to T - 1 for each (recipe seed, epoch, i); the last sample has r = 0.
 
-    `level` says what a token is: a byte (of any file), or the place of a character in `alphabet`, the sorted
-    characters of the whole text (empty for bytes).
+    `level` determines the tokens: bytes of any file, or indices of characters in `alphabet`, the sorted characters of
+    the whole text (empty for bytes).
 
-    Raises EnvironmentProblem when there is no such file, and ValueError when the text is too short for a
-    sample, no file has one of the suffixes, or characters are wanted of a file that is not UTF-8.
+    Raises:
+        EnvironmentProblem: The file or folder does not exist.
+        ValueError: The text is too short for a sample, no file has one of the suffixes, or a file is not UTF-8 although
+            `level` is "characters".
     """
 
     random = False
@@ -62,19 +64,19 @@ class Text(InBatches):
     def __init__(
         self,
         *,
-        split: Annotated[Literal["train", "eval"], Field(description="Which part of the text.")],
+        split: Annotated[Literal["train", "eval"], Field(description="Split of the text.")],
         path: Annotated[
-            Path | None, Field(description="A text file or a folder; absent: Python's standard library.")
+            Path | None, Field(description="Text file or folder; absent: Python's standard library.")
         ] = None,
         block_size: _BlockSize = 256,
-        level: Annotated[Literal["bytes", "characters"], Field(description="What a token is.")] = "bytes",
+        level: Annotated[Literal["bytes", "characters"], Field(description="Kind of tokens.")] = "bytes",
         eval_fraction: Annotated[
-            float, Field(gt=0, lt=1, description="Share of the files, or of a single file, for evaluation.")
+            float, Field(gt=0, lt=1, description="Fraction of the files, or of a single file, for evaluation.")
         ] = 0.1,
         suffixes: _Suffixes = (),
         random_offsets: Annotated[
             bool,
-            Field(description="Begin each sample at a random place of its block, another one in every epoch."),
+            Field(description="Begin each sample at a random offset in its block, different in every epoch."),
         ] = False,
         seed: int,
     ) -> None:
@@ -96,7 +98,7 @@ class Text(InBatches):
         self._samples = (len(tokens) - 1) // block_size
         if self._samples < 1:
             raise ValueError(
-                f"the {split} part of {path or 'the standard library'} holds {len(tokens)} {level};"
+                f"the {split} split of {path or 'the standard library'} has {len(tokens)} {level};"
                 f" one sample of block_size = {block_size} needs {block_size + 1}"
             )
         used = tokens[: self._samples * block_size + 1]
@@ -104,25 +106,25 @@ class Text(InBatches):
         self.set_epoch(0)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text; raises UsageError for a character that is not in the alphabet."""
+        """Returns the tokens of a text; raises UsageError for a character that is not in the alphabet."""
         if self.level == "bytes":
             return list(text.encode("utf-8"))
         if unknown := sorted(set(text) - set(self.alphabet)):
             raise UsageError(
-                f"{', '.join(map(repr, unknown[:8]))} is not among the {len(self.alphabet)} characters that the model "
-                f"has seen: {self.alphabet!r}",
-                hints=["leave it out"],
+                f"{', '.join(map(repr, unknown[:8]))} is not among the {len(self.alphabet)} characters of the training "
+                f"text: {self.alphabet!r}",
+                hints=["remove it from the text"],
             )
         return [self.alphabet.index(character) for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of tokens; bytes that are not UTF-8 become U+FFFD."""
         if self.level == "bytes":
             return bytes(tokens).decode("utf-8", errors="replace")
         return "".join(self.alphabet[token] for token in tokens)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draws where in its block each sample begins, if that is random."""
+        """Draws the random offset of each sample, with `random_offsets`."""
         import numpy as np
         import torch
 
@@ -135,7 +137,7 @@ class Text(InBatches):
         return self._samples
 
     def __getitems__(self, ids: list[int]) -> Batch:
-        """The whole batch at once."""
+        """Returns the batch of these samples."""
         import torch
 
         rows = torch.tensor(ids)
@@ -145,14 +147,15 @@ class Text(InBatches):
 
 
 class StreamedText:
-    """The bytes of a text file or a folder, read while training: for text that does not fit into memory.
+    """Iterable dataset of bytes of a text file or a folder, read during training: for text that exceeds memory.
 
-    An iterable dataset with the samples of `Text` at the level of bytes, without a held-out part: keep text
-    for evaluation in a file or folder of its own. A sample is the `block_size + 1` bytes of a block, which
-    `collate` turns into (inputs [B, T], targets [B, T]), both int64.
+    It has the samples of `Text` with `level = "bytes"`, without an evaluation split: store the text for evaluation in a
+    separate file or folder. A sample is the `block_size + 1` bytes of a block; `collate` converts samples to
+    (inputs [B, T], targets [B, T]), both int64.
 
-    Raises EnvironmentProblem when there is no such file, and ValueError when the text is too short for a
-    sample or no file has one of the suffixes.
+    Raises:
+        EnvironmentProblem: The file or folder does not exist.
+        ValueError: The text is too short for a sample, or no file has one of the suffixes.
     """
 
     level = "bytes"
@@ -161,10 +164,12 @@ class StreamedText:
     def __init__(
         self,
         *,
-        path: Annotated[Path, Field(description="A text file or a folder, read recursively.")],
+        path: Annotated[Path, Field(description="Text file, or folder that is read recursively.")],
         block_size: _BlockSize = 256,
         suffixes: _Suffixes = (),
-        shuffle_files: Annotated[bool, Field(description="Read the files in another order every epoch.")] = False,
+        shuffle_files: Annotated[
+            bool, Field(description="Read the files in a different order in every epoch.")
+        ] = False,
     ) -> None:
         self.block_size = block_size
         self._files = _text_files(path, suffixes)
@@ -173,12 +178,10 @@ class StreamedText:
 
         size = sum(file.stat().st_size for file in self._files)
         if size <= block_size:
-            raise ValueError(
-                f"{path} holds {size} bytes; one sample of block_size = {block_size} needs {block_size + 1}"
-            )
+            raise ValueError(f"{path} has {size} bytes; one sample of block_size = {block_size} needs {block_size + 1}")
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the files, the same on every rank."""
+        """Sets the epoch, which determines the order of the files; it is the same on every rank."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[bytes]:
@@ -191,15 +194,15 @@ class StreamedText:
             pending = pending[end:]
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Returns the UTF-8 bytes of a text."""
         return list(text.encode("utf-8"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes; what is no UTF-8 becomes U+FFFD."""
+        """Returns the text of bytes; bytes that are not UTF-8 become U+FFFD."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
     def collate(self, samples: Sequence[bytes]) -> Batch:
-        """A batch out of samples."""
+        """Converts samples to a batch (inputs [B, T], targets [B, T])."""
         import torch
 
         tokens = torch.frombuffer(bytearray().join(samples), dtype=torch.uint8).view(len(samples), -1).long()
@@ -216,13 +219,15 @@ class StreamedText:
 
 
 class TextClasses(InBatches):
-    """Blocks of bytes out of several texts, each of which is a class: which text is a block from?
+    """Dataset of blocks of bytes from several texts; the class of a block is the number of its text.
 
-    Without `paths` the texts are ten packages of the interpreter's own standard library. A text is a file, or the files
-    of a folder; held out for evaluation are whole files, or the tail of a single one, as for `text`. A batch is (tokens
-    [B, T], classes [B]), both int64. What is left over at the end of a file's block is not used.
+    Without `paths` the texts are ten packages of Python's standard library. A text is a file, or the joined files of a
+    folder; it is split for evaluation as for `text`. A batch is (tokens [B, T], classes [B]), both int64. An incomplete
+    last block of a text is not used.
 
-    Raises EnvironmentProblem when there is no such file, and ValueError when a text is too short for a sample.
+    Raises:
+        EnvironmentProblem: A file or folder does not exist.
+        ValueError: A text is too short for a sample, or there is only one text.
     """
 
     random = False
@@ -231,18 +236,20 @@ class TextClasses(InBatches):
     def __init__(
         self,
         *,
-        split: Annotated[Literal["train", "eval"], Field(description="Which part of the texts.")],
-        paths: Annotated[Sequence[Path], Field(description="Files or folders; empty: packages of Python.")] = (),
+        split: Annotated[Literal["train", "eval"], Field(description="Split of the texts.")],
+        paths: Annotated[
+            Sequence[Path], Field(description="Files or folders; empty: packages of Python's standard library.")
+        ] = (),
         block_size: _BlockSize = 128,
         eval_fraction: Annotated[
-            float, Field(gt=0, lt=1, description="Share of the files, or of a single file, for evaluation.")
+            float, Field(gt=0, lt=1, description="Fraction of the files, or of a single file, for evaluation.")
         ] = 0.2,
         suffixes: _Suffixes = (),
     ) -> None:
         import torch
 
         if len(paths) == 1:
-            raise ValueError("paths names one text, and classes are two or more")
+            raise ValueError("paths has only one text, but two or more classes are needed")
         self.block_size = block_size
         library = Path(sysconfig.get_path("stdlib"))
         found = [(path, _text_files(path, suffixes if path.is_dir() else ())) for path in paths]
@@ -260,19 +267,19 @@ class TextClasses(InBatches):
 
         text = np.concatenate(pieces)
         if len(text) < self.block_size:
-            raise ValueError(f"{path} holds {len(text)} bytes in this split, less than one block of {self.block_size}")
+            raise ValueError(f"{path} has {len(text)} bytes in this split, less than one block of {self.block_size}")
         whole = text[: len(text) // self.block_size * self.block_size].astype(np.uint8)
         return torch.from_numpy(whole).view(-1, self.block_size)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of tokens; bytes that are not UTF-8 become U+FFFD."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __getitems__(self, ids: list[int]) -> Batch:
-        """The whole batch at once."""
+        """Returns the batch of these samples."""
         import torch
 
         rows = torch.tensor(ids)
@@ -281,9 +288,9 @@ class TextClasses(InBatches):
 
 # ---------------------------------------------------------------------------------------------- files
 def _text_files(path: Path | None, suffixes: Sequence[str]) -> Sequence[Path]:
-    """One file, the files below a folder, or the standard library's, in the order of their paths."""
+    """Returns a file, the files below a folder, or those of the standard library, in the order of their paths."""
     if suffixes and (path is None or path.is_file()):
-        raise ValueError(f"suffixes: they choose among the files of a folder, but path is {path or 'absent'}")
+        raise ValueError(f"suffixes: they select files of a folder, but path is {path or 'absent'}")
     if path is None:
         return _standard_library()
     if path.is_file():
@@ -293,19 +300,19 @@ def _text_files(path: Path | None, suffixes: Sequence[str]) -> Sequence[Path]:
 
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(tuple(suffixes) or "")]
     if not files:
-        raise ValueError(f"the folder {path} holds no files" + (f" ending in {list(suffixes)}" if suffixes else ""))
+        raise ValueError(f"the folder {path} has no files" + (f" ending in {list(suffixes)}" if suffixes else ""))
     return files
 
 
-@functools.cache  # training and evaluation ask for it
+@functools.cache  # used for training and evaluation
 def _standard_library() -> Sequence[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - _NOT_LIBRARY  # which may be many times as large
+        folders[:] = set(folders) - _NOT_LIBRARY  # these may be many times larger
         files += (Path(folder, name) for name in names if name.endswith(".py"))
     if not files:
-        raise EnvironmentProblem(f"this Python keeps no sources in {root}", hints=["set path to a text file or folder"])
+        raise EnvironmentProblem(f"this Python has no sources in {root}", hints=["set path to a text file or folder"])
     return sorted(files)
 
 
@@ -316,7 +323,7 @@ def _bytes(file: Path) -> NDArray[np.integer]:
 
 
 def _characters(file: Path) -> NDArray[np.integer]:
-    """The code points of a UTF-8 file."""
+    """Returns the code points of a UTF-8 file."""
     import numpy as np
 
     try:
@@ -327,7 +334,7 @@ def _characters(file: Path) -> NDArray[np.integer]:
 
 
 def _part(pieces: _Pieces, split: str, eval_fraction: float) -> _Pieces:
-    """The pieces of one split: whole files (at least one in either split), or a part of the only file."""
+    """Returns the pieces of one split: whole files (at least one in each split), or a part of the only file."""
     if len(pieces) == 1:
         cut = round(len(pieces[0]) * (1 - eval_fraction))
         return [pieces[0][:cut] if split == "train" else pieces[0][cut:]]

@@ -1,4 +1,4 @@
-"""Two random views of each image of another dataset."""
+"""Dataset of two random views of each image of another dataset."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 class TwoViews:
-    """Of each sample of `of`, whose first part is an image [C, H, W], two views: shifted, and with noise.
+    """Two views of each image of the dataset `of`: randomly shifted, with added noise.
 
-    What is drawn depends on the epoch and the sample alone, as for all data.
+    The first element of each sample must be an image [C, H, W]. The random numbers depend only on the recipe's seed,
+    the epoch and the sample, as for all data.
     """
 
     def __init__(
         self,
         *,
-        of: Annotated[Data, Field(description="The dataset.")],
-        shift: Annotated[int, Field(ge=0, le=1000, description="Pixels, at most, in each direction.")] = 1,
-        noise: Annotated[float, Field(ge=0, le=100, description="Standard deviation of what is added.")] = 0.1,
+        of: Annotated[Data, Field(description="Dataset of images.")],
+        shift: Annotated[int, Field(ge=0, le=1000, description="Maximum shift in each direction, in pixels.")] = 1,
+        noise: Annotated[float, Field(ge=0, le=100, description="Standard deviation of the added noise.")] = 0.1,
     ) -> None:
         self.data: Any = of
         self.shift, self.noise = shift, noise

@@ -1,4 +1,4 @@
-"""torchvision's image datasets by name, with a pipeline of its transforms (v2)."""
+"""Image datasets of torchvision by name, with a pipeline of its transforms (v2)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _Name = Literal["CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "ImageFolder", "
 
 def torchvision_dataset(
     *,
-    name: Annotated[_Name, Field(description="Which dataset of `torchvision.datasets`.")],
+    name: Annotated[_Name, Field(description="Dataset of `torchvision.datasets`.")],
     split: Annotated[
         Literal["train", "val", "test"],
-        Field(description='Which part; "val" only where an ImageFolder has one.'),
+        Field(description='Split of the data; "val" only for ImageFolder.'),
     ],
     root: Annotated[
         Path | None,
-        Field(description="The folder that holds the files; every dataset but FakeData needs it."),
+        Field(description="Folder with the files; required for all datasets except FakeData."),
     ] = None,
     transforms: Annotated[
         Sequence[str | Mapping[str, Any]],
@@ -44,31 +44,30 @@ def torchvision_dataset(
     ] = (),
     mean: Annotated[
         Sequence[Annotated[float, Field(ge=-1e6, le=1e6)]],
-        Field(description="Per channel, subtracted from pixels in [0, 1]; goes with `std`."),
+        Field(description="Means per channel, subtracted from pixels in [0, 1]; requires `std`."),
     ] = (),
     std: Annotated[
         Sequence[Annotated[float, Field(gt=0, le=1e6)]],
-        Field(description="Per channel, what is left is divided by; goes with `mean`."),
+        Field(description="Standard deviations per channel, which divide the result; requires `mean`."),
     ] = (),
     download: Annotated[
-        bool, Field(description="Fetch missing files; only in a run of one process, and not for ImageFolder.")
+        bool, Field(description="Download missing files; only in a run of one process, and not for ImageFolder.")
     ] = False,
 ) -> Images:
-    """Labelled images: float32 [C, H, W] in [0, 1] before normalisation, and an int64 label.
+    """Builds a dataset of labeled images: float32 [C, H, W] in [0, 1] before normalization, and an int64 label.
 
-    The pipeline is ToImage, `transforms`, ToDtype(float32, scale), Normalize; it is tried on the first image
-    at once. ImageFolder reads `root/<split>/<class>/<image>`; FakeData is 1,000 random images, 3 x 224 x 224,
-    in 10 classes. The others are held in memory and, without transforms, fetched a batch at a time.
+    The pipeline is ToImage, `transforms`, ToDtype(float32, scale), Normalize; it is tested on the first image.
+    ImageFolder reads `root/<split>/<class>/<image>`. FakeData is 1,000 random images, 3 x 224 x 224, in 10 classes. The
+    other datasets are in memory and, without transforms, fetched a batch at a time.
 
-    Several processes never download: they would write the same files at the same time.
-
-    Raises EnvironmentProblem when files are missing, and ValueError for options that do not fit together,
-    unknown transforms, and a pipeline that does not make images.
+    Raises:
+        EnvironmentProblem: Files are missing.
+        ValueError: Options contradict each other, a transform is unknown, or the pipeline does not return images.
     """
     from torch.utils.data import TensorDataset
 
     if bool(mean) != bool(std):
-        raise ValueError("mean and std go together: set both or neither")
+        raise ValueError("mean and std require each other: set both or neither")
 
     source, classes = _open(name, split, root, download)
     prepared = pipeline(transforms, mean, std, source[0][0])
@@ -77,9 +76,9 @@ def torchvision_dataset(
 
 
 class Images:
-    """Images and labels, one at a time; random, because transforms may be."""
+    """Dataset of images and labels, fetched one at a time."""
 
-    random = True
+    random = True  # transforms may be random
     forkable = True
 
     def __init__(self, source: Dataset[Any], classes: int, pipeline: v2.Compose) -> None:
@@ -90,7 +89,7 @@ class Images:
 
     @property
     def labels(self) -> Any:
-        """The class of every sample, for orders; FakeData has none."""
+        """Returns the class of every sample, for orders; FakeData has none."""
         from torch.utils.data import TensorDataset
 
         return self.source.tensors[1] if isinstance(self.source, TensorDataset) else self.source.targets  # type: ignore[attr-defined]
@@ -103,38 +102,38 @@ class Images:
 
 
 class ImageBatches(Images):
-    """Images in memory that need no transforms: a batch is one index into a tensor."""
+    """Dataset of images in memory without transforms: a whole batch is read by indexing a tensor."""
 
     random = False
 
     def __getitems__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        """Images [B, C, H, W] and labels [B]."""
+        """Returns images [B, C, H, W] and labels [B]."""
         import torch
 
         images, labels = self.source[torch.tensor(ids)]
         return self.pipeline(images), labels
 
     def collate(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns its argument: `__getitems__` makes batches already."""
+        """Returns its argument, because `__getitems__` already returns batches."""
         return batch
 
 
 # ---------------------------------------------------------------------------------------------- files
 def _open(name: str, split: str, root: Path | None, download: bool) -> tuple[Dataset[Any], int]:
-    """The samples, as (uint8 or PIL image, label), and the number of classes."""
+    """Opens a dataset; returns samples (uint8 or PIL image, label), and the number of classes."""
     from torchvision import datasets
 
     if download and name in ("ImageFolder", "FakeData"):
-        raise ValueError(f"{name} cannot be downloaded; leave out `download`")
+        raise ValueError(f"{name} cannot be downloaded; remove `download`")
     if split == "val" and name != "ImageFolder":
         raise ValueError(f'{name} has no split "val"; it has "train" and "test"')
 
     if name == "FakeData":
         if root is not None:
-            raise ValueError("FakeData is made up, not read; leave out `root`")
+            raise ValueError("FakeData is generated, not read; remove `root`")
         return datasets.FakeData(random_offset=0 if split == "train" else 10**6), 10
     if root is None:
-        raise ValueError(f"{name} needs `root`, the folder that holds its files")
+        raise ValueError(f"{name} needs `root`, the folder with its files")
     if name == "ImageFolder":
         return _image_folder(root, split)
     return _in_memory(name, split, root, download)
@@ -149,10 +148,10 @@ def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
     except FileNotFoundError as error:
         raise EnvironmentProblem(
             f"ImageFolder cannot read {root.absolute()}: {error}",
-            hints=[f"it reads images from {root}/{split}/<class>/, with a folder for every class of {root}/train"],
+            hints=[f"put images into {root}/{split}/<class>/, with a folder for every class of {root}/train"],
         ) from error
 
-    # A label is the place of a folder among its sisters: one folder less would shift the labels after it.
+    # A label is the index of a folder among the sorted folders: a missing folder would shift the labels after it.
     if source.classes != expected:
         differing = sorted(set(source.classes) ^ set(expected))
         raise ValueError(f"{root}/{split} and {root}/train have different classes: {', '.join(differing[:5])}")
@@ -160,14 +159,15 @@ def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
 
 
 def _image(path: str) -> Any:
-    """An image by its content; its name alone would have Pillow run a PostScript program that is called .jpg."""
+    """Reads an image in one of the safe formats; raises EnvironmentProblem for other files."""
+    # Without `formats` Pillow would run a PostScript program in a file called .jpg.
     from PIL import Image
 
     try:
         with open(path, "rb") as file:
             return Image.open(file, formats=IMAGE_FORMATS).convert("RGB")
     except OSError as error:
-        raise EnvironmentProblem(f"{path} is no image that can be read: {error}") from error
+        raise EnvironmentProblem(f"{path} cannot be read as an image: {error}") from error
 
 
 def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[TensorDataset, int]:
@@ -181,22 +181,25 @@ def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[Tenso
 
 
 def _stored(name: str, split: str, root: Path, download: bool) -> datasets.VisionDataset:
-    """torchvision's dataset, which checks that its files are there (and undamaged, for CIFAR)."""
+    """Opens torchvision's dataset, which checks its files; downloads missing files if requested.
+
+    Raises EnvironmentProblem if files are missing, damaged (CIFAR) or cannot be downloaded.
+    """
     from torchvision import datasets
 
     dataset, train = getattr(datasets, name), split == "train"
     try:
         return dataset(root, train=train)
     except RuntimeError as error:
-        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1  # several processes would write the same files
         if not (download and alone):
             fetch = f"from torchvision.datasets import {name}; {name}({str(root)!r}, download=True)"
             raise EnvironmentProblem(
                 f"{name} is missing or incomplete in {root.absolute()}",
                 hints=[
-                    f'several processes must not download at once; fetch it first: python -c "{fetch}"'
+                    f'several processes cannot download at once; download it first: python -c "{fetch}"'
                     if download
-                    else "fetch it once, in one process: --set data.train.download=true --set data.eval.download=true"
+                    else "download it in one process: --set data.train.download=true --set data.eval.download=true"
                 ],
             ) from error
 
@@ -210,7 +213,7 @@ def _stored(name: str, split: str, root: Path, download: bool) -> datasets.Visio
 def pipeline(
     transforms: Sequence[str | Mapping[str, Any]], mean: Sequence[float], std: Sequence[float], image: object
 ) -> v2.Compose:
-    """The pipeline, tried on `image`, so that what cannot work fails now and not in a loader process."""
+    """Builds the pipeline and tests it on `image`; raises ValueError if it does not return an image."""
     import torch
     from torch import Tensor
     from torchvision.transforms import v2
@@ -228,10 +231,10 @@ def pipeline(
         raise ValueError(f"the transforms fail on the first image: {type(error).__name__}: {error}") from error
 
     if not isinstance(tried, Tensor) or tried.ndim != 3 or not tried.is_floating_point():
-        raise ValueError(f"the transforms make {type(tried).__name__}, not one image [channels, height, width]")
+        raise ValueError(f"the transforms return {type(tried).__name__}, not one image [channels, height, width]")
     if mean and not len(mean) == len(std) == len(tried):
         raise ValueError(
-            f"the images have {len(tried)} channels, but mean has {len(mean)} values and std has {len(std)}"
+            f"the images have {len(tried)} channels, but mean has {len(mean)} values and std has {len(std)} values"
         )
     return v2.Compose([*steps, v2.Normalize(mean, std)] if mean else steps)
 
@@ -259,4 +262,4 @@ def _transform(spec: str | Mapping[str, Any]) -> v2.Transform:
     try:
         return _known()[name](**options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the transform {name} refuses {options}: {error}") from error
+        raise ValueError(f"the transform {name} does not accept {options}: {error}") from error

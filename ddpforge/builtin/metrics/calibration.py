@@ -1,4 +1,4 @@
-"""Calibration: the distance of a classifier's confidence from the share of its right answers."""
+"""Calibration of classifiers: difference between confidence and accuracy."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 
 
 class CalibrationError(Metric):
-    """The expected calibration error: confidence less accuracy within bins of confidence, averaged over samples.
+    """Expected calibration error: |confidence - accuracy| in bins of confidence, averaged over samples.
 
-    Takes logits [B, C] and int64 classes [B]; confidence is the largest probability. Guo et al. 2017, arXiv:1706.04599.
+    Takes logits [B, C] and int64 classes [B]. Confidence is the largest probability. Guo et al. 2017, arXiv:1706.04599.
     """
 
     name = "calibration_error"
     lower_is_better = True
 
     def __init__(
-        self, *, bins: Annotated[int, Field(ge=1, le=10_000, description="Bins of equal width, from 0 to 1.")] = 15
+        self,
+        *,
+        bins: Annotated[int, Field(ge=1, le=10_000, description="Number of bins of equal width from 0 to 1.")] = 15,
     ) -> None:
         self.bins = bins
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
-        """Confidence less hits, added up in each bin [bins], and the number of samples."""
+        """Returns the sum of confidence minus hits in each bin [bins], and the number of samples."""
         confidence, predicted = outputs.double().softmax(dim=-1).max(dim=-1)
         bin = (confidence * self.bins).long().clamp(max=self.bins - 1)
         gaps = confidence.new_zeros(self.bins)
@@ -36,5 +38,5 @@ class CalibrationError(Metric):
         )
 
     def finish(self, sum: Tensor, count: Tensor) -> float:
-        """The gaps of all bins, each weighed by its samples."""
+        """Returns the mean of the bins' absolute differences, weighted by their samples."""
         return float(sum.abs().sum() / count)

@@ -1,4 +1,4 @@
-"""Metrics of classifiers: the share of right answers."""
+"""Accuracy metrics of classifiers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class TopK(Metric):
-    """The share of samples whose class is among the `k` largest logits, reported as `top<k>`.
+    """Fraction of samples whose class is among the `k` largest logits, reported as `top<k>`.
 
-    Takes logits [..., C] and int64 classes [...]; every target counts, a negative one as a miss.
+    Takes logits [..., C] and int64 classes [...]. Every target counts; a negative one is a miss.
     """
 
     lower_is_better = False
@@ -23,39 +23,41 @@ class TopK(Metric):
     def __init__(
         self,
         *,
-        k: Annotated[int, Field(ge=1, le=2**20, description="Count a hit if the class is among the k largest logits.")],
+        k: Annotated[
+            int, Field(ge=1, le=2**20, description="A sample is a hit if its class is among the k largest logits.")
+        ],
     ) -> None:
         self.k = k
         self.name = f"top{k}"
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
-        """Hits and targets; raises ValueError when there are fewer than `k` classes."""
+        """Returns the number of hits and of targets; raises ValueError if there are fewer than `k` classes."""
         import torch
 
         if outputs.shape[-1] < self.k:
-            raise ValueError(f"{self.name} needs at least {self.k} classes; the outputs have {outputs.shape[-1]}")
+            raise ValueError(f"{self.name} needs at least {self.k} classes, but the outputs have {outputs.shape[-1]}")
         hits = outputs.topk(self.k, dim=-1).indices == targets.unsqueeze(-1)
         return Total(hits.sum(dtype=torch.float32), targets.numel())
 
 
 class Top5(TopK):
-    """The share of samples whose class is among the five largest logits; see `TopK`."""
+    """Fraction of samples whose class is among the five largest logits; see `TopK`."""
 
     def __init__(self) -> None:
         super().__init__(k=5)
 
 
 class Accuracy(Metric):
-    """The share of samples whose class has the largest logit.
+    """Fraction of samples whose class has the largest logit.
 
-    Takes logits [..., C] and int64 classes [...]; every target counts, a negative one as a miss.
+    Takes logits [..., C] and int64 classes [...]. Every target counts; a negative one is a miss.
     """
 
     name = "accuracy"
     lower_is_better = False
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
-        """Hits and targets."""
+        """Returns the number of hits and of targets."""
         import torch
 
         hits = outputs.argmax(dim=-1) == targets

@@ -1,4 +1,4 @@
-"""Metrics of classifiers that compare hits with misses class by class: over samples, over tokens or over pixels."""
+"""Per-class metrics of classifiers of samples, tokens or pixels: F1 and mean IoU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class _ClassByClass(Metric):
-    """Counts, for each class, the hits, how often it was predicted, and how often it was the target: [3, C].
+    """Counts for each class: hits, predictions and targets, [3, C].
 
-    Takes logits [B, C, ...] and int64 classes [B, ...]; a target that is no class is a miss.
+    Takes logits [B, C, ...] and int64 classes [B, ...]. A target outside of the classes is a miss.
     """
 
     lower_is_better = False
@@ -25,13 +25,13 @@ class _ClassByClass(Metric):
         self,
         *,
         ignore_index: Annotated[
-            int | None, Field(ge=-(2**31), lt=2**31, description="The target that does not count; absent: none.")
+            int | None, Field(ge=-(2**31), lt=2**31, description="Target that is not counted; absent: none.")
         ] = None,
     ) -> None:
         self.ignore_index = ignore_index
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
-        """The counts; raises ValueError for shapes that do not go together."""
+        """Returns the counts; raises ValueError if the shapes do not fit together."""
         if outputs.ndim < 2 or (len(outputs), *outputs.shape[2:]) != targets.shape:
             raise ValueError(
                 f"{self.name} takes logits [B, C, ...] and classes [B, ...], "
@@ -51,9 +51,9 @@ class _ClassByClass(Metric):
 
 
 class F1(_ClassByClass):
-    """The harmonic mean of precision and recall, by default averaged over the classes that occur, as `f1`.
+    """Harmonic mean of precision and recall, reported as `f1`; by default the average over the classes that occur.
 
-    With another average it is reported as `f1_micro`, `f1_weighted` or `f1_each`.
+    Other averages are reported as `f1_micro`, `f1_weighted` or `f1_each`.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class F1(_ClassByClass):
         *,
         average: Annotated[
             Literal["macro", "micro", "weighted", "each"],
-            Field(description="All classes alike, all hits and misses together, by the number of targets, or none."),
+            Field(description="Mean over classes, all samples together, mean weighted by targets, or each class."),
         ] = "macro",
         ignore_index: Annotated[
-            int | None, Field(ge=-(2**31), lt=2**31, description="The target that does not count; absent: none.")
+            int | None, Field(ge=-(2**31), lt=2**31, description="Target that is not counted; absent: none.")
         ] = None,
     ) -> None:
         super().__init__(ignore_index=ignore_index)
         self.average, self.name = average, "f1" if average == "macro" else f"f1_{average}"
 
     def finish(self, sum: Tensor, count: Tensor) -> float | Mapping[str, float]:
-        """One number, or one for each class; a class that does not occur has none."""
+        """Returns one number, or one per class; NaN for a class that does not occur."""
         hits, predicted, wanted = sum
         if self.average == "micro":
             return float(2 * hits.sum() / (predicted + wanted).sum())
@@ -84,11 +84,11 @@ class F1(_ClassByClass):
 
 
 class MeanIoU(_ClassByClass):
-    """The intersection over union of predicted and target pixels, averaged over the classes that occur."""
+    """Intersection over union of predicted and target pixels, averaged over the classes that occur."""
 
     name = "iou"
 
     def finish(self, sum: Tensor, count: Tensor) -> float:
-        """The mean over classes."""
+        """Returns the mean over classes."""
         hits, predicted, wanted = sum
         return float((hits / (predicted + wanted - hits)).nanmean())

@@ -1,4 +1,4 @@
-"""Metrics of regression: the errors of predicted numbers."""
+"""Regression metrics."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class MeanAbsoluteError(Metric):
-    """The absolute error, averaged over the values of a sample and over samples.
+    """Mean absolute error over the values of a sample and over samples.
 
-    Takes predictions and targets of one shape [B, ...].
+    Takes predictions and targets of the same shape [B, ...].
     """
 
     name = "mae"
     lower_is_better = True
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
-        """Errors and samples; raises ValueError for two shapes, which would otherwise be broadcast."""
+        """Returns the sum of errors and the number of samples; raises ValueError if the shapes differ."""
         if outputs.shape != targets.shape:
-            raise ValueError(f"mae compares equal shapes, not {list(outputs.shape)} with {list(targets.shape)}")
+            raise ValueError(f"mae needs equal shapes, got {list(outputs.shape)} and {list(targets.shape)}")
         errors = (outputs.detach().float() - targets).abs()
         return Total(errors.reshape(len(errors), -1).mean(dim=1).sum(), len(errors))

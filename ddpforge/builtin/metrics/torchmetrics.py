@@ -1,4 +1,4 @@
-"""Any metric of torchmetrics, exact over ranks and ragged ends: its states travel as totals or as rows."""
+"""Adapter for torchmetrics: exact results over ranks and incomplete batches, with states as totals or rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def adopted(metric: type[torchmetrics.Metric]) -> Callable[..., TorchMetric]:
-    """The component that a recipe names by a class of torchmetrics: its options, and the `name` to report it under."""
+    """Returns a component for a class of torchmetrics: its options, plus the `name` under which it is reported."""
 
     def build(*, name: str = "", **options: Any) -> TorchMetric:
         return TorchMetric(metric(**options), name)
@@ -39,10 +39,13 @@ def adopted(metric: type[torchmetrics.Metric]) -> Callable[..., TorchMetric]:
 
 
 class TorchMetric(Metric):
-    """A metric of torchmetrics; its name is that of its class, `MulticlassF1Score` being `multiclass_f1_score`.
+    """Adapter for a metric of torchmetrics; the default name of `MulticlassF1Score` is `multiclass_f1_score`.
 
-    Inputs, states and the result are float64. States that add up are a total, which training rows have, too; lists
-    that grow with the samples, a minimum and a maximum are rows. What ranks cannot put together exactly is refused.
+    Inputs, states and the result are float64. States that are sums become a total, so the metric is also in training
+    rows. Lists of samples, minima and maxima become rows.
+
+    Raises:
+        UsageError: A state cannot be combined exactly over ranks.
     """
 
     def __init__(self, metric: torchmetrics.Metric, name: str = "") -> None:
@@ -62,12 +65,13 @@ class TorchMetric(Metric):
         odd = [name for name, how in self._reductions.items() if how not in takes or (lists and name not in lists)]
         if odd:
             raise UsageError(
-                f"{type(metric).__name__} of torchmetrics keeps {', '.join(odd)} in a form that ranks cannot add up",
+                f"{type(metric).__name__} of torchmetrics has the states {', '.join(odd)}, which cannot be combined "
+                "exactly over ranks",
                 hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
             )
 
     def __call__(self, outputs: Any, targets: Any) -> Total | Rows:
-        """The states after this batch alone: one after the other in a total, or a column each."""
+        """Returns the states after this batch alone: concatenated in a total, or one column per state."""
         self._refuse_classes(outputs, targets)
         metric = self._metric
         device = next((x.device for x in (outputs, targets) if isinstance(x, Tensor)), metric.device)
@@ -84,7 +88,7 @@ class TorchMetric(Metric):
         return Rows(*(state.unsqueeze(0) for state in states))
 
     def finish(self, *parts: Tensor) -> float | Mapping[str, float]:
-        """Has torchmetrics compute its result from the states of all samples."""
+        """Computes the result of torchmetrics from the states of all samples."""
         metric = self._metric.to("cpu")
         metric.reset()
         for name, state in self._together(parts):
@@ -96,21 +100,21 @@ class TorchMetric(Metric):
         return self._numbers(value)
 
     def _refuse_classes(self, outputs: Any, targets: Any) -> None:
-        """Raises UsageError where a metric of two classes, which takes one score a sample, gets one for each class."""
+        """Raises UsageError if a binary metric, which takes one score per sample, receives one score per class."""
         kind = type(self._metric).__name__
         if not (kind.startswith("Binary") and isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
             return
         if outputs.ndim == targets.ndim + 1 and (classes := outputs.shape[1]) > 1:
             raise UsageError(
-                f"{self.name} is of two classes, with one score a sample; the model's outputs {list(outputs.shape)} "
-                f"are scores of {classes} classes",
-                hints=[f"name {kind.replace('Binary', 'Multiclass', 1)}, with num_classes = {classes}"],
+                f"{self.name} is a binary metric and takes one score per sample; the model's outputs "
+                f"{list(outputs.shape)} are scores of {classes} classes",
+                hints=[f"use {kind.replace('Binary', 'Multiclass', 1)} with num_classes = {classes}"],
             )
 
     def _rows(self, columns: Sequence[Tensor]) -> Rows:
         if len({len(column) for column in columns}) > 1:
             raise PluginError(
-                f"{self.name}: torchmetrics keeps {', '.join(self._reductions)} in lists that differ in length",
+                f"{self.name}: the states {', '.join(self._reductions)} of torchmetrics are lists of different lengths",
                 hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
             )
         return Rows(*columns)
@@ -125,18 +129,20 @@ class TorchMetric(Metric):
             return
         for (name, reduction), column in zip(self._reductions.items(), parts, strict=True):
             if reduction is dim_zero_mean and not (column == column[0]).all():
-                raise PluginError(f"{self.name}: torchmetrics averages {name} over batches, which is not exact")
+                raise PluginError(
+                    f"{self.name}: torchmetrics averages its state {name} over batches, which is not exact"
+                )
             yield name, [column] if self._grows else reduction(column)
 
     def _numbers(self, value: Any) -> float | Mapping[str, float]:
-        """The result as a number, or as numbers by key, or by index as "0" or "2_1"."""
+        """Returns the result as a number, or as numbers by key, or by index such as "0" or "2_1"."""
         if isinstance(value, Mapping):
             found = {str(key): self._numbers(one) for key, one in value.items()}
             return {key: one for key, one in found.items() if isinstance(one, float)}
         if not isinstance(value, Tensor | int | float):
             raise UsageError(
-                f"{self.name} of torchmetrics computes a {type(value).__name__}, not numbers",
-                hints=["choose a metric that sums a curve up, such as an AUROC"],
+                f"{self.name} of torchmetrics returns a {type(value).__name__}, not numbers",
+                hints=["choose a metric that summarizes the curve, such as an AUROC"],
             )
         tensor = torch.as_tensor(value)
         if tensor.ndim == 0:
@@ -150,8 +156,8 @@ def _double(value: Any) -> Any:
 
 @contextmanager
 def _in_float64() -> Iterator[None]:
-    """Lets quotients of counts be float64: torch makes them the default dtype, which is one for all threads."""
-    with _ONE_AT_A_TIME:
+    """Makes float64 the default dtype of torch, so that quotients of counts are float64."""
+    with _ONE_AT_A_TIME:  # all threads share the default dtype
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:

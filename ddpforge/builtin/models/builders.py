@@ -1,4 +1,4 @@
-"""The models that a recipe names, as functions: their options. A model's class, and torch, are imported by the call."""
+"""Built-in models as functions with their options. Calling a function imports torch and the model's class."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _Classes = Annotated[int, Field(ge=1, le=2**20, description="Number of classes."
 _ImageChannels = Annotated[_Channels, Field(description="Channels of the images: 1 for grey, 3 for RGB.")]
 
 _VocabSize = Annotated[int, Field(ge=2, le=2**24, description="Number of different tokens.")]
-_BlockSize = Annotated[int, Field(ge=1, le=2**24, description="Longest sequence, in tokens.")]
+_BlockSize = Annotated[int, Field(ge=1, le=2**24, description="Maximum sequence length, in tokens.")]
 _Layers = Annotated[int, Field(ge=1, le=1000, description="Number of transformer blocks.")]
 _Heads = Annotated[int, Field(ge=1, le=1024, description="Attention heads per block; must divide `width`.")]
-_Width = Annotated[int, Field(ge=1, le=2**17, description="Channels of the residual stream.")]
+_Width = Annotated[int, Field(ge=1, le=2**17, description="Number of channels of the residual stream.")]
 _Dropout = Annotated[
-    float, Field(ge=0, lt=1, description="Dropout probability: embeddings, attention weights, residual branches.")
+    float, Field(ge=0, lt=1, description="Dropout probability of embeddings, attention weights and residual branches.")
 ]
 
 
 def mlp(
     *,
-    inputs: Annotated[_Size, Field(description="Values per sample, after flattening.")],
-    outputs: Annotated[_Size, Field(description="Values per sample that come out, e.g. classes.")],
+    inputs: Annotated[_Size, Field(description="Number of values per sample, after flattening.")],
+    outputs: Annotated[_Size, Field(description="Number of output values per sample, e.g. classes.")],
     hidden: Annotated[
         Sequence[_Size],
         Field(max_length=1000, description="Width of each hidden layer; empty for a linear model."),
     ] = (128,),
     activation: Annotated[
-        Literal["relu", "gelu", "silu", "tanh"], Field(description="What follows each hidden layer.")
+        Literal["relu", "gelu", "silu", "tanh"], Field(description="Activation after each hidden layer.")
     ] = "relu",
     dropout: Annotated[float, Field(ge=0, lt=1, description="Probability of zeroing a hidden unit in training.")] = 0.0,
 ) -> nn.Module:
-    """Linear layers with an activation and dropout between them.
+    """Builds an MLP: linear layers with an activation and dropout between them.
 
-    Takes [B, …] with `inputs` values per sample, gives [B, outputs]. Initial weights are nn.Linear's.
+    Takes [B, …] with `inputs` values per sample, returns [B, outputs]. Initial weights are those of nn.Linear.
     """
     from ddpforge.builtin.models.mlp import MLP
 
@@ -59,10 +59,10 @@ def cnn(
         float, Field(ge=0, lt=1, description="Probability of zeroing a feature before the last layer.")
     ] = 0.0,
 ) -> nn.Module:
-    """Four 3 x 3 convolutions with BatchNorm, one halving of the image, the mean over pixels, a linear layer.
+    """Builds a CNN: four 3 x 3 convolutions with BatchNorm, one max-pooling, the mean over pixels, a linear layer.
 
-    Takes [B, channels_in, H, W], any H and W from 2 on, and gives logits [B, classes]. Initial weights are
-    those of torch's layers.
+    Takes [B, channels_in, H, W] with H and W of at least 2, returns logits [B, classes]. Initial weights are those of
+    torch's layers.
     """
     from ddpforge.builtin.models.cnn import CNN
 
@@ -76,12 +76,12 @@ def unet(
     width: Annotated[
         _Channels, Field(description="Channels of the first stage; each further one has twice as many.")
     ] = 16,
-    depth: Annotated[int, Field(ge=1, le=8, description="How often the image is halved.")] = 2,
+    depth: Annotated[int, Field(ge=1, le=8, description="Number of times that the image is halved.")] = 2,
 ) -> nn.Module:
-    """Halves the image `depth` times, then doubles it again, each time beside what it was on the way down.
+    """Builds a U-Net: halves the image `depth` times, then doubles it again with skip connections.
 
-    Takes [B, channels_in, H, W], H and W divisible by 2^depth, and gives logits [B, classes, H, W]. There is no
-    BatchNorm: results are the same on any number of ranks. Ronneberger et al. 2015, arXiv:1505.04597.
+    Takes [B, channels_in, H, W] with H and W divisible by 2^depth, returns logits [B, classes, H, W]. It has no
+    BatchNorm, so results are the same on any number of ranks. Ronneberger et al. 2015, arXiv:1505.04597.
     """
     from ddpforge.builtin.models.unet import UNet
 
@@ -90,14 +90,16 @@ def unet(
 
 def denoiser(
     *,
-    channels: Annotated[_Count, Field(description="Channels of an image.")] = 1,
-    width: Annotated[int, Field(ge=8, le=2**16, multiple_of=8, description="Channels within.")] = 32,
-    layers: Annotated[_Count, Field(description="Residual blocks.")] = 3,
+    channels: Annotated[_Count, Field(description="Number of channels of an image.")] = 1,
+    width: Annotated[
+        int, Field(ge=8, le=2**16, multiple_of=8, description="Number of channels of hidden layers.")
+    ] = 32,
+    layers: Annotated[_Count, Field(description="Number of residual blocks.")] = 3,
 ) -> nn.Module:
-    """Images [B, channels, H, W] and times [B] from 0 to 1 → the noise in them, of the images' shape.
+    """Builds a denoiser: takes images [B, channels, H, W] and times [B] from 0 to 1, returns the noise, same shape.
 
-    Residual blocks of two convolutions each, scaled and shifted by the time between them. No pooling: what is farther
-    apart than four pixels a block is not seen together.
+    Residual blocks of two convolutions each; between them, activations are scaled and shifted depending on the time.
+    There is no pooling: each block extends the receptive field by two pixels in each direction.
     """
     from ddpforge.builtin.models.denoiser import Denoiser
 
@@ -107,11 +109,11 @@ def denoiser(
 def gan(
     *,
     shape: Annotated[Sequence[_Size], Field(min_length=1, description="Shape of an image, with values 0 to 1.")],
-    latent: Annotated[_Size, Field(description="Values of noise that an image is made of.")] = 32,
+    latent: Annotated[_Size, Field(description="Number of noise values per generated image.")] = 32,
     width: Annotated[_Size, Field(description="Width of the hidden layers.")] = 256,
     dropout: Annotated[float, Field(ge=0, lt=1, description="Dropout of the discriminator's hidden layers.")] = 0.5,
 ) -> nn.Module:
-    """Two networks in one model, `generator` and `discriminator`: a forward pass says which of them it is of."""
+    """Builds a GAN: two networks in one model. Each forward pass names one: `generator` or `discriminator`."""
     from ddpforge.builtin.models.gan import GAN
 
     return GAN(shape=shape, latent=latent, width=width, dropout=dropout)
@@ -126,28 +128,28 @@ def gpt(
     width: _Width = 128,
     dropout: _Dropout = 0.0,
     tie_embeddings: Annotated[
-        bool, Field(description="Use the token embedding as the weights of the output layer too.")
+        bool, Field(description="Use the token embedding also as the weights of the output layer.")
     ] = True,
     bias: Annotated[bool, Field(description="Give linear layers and LayerNorms a bias.")] = True,
     causal: Annotated[
-        bool, Field(description="Let a position see only itself and what came before; else it sees everything.")
+        bool, Field(description="Attend only to the position itself and earlier ones; else to all positions.")
     ] = True,
     classes: Annotated[
         int | None,
-        Field(ge=2, le=2**20, description="Give logits of N classes per sequence, not of tokens."),
+        Field(ge=2, le=2**20, description="Return logits of N classes per sequence, not of tokens."),
     ] = None,
 ) -> nn.Module:
-    """Predicts the next token at every position: [B, T] int64 → logits [B, T, vocab_size], T ≤ block_size.
+    """Builds a GPT, which predicts the next token: [B, T] int64 → logits [B, T, vocab_size], T ≤ block_size.
 
-    With `classes` it is a head on the mean over positions instead: logits [B, classes].
+    With `classes` it returns logits [B, classes] of a head on the mean over positions instead.
 
-    Initial weights are N(0, 0.02²), those of the layers that write to the residual stream scaled down by
-    √(2·layers); biases are zero. Every layer initialises itself in its own `reset_parameters`, so that
-    calling those initialises a model that was built on the meta device. With tied embeddings the output layer
-    has no parameter of its own: one used twice cannot come apart when modules are materialised or sharded.
+    Initial weights are N(0, 0.02²), divided by √(2·layers) in layers that write to the residual stream; biases are
+    zero. Every layer initializes its weights in `reset_parameters`, so these methods also initialize a model that was
+    built on the meta device. With tied embeddings the output layer has no parameter of its own.
 
-    Raises ValueError when `heads` does not divide `width`.
+    Raises ValueError if `heads` does not divide `width`.
     """
+
     from ddpforge.builtin.models.gpt import GPT
 
     return GPT(
@@ -172,18 +174,21 @@ def moe_gpt(
     heads: _Heads = 4,
     width: _Width = 128,
     dropout: _Dropout = 0.0,
-    experts: Annotated[int, Field(ge=2, le=4096, description="Experts per block.")] = 8,
-    active: Annotated[int, Field(ge=1, le=64, description="Experts that a token uses; fewer than `experts`.")] = 2,
+    experts: Annotated[int, Field(ge=2, le=4096, description="Number of experts per block.")] = 8,
+    active: Annotated[int, Field(ge=1, le=64, description="Number of experts per token; less than `experts`.")] = 2,
     capacity: Annotated[
         float,
-        Field(gt=0, le=4096, description="Places of an expert, in even shares of a sequence's choices."),
+        Field(
+            gt=0, le=4096, description="Capacity of an expert, as a multiple of its even share of a sequence's choices."
+        ),
     ] = 1.5,
 ) -> nn.Module:
-    """Predicts the next token at every position: [B, T] int64 → `Routed`, for the task `moe_language_modelling`.
+    """Builds a mixture-of-experts GPT: [B, T] int64 → `Routed`, for the task `moe_language_modelling`.
 
-    Each token goes to its `active` most probable experts. An expert has places for `capacity` times its even share of a
-    sequence's choices; earlier tokens come first, and what finds no place passes the layer by. Routing looks at each
-    sequence by itself: what is dropped, and how even experts are used, depends neither on ranks nor on micro-batches.
+    Each token is routed to its `active` most probable experts. An expert accepts `capacity` times its even share of a
+    sequence's choices, earlier tokens first. Choices beyond the capacity are dropped: their expert adds nothing to the
+    residual stream. Each sequence is routed separately, so dropped choices and expert usage do not depend on ranks or
+    micro-batches.
     """
     from ddpforge.builtin.models.moe import MoEGPT
 

@@ -1,4 +1,4 @@
-"""A small convolutional network for images of 8 x 8 to 32 x 32 pixels."""
+"""Small convolutional network for images of 8 x 8 to 32 x 32 pixels."""
 
 from typing import ClassVar
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class CNN(nn.Module):
-    """The model `cnn`; `builders.cnn` documents its options."""
+    """Model `cnn`; `builders.cnn` documents its options."""
 
     pipeline: ClassVar = ("enter", "features", "classifier")
 
@@ -26,12 +26,12 @@ class CNN(nn.Module):
         self.classifier = nn.Sequential(nn.Dropout(dropout), nn.Linear(2 * width, classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] → [B, classes]; raises ValueError when C is not `channels_in`."""
+        """Maps [B, C, H, W] → [B, classes]; raises ValueError if C is not `channels_in`."""
         logits: Tensor = self.classifier(self.features(self.enter(images)))
         return logits
 
     def enter(self, images: Tensor) -> Tensor:
-        """The images as they are."""
+        """Returns the images unchanged; raises ValueError if their shape does not fit."""
         if images.ndim != 4 or images.shape[1] != self.channels_in:
             raise ValueError(
                 f"CNN(channels_in = {self.channels_in}) got a batch of shape {list(images.shape)};"
@@ -41,6 +41,7 @@ class CNN(nn.Module):
 
 
 def _convolution(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
-    """Convolution without a bias, which the BatchNorm behind it would cancel."""
+    """Returns a convolution, BatchNorm and ReLU."""
+    # No bias: the BatchNorm would cancel it.
     convolution = nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False)
     return convolution, nn.BatchNorm2d(channels_out), nn.ReLU()

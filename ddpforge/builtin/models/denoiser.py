@@ -1,4 +1,4 @@
-"""A small convolutional network that tells the noise in small images at a time."""
+"""Small convolutional network that predicts the noise in small images, for diffusion."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Denoiser(nn.Module):
-    """The model `denoiser`; `builders.denoiser` documents its options."""
+    """Model `denoiser`; `builders.denoiser` documents its options."""
 
     def __init__(self, *, channels: int = 1, width: int = 32, layers: int = 3) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Denoiser(nn.Module):
         self.last = nn.Sequential(nn.GroupNorm(8, width), nn.SiLU(), nn.Conv2d(width, channels, 3, padding=1))
 
     def forward(self, images: Tensor, times: Tensor) -> Tensor:
-        """The predicted noise."""
+        """Returns the predicted noise."""
         when = self.time(_waves(times, self.first.out_channels))
         x = self.first(images)
         for block in self.blocks:
@@ -37,13 +37,13 @@ class _Block(nn.Module):
     def forward(self, x: Tensor, when: Tensor) -> Tensor:
         scale, shift = self.time(when)[..., None, None].chunk(2, dim=1)
         y = self.layers[0](F.silu(self.norms[0](x)))
-        # After the norm, which would take a shift of whole channels away again.
+        # After the norm, because the norm would cancel a shift of whole channels.
         out: Tensor = x + self.layers[1](F.silu(self.norms[1](y) * (1 + scale) + shift))
         return out
 
 
 def _waves(times: Tensor, width: int) -> Tensor:
-    """Sines and cosines of the times, [B, width]: from one wave to about a thousand."""
+    """Returns sines and cosines of the times, [B, width], with angular frequencies from 1 to 1000."""
     rates = torch.exp(torch.linspace(0, math.log(1000), width // 2, device=times.device))
     angles = times[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -1,4 +1,4 @@
-"""A generator and a discriminator of two layers each, for small images."""
+"""GAN for small images: generator and discriminator with two hidden layers each."""
 
 from collections.abc import Sequence
 from math import prod
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class GAN(nn.Module):
-    """The model `gan`; `builders.gan` documents its options."""
+    """Model `gan`; `builders.gan` documents its options."""
 
     def __init__(self, *, shape: Sequence[int], latent: int = 32, width: int = 256, dropout: float = 0.5) -> None:
         super().__init__()
@@ -23,6 +23,6 @@ class GAN(nn.Module):
         )
 
     def forward(self, part: Literal["generator", "discriminator"], x: Tensor) -> Tensor:
-        """Noise [B, latent] → images [B, *shape] for the generator; images → scores [B, 1] for the discriminator."""
+        """Maps noise [B, latent] → images [B, *shape] (generator), or images → scores [B, 1] (discriminator)."""
         found: Tensor = (self.generator if part == "generator" else self.discriminator)(x)
         return found

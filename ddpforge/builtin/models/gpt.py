@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the manner of GPT-2 (Radford et al. 2019): pre-norm, learnt positions."""
+"""Decoder-only transformer like GPT-2 (Radford et al. 2019): pre-norm, learned positions."""
 
 import math
 from bisect import bisect
@@ -14,10 +14,10 @@ _STD = 0.02  # of all initial weights, as in GPT-2
 
 
 class GPT(nn.Module):
-    """The model `gpt`; `builders.gpt` documents its options."""
+    """Model `gpt`; `builders.gpt` documents its options."""
 
     repeated: ClassVar[tuple[str, ...]] = ("blocks",)
-    """The `nn.ModuleList`s whose members make up most of the model: what a strategy shards one by one."""
+    """Names of `nn.ModuleList`s with most of the model's parameters; strategies shard their members one by one."""
 
     tensor_plan: Mapping[str, str] = {
         "tokens": "vocabulary",
@@ -30,7 +30,7 @@ class GPT(nn.Module):
         "norm": "sequence",
         "head": "logits",
     }
-    """The styles in which ranks of tensor parallelism share layers."""
+    """Styles in which tensor parallelism shards the layers."""
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class GPT(nn.Module):
             self._block(width, heads, dropout, bias, residual_std, causal) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width, bias=bias)
+        # A tied layer has no parameter: two tied parameters may diverge when modules are materialized or sharded.
         self.head: nn.Module = _Tied()
         self.classes = classes
-        if classes is not None:  # of the mean over positions, all of which a rank then needs
+        if classes is not None:  # the head needs the mean over all positions on each rank
             self.tensor_plan = {key: word for key, word in self.tensor_plan.items() if key != "head"}
             self.tensor_plan["norm"] = "gather"
             self.outputs = classes
@@ -72,7 +73,7 @@ class GPT(nn.Module):
 
     @property
     def pipeline(self) -> tuple[str | tuple[str, ...], ...]:
-        """The steps of a forward pass, in their order: where a pipeline may cut."""
+        """Returns the steps of a forward pass in order; pipeline stages may start at each of them."""
         last = "tokens" if isinstance(self.head, _Tied) else "head"
         return (("enter", "tokens", "positions"), "blocks", ("leave", "norm", last))
 
@@ -81,14 +82,14 @@ class GPT(nn.Module):
 
     @property
     def takes_score(self) -> bool:
-        """True if the output layer is one product with its weights, which `score` can be given: no adapter is in it."""
+        """True if `score` is supported: the output layer is a single product with its weights, without an adapter."""
         return self.classes is None and isinstance(self.head, _Tied | _Linear)
 
     def forward(self, tokens: Tensor, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """[B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError when T exceeds `block_size`.
+        """Maps [B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError if T exceeds `block_size`.
 
-        With `score` it is, in place of logits, what that makes of the hidden states [B, T, width] and the weights of
-        the output layer [vocab_size, width].
+        With `score` it returns `score(hidden, weight)` instead of logits, for the hidden states [B, T, width] and the
+        weights of the output layer [vocab_size, width].
         """
         x = self.enter(tokens)
         for block in self.blocks:
@@ -96,7 +97,7 @@ class GPT(nn.Module):
         return self.leave(x, score)
 
     def enter(self, tokens: Tensor) -> Tensor:
-        """[B, T] int64 → [B, T, width]: what the first block reads."""
+        """Maps tokens [B, T] int64 → the input of the first block [B, T, width]."""
         length = self.context.length(tokens.shape[1])
         if length > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than the model's block_size = {self.block_size}")
@@ -106,7 +107,7 @@ class GPT(nn.Module):
         return found
 
     def leave(self, x: Tensor, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """[B, T, width] → logits, or a score: what is made of what the last block writes."""
+        """Maps the output of the last block [B, T, width] → logits, or the result of `score`."""
         x = self.norm(x)
         if self.classes is not None:
             x = x.mean(dim=1)
@@ -119,15 +120,15 @@ class GPT(nn.Module):
 
 
 class _Tied(nn.Module):
-    """An output layer whose weights are another module's; a module of its own, so that plans can name it."""
+    """Output layer that uses the weights of another module; a separate module, so that plans can name it."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[..., width] → [..., vocab_size]."""
+        """Maps [..., width] → [..., vocab_size]."""
         return F.linear(x, weight)
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron; each reads a normalised copy of the stream and adds to it."""
+    """Transformer block: attention, then a two-layer MLP; each adds to the residual stream (pre-norm)."""
 
     def __init__(
         self, width: int, heads: int, dropout: float, bias: bool, residual_std: float, causal: bool = True
@@ -147,14 +148,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, width] → [B, T, width]."""
+        """Maps [B, T, width] → [B, T, width]."""
         x = x + self.attention(self.attention_norm(x))
         x = x + self.mlp(self.mlp_norm(x))
         return x
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; where it is `causal` a position sees itself and what came before."""
+    """Multi-head self-attention; if `causal`, positions attend only to themselves and earlier ones."""
 
     def __init__(
         self, width: int, heads: int, dropout: float, bias: bool, residual_std: float, causal: bool = True
@@ -167,8 +168,8 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, width] → [B, T, width]."""
-        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))  # as many heads as this rank has
+        """Maps [B, T, width] → [B, T, width]."""
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))  # only this rank's heads
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, head_dim]
         dropout = self.dropout.p if self.training else 0.0
         mixed = self.context.attention(q, k, v, causal=self.causal, dropout=dropout)
@@ -177,10 +178,10 @@ class Attention(nn.Module):
 
 
 class _Linear(nn.Linear):
-    """A linear layer that starts with N(0, std²) weights and zero biases."""
+    """Linear layer with initial weights N(0, std²) and zero biases."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float = _STD) -> None:
-        self.std = std  # first, because nn.Linear initialises itself
+        self.std = std  # first, because nn.Linear's constructor calls reset_parameters
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -190,14 +191,14 @@ class _Linear(nn.Linear):
 
 
 class _Embedding(nn.Embedding):
-    """An embedding that starts with N(0, 0.02²) weights."""
+    """Embedding with initial weights N(0, 0.02²)."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=_STD)
 
 
 def _nearest(width: int, heads: int) -> str:
-    """Names the numbers of heads, near `heads`, that divide `width`."""
+    """Returns a hint with the numbers of heads closest to `heads` that divide `width`."""
     divisors = [n for n in range(1, width + 1) if width % n == 0]
     above = bisect(divisors, heads)
     nearest = " or ".join(map(str, divisors[max(0, above - 1) : above + 1]))

@@ -1,4 +1,4 @@
-"""Low-rank adapters in any model, through peft."""
+"""Low-rank adapters (LoRA) in any model, with peft."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -12,19 +12,19 @@ from torch import nn
 from ddpforge.errors import EnvironmentProblem, UsageError
 
 _Rank = Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")]
-_Alpha = Annotated[float, Field(gt=0, le=1e6, description="What adapters add is multiplied by alpha / r.")]
+_Alpha = Annotated[float, Field(gt=0, le=1e6, description="The adapters' output is multiplied by alpha / r.")]
 _Dropout = Annotated[float, Field(ge=0, lt=1, description="Dropout before the adapters.")]
 _Targets = Annotated[
     Sequence[Annotated[str, Field(min_length=1)]],
-    Field(min_length=1, description='Linear layers to adapt, by the ends of their names, e.g. ["q_proj"].'),
+    Field(min_length=1, description='Linear layers to adapt, by the last parts of their names, e.g. ["q_proj"].'),
 ]
 _Train = Annotated[
-    Sequence[str], Field(description='Parameters to train as they are, as globs, e.g. a new head: ["score.*"].')
+    Sequence[str], Field(description='Globs of parameters to train without adapters, e.g. a new head: ["score.*"].')
 ]
 
 
 class Adapters(BaseModel):
-    """The options of `lora` without the base: for a model that takes them as one option of its own."""
+    """Options of `lora` without the base model, for models that have adapters as an option."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -35,29 +35,32 @@ class Adapters(BaseModel):
     train: _Train = ()
 
     def put_into(self, base: nn.Module) -> nn.Module:
-        """Freezes `base` and puts the adapters into it, as `lora` does; raises what that raises."""
+        """Freezes `base` and inserts the adapters, as `lora` does; raises the same errors."""
         return lora(base=base, **dict(self))
 
 
 class _OnMeta(UsageError, NotImplementedError):
-    """Adapters begin at zero; initialised like other layers, on the meta device, they would not."""
+    """Error for adapters on the meta device: initialized like other layers, they would not start at zero."""
 
 
 def lora(
     *,
-    base: Annotated[nn.Module, Field(description="The model to adapt, with the weights that it is to keep.")],
+    base: Annotated[nn.Module, Field(description="Model to adapt, with its pretrained weights.")],
     r: _Rank = 8,
     alpha: _Alpha = 16,
     dropout: _Dropout = 0.0,
     targets: _Targets,
     train: _Train = (),
 ) -> nn.Module:
-    """The base model, frozen, in which a linear layer W x becomes W x + alpha / r * B A x; A and B are trained.
+    """Returns the frozen base model with adapters: a linear layer W x becomes W x + alpha / r * B A x, A and B trained.
 
-    A layer's weight is then called `….base_layer.weight`; `ddpforge export --merge` folds the adapters into it and
-    gives it its old name. See Hu et al., "LoRA" (2021), and https://huggingface.co/docs/peft.
+    The layer's weight is then called `….base_layer.weight`. `ddpforge export --merge` merges the adapters into the
+    weight and restores its name. See Hu et al., "LoRA" (2021), and https://huggingface.co/docs/peft.
 
-    Raises ValueError for targets that are not there or not linear, and for a glob that names nothing.
+    Raises:
+        ValueError: A target does not exist or is not linear, or a glob matches no parameter.
+        UsageError: `base` is on the meta device.
+        EnvironmentProblem: peft is not installed.
     """
     peft = _peft()
     if any(parameter.is_meta for parameter in base.parameters()):
@@ -80,9 +83,9 @@ def lora(
 
 
 def _note_scaling(name: str, layer: Any) -> None:
-    """Puts into the layer's state what is needed to fold its adapter into its weight."""
+    """Adds buffers that `ddpforge export --merge` needs to merge the adapter into the layer's weight."""
     if "default" not in layer.lora_A:
-        raise ValueError(f"{name} is a {type(layer.get_base_layer()).__name__}, and only linear layers are adapted")
+        raise ValueError(f"{name} is a {type(layer.get_base_layer()).__name__}, but only linear layers can be adapted")
     layer.register_buffer("lora_scaling", torch.tensor(float(layer.scaling["default"])))
     if getattr(layer, "fan_in_fan_out", False):  # the linear layers of GPT-2 have [inputs, outputs]
         layer.register_buffer("lora_transposed", torch.tensor(1, dtype=torch.uint8))
@@ -93,5 +96,5 @@ def _peft() -> Any:
         return import_module("peft")
     except ModuleNotFoundError as error:
         raise EnvironmentProblem(
-            "the model `lora` needs peft, which is not installed", hints=["pip install 'ddpforge[lora]'"]
+            "the model `lora` needs peft, but it is not installed", hints=["pip install 'ddpforge[lora]'"]
         ) from error

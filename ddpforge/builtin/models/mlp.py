@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: the smallest model for flat or flattened inputs."""
+"""Multi-layer perceptron for flat or flattened inputs."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,7 +10,7 @@ _ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Ta
 
 
 class MLP(nn.Module):
-    """The model `mlp`; `builders.mlp` documents its options."""
+    """Model `mlp`; `builders.mlp` documents its options."""
 
     pipeline: ClassVar = ("enter", "layers")
 
@@ -33,12 +33,12 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, …] → [B, outputs]; raises ValueError when a sample does not hold `inputs` values."""
+        """Maps [B, …] → [B, outputs]; raises ValueError if a sample does not have `inputs` values."""
         logits: Tensor = self.layers(self.enter(x))
         return logits
 
     def enter(self, x: Tensor) -> Tensor:
-        """[B, …] → [B, inputs]."""
+        """Flattens [B, …] → [B, inputs]; raises ValueError if a sample does not have `inputs` values."""
         flat = x.flatten(1)
         if flat.shape[1] != self.inputs:
             raise ValueError(

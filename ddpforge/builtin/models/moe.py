@@ -1,4 +1,4 @@
-"""A GPT whose perceptrons are mixtures of experts (Shazeer et al. 2017; Fedus et al. 2021): tokens use a few."""
+"""GPT with mixtures of experts instead of MLPs (Shazeer et al. 2017; Fedus et al. 2021)."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ _STD = 0.02
 
 
 class Routed(NamedTuple):
-    """Logits [B, T, vocab_size], and of each sequence, as a mean over layers: how even experts are used, what is lost.
+    """Output of `MoEGPT`: logits [B, T, vocab_size], and two measures per sequence, averaged over layers.
 
-    `balance` [B] is 1 where experts are used evenly and up to their number where they are not (Fedus et al. 2021,
-    equation 4); it has gradients. `dropped` [B] is the share of a sequence's choices for which an expert had no place.
+    `balance` [B] is 1 if experts are used evenly, and up to the number of experts if not (Fedus et al. 2021, equation
+    4); it has gradients. `dropped` [B] is the fraction of a sequence's choices that exceed an expert's capacity.
     """
 
     logits: Tensor
@@ -26,7 +26,7 @@ class Routed(NamedTuple):
 
 
 class MoEGPT(GPT):
-    """The model `moe_gpt`; `builders.moe_gpt` documents its options."""
+    """Model `moe_gpt`; `builders.moe_gpt` documents its options."""
 
     tensor_plan = {}  # noqa: RUF012
     takes_score = False
@@ -55,7 +55,7 @@ class MoEGPT(GPT):
         return MixtureBlock(*form, mixture=self.mixture)
 
     def forward(self, tokens: Tensor) -> Routed:  # type: ignore[override]
-        """[B, T] int64 → `Routed`."""
+        """Maps [B, T] int64 → `Routed`."""
         x = self.enter(tokens)
         usage = x.new_zeros(len(x), 2, dtype=torch.float32)
         for block in self.blocks:
@@ -66,7 +66,7 @@ class MoEGPT(GPT):
 
 
 class MixtureBlock(Block):
-    """Attention, then a mixture of experts; also tells how evenly these were used."""
+    """Transformer block: attention, then a mixture of experts; also returns the experts' usage."""
 
     def __init__(
         self,
@@ -86,14 +86,14 @@ class MixtureBlock(Block):
         return Mixture(*self._form)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """[B, T, width] → [B, T, width], and the balance and the dropped share of each sequence: [B, 2]."""
+        """Maps [B, T, width] → [B, T, width], and balance and dropped fraction of each sequence: [B, 2]."""
         x = x + self.attention(self.attention_norm(x))
         mixed, usage = self.mlp(self.mlp_norm(x))
         return x + mixed, usage
 
 
 class Mixture(nn.Module):
-    """A router and its experts."""
+    """Mixture of experts: a router and its experts."""
 
     def __init__(
         self, width: int, dropout: float, residual_std: float, experts: int, active: int, capacity: float
@@ -105,7 +105,7 @@ class Mixture(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, width] → [B, T, width], and the balance and the dropped share of each sequence: [B, 2]."""
+        """Maps [B, T, width] → [B, T, width], and balance and dropped fraction of each sequence: [B, 2]."""
         batch, length, width = x.shape
         shares = self.router(x).float().softmax(-1)  # [B, T, experts]
         weights, chosen = shares.topk(self.active)  # [B, T, active]
@@ -114,35 +114,37 @@ class Mixture(nn.Module):
         experts = shares.shape[-1]
         places = math.ceil(self.capacity * self.active * length / experts)
         choices = F.one_hot(chosen.flatten(1), experts)  # [B, T·active, experts], earlier tokens first
-        number = (choices.cumsum(1) - choices).gather(2, chosen.flatten(1)[..., None])[..., 0]  # of those before
+        number = (choices.cumsum(1) - choices).gather(2, chosen.flatten(1)[..., None])[
+            ..., 0
+        ]  # index among the choices of the same expert
         kept = number < places
-        nowhere = experts * places  # a place of nobody's
+        nowhere = experts * places  # extra slot for dropped choices
         place = torch.where(kept, chosen.flatten(1) * places + number, nowhere)  # [B, T·active]
 
         slots = self._dealt(x, place, nowhere).view(batch, experts, places, width)
         outputs = self.experts(slots.transpose(0, 1).flatten(1, 2))  # [experts, B·places, width]
         outputs = outputs.view(experts, batch, places, width).transpose(0, 1).flatten(1, 2)
-        outputs = F.pad(outputs, (0, 0, 0, 1))  # what went nowhere comes back as zeros
+        outputs = F.pad(outputs, (0, 0, 0, 1))  # dropped choices read zeros
         found = outputs.gather(1, place[..., None].expand(-1, -1, width)).view(batch, length, self.active, width)
         mixed: Tensor = self.dropout((found * weights[..., None].to(found.dtype)).sum(2))
         return mixed, self._usage(shares, choices, kept)
 
     def _dealt(self, x: Tensor, place: Tensor, nowhere: int) -> Tensor:
-        """The tokens at their places; empty ones are zeros: [B, experts·places, width]."""
+        """Returns the tokens in the experts' slots, [B, experts·places, width]; empty slots are zeros."""
         batch, length, width = x.shape
         token = torch.arange(length, device=x.device).repeat_interleave(self.active).expand(batch, -1)
         whose = torch.full((batch, nowhere + 1), length, device=x.device).scatter(1, place, token)[:, :nowhere]
         return F.pad(x, (0, 0, 0, 1)).gather(1, whose[..., None].expand(-1, -1, width))
 
     def _usage(self, shares: Tensor, choices: Tensor, kept: Tensor) -> Tensor:
-        """Of each sequence, the balance and the dropped share: [B, 2]."""
+        """Returns balance and dropped fraction of each sequence: [B, 2]."""
         used = choices.float().mean(1)
         balance = shares.shape[-1] * (used * shares.mean(1)).sum(-1)
         return torch.stack([balance, 1 - kept.float().mean(1)], dim=1)
 
 
 class ExpertLayers(nn.Module):
-    """The perceptrons of all experts, each of two layers without biases."""
+    """MLPs of all experts, each with two layers without biases."""
 
     def __init__(self, experts: int, width: int, residual_std: float) -> None:
         super().__init__()
@@ -153,12 +155,12 @@ class ExpertLayers(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws initial weights, as other layers of the model do."""
+        """Initializes the weights like those of the model's other layers."""
         nn.init.normal_(self.up, std=_STD)
         nn.init.normal_(self.down, std=self.residual_std)
 
     def forward(self, slots: Tensor) -> Tensor:
-        """[experts, n, width] → the same; n tokens for each expert."""
+        """Maps [experts, n, width] → [experts, n, width], with n tokens for each expert."""
         return self.experts.compute(slots, self._compute)
 
     def _compute(self, slots: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ class ExpertLayers(nn.Module):
 
 
 class _Router(nn.Linear):
-    """A linear layer that starts with N(0, 0.02²) weights."""
+    """Linear layer with initial weights N(0, 0.02²)."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=_STD)

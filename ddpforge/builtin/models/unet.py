@@ -1,4 +1,4 @@
-"""A small U-Net: logits for each pixel of images of any size."""
+"""Small U-Net: logits for each pixel of an image."""
 
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class UNet(nn.Module):
-    """The model `unet`; `builders.unet` documents its options."""
+    """Model `unet`; `builders.unet` documents its options."""
 
     def __init__(self, *, classes: int, channels_in: int = 1, width: int = 16, depth: int = 2) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class UNet(nn.Module):
         self.last = nn.Conv2d(width, classes, kernel_size=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] → [B, classes, H, W]; raises ValueError for images that cannot be halved so often."""
+        """Maps [B, C, H, W] → [B, classes, H, W]; raises ValueError if C, H or W do not fit."""
         if images.ndim != 4 or images.shape[1] != self.channels_in or any(n % 2**self.depth for n in images.shape[2:]):
             raise ValueError(
                 f"UNet(channels_in = {self.channels_in}, depth = {self.depth}) got a batch of shape {[*images.shape]}; "

@@ -1,4 +1,4 @@
-"""torchvision's classifiers by name, untrained, with a head of the wanted size."""
+"""Untrained classifiers of torchvision, by name."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pydantic import Field
 if TYPE_CHECKING:
     from torch import nn
 
-# Unless told otherwise they return auxiliary outputs beside the logits, and warn about their initial weights.
+# By default these return auxiliary outputs in addition to the logits, and warn about their initial weights.
 _WITH_AUXILIARY_OUTPUTS = {"googlenet", "inception_v3"}
 
-# The steps of its forward pass, of which layers are lists of blocks.
+# Steps of ResNet's forward pass; `layer1` to `layer4` are lists of blocks.
 _RESNET = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "flat", "fc")
 
 
 def torchvision_model(
     *,
-    arch: Annotated[str, Field(max_length=200, description='A torchvision classifier, e.g. "resnet50".')],
+    arch: Annotated[str, Field(max_length=200, description='Classifier of torchvision, e.g. "resnet50".')],
     classes: Annotated[int, Field(ge=1, le=2**20, description="Number of classes.")],
     options: Annotated[
         Mapping[str, Any],
         Field(description="Keywords of the architecture, e.g. { image_size = 32 } for a ViT."),
     ] = {},
 ) -> nn.Module:
-    """An untrained classifier: [B, 3, H, W] → logits [B, classes].
+    """Builds an untrained classifier of torchvision: [B, 3, H, W] → logits [B, classes].
 
-    Raises ValueError for an unknown architecture and for options that its builder refuses.
+    Raises ValueError for an unknown architecture, and for options that the architecture does not accept.
     """
     from torch import nn
     from torchvision import models
@@ -49,6 +49,6 @@ def torchvision_model(
         raise ValueError(f"torchvision cannot build `{arch}` with options {dict(options)}: {error}") from error
     model.outputs = classes  # type: ignore[assignment]  # any attribute may be set on a module
     if type(model) is models.ResNet:
-        model.flat = nn.Flatten()  # which torchvision calls as a function; it has no state
+        model.flat = nn.Flatten()  # torchvision calls torch.flatten instead; the module has no state
         model.pipeline = _RESNET  # type: ignore[assignment]
     return model

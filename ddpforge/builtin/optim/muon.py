@@ -1,4 +1,4 @@
-"""Muon, for hidden layers' matrices, which may be sharded."""
+"""Muon optimizer for the matrices of hidden layers, which may be sharded."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ def muon(
     ns_steps: Annotated[int, Field(ge=1, lt=100, description="Newton-Schulz iterations.")] = 5,
     adjust_lr: Annotated[
         Literal["original", "match_rms_adamw"],
-        Field(description="How the rate depends on a matrix's shape; \"match_rms_adamw\" takes rates like AdamW's."),
+        Field(description="Scaling of the rate by the matrix's shape; \"match_rms_adamw\" allows AdamW's rates."),
     ] = "original",
 ) -> Muon:
-    """torch's Muon (Jordan, 2024): updates are momentum, made orthogonal. `params` are parameter groups.
+    """Returns `torch.optim.Muon` (Jordan, 2024), which orthogonalizes the momentum. `params` are parameter groups.
 
-    For the matrices of hidden layers; use another optimizer for all else, embeddings and the last layer too. Under a
-    strategy that shards weights, each rank gathers a matrix, its gradient and its momentum, computes the update of the
-    whole and keeps its own rows: the same numbers as on one rank. Raises ValueError for what is no matrix.
+    Use it for the matrices of hidden layers, and another optimizer for all other parameters, including embeddings and
+    the last layer. With sharded weights, each rank all-gathers a matrix, its gradient and its momentum, computes the
+    whole update and keeps its own rows. The result is the same as on one rank.
+
+    Raises:
+        ValueError: A parameter is not a matrix.
     """
     from ddpforge.builtin.optim.whole_matrices import WholeMatrices
 
@@ -39,7 +42,8 @@ def muon(
         for name, parameter in zip(group.get("names", ()), group["params"], strict=False):
             if parameter.ndim != 2:
                 raise ValueError(
-                    f'Muon is for matrices, and `{name}` has the shape {list(parameter.shape)}; choose them by "2d"'
+                    f"Muon is for matrices, but `{name}` has the shape {list(parameter.shape)}; "
+                    'select the matrices with "2d"'
                 )
     return WholeMatrices(
         params,

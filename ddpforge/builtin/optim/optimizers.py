@@ -1,6 +1,6 @@
-"""The two optimizers that most recipes use, with torch's fused kernels where they apply.
+"""AdamW and SGD, with torch's fused kernels if possible.
 
-Any other is named by its class, e.g. `use = "torch.optim:RMSprop"`.
+Recipes name any other optimizer by its class, e.g. `use = "torch.optim:RMSprop"`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _LearningRate = Annotated[
     float, Field(ge=1e-15, le=1000, description="Learning rate; the schedule multiplies it by its factor.")
 ]
 _WeightDecay = Annotated[
-    float, Field(ge=0, le=1000, description="Weight decay of all parameters but those in `no_decay`.")
+    float, Field(ge=0, le=1000, description="Weight decay of all parameters except those in `no_decay`.")
 ]
 _Fused = Annotated[
     Literal["auto"] | bool,
-    Field(description='Update all weights in one kernel; "auto": where torch has it, on CPU and CUDA.'),
+    Field(description='Update all weights in one kernel; "auto": if torch supports it (CPU and CUDA).'),
 ]
 _Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -37,7 +37,7 @@ def adamw(
     weight_decay: _WeightDecay = 0.01,
     fused: _Fused = "auto",
 ) -> AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019); `params` are parameter groups."""
+    """Returns `torch.optim.AdamW` (Loshchilov and Hutter, 2019); `params` are parameter groups."""
     from torch.optim import AdamW
 
     fused = _can_fuse(params) if fused == "auto" else fused
@@ -53,16 +53,16 @@ def sgd(
     weight_decay: _WeightDecay = 0.0,
     fused: _Fused = "auto",
 ) -> SGD:
-    """Stochastic gradient descent; `params` are parameter groups.
+    """Returns `torch.optim.SGD`; `params` are parameter groups.
 
-    Raises ValueError for `fused` on sharded weights, for which torch has no fused kernel.
+    Raises ValueError for `fused = true` with sharded weights, because torch has no fused kernel for them.
     """
     from torch import Tensor
     from torch.optim import SGD
 
     sharded = any(type(parameter.data) is not Tensor for group in params for parameter in group["params"])  # DTensor
     if fused is True and sharded:
-        raise ValueError("torch has no fused SGD for sharded weights; leave `fused` out")
+        raise ValueError("torch has no fused SGD for sharded weights; remove `fused`")
     fused = (_can_fuse(params) and not sharded) if fused == "auto" else fused
     return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=fused)
 

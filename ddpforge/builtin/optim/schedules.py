@@ -1,9 +1,9 @@
 """Learning-rate schedules: functions from the step to the factor on the recipe's learning rate.
 
-Each takes the run's `Horizon`, T steps long, and returns `factor(s)`, s being 0 at the first optimizer step.
-Nothing else enters: not the number of ranks, nor of micro-batches, nor a resume. Every schedule begins with
-W = `warmup` steps in which the factor is (s + 1) / W; its own formula holds from step W on. A step beyond the
-run gets the last factor.
+Each takes the run's `Horizon` of T steps, and returns `factor(s)`; s is 0 at the first optimizer step. The factor
+depends on nothing else: not on the world size, gradient accumulation or a resume. Every schedule starts with
+W = `warmup` steps in which the factor is (s + 1) / W. Its own formula applies from step W on. Steps after the end of
+the run have the last factor.
 """
 
 import logging
@@ -19,30 +19,28 @@ from ddpforge.interfaces import Duration, Horizon, Schedule
 
 log = logging.getLogger("ddpforge")
 
-_Warmup = Annotated[Duration, Field(description="How long to rise linearly to the full learning rate.")]
-_Final = Annotated[
-    float, Field(ge=0, le=1, description="The factor at the last step, a fraction of the learning rate.")
-]
+_Warmup = Annotated[Duration, Field(description="Duration of the linear rise to the full learning rate.")]
+_Final = Annotated[float, Field(ge=0, le=1, description="Factor at the last step, a fraction of the learning rate.")]
 _NONE = Duration(0, "st")
 
 
 def constant(horizon: Horizon, *, warmup: _Warmup = _NONE) -> Schedule:
-    """1 at every step. Raises ValueError when the warm-up is not shorter than the run."""
+    """Returns the factor 1 at every step. Raises ValueError if the warm-up is not shorter than the run."""
     return _after_warmup(_warmup_steps(horizon, warmup), lambda s: 1.0)
 
 
 def linear(horizon: Horizon, *, warmup: _Warmup = _NONE, final: _Final = 0.0) -> Schedule:
-    """1 - (1 - final) · p with p = (s - W) / (T - 1 - W): 1 at step W, `final` at the last step.
+    """Returns 1 - (1 - final) · p with p = (s - W) / (T - 1 - W): 1 at step W, `final` at the last step.
 
-    Raises ValueError when the warm-up is not shorter than the run, or the run's length is a wall time.
+    Raises ValueError if the warm-up is not shorter than the run, or the run's length is a wall time.
     """
     return _fall(horizon, warmup, final, lambda p: 1 - p)
 
 
 def cosine(horizon: Horizon, *, warmup: _Warmup = _NONE, final: _Final = 0.0) -> Schedule:
-    """final + (1 - final) · (1 + cos πp) / 2 with p as for `linear`: 1 at step W, `final` at the last step.
+    """Returns final + (1 - final) · (1 + cos πp) / 2 with p as for `linear`: 1 at step W, `final` at the last step.
 
-    That of Loshchilov and Hutter, "SGDR" (2017), without restarts. Raises ValueError when the warm-up is not
+    Schedule of Loshchilov and Hutter, "SGDR" (2017), without restarts. Raises ValueError if the warm-up is not
     shorter than the run, or the run's length is a wall time.
     """
     return _fall(horizon, warmup, final, lambda p: (1 + math.cos(math.pi * p)) / 2)
@@ -53,51 +51,58 @@ def step(
     *,
     milestones: Annotated[
         Sequence[Duration],
-        Field(min_length=1, max_length=1000, description="When, from the start, to multiply by `gamma`."),
+        Field(
+            min_length=1,
+            max_length=1000,
+            description="Durations from the start, at which the factor is multiplied by `gamma`.",
+        ),
     ],
-    gamma: Annotated[float, Field(gt=0, lt=1, description="What each milestone multiplies the factor by.")] = 0.1,
+    gamma: Annotated[float, Field(gt=0, lt=1, description="Multiplier of the factor at each milestone.")] = 0.1,
     warmup: _Warmup = _NONE,
 ) -> Schedule:
-    """gamma to the power of the milestones reached; one of m steps is reached at step m.
+    """Returns gamma to the power of the number of reached milestones; a milestone of m steps is reached at step m.
 
-    Milestones beyond the run's end are never reached, which a warning says. Raises ValueError when milestones do not
-    increase or lie within the warm-up, and when the warm-up is not shorter than the run.
+    Logs a warning for milestones after the end of the run.
+
+    Raises:
+        ValueError: Milestones do not increase or are within the warm-up, or the warm-up is not shorter than the run.
     """
     first = _warmup_steps(horizon, warmup)
     steps = [horizon.steps(milestone) for milestone in milestones]
     if any(later <= earlier for earlier, later in pairwise(steps)):
-        raise ValueError(f"milestones: they must increase, but in steps they are {steps}")
+        raise ValueError(f"milestones: must increase, but in steps they are {steps}")
     if steps[0] < max(1, first):
-        raise ValueError(f"milestones: the first is step {steps[0]}, but must be {max(1, first)} or later")
+        raise ValueError(f"milestones: the first is step {steps[0]}, but it must be step {max(1, first)} or later")
     if horizon.total is not None and steps[-1] >= horizon.total:
         late = ", ".join(str(one) for one in steps if one >= horizon.total)
-        log.warning("schedule.milestones: the run ends at step %d, and does not reach %s", horizon.total, late)
+        log.warning("schedule.milestones: the run ends at step %d, before the milestones %s", horizon.total, late)
     return _after_warmup(first, lambda s: gamma ** bisect_right(steps, s))
 
 
 def wsd(
     horizon: Horizon,
     *,
-    decay: Annotated[Duration, Field(description="How long, at the end of the run, to fall to `final`.")],
+    decay: Annotated[Duration, Field(description="Duration of the decay to `final` at the end of the run.")],
     shape: Annotated[
-        Literal["linear", "1-sqrt"], Field(description="How to fall; 1-sqrt is steep at first.")
+        Literal["linear", "1-sqrt"], Field(description="Shape of the decay; 1-sqrt is steep at first.")
     ] = "linear",
     final: _Final = 0.0,
     warmup: _Warmup = _NONE,
 ) -> Schedule:
-    """Warm-up, stable, decay: 1 up to the last D = `decay` steps, final + (1 - final) · (1 - f) in these.
+    """Returns the warmup-stable-decay factor: 1 before the last D = `decay` steps, final + (1 - final) · (1 - f) then.
 
-    f is p, or √p for "1-sqrt", with p = (s - (T - D) + 1) / D, which is 1 at the last step. The shapes are of
-    Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (2024).
+    f is p, or √p for "1-sqrt", with p = (s - (T - D) + 1) / D, which is 1 at the last step. See Hägele et al.,
+    "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (2024).
 
-    Raises ValueError when warm-up and decay together are longer than the run, the decay is no step long, or
-    the run's length is a wall time.
+    Raises:
+        ValueError: Warm-up and decay together are longer than the run, the decay has no step, or the run's length is a
+            wall time.
     """
     total, first, length = _total(horizon), _warmup_steps(horizon, warmup), horizon.steps(decay)
     if not 1 <= length <= total - first:
         raise ValueError(
-            f"the decay takes {length} steps, but must take from 1 to {total - first}: what the run has left"
-            " after its warm-up"
+            f"the decay has {length} steps, but must have 1 to {total - first}: the run has no more steps after its"
+            " warm-up"
         )
 
     def factor(s: int) -> float:
@@ -109,9 +114,9 @@ def wsd(
 
 # ---------------------------------------------------------------------------------------------- parts
 def _fall(horizon: Horizon, warmup: Duration, final: float, shape: Callable[[float], float]) -> Schedule:
-    """From 1 to `final` along `shape`, which falls from 1 to 0 while p rises from 0 to 1."""
+    """Returns a schedule from 1 to `final` along `shape`, which falls from 1 to 0 while p rises from 0 to 1."""
     first = _warmup_steps(horizon, warmup)
-    span = max(1, _total(horizon) - 1 - first)  # a lone step after the warm-up gets p = 0
+    span = max(1, _total(horizon) - 1 - first)  # a single step after the warm-up has p = 0
     return _after_warmup(first, lambda s: final + (1 - final) * shape(min(1.0, (s - first) / span)))
 
 
@@ -130,6 +135,6 @@ def _total(horizon: Horizon) -> int:
     if horizon.total is None:
         raise ValueError(
             "this schedule needs the run's length in steps, but train.length is a wall time;"
-            " set train.length in epochs or steps, or use the schedule constant or step"
+            " set train.length in epochs or steps, or use the schedule `constant` or `step`"
         )
     return horizon.total

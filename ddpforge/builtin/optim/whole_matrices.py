@@ -1,4 +1,4 @@
-"""torch's Muon for weights that may be sharded."""
+"""Muon for sharded weights."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ __all__ = ["WholeMatrices"]
 
 
 class WholeMatrices(Muon):
-    """torch's Muon, also for sharded weights: what is made orthogonal is the whole matrix."""
+    """`torch.optim.Muon` that also supports sharded weights: it orthogonalizes the whole matrix."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates matrices that are whole at once, and those that are sharded one after the other."""
+        """Updates all unsharded matrices together, then the sharded ones one after the other."""
         groups = self.param_groups
         try:
             for group in groups:
@@ -29,7 +29,7 @@ class WholeMatrices(Muon):
             self.param_groups = groups
 
     def _step(self, parameter: DTensor, group: dict[str, Any]) -> None:
-        """Lets torch's own step update a whole copy of the matrix, of which this rank's rows are taken back."""
+        """Updates an all-gathered copy of the matrix with torch's step, and copies this rank's rows back."""
         whole = nn.Parameter(parameter.full_tensor())
         whole.grad = _full(parameter.grad)
         state: Any = self.state
@@ -47,7 +47,7 @@ def _full(value: Any) -> Tensor:
 
 
 def _rows(whole: Tensor, like: DTensor) -> DTensor:
-    """The rows of `whole` that this rank has of `like`; without communication."""
+    """Returns the rows of `whole` that this rank has in `like`, as a DTensor; without communication."""
     mesh = like.device_mesh
     rows = -(-len(whole) // mesh.size(-1))
     mine = whole[mesh.get_local_rank(mesh.ndim - 1) * rows :][:rows].clone()

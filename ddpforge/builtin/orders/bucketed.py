@@ -1,4 +1,4 @@
-"""Batches of samples of like length, so that little is padded."""
+"""Bucketed batches: samples of similar length in one step, to reduce padding."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ddpforge.interfaces import EpochOrder, mix
 
 __all__ = ["Bucketed"]
 
-_STEPS = 0x57E9  # keeps the order of steps apart from that of samples
+_STEPS = 0x57E9  # separates the random order of steps from that of samples
 
 
 class Bucketed(EpochOrder):
-    """Every sample once an epoch, and samples of like length in one step.
+    """Every sample once per epoch, with samples of similar length in one step.
 
-    A random part of the epoch, `window` steps long, is sorted by length and cut into steps, which come in random order;
-    then the next part. The incomplete last step of an epoch is a random choice of its own. Within a step samples are
-    sorted, so that those of a micro-batch are even more alike.
+    The shuffled epoch is cut into windows of `window` steps. Each window is sorted by length and cut into steps, which
+    come in random order. The incomplete last step of an epoch is a random choice of samples. Samples are sorted within
+    a step, so that those of a micro-batch have even more similar lengths.
     """
 
     once = True
@@ -36,22 +36,25 @@ class Bucketed(EpochOrder):
         drop_last: bool,
         *,
         by: Annotated[
-            str, Field(min_length=1, description="The lengths: an attribute or method of the dataset, or a file.")
+            str,
+            Field(min_length=1, description="Lengths of samples: an attribute or method of the dataset, or a file."),
         ] = "lengths",
         window: Annotated[
             int,
-            Field(ge=1, le=2**20, description="Steps that are sorted together: the more, the less is padded."),
+            Field(
+                ge=1, le=2**20, description="Number of steps that are sorted together; more steps need less padding."
+            ),
         ] = 50,
     ) -> None:
         super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
         self._lengths = numbers(data, by)
-        self._full = self.places - self.places % global_batch  # where the incomplete last step begins
+        self._full = self.places - self.places % global_batch  # start of the incomplete last step
         self._each = window * global_batch
         self._seed = seed
         self._window = lru_cache(maxsize=2)(self._sorted)
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """Whole windows, of which those that were asked for last are kept."""
+        """Returns the samples at these positions; computes whole windows and caches the last two."""
         windows = np.uint64(-(-self._full // self._each) + 1)  # of an epoch; the last is its incomplete step
         number = epochs * windows + np.where(places < self._full, places // self._each, windows - 1)
         ids = np.empty_like(places)
@@ -63,7 +66,7 @@ class Bucketed(EpochOrder):
         return ids
 
     def _sorted(self, epoch: int, start: int) -> NDArray[np.uint64]:
-        """The samples of the window of an epoch that begins at `start`."""
+        """Returns the samples of the window that begins at `start`."""
         stop = min(start + self._each, self._full) if start < self._full else self.places
         places = np.arange(start, stop, dtype=np.uint64)
         ids = permute(places, np.full_like(places, epoch), self.places, self._seed)

@@ -1,4 +1,4 @@
-"""Columns, one value per sample, by which orders choose: from the dataset itself or from a file."""
+"""Columns for orders: one value per sample, from the dataset or from a file."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ _FILES = (".npy", ".txt", ".csv")
 
 
 def column(data: Any, by: str) -> NDArray[Any]:
-    """One value for each sample: the attribute or method of `data` called `by`, or the file that it names.
+    """Reads one value per sample: from the attribute or method `by` of `data`, or from the file `by`.
 
-    Raises UsageError where there is none or it does not fit the data, EnvironmentProblem where there is no such file.
+    Raises:
+        UsageError: `data` has no such attribute, or the values do not fit the data.
+        EnvironmentProblem: The file does not exist.
     """
     values = np.asarray(_file(Path(by)) if by.endswith(_FILES) else _attribute(data, by))
     if values.ndim != 1 or values.dtype.kind not in "biufUS":
-        raise UsageError(f"by: `{by}` must hold one number or text per sample, not {_form(values)}")
+        raise UsageError(f"by: `{by}` must contain one number or string per sample, not {_form(values)}")
     if len(values) != len(data):
-        raise UsageError(f"by: `{by}` holds {len(values)} values, and {type(data).__name__} {len(data)} samples")
+        raise UsageError(f"by: `{by}` has {len(values)} values, but {type(data).__name__} has {len(data)} samples")
     return values
 
 
 def numbers(data: Any, by: str, *, least: float = -inf) -> NDArray[np.float64]:
-    """The same, which must be finite numbers of at least `least`."""
+    """Reads a column as `column` does; raises UsageError unless all values are finite and at least `least`."""
     values = column(data, by)
     if values.dtype.kind in "US":
-        raise UsageError(f"by: `{by}` must hold numbers, not text")
+        raise UsageError(f"by: `{by}` must contain numbers, not strings")
     found = values.astype(np.float64)
     bad = np.flatnonzero(~np.isfinite(found) | (found < least))
     if bad.size:
         limit = "" if least == -np.inf else f" of at least {least:g}"
-        raise UsageError(f"by: `{by}` must hold finite numbers{limit}; sample {bad[0]} has {found[bad[0]]:g}")
+        raise UsageError(f"by: `{by}` must contain finite numbers{limit}; sample {bad[0]} has {found[bad[0]]:g}")
     return found
 
 
@@ -46,10 +48,10 @@ def _attribute(data: Any, by: str) -> Any:
     found = getattr(data, by, None)
     if found is None:
         raise UsageError(
-            f"by: {type(data).__name__} has no `{by}`, by which to order its samples",
+            f"by: {type(data).__name__} has no attribute or method `{by}`",
             hints=[
                 f"give the dataset an attribute or a method `{by}`: an array with one value per sample",
-                'or name a file with one value per sample: by = "path/to/values.npy", .txt or .csv (one a line)',
+                'or name a file with one value per sample: by = "path/to/values.npy", .txt or .csv (one per line)',
             ],
         )
     return found() if callable(found) else found

@@ -1,4 +1,4 @@
-"""Training that begins with less: with the easiest samples, or with small steps."""
+"""Curricula: training starts with the easiest samples, or with small steps."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ddpforge.interfaces import Duration, EpochOrder, Horizon, Order, mix
 
 __all__ = ["Curriculum", "Growing"]
 
-_EASY = 0xEA57  # keeps the random numbers of the curriculum apart from those of the epochs
+_EASY = 0xEA57  # separates the random numbers of the curriculum from those of the epochs
 _LONGEST = 10**6  # steps
-_PART = 1 << 12  # samples whose order is computed in one go
+_PART = 1 << 12  # samples whose order is computed together
 
 
 class Curriculum(EpochOrder):
-    """Easy samples first: each step draws from the easiest share of the data, which grows linearly to all of it.
+    """Curriculum: each step samples from the easiest part of the data, which grows linearly to the whole dataset.
 
-    While it grows no sample comes twice in a step, but some may in an epoch. From then on every sample comes once an
-    epoch, in random order. By `lengths` it is a curriculum of length.
+    During this time no sample comes twice in a step, but a sample may come twice in an epoch. Afterwards every sample
+    comes once per epoch, in random order. `by = "lengths"` gives a sequence-length curriculum.
     """
 
     def __init__(
@@ -39,10 +39,13 @@ class Curriculum(EpochOrder):
         *,
         by: Annotated[
             str,
-            Field(min_length=1, description="Less is easier: an attribute or method of the dataset, or a file."),
+            Field(
+                min_length=1,
+                description="Difficulty (lower is easier): an attribute or method of the dataset, or a file.",
+            ),
         ] = "difficulty",
-        until: Annotated[Duration, Field(description="When all data is in use: epochs or steps.")],
-        start: Annotated[float, Field(gt=0, le=1, description="The share of the data at the first step.")] = 0.1,
+        until: Annotated[Duration, Field(description="Duration until all data is in use, in epochs or steps.")],
+        start: Annotated[float, Field(gt=0, le=1, description="Fraction of the data at the first step.")] = 0.1,
     ) -> None:
         super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
         self._easiest = np.argsort(numbers(data, by), kind="stable").astype(np.uint64)
@@ -52,7 +55,7 @@ class Curriculum(EpochOrder):
         self._start, self._seed = start, seed
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """Places of an epoch, or of a step's own choice while the share grows."""
+        """Returns the samples at these positions: of the epoch's permutation, or of the easiest part while it grows."""
         turns, within = np.divmod(places, np.uint64(self.global_batch))
         steps = epochs * np.uint64(self.steps_per_epoch) + turns
         ids = permute(places, epochs, self.places, self._seed)
@@ -64,16 +67,16 @@ class Curriculum(EpochOrder):
         return ids
 
     def _pool(self, steps: NDArray[Any]) -> NDArray[np.uint64]:
-        """The number of samples that each step draws from."""
+        """Returns the number of easiest samples that each step samples from."""
         share = self._start + (1 - self._start) * steps / self._until
         return np.clip(np.ceil(share * self.places), min(self.global_batch, self.places), self.places).astype(np.uint64)
 
 
 class Growing(Order):
-    """Small steps first: their size grows linearly from `start` to the global batch; every sample once an epoch.
+    """Batch-size warmup: step sizes grow linearly from `start` to the global batch; every sample once per epoch.
 
-    A step is never larger than what is left of its epoch. As epochs take different numbers of steps, what happens
-    every so often must be in steps: `checkpoint.every`, `train.eval_every`; `train.length` may be in whole epochs.
+    A step never extends beyond the end of its epoch. Epochs have different numbers of steps, so intervals such as
+    `checkpoint.every` and `train.eval_every` must be in steps; `train.length` may be in whole epochs.
     """
 
     once = True
@@ -85,15 +88,15 @@ class Growing(Order):
         global_batch: int,
         drop_last: bool,
         *,
-        start: Annotated[int, Field(ge=1, description="Samples in the first step, over all ranks.")],
-        until: Annotated[Duration, Field(description="The first step that has the whole global batch.")],
+        start: Annotated[int, Field(ge=1, description="Number of samples in the first step, over all ranks.")],
+        until: Annotated[Duration, Field(description="First step with the full global batch, in steps.")],
     ) -> None:
         if until.unit != "st" or until.value > _LONGEST:
             raise UsageError(f"until: {until} must be in steps, {_LONGEST} at most", hints=['for example "1000st"'])
         if start > global_batch:
             raise UsageError(f"start: {start} is more than train.global_batch, {global_batch}")
         if drop_last and len(data) < global_batch:
-            raise UsageError(f"{type(data).__name__} holds {len(data)} samples, less than one global batch")
+            raise UsageError(f"{type(data).__name__} has {len(data)} samples, less than one global batch")
         self._samples, self._batch, self._seed, self._drops = len(data), global_batch, seed, drop_last
         self._part = lru_cache(maxsize=2)(self._permuted)  # small steps share one
         self._grown = int(until.value)
@@ -101,7 +104,7 @@ class Growing(Order):
         self._table = self._positions([*sizes, global_batch])
 
     def __call__(self, step: int) -> Sequence[int]:
-        """A permutation for each epoch, cut into steps."""
+        """Returns the samples of a step: a slice of the epoch's permutation."""
         epoch, begin, size = self._position(step)
         first, last = begin // _PART, (begin + size - 1) // _PART
         parts = np.concatenate([self._part(epoch, number) for number in range(first, last + 1)])
@@ -109,21 +112,23 @@ class Growing(Order):
         return ids
 
     def _permuted(self, epoch: int, number: int) -> NDArray[np.uint64]:
-        """A part of an epoch's permutation."""
+        """Returns part `number` of an epoch's permutation."""
         places = np.arange(number * _PART, min(number * _PART + _PART, self._samples), dtype=np.uint64)
         return permute(places, np.full_like(places, epoch), self._samples, self._seed)
 
     def epoch(self, step: int) -> int:
-        """Epochs are as long as it takes to see every sample."""
+        """Returns the epoch of a step; an epoch ends when every sample was used."""
         return self._position(step)[0]
 
     def _position(self, step: int) -> tuple[int, int, int]:
-        """The epoch of a step, its first place in there, and its size."""
+        """Returns the epoch of a step, its first position in the epoch, and its size."""
         epoch, begin, size = (int(part) for part in self._table[min(step, self._grown)])
         later = step - self._grown
         if later <= 0:
             return epoch, begin, size
-        here = self._steps(self._samples - begin)  # of full size, from the last of the table to the end of its epoch
+        here = self._steps(
+            self._samples - begin
+        )  # full-size steps from the last one in the table to the end of its epoch
         if later >= here:
             full, later = divmod(later - here, self._steps(self._samples))
             epoch, begin = epoch + 1 + full, 0
@@ -135,7 +140,7 @@ class Growing(Order):
         return full + (rest > 0 and not self._drops)
 
     def _positions(self, sizes: list[int]) -> NDArray[np.int64]:
-        """For each step (epoch, begin, size), where the steps would have these sizes."""
+        """Returns (epoch, begin, size) of each step, for these wanted sizes."""
         found = np.empty((len(sizes), 3), dtype=np.int64)
         epoch = begin = 0
         for step, size in zip(count(), sizes, strict=False):

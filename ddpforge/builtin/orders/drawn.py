@@ -1,4 +1,4 @@
-"""Samples that come more or less often than once an epoch: classes in balance, and by weight."""
+"""Orders in which samples come more or less often than once per epoch: balanced classes, and weighted sampling."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ddpforge.interfaces import EpochOrder, mix
 
 __all__ = ["Balanced", "Weighted"]
 
-_STEPS, _CLASSES, _MEMBERS, _OFFSET = 0x57E9, 0xC1A5, 0x3E3B, 0x0FF5  # keep the random numbers of different uses apart
+_STEPS, _CLASSES, _MEMBERS, _OFFSET = 0x57E9, 0xC1A5, 0x3E3B, 0x0FF5  # separate the random numbers of different uses
 
 
 class Balanced(EpochOrder):
-    """All classes equally often: their numbers in a step, and in an epoch, differ by one at most.
+    """Balanced classes: the sample counts of classes differ by at most one in each step and in each epoch.
 
-    Classes take turns from step to step; within a step their order is random. All samples of a class come before one
-    of them comes again, also where an epoch ends in between. With `epoch = "smallest"` each epoch draws anew.
+    Within a step the order is random. Without `replacement`, all samples of a class come before one of them comes
+    again, also across epochs. With `epoch = "smallest"` each epoch samples independently of the others.
     """
 
     def __init__(
@@ -33,24 +33,25 @@ class Balanced(EpochOrder):
         drop_last: bool,
         *,
         by: Annotated[
-            str, Field(min_length=1, description="The classes: an attribute or method of the dataset, or a file.")
+            str,
+            Field(min_length=1, description="Classes of samples: an attribute or method of the dataset, or a file."),
         ] = "labels",
         replacement: Annotated[
-            bool, Field(description="Draw again each time; else all samples of a class come before one comes again.")
+            bool, Field(description="Sample with replacement; else all samples of a class come before one comes again.")
         ] = False,
         epoch: Annotated[
             Literal["all", "smallest"],
             Field(
-                description="As many samples as the data has, or as many of each class as the smallest has; then,"
-                " without replacement, no sample comes twice in an epoch."
+                description='Length of an epoch: "all" is the number of samples in the data; "smallest" uses the size'
+                " of the smallest class for each class, and without replacement no sample comes twice in an epoch."
             ),
         ] = "all",
     ) -> None:
         values = column(data, by)
         if values.dtype.kind == "f" and (bad := np.flatnonzero(np.isnan(values))).size:
             raise UsageError(
-                f"by: sample {bad[0]} has no class in `{by}`, but NaN, and so have {bad.size} in all",
-                hints=["leave those samples out, or give them a class of their own"],
+                f"by: in `{by}` the class of sample {bad[0]} is NaN; {bad.size} samples have no class",
+                hints=["remove these samples, or give them a class of their own"],
             )
         names, classes, counts = np.unique(values, return_inverse=True, return_counts=True)
         places = len(classes) if epoch == "all" else int(counts.min()) * len(names)
@@ -64,12 +65,12 @@ class Balanced(EpochOrder):
         self._used = min(places, self.steps_per_epoch * global_batch)  # of an epoch's places
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """For each place the class, and the member of it."""
+        """Returns the samples at these positions: chooses a class, then one of its samples."""
         steps, within = np.divmod(places, np.uint64(self.global_batch))
         begins = steps * np.uint64(self.global_batch)
         sizes = np.minimum(np.uint64(self.global_batch), np.uint64(self.places) - begins)
         places = begins + permute(within, key(epochs, steps), sizes, mix(self._seed, _STEPS))
-        if self._goes_on:  # one row of places over all epochs
+        if self._goes_on:  # count positions over all epochs
             places, epochs = epochs * np.uint64(self._used) + places, np.zeros_like(epochs)
         turns, within = np.divmod(places, np.uint64(len(self._counts)))
         chosen = permute(within, epochs, len(self._counts), mix(self._seed, _CLASSES))
@@ -84,10 +85,10 @@ class Balanced(EpochOrder):
 
 
 class Weighted(EpochOrder):
-    """Samples as often as their weights say: in an epoch of n, n · weight / Σ weights times, rounded up or down.
+    """Weighted sampling: in an epoch of n samples, a sample comes n · weight / Σ weights times, rounded up or down.
 
-    Places of equal distance on the line of all weights, shifted at random for each epoch, in random order (systematic
-    sampling): what independent draws would give on average, with less left to chance.
+    Systematic sampling, in random order: equidistant points on the cumulative weights, with a random offset for each
+    epoch. Counts have the same mean as for independent sampling, and less variance.
     """
 
     def __init__(
@@ -98,10 +99,12 @@ class Weighted(EpochOrder):
         drop_last: bool,
         *,
         by: Annotated[
-            str, Field(min_length=1, description="The weights: an attribute or method of the dataset, or a file.")
+            str,
+            Field(min_length=1, description="Weights of samples: an attribute or method of the dataset, or a file."),
         ] = "weights",
         samples: Annotated[
-            int | None, Field(ge=1, description="Samples in an epoch; absent: as many as the data has.")
+            int | None,
+            Field(ge=1, description="Number of samples in an epoch; absent: the number of samples in the data."),
         ] = None,
     ) -> None:
         super().__init__(samples or len(data), global_batch=global_batch, drop_last=drop_last)
@@ -113,7 +116,7 @@ class Weighted(EpochOrder):
         self._seed = seed
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """For each place a point on the line, and the sample that it lies in."""
+        """Returns the samples at these positions, by searching points in the cumulative weights."""
         points = permute(places, epochs, self.places, self._seed).astype(np.float64)
         points += draw(epochs, np.full_like(epochs, 2**32 - 1), mix(self._seed, _OFFSET)) / 2**32
         found: NDArray[Any] = np.searchsorted(self._edges, points / self.places, side="right")

@@ -1,4 +1,4 @@
-"""Permutations and draws as arithmetic: any place of any of them costs the same, and nothing is stored."""
+"""Stateless permutations and random numbers: every position costs the same, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ Numbers = NDArray[np.uint64]
 
 
 def permute(places: Numbers, epochs: Numbers, samples: int | Numbers, seed: int) -> Numbers:
-    """The samples at the given places of the given epochs' orders (two arrays of one shape), in O(1) memory.
+    """Returns the samples at `places` of the permutations of `epochs`, in O(1) memory and time per position.
 
-    For each epoch this is a permutation of `range(samples)`, which may differ from place to place: an alternating
-    Feistel network over the next power of two, walked until it lands inside the range (Black and Rogaway, "Ciphers
-    with Arbitrary Finite Domains", 2002). Place 10⁹ costs what place 0 costs.
+    Each epoch has its own permutation of `range(samples)`: an alternating Feistel network over the next power of two,
+    applied until the value is in the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+
+    Args:
+        places: Positions in the permutations.
+        epochs: Numbers of the permutations, of the same shape as `places`.
+        samples: Size of the permutations: one number, or an array of the same shape.
+        seed: Seed of all permutations.
     """
     sizes = np.asarray(samples, dtype=np.uint64)
     bits = np.maximum(2, np.frexp((sizes - np.uint64(1)).astype(np.float64))[1])
@@ -38,12 +43,12 @@ def permute(places: Numbers, epochs: Numbers, samples: int | Numbers, seed: int)
 
 
 def draw(keys: Numbers, counts: Numbers, seed: int) -> Numbers:
-    """A number below each of `counts` (less than 2³²), drawn by its key: independent, evenly distributed."""
+    """Returns a uniform random integer below each of `counts` (less than 2³²), independent for different keys."""
     return (_scramble(_scramble(keys + np.uint64(mix(seed, 0))) ^ keys) * counts) >> np.uint64(32)
 
 
 def key(*parts: Numbers) -> Numbers:
-    """One number out of up to three, to permute or draw by."""
+    """Combines up to three numbers to one key for `permute` or `draw`."""
     total = parts[0] * _ODD[0]
     for part, odd in zip(parts[1:], _ODD[1:], strict=False):
         total = total + part * odd
@@ -59,7 +64,7 @@ def _encrypt(block: Numbers, low: Numbers, low_mask: Numbers, high_mask: Numbers
 
 
 def _scramble(value: Numbers) -> Numbers:
-    """A bijection of 64-bit words whose every output bit depends on every input bit (splitmix64, shortened)."""
+    """Hashes 64-bit words to 32 bits; each output bit depends on every input bit (splitmix64, shortened)."""
     value = (value + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
     return value >> np.uint64(32)

@@ -1,4 +1,4 @@
-"""Every sample once an epoch: in another order each time, or in the data's own."""
+"""Orders with every sample once per epoch: shuffled, or in the order of the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Sequential", "Shuffled"]
 
 
 class Shuffled(EpochOrder):
-    """Every sample once an epoch, in a random order of the epoch's own; the default."""
+    """Every sample once per epoch, in a different random order in each epoch; the default."""
 
     once = True
 
@@ -22,12 +22,12 @@ class Shuffled(EpochOrder):
         self._seed = seed
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """A permutation for each epoch."""
+        """Returns the samples at these positions of each epoch's permutation."""
         return permute(places, epochs, self.places, self._seed)
 
 
 class Sequential(EpochOrder):
-    """Every sample once an epoch, in the order of the data."""
+    """Every sample once per epoch, in the order of the data."""
 
     once = True
 
@@ -35,5 +35,5 @@ class Sequential(EpochOrder):
         super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """The places themselves."""
+        """Returns the positions unchanged."""
         return places

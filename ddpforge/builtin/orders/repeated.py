@@ -1,4 +1,4 @@
-"""The same samples several steps in a row."""
+"""Order that repeats steps, as PPO's epochs do."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ddpforge.interfaces import Order
 
 __all__ = ["Repeated"]
 
-_MOST = 64  # steps whose samples are kept until they come again
+_MOST = 64  # steps whose samples are cached
 
 
 class Repeated(Order):
-    """Another order, each step of which comes `times` times before the next; or `steps` of them, as PPO's epochs do.
+    """Order that repeats each group of `steps` steps of another order `times` times, as PPO's epochs do.
 
-    With `steps = 2` and `times = 3`: steps 0 1 0 1 0 1, then 2 3 2 3 2 3. Random numbers
-    (augmentation) differ each time.
+    With `steps = 2` and `times = 3`: steps 0 1 0 1 0 1, then 2 3 2 3 2 3. Random numbers (augmentation) differ in each
+    repetition.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class Repeated(Order):
         global_batch: int,
         drop_last: bool,
         *,
-        times: Annotated[int, Field(ge=1, le=10**6, description="How often the same samples come.")],
-        steps: Annotated[int, Field(ge=1, le=10**6, description="How many steps are repeated together.")] = 1,
-        order: Annotated[Order | None, Field(description="What is repeated; absent: `shuffled`.")] = None,
+        times: Annotated[int, Field(ge=1, le=10**6, description="Number of times that each step comes.")],
+        steps: Annotated[int, Field(ge=1, le=10**6, description="Number of steps that are repeated as a group.")] = 1,
+        order: Annotated[Order | None, Field(description="Order whose steps are repeated; absent: `shuffled`.")] = None,
     ) -> None:
         self._order = order or Shuffled(data, seed, global_batch, drop_last)
         self._samples = lru_cache(maxsize=min(steps, _MOST))(self._order)
@@ -41,11 +41,11 @@ class Repeated(Order):
             self.steps_per_epoch = inner * times
 
     def __call__(self, step: int) -> Sequence[int]:
-        """The samples of the step that is repeated."""
+        """Returns the samples of the repeated step."""
         return self._samples(self._inner(step))
 
     def epoch(self, step: int) -> int:
-        """The epoch of the step that is repeated."""
+        """Returns the epoch of the repeated step."""
         return self._order.epoch(self._inner(step))
 
     def _inner(self, step: int) -> int:

@@ -1,1 +1,1 @@
-"""Built-in tasks: losses and what to report about them."""
+"""Built-in tasks: losses and metrics."""

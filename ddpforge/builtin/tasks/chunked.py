@@ -1,4 +1,4 @@
-"""The cross-entropy of an output layer without all of its logits in memory: they are computed chunk by chunk."""
+"""Chunked cross-entropy of an output layer: only one chunk of logits is in memory at a time."""
 
 from typing import Any
 
@@ -15,18 +15,27 @@ __all__ = ["chunked_cross_entropy"]
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk: int, ignore_index: int, task: str
 ) -> Tensor:
-    """The cross-entropy of logits `hidden @ weight.T`, summed over the targets that are not `ignore_index` (0-d).
+    """Returns the cross-entropy of logits `hidden @ weight.T`, summed over the targets (0-d).
 
-    `hidden` is [..., C], `weight` [V, C], `targets` int64 [...]. Logits of `chunk` targets are in memory at a time, in
-    autocast's dtype and in fp32, and gradients are computed along with them: no product is computed twice. Gradients
-    of `weight` add up in its own dtype. Raises UsageError for targets that are no classes, and for weights of which
-    this rank has a part only; `task` is who asks.
+    The forward pass also computes the gradients, so no product is computed twice. Gradients of `weight` are accumulated
+    in its own dtype.
+
+    Args:
+        hidden: [..., C].
+        weight: [V, C].
+        targets: int64 [...].
+        chunk: Number of targets whose logits are in memory at a time, in autocast's dtype and in fp32.
+        ignore_index: Target that does not count.
+        task: Name of the task, for error messages.
+
+    Raises:
+        UsageError: A target is not a class, or this rank has only a part of `weight`.
     """
     if hasattr(weight, "full_tensor"):
         raise UsageError(
-            f"task {task}: with `loss_chunk` the model's own forward pass reads the weights of its output layer, which "
-            "are gathered for a block by itself",
-            hints=["name other classes in train.blocks, so that the output layer lies in none", "or leave it out"],
+            f"task {task}: `loss_chunk` needs the weights of the output layer in the model's own forward pass, but the "
+            "output layer is part of a block that is gathered separately",
+            hints=["name classes in train.blocks that do not contain the output layer", "or remove train.blocks"],
         )
     try:
         found: Tensor = _Chunked.apply(
@@ -40,7 +49,7 @@ def chunked_cross_entropy(
 
 
 class _Chunked(torch.autograd.Function):
-    """The loss, and its gradients on the way: logits that are here need not be computed again for them."""
+    """Loss whose forward pass also computes the gradients, so that logits are not computed again in backward."""
 
     @staticmethod
     def forward(
@@ -59,11 +68,11 @@ class _Chunked(torch.autograd.Function):
             classes = targets[rows].masked_fill(ignored, 0).unsqueeze(1)
             logits = (inputs @ cast.t()).to(exact)
             total = logits.logsumexp(1)
-            # Not in place: where that is compiled, torch 2.11 takes no gradients of what is returned.
+            # Not in place: if this is compiled, torch 2.11 takes no gradients of the result.
             loss = loss + (total - logits.gather(1, classes).squeeze(1)).masked_fill(ignored, 0).sum()
             if not (for_hidden or for_weight):
                 continue
-            # In place: probabilities, less 1 at the target.
+            # In place: probabilities, minus 1 at the target.
             logits.sub_(total.unsqueeze(1)).exp_().scatter_add_(1, classes, logits.new_full((), -1).expand_as(classes))
             gradient = logits.masked_fill_(ignored.unsqueeze(1), 0).to(dtype)
             if grad_hidden is not None:

@@ -1,4 +1,4 @@
-"""Choosing one class per sample."""
+"""Classification: one class per sample."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 class Classification(Task):
     """Cross-entropy of logits [B, C] and int64 classes [B]; a batch is (inputs, classes).
 
-    The loss is computed in float32 whatever the model's precision. It alone is reported unless the recipe
-    names metrics, e.g. ["accuracy", "top5"]. Classes that are `ignore_index` count neither in the loss nor in metrics;
-    without it every class counts, and one that is negative is refused.
+    The loss is computed in float32 for any precision of the model. Only the loss is reported, unless the recipe names
+    metrics, e.g. ["accuracy", "top5"]. Samples of the class `ignore_index` count neither in the loss nor in metrics.
+    Without `ignore_index` every class counts, and a negative class is an error.
     """
 
     task_name = "classification"  # in errors
@@ -43,7 +43,7 @@ class Classification(Task):
         self,
         *,
         label_smoothing: Annotated[
-            float, Field(ge=0, lt=1, description="Probability spread evenly over all classes.")
+            float, Field(ge=0, lt=1, description="Probability that is distributed evenly over all classes.")
         ] = 0.0,
         ignore_index: IgnoredClass = None,
         metrics: Metrics = (),
@@ -53,20 +53,20 @@ class Classification(Task):
         self.reports = by_name(metrics)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy, and the logits."""
+        """Returns the summed cross-entropy, and the logits."""
         inputs, classes = pair(batch, "classification", "(inputs, classes)")
         logits = one_tensor(model(inputs), "classification")
         return self.cross_entropy(logits, classes), logits
 
     def cross_entropy(self, logits: Tensor, classes: Tensor) -> Tensor:
-        """Returns the cross-entropy, summed; raises UsageError for classes that the logits do not have."""
+        """Returns the summed cross-entropy; raises UsageError for classes that the logits do not have."""
         try:
             return self.sum_of_losses(logits, classes)
         except (IndexError, RuntimeError, ValueError) as error:
             refuse_targets(error, self.task_name, logits, classes)
 
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
-        """The cross-entropy, in float32."""
+        """Returns the summed cross-entropy, in float32."""
         import torch.nn.functional as F
 
         return F.cross_entropy(
@@ -90,7 +90,7 @@ class Classification(Task):
         return None
 
     def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total | Rows]:
-        """The metrics that the recipe names, of the classes that count."""
+        """Returns the recipe's metrics, without samples of the class `ignore_index`."""
         classes = self.classes_of(batch)
         if self.ignore_index is not None and self.reports:
             counted = classes != self.ignore_index
@@ -98,22 +98,22 @@ class Classification(Task):
         return {name: metric(outputs, classes) for name, metric in self.reports.items()}
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """The most probable `class`, its `probability`, and where the batch has it the true class, `target`."""
+        """Returns the most probable `class`, its `probability`, and the true class, `target`, if the batch has it."""
         inputs, classes = parts_of(batch)
         return beside_targets(chosen(one_tensor(model(inputs), "classification")), classes)
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Raises UsageError if the data has more classes than the model has outputs, if both are known."""
+        """Raises UsageError if the data has more classes than the model has outputs (if both are known)."""
         classes, outputs = getattr(data, "classes", None), getattr(model, "outputs", None)
         if classes is not None and outputs is not None and classes > outputs:
             raise UsageError(
                 f"the data has {classes} classes and the model {outputs} outputs",
-                hints=[f"set the option of [model] that decides its outputs (`classes`, `outputs`) to {classes}"],
-                key="model.classes",  # of a model that calls it otherwise, the error is at [model]
+                hints=[f"set the option of [model] for its outputs (`classes`, `outputs`) to {classes}"],
+                key="model.classes",  # if the model has no such option, the error is at [model]
             )
 
 
 def chosen(logits: Tensor) -> dict[str, Tensor]:
-    """The most probable class of each sample, and its probability."""
+    """Returns the most probable class of each sample, and its probability."""
     probability, found = logits.float().softmax(dim=1).max(dim=1)
     return {"class": found, "probability": probability}

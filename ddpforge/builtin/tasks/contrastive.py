@@ -1,4 +1,4 @@
-"""Telling which two views are of one sample, among all samples of a step."""
+"""Contrastive learning: InfoNCE over all samples of a step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class Contrastive(Task):
-    """InfoNCE: each view is to find the other one of its sample, among those of all samples of a step, on all ranks.
+    """InfoNCE loss: each view must identify the other view of its sample among the samples of a step on all ranks.
 
-    A batch is two views (first [B, ...], second [B, ...]); the model embeds both, [2 B, ...] → [2 B, D]. The loss is
-    the mean of both directions, as in CLIP. `accuracy` is the share of first views that find their second.
+    A batch is two views (first [B, ...], second [B, ...]). The model embeds both: [2 B, ...] → [2 B, D]. The loss is
+    the mean of both directions, as in CLIP. `accuracy` is the fraction of first views that identify their second view.
     van den Oord et al. 2018, arXiv:1807.03748.
     """
 
@@ -29,16 +29,16 @@ class Contrastive(Task):
     def __init__(
         self,
         *,
-        temperature: Annotated[float, Field(gt=0, le=100, description="Similarities are divided by it.")] = 0.1,
+        temperature: Annotated[float, Field(gt=0, le=100, description="Divisor of similarities.")] = 0.1,
     ) -> None:
         self.temperature = temperature
 
     def start(self, model: nn.Module, world: World) -> None:
-        """Keeps the ranks that see different samples."""
+        """Stores the data-parallel process group."""
         self._ranks = world.data
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The cross-entropy of this rank's views, and what the first ones found: similarities, and the right places."""
+        """Returns the summed loss of this rank's samples, and the similarities of first views with their targets."""
         import torch
         import torch.nn.functional as F
 
@@ -53,13 +53,13 @@ class Contrastive(Task):
         return (there + back) / 2, (similar[0], places)
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """The `embedding` [D] of the first view, of length 1."""
+        """Returns the `embedding` [D] of the first view, normalized to length 1."""
         import torch.nn.functional as F
 
         first, _ = parts_of(batch)
         return {"embedding": F.normalize(one_tensor(model(first), "contrastive").float(), dim=-1)}
 
     def metrics(self, outputs: tuple[Tensor, Tensor], batch: Batch) -> Mapping[str, Total]:
-        """The share of views that found the other one."""
+        """Returns the fraction of first views that identify their second view."""
         similar, places = outputs
         return {"accuracy": Total((similar.argmax(dim=-1) == places).sum(), len(places))}

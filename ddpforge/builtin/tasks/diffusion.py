@@ -1,4 +1,4 @@
-"""Denoising diffusion: images out of noise, by a model that tells the noise in an image."""
+"""Denoising diffusion: generates images from noise with a model that predicts the noise in an image."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ __all__ = ["Diffusion", "sample"]
 
 
 class Diffusion(Task):
-    """Predicts the noise in images [B, C, H, W] with values 0 to 1, at a time drawn for each; what else a batch has is
-    not used.
-
-    The model takes noisy images and times [B] and returns the noise. At time t in (0, 1) an image x, scaled to -1 to 1,
-    is √a·x + √(1 - a)·noise with a = cos²(πt / 2): Ho et al., "Denoising Diffusion Probabilistic Models" (2020), with
-    the schedule of Nichol and Dhariwal (2021) in continuous time. The loss of an image is the mean squared error over
-    its values.
+    """Prediction of the noise in images [B, C, H, W] with values 0 to 1, at random times; a batch begins with images.
+    The model takes noisy images and times [B], and returns the noise. The noisy image at time t in (0, 1) is
+    √a·x + √(1 - a)·noise with a = cos²(πt / 2), for an image x that is scaled to -1 to 1. See Ho et al., "Denoising
+    Diffusion Probabilistic Models" (2020); the schedule is that of Nichol and Dhariwal (2021) in continuous time. The
+    loss of an image is the mean squared error over its values.
     """
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The summed loss, and the predicted noise."""
+        """Returns the summed loss, and the predicted noise."""
         import torch.nn.functional as F
 
         images = batch[0] if isinstance(batch, tuple | list) else batch
@@ -36,26 +34,26 @@ class Diffusion(Task):
         return F.mse_loss(found.float(), noise, reduction="none").flatten(1).mean(1).sum(), found
 
     def predict(self, model: nn.Module, batch: Any) -> NoReturn:
-        """Raises UsageError."""
+        """Raises UsageError: this task has no predictions for samples."""
         raise UsageError(
-            "task diffusion makes images out of noise, and has nothing to predict of those in the data",
+            "task diffusion generates images from noise, and cannot predict anything for the images in the data",
             hints=[
-                f"in Python, `sample(ddpforge.load(RUN).model(), noise, 50)` of {__name__} makes some",
-                "the callback diffusion_samples shows some at every evaluation",
-                "or write a `predict` in a task of your own",
+                f"generate images in Python: `sample(ddpforge.load(RUN).model(), noise, 50)` of {__name__}",
+                "or show images at every evaluation with the callback diffusion_samples",
+                "or write a task with a `predict` of your own",
             ],
         )
 
 
 def _signal(time: Tensor) -> Tensor:
-    """The share of the variance that is the image's."""
+    """Returns the fraction of the variance that comes from the image."""
     import torch
 
     return torch.cos(time * math.pi / 2).square().clamp(1e-4, 1 - 1e-4)
 
 
 def sample(model: nn.Module, noise: Tensor, steps: int) -> Tensor:
-    """Makes images with values 0 to 1 out of `noise` [N, C, H, W], in so many steps of the ancestral sampler."""
+    """Generates images with values 0 to 1 from `noise` [N, C, H, W], in `steps` steps of the ancestral sampler."""
     import torch
 
     with torch.no_grad():

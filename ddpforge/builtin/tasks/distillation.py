@@ -1,4 +1,4 @@
-"""Choosing one class per sample as a teacher does."""
+"""Knowledge distillation: classification with a teacher."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -14,12 +14,12 @@ from ddpforge.interfaces import Beside
 
 
 class Distillation(Classification):
-    """Classification in which a frozen teacher's probabilities count beside the true classes.
+    """Classification with the true classes and the probabilities of a frozen teacher.
 
     The loss of a sample is `(1 - alpha)` times the cross-entropy of its class, plus `alpha * temperature²` times the
-    divergence KL(teacher ‖ model) between probabilities of logits that are divided by `temperature`. A sample whose
-    class is `ignore_index` counts in neither. See Hinton et al.,
-    "Distilling the Knowledge in a Neural Network" (2015).
+    divergence KL(teacher ‖ model). The probabilities of the divergence are computed from logits divided by
+    `temperature`. Samples of the class `ignore_index` count in neither term. See Hinton et al., "Distilling the
+    Knowledge in a Neural Network" (2015).
     """
 
     task_name = "distillation"
@@ -27,13 +27,15 @@ class Distillation(Classification):
     def __init__(
         self,
         *,
-        teacher: Annotated[nn.Module, Field(description="A model that gives logits of the same classes.")],
+        teacher: Annotated[nn.Module, Field(description="Model that returns logits of the same classes.")],
         weights: Annotated[
             str | None,
-            Field(description="The teacher's: a run, a checkpoint, a safetensors file; absent: as it is built."),
+            Field(description="Weights of the teacher: a run, a checkpoint or a safetensors file; absent: initial."),
         ] = None,
-        temperature: Annotated[float, Field(gt=0, le=1000, description="By which logits are divided.")] = 4.0,
-        alpha: Annotated[float, Field(ge=0, le=1, description="Weight of the teacher; classes have the rest.")] = 0.9,
+        temperature: Annotated[float, Field(gt=0, le=1000, description="Divisor of the logits.")] = 4.0,
+        alpha: Annotated[
+            float, Field(ge=0, le=1, description="Weight of the teacher; the classes have 1 - alpha.")
+        ] = 0.9,
         ignore_index: IgnoredClass = None,
         metrics: Metrics = (),
     ) -> None:
@@ -42,16 +44,18 @@ class Distillation(Classification):
         self.temperature, self.alpha = temperature, alpha
 
     def beside(self, model: nn.Module) -> Mapping[str, Beside]:
-        """The teacher."""
+        """Returns the teacher."""
         return {"teacher": Beside(module=self.teacher, weights=self.weights)}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The weighted sum of both losses over the batch, and the model's logits."""
+        """Returns the weighted sum of both losses over the batch, and the model's logits."""
         true, logits = super().loss(model, batch)
         with torch.no_grad():
             wanted = one_tensor(self.teacher(batch[0]), "distillation")
         if wanted.shape != logits.shape:
-            raise ValueError(f"the teacher gives {list(wanted.shape)} for a batch, and the model {list(logits.shape)}")
+            raise ValueError(
+                f"the teacher returns {list(wanted.shape)} for a batch, but the model returns {list(logits.shape)}"
+            )
         mine, theirs = (F.log_softmax(each.float() / self.temperature, dim=-1) for each in (logits, wanted))
         divergence = F.kl_div(mine, theirs, reduction="none", log_target=True)
         if self.ignore_index is not None:

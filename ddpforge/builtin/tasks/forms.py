@@ -1,4 +1,4 @@
-"""The forms that the built-in tasks take: batches that are pairs, outputs that are one tensor, metrics by name."""
+"""Helpers of the built-in tasks: checks of batches and outputs, metrics by name, cross-entropy."""
 
 from __future__ import annotations
 
@@ -31,49 +31,48 @@ __all__ = [
     "refuse_targets",
 ]
 
-IGNORED = -100  # the target that torch's losses leave out unless they are given another
+IGNORED = -100  # the default `ignore_index` of torch's losses
 
-IgnoredTarget = Annotated[
-    int, Field(ge=-(2**31), lt=2**31, description="The target that is not counted, e.g. padding.")
-]
+IgnoredTarget = Annotated[int, Field(ge=-(2**31), lt=2**31, description="Target that is not counted, e.g. padding.")]
 IgnoredClass = Annotated[
-    int | None, Field(ge=-(2**31), lt=2**31, description="The class that is not counted; absent: none.")
+    int | None, Field(ge=-(2**31), lt=2**31, description="Class that is not counted; absent: none.")
 ]
-Metrics = Annotated[Sequence[Metric], Field(description="What to report beside the loss.")]
+Metrics = Annotated[Sequence[Metric], Field(description="Metrics to report in addition to the loss.")]
 
 _MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"
 
 
 def by_name(metrics: Sequence[Metric], *own: str) -> dict[str, Metric]:
-    """The metrics that a recipe names, as a task's `reports`; raises ValueError where two have one name.
+    """Returns the recipe's metrics by name, for a task's `reports`; raises ValueError if two have the same name.
 
-    `own` names what the task reports by itself, beside the loss.
+    `own` are names that the task itself reports in addition to the loss.
     """
     found = {metric.name: metric for metric in metrics}
     if taken := sorted(found.keys() & {"loss", *own}):
-        raise ValueError(
-            f"metrics: the task reports `{taken[0]}` by itself; leave it out, or give the metric another name"
-        )
+        raise ValueError(f"metrics: the task already reports `{taken[0]}`; remove the metric, or give it another name")
     if len(found) < len(metrics):
         raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
     return found
 
 
 def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
-    """The batch as the two parts that `names` spells, e.g. "(inputs, classes)"; raises UsageError otherwise."""
+    """Returns the two parts of a batch; raises UsageError if it is no pair.
+
+    `names` describes the expected batch for the error message, e.g. "(inputs, classes)".
+    """
     from torch import Tensor
 
     if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[0], batch[1]
     raise UsageError(
         f"task {task} takes a batch {names}; the data gives {described(batch)}",
-        hints=["let the dataset's samples be pairs, or give it a method `collate(samples)` that returns one", _OWN],
+        hints=["return pairs as samples of the dataset, or give it a method `collate(samples)` that returns one", _OWN],
     )
 
 
 def parts_of(batch: Any) -> tuple[Any, Tensor | None]:
-    """Splits a batch into the inputs of a model and the targets beside them, where there are any."""
+    """Splits a batch into the model's inputs and the targets; the targets are None if the batch has none."""
     from torch import Tensor
 
     if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -82,39 +81,39 @@ def parts_of(batch: Any) -> tuple[Any, Tensor | None]:
 
 
 def beside_targets(columns: dict[str, Tensor], targets: Tensor | None) -> dict[str, Tensor]:
-    """A prediction's columns, and the targets as `target` where there are any."""
+    """Returns the columns of a prediction; adds the targets as `target` if there are any."""
     return columns if targets is None else columns | {"target": targets}
 
 
 def one_tensor(outputs: Any, task: str) -> Tensor:
-    """The model's outputs, if they are a tensor; raises UsageError otherwise."""
+    """Returns the model's outputs; raises UsageError if they are not a tensor."""
     from torch import Tensor
 
     if isinstance(outputs, Tensor):
         return outputs
     raise UsageError(
         f"task {task} takes one tensor from the model, which returns {described(outputs)}",
-        hints=["let the model's forward return the tensor alone", _OWN],
+        hints=["return only the tensor from the model's forward", _OWN],
     )
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORED, reduction: str = "sum") -> Tensor:
-    """Returns the cross-entropy of logits [N, C, ...] and int64 classes [N, ...], in float32 whatever their precision.
+    """Returns the cross-entropy of logits [N, C, ...] and int64 classes [N, ...], in float32 for any precision.
 
-    It is what `torch.nn.functional.cross_entropy` makes of `logits.float()`, to the bit.
+    The result is bitwise equal to `torch.nn.functional.cross_entropy` of `logits.float()`.
     """
     import torch
     import torch.nn.functional as F
 
-    if hasattr(logits, "full_tensor"):  # torch's loss over split logits takes float32 only
+    if hasattr(logits, "full_tensor"):  # torch's loss over sharded logits supports only float32
         return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index)
-    # On a GPU the kernel reads bf16 and writes float32: a copy of all logits in float32 is never in memory.
+    # On a GPU the kernel reads bf16 and writes float32, without a float32 copy of all logits in memory.
     probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
     return F.nll_loss(probabilities, targets, reduction=reduction, ignore_index=ignore_index)
 
 
 def refuse_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor) -> NoReturn:
-    """Raises UsageError for targets that the loss does not take; `error` is what torch said, and stays if of memory."""
+    """Raises UsageError for targets that the loss rejected with `error`; re-raises an out-of-memory `error`."""
     if says_memory_is_full(error):
         raise error
     about = f"targets {described(targets)}"
@@ -127,25 +126,26 @@ def refuse_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor
 
 
 def refuse_no_class(classes: Tensor, task: str) -> None:
-    """Raises UsageError for a negative class, which torch's losses leave out or refuse; waits for no device."""
+    """Raises UsageError for a negative class in a batch on the CPU; does nothing on other devices."""
+    # torch's losses would ignore or refuse a negative class. Reading classes on a GPU would wait for it.
     if classes.device.type != "cpu" or classes.is_floating_point() or not classes.numel():
         return
     if (least := int(classes.min())) < 0:
         raise UsageError(
-            f"task {task}: a class is {least}, and classes begin with 0",
-            hints=[f"set task.ignore_index = {least}: samples of it then count neither in the loss nor in metrics"],
+            f"task {task}: a sample has the class {least}, but classes start at 0",
+            hints=[f"set task.ignore_index = {least}: these samples then count neither in the loss nor in metrics"],
         )
 
 
 def holds_text(batch: Any) -> bool:
-    """True if there is text somewhere in a batch."""
+    """True if a batch contains text."""
     if isinstance(batch, Mapping):
         return any(holds_text(part) for part in batch.values())
     return isinstance(batch, str) or (isinstance(batch, list | tuple) and any(map(holds_text, batch)))
 
 
 def described(value: Any) -> str:
-    """The form of a batch, of outputs or of a loss: dtypes and shapes, or the type of what is no tensor."""
+    """Describes a batch, outputs or a loss for error messages: dtype and shape of tensors, type of other values."""
     from torch import Tensor
 
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Generating what cannot be told from the data: a generator and a discriminator against each other."""
+"""Adversarial training of a generator and a discriminator (GAN)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class Adversarial(Task):
-    """The discriminator's update, then the generator's against it (Goodfellow et al., 2014, non-saturating loss).
+    """Alternating updates of discriminator and generator (Goodfellow et al., 2014, non-saturating loss).
 
     A batch is images, or a pair that begins with them. The model is called as `model("generator", noise [B, latent])`
-    and `model("discriminator", images)`; more is said to come from the data the higher its score. Reported is how
-    often the discriminator is right, `accuracy/discriminator`.
+    and `model("discriminator", images)`. A positive score means that the discriminator takes an image for real. The
+    accuracy of the discriminator is reported as `accuracy/discriminator`.
     """
 
     turns = ("discriminator", "generator")
 
     def __init__(
-        self, *, latent: Annotated[int, Field(ge=1, le=2**24, description="Values of noise for an image.")] = 32
+        self, *, latent: Annotated[int, Field(ge=1, le=2**24, description="Number of noise values per image.")] = 32
     ) -> None:
         self.latent = latent
 
     def loss(self, model: nn.Module, batch: Any, turn: str = "") -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """The turn's summed loss and, of the discriminator, the scores of images and of what was generated."""
+        """Returns the summed loss of the update; for the discriminator also the scores of real and generated images."""
         import torch
         from torch.nn.functional import softplus
 
@@ -45,21 +45,21 @@ class Adversarial(Task):
         return softplus(-real).sum() + softplus(fake).sum(), (real, fake)
 
     def metrics(self, outputs: tuple[Tensor, Tensor] | None, batch: Any) -> Mapping[str, Total]:
-        """The discriminator's accuracy: one half if it can only guess."""
+        """Returns the discriminator's accuracy, which is one half for guessing."""
         if outputs is None:
             return {}
         real, fake = outputs
         return {"accuracy": Total((real > 0).sum() + (fake <= 0).sum(), len(real) + len(fake))}
 
     def predict(self, model: nn.Module, batch: Any) -> NoReturn:
-        """Raises UsageError."""
+        """Raises UsageError: this task has no predictions for samples."""
         draw = f'ddpforge.load(RUN).model()("generator", torch.randn(16, {self.latent}))'
         raise UsageError(
-            "task gan makes images out of noise, and has nothing to predict of those in the data",
-            hints=[f"in Python `{draw}` makes some", "or write a `predict` in a task of your own"],
+            "task gan generates images from noise, and cannot predict anything for the images in the data",
+            hints=[f"generate images in Python: `{draw}`", "or write a task with a `predict` of your own"],
         )
 
     def check(self, model: nn.Module, data: Any) -> None:
-        """Compares `latent` with the model's, where it has one."""
+        """Raises ValueError if the model has another `latent`."""
         if getattr(model, "latent", self.latent) != self.latent:
-            raise ValueError(f"the model takes {model.latent} values of noise; set task.latent = {model.latent}")
+            raise ValueError(f"the model takes {model.latent} noise values; set task.latent = {model.latent}")

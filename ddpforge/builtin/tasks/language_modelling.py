@@ -1,4 +1,4 @@
-"""Predicting the next token."""
+"""Language modelling: prediction of the next token."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 class LanguageModelling(Task):
     """Cross-entropy of logits [B, T, V] and int64 tokens [B, T]; a batch is (tokens, targets).
 
-    Every target weighs the same, however they are spread over micro-batches and ranks; those equal to
-    `ignore_index` weigh nothing. The loss is in nats per token, computed in float32 whatever the model's
-    precision. Beside it are reported its exponential, `perplexity`, and the loss divided by ln 2,
-    `bits_per_token` (`bits_per_byte` where the data says that its tokens are bytes).
+    Every target has the same weight, for any distribution over micro-batches and ranks; targets equal to `ignore_index`
+    have none. The loss is in nats per token, computed in float32 for any precision of the model. Also reported:
+    `perplexity`, the exponential of the loss, and `bits_per_token`, the loss divided by ln 2 (`bits_per_byte` if the
+    data has `level = "bytes"`).
 
-    With `loss_chunk` logits are never all in memory: the model, which must say `takes_score`, calls the loss within its
-    forward pass, `model(tokens, score=…)`, with its hidden states and the weights of its output layer.
+    With `loss_chunk` only some of the logits are in memory at a time. The model must have `takes_score = True`; its
+    forward pass calls the loss with the hidden states and the weights of the output layer: `model(tokens, score=…)`.
     """
 
     items = "tokens"
@@ -45,7 +45,7 @@ class LanguageModelling(Task):
             Field(
                 ge=1,
                 le=2**24,
-                description="Targets whose logits are in memory at a time, e.g. 1024; absent: all of a micro-batch.",
+                description="Number of targets whose logits are in memory at a time, e.g. 1024; absent: all.",
             ),
         ] = None,
     ) -> None:
@@ -54,10 +54,10 @@ class LanguageModelling(Task):
         self._unit = "token"
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The cross-entropy summed over targets, and the logits; with `loss_chunk` there are none."""
+        """Returns the summed cross-entropy, and the logits (None with `loss_chunk`)."""
         tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
         if self.loss_chunk is not None:
-            from ddpforge.builtin.tasks.chunked import chunked_cross_entropy  # which needs torch to be imported
+            from ddpforge.builtin.tasks.chunked import chunked_cross_entropy  # imports torch
 
             score = partial(
                 chunked_cross_entropy,
@@ -71,18 +71,18 @@ class LanguageModelling(Task):
         return self.cross_entropy(logits, targets), logits
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Summed over the targets that count."""
+        """Returns the summed cross-entropy; raises UsageError for targets that the logits do not have."""
         try:
             return self.sum_of_losses(logits, targets)
         except (IndexError, RuntimeError, ValueError) as error:
             refuse_targets(error, "language_modelling", logits, targets)
 
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy, in float32."""
+        """Returns the summed cross-entropy, in float32."""
         return cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index)
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """The mean `loss` of a sample, how many of its `tokens` count, and their `losses` [T], 0 for others."""
+        """Returns per sample the mean `loss`, the number of counted `tokens`, and their `losses` [T], 0 for others."""
         tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
         outputs = model(tokens)
         logits = one_tensor(getattr(outputs, "logits", outputs), "language_modelling")
@@ -92,23 +92,23 @@ class LanguageModelling(Task):
         return of_sequences(losses.view_as(targets), targets != self.ignore_index)
 
     def count(self, batch: Batch) -> Tensor:
-        """The targets that are not ignored."""
+        """Returns the number of targets that are not `ignore_index`."""
         _, targets = pair(batch, "language_modelling", "(tokens, targets)")
         return (targets != self.ignore_index).sum()
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds perplexity (infinite where it overflows) and bits."""
+        """Adds perplexity (infinite on overflow) and bits per token or byte."""
         loss = metrics["loss"]
         perplexity = math.inf if loss > 700 else math.exp(loss)
         return metrics | {"perplexity": perplexity, f"bits_per_{self._unit}": loss / math.log(2)}
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Compares `vocab_size` and `block_size` of data and model, where both are known; asks for `takes_score`."""
+        """Raises ValueError if the data has more tokens or longer samples than the model, or without `takes_score`."""
         if self.loss_chunk is not None and not getattr(model, "takes_score", False):
             raise ValueError(
-                f"task.loss_chunk = {self.loss_chunk} computes the loss within the model's forward pass, and "
-                f"{type(model).__name__} does not take it there: leave it out, or let forward(tokens, score=None) "
-                "return score(hidden, weight) in place of logits, and the model say takes_score = True"
+                f"task.loss_chunk = {self.loss_chunk} computes the loss within the model's forward pass, but "
+                f"{type(model).__name__} does not support this: remove loss_chunk, or return score(hidden, weight) "
+                "instead of logits from forward(tokens, score=None) and set takes_score = True in the model"
             )
         for name, noun in (("vocab_size", "different tokens"), ("block_size", "tokens per sample")):
             has, takes = getattr(data, name, None), getattr(model, name, None)
@@ -118,8 +118,8 @@ class LanguageModelling(Task):
 
 
 def of_sequences(losses: Tensor, counted: Tensor) -> dict[str, Tensor]:
-    """The columns of a prediction of sequences, from the losses of their tokens [B, T] and those that count."""
-    if hasattr(losses, "full_tensor"):  # where ranks have parts of the logits
+    """Returns prediction columns of sequences from the losses of tokens [B, T] and the mask `counted` [B, T]."""
+    if hasattr(losses, "full_tensor"):  # the logits are sharded
         losses = losses.full_tensor()
     tokens = counted.sum(dim=1)
     return {"loss": losses.sum(dim=1) / tokens, "tokens": tokens, "losses": losses}

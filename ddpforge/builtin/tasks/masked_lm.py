@@ -1,4 +1,4 @@
-"""Predicting tokens that are masked."""
+"""Masked language modelling: prediction of masked tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class MaskedLM(Task):
-    """Cross-entropy of chosen tokens, of which a model sees the others; as in BERT (Devlin et al., 2019).
+    """Cross-entropy of randomly chosen tokens, which are masked in the input, as in BERT (Devlin et al., 2019).
 
     A batch is tokens [B, T], a pair that begins with them, or {input_ids, attention_mask} for a model of transformers.
-    Of each sample `share` of the tokens are chosen, one at least; they become `mask_token`, but for `keep` of
-    them, which stay. The loss is in nats per chosen token, in float32; beside it is reported its exponential,
-    `perplexity`. Which tokens are chosen is drawn again in every pass; in evaluation a sample has always the same.
+    In each sample the fraction `share` of the tokens is chosen, at least one. They are replaced by `mask_token`, except
+    for the fraction `keep` of them, which stays. The loss is in nats per chosen token, in float32; its exponential is
+    reported as `perplexity`. Tokens are chosen anew in every pass; in evaluation they are always the same.
     """
 
     items = "chosen_tokens"
@@ -32,16 +32,16 @@ class MaskedLM(Task):
     def __init__(
         self,
         *,
-        mask_token: Annotated[int, Field(ge=0, lt=2**24, description="The token that stands for a masked one.")],
-        share: Annotated[float, Field(gt=0, lt=1, description="Share of a sample's tokens to predict.")] = 0.15,
-        keep: Annotated[float, Field(ge=0, lt=1, description="Share of those that the model sees all the same.")] = 0.1,
-        metrics: Annotated[Sequence[Metric], Field(description="What to report of the chosen tokens.")] = (),
+        mask_token: Annotated[int, Field(ge=0, lt=2**24, description="Token that replaces a masked token.")],
+        share: Annotated[float, Field(gt=0, lt=1, description="Fraction of a sample's tokens to predict.")] = 0.15,
+        keep: Annotated[float, Field(ge=0, lt=1, description="Fraction of chosen tokens that stay.")] = 0.1,
+        metrics: Annotated[Sequence[Metric], Field(description="Metrics of the chosen tokens to report.")] = (),
     ) -> None:
         self.mask_token, self.share, self.keep = mask_token, share, keep
         self.reports = by_name(metrics, "perplexity")
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The cross-entropy summed over chosen tokens; the logits, and the targets, -100 where nothing is chosen."""
+        """Returns the summed cross-entropy of chosen tokens, and (logits, targets); other targets are -100."""
         tokens, mask = tokens_of(batch, "masked_lm")
         draws = self.draws.rand(*tokens.shape, device=tokens.device)
         if mask is not None:
@@ -54,25 +54,26 @@ class MaskedLM(Task):
         return self.sum_of_losses(logits, targets), (logits, targets)
 
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy, in float32."""
+        """Returns the summed cross-entropy, in float32."""
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """The mean `loss` of a sample's chosen tokens, their number, `tokens`, and `losses` [T]: 0 for the others."""
+        """Returns per sample the mean `loss`, the number of chosen `tokens`, and their `losses` [T], 0 for others."""
         _, (logits, targets) = self.loss(model, batch)
         flat = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return of_sequences(flat.view_as(targets), targets != IGNORED)
 
     def _chosen(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """The number of chosen tokens of each sample: a function of its length, so that `count` knows it too."""
+        """Returns the number of chosen tokens of each sample, [B]."""
+        # It depends only on the length, so that `count` can compute it too.
         return (lengths_of(tokens, mask) * self.share).round().clamp(min=1).long()
 
     def count(self, batch: Any) -> Tensor:
-        """The tokens that are chosen."""
+        """Returns the number of chosen tokens."""
         return self._chosen(*tokens_of(batch, "masked_lm")).sum()
 
     def metrics(self, outputs: tuple[Tensor, Tensor], batch: Any) -> Mapping[str, Total | Rows]:
-        """The metrics that the recipe names, of chosen tokens only."""
+        """Returns the recipe's metrics of the chosen tokens."""
         if not self.reports:
             return {}
         logits, targets = outputs
@@ -80,16 +81,16 @@ class MaskedLM(Task):
         return {name: metric(logits[counted], targets[counted]) for name, metric in self.reports.items()}
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds the perplexity (infinite where it overflows)."""
+        """Adds the perplexity (infinite on overflow)."""
         loss = metrics["loss"]
         return metrics | {"perplexity": math.inf if loss > 700 else math.exp(loss)}
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Compares the sizes of data and model, and asks whether the model knows the mask."""
+        """Raises ValueError if the data exceeds the model's sizes, or `mask_token` is not in its vocabulary."""
         check_sizes(model, data)
         known = getattr(getattr(model, "config", model), "vocab_size", None)
         if isinstance(known, int) and self.mask_token >= known:
             more = self.mask_token + 1
             raise ValueError(
-                f"mask_token = {self.mask_token} is none of the model's {known} tokens; set model.vocab_size = {more}"
+                f"mask_token = {self.mask_token} is not among the model's {known} tokens; set model.vocab_size = {more}"
             )

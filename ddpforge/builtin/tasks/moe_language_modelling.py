@@ -1,4 +1,4 @@
-"""Predicting the next token with a mixture of experts, all of which shall be used."""
+"""Language modelling with a mixture of experts and a load-balancing loss."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class _Outputs(NamedTuple):
 
 
 class MoELanguageModelling(LanguageModelling):
-    """`language_modelling`, and a loss that keeps experts evenly used, for models such as `moe_gpt`.
+    """Task `language_modelling` plus a load-balancing loss of the experts, for models such as `moe_gpt`.
 
-    To the cross-entropy is added `balance` times the model's own measure of each sequence (1 where experts are used
-    evenly), weighted by its targets: the same whatever the ranks and micro-batches. Reported are also `cross_entropy`
-    (from which perplexity and bits are), `balance`, and `dropped`: the share of choices that found no place.
+    The loss is the cross-entropy plus `balance` times the model's balance of each sequence (1 if experts are used
+    evenly), weighted by its number of targets. It does not depend on ranks and micro-batches. Also reported:
+    `cross_entropy` (used for perplexity and bits), `balance`, and `dropped`, the fraction of choices that exceed the
+    capacity of an expert.
     """
 
     by_position = takes_split_logits = False
@@ -36,21 +37,19 @@ class MoELanguageModelling(LanguageModelling):
         self,
         *,
         ignore_index: IgnoredTarget = IGNORED,
-        balance: Annotated[
-            float, Field(ge=0, le=100, description="Weight of the measure of balance in the loss.")
-        ] = 0.01,
+        balance: Annotated[float, Field(ge=0, le=100, description="Weight of the load-balancing loss.")] = 0.01,
     ) -> None:
         super().__init__(ignore_index=ignore_index)
         self.balance = balance
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        """The cross-entropy summed over targets, plus the balance of each sequence times its targets."""
+        """Returns the summed cross-entropy plus the weighted balance, and the values for `metrics`."""
         tokens, targets = pair(batch, "moe_language_modelling", "(tokens, targets)")
         routed = model(tokens)
         if not all(hasattr(routed, name) for name in ("logits", "balance", "dropped")):
             raise UsageError(
-                f"task moe_language_modelling needs a model of experts, and {type(model).__name__} does not say how "
-                "evenly they are used",
+                f"task moe_language_modelling needs a model with experts, but {type(model).__name__} does not return "
+                "`balance` and `dropped`",
                 hints=['set model.use = "moe_gpt"', 'or task.use = "language_modelling"'],
             )
         cross_entropy = self.cross_entropy(routed.logits, targets)
@@ -58,7 +57,7 @@ class MoELanguageModelling(LanguageModelling):
         return cross_entropy + self.balance * balance, _Outputs(cross_entropy, routed.balance, routed.dropped)
 
     def metrics(self, outputs: _Outputs, batch: Batch) -> Mapping[str, Total]:
-        """The parts of the loss, and what was dropped; of the targets, like the loss."""
+        """Returns the parts of the loss per target, and the dropped fraction."""
         weights = self._weights(batch[1])
         count = weights.sum()
         return {
@@ -68,10 +67,10 @@ class MoELanguageModelling(LanguageModelling):
         }
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds perplexity and bits of the cross-entropy alone."""
+        """Adds perplexity and bits, computed from the cross-entropy alone."""
         alone = metrics | {"loss": metrics.get("cross_entropy", metrics["loss"])}
         return super().finish(alone) | {"loss": metrics["loss"]}
 
     def _weights(self, targets: Tensor) -> Tensor:
-        """The targets of each sequence that count: [B]."""
+        """Returns the number of counted targets of each sequence, [B]."""
         return (targets != self.ignore_index).sum(1).float()

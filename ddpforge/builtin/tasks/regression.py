@@ -1,4 +1,4 @@
-"""Predicting numbers."""
+"""Regression: prediction of numbers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class Regression(Task):
-    """The error of predictions: averaged over the values of a sample, summed over samples.
+    """Error of predictions, averaged over the values of a sample and over samples.
 
-    A batch is (inputs, targets [B, ...]). The shapes of predictions and targets may differ in dimensions of
-    size 1, as [B, 1] and [B] do; nothing is broadcast. The loss is computed in float32 whatever the model's
-    precision. It alone is reported unless the recipe names metrics, e.g. ["mae"].
+    A batch is (inputs, targets [B, ...]). The shapes of predictions and targets may differ in dimensions of size 1,
+    e.g. [B, 1] and [B]; nothing is broadcast. The loss is computed in float32 for any precision of the model. Only the
+    loss is reported, unless the recipe names metrics, e.g. ["mae"].
 
-    Raises ValueError when `delta` is set for a loss other than "huber".
+    Raises ValueError if `delta` is set and the loss is not "huber".
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class Regression(Task):
         *,
         loss: Annotated[
             Literal["mse", "mae", "huber"],
-            Field(description="Squared error, absolute error, or squared up to `delta` and linear beyond."),
+            Field(description="Squared error, absolute error, or squared error up to `delta` and linear above it."),
         ] = "mse",
         delta: Annotated[
-            float | None, Field(ge=1e-9, le=1e6, description='Where "huber" turns linear; absent: 1.')
+            float | None, Field(ge=1e-9, le=1e6, description='Error above which "huber" is linear; absent: 1.')
         ] = None,
         metrics: Metrics = (),
     ) -> None:
         from torch import nn
 
         if delta is not None and loss != "huber":
-            raise ValueError(f'delta: it belongs to loss = "huber", not to "{loss}"')
+            raise ValueError(f'delta: only loss = "huber" has this option, not "{loss}"')
         self._errors: nn.Module = {
             "mse": nn.MSELoss(reduction="none"),
             "mae": nn.L1Loss(reduction="none"),
@@ -50,24 +50,24 @@ class Regression(Task):
         self.reports = by_name(metrics)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed error, and the predictions in the targets' shape; ValueError when they do not fit it."""
+        """Returns the summed error, and the predictions in the targets' shape; raises ValueError if they do not fit."""
         inputs, targets = pair(batch, "regression", "(inputs, targets)")
         predictions = one_tensor(model(inputs), "regression")
         if _sizes(predictions) != _sizes(targets):
             raise ValueError(
                 f"predictions of shape {list(predictions.shape)} cannot be compared with targets of shape"
-                f" {list(targets.shape)}: they may differ in dimensions of size 1 only"
+                f" {list(targets.shape)}: the shapes may differ only in dimensions of size 1"
             )
         predictions = predictions.reshape(targets.shape)
         errors = self._errors(predictions.float(), targets.float())
         return errors.reshape(len(errors), -1).mean(dim=1).sum(), predictions
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
-        """The metrics that the recipe names."""
+        """Returns the recipe's metrics."""
         return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """The `prediction`, in the shape of the targets, and these, `target`, where the batch has them."""
+        """Returns the `prediction`, in the shape of the targets, and the targets as `target` if the batch has them."""
         inputs, targets = parts_of(batch)
         predictions = one_tensor(model(inputs), "regression").float()
         if targets is not None and _sizes(predictions) == _sizes(targets):
@@ -76,5 +76,5 @@ class Regression(Task):
 
 
 def _sizes(values: Tensor) -> list[int]:
-    """Samples, and the sizes of a sample's dimensions that are not 1."""
+    """Returns the number of samples, and the sizes of a sample's dimensions without those of size 1."""
     return [len(values), *(size for size in values.shape[1:] if size != 1)]

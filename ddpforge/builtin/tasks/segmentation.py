@@ -1,4 +1,4 @@
-"""Choosing one class per pixel."""
+"""Semantic segmentation: one class per pixel."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 class Segmentation(Task):
     """Cross-entropy of logits [B, C, H, W] and int64 classes [B, H, W]; a batch is (images, classes).
 
-    Every pixel weighs the same, whichever image it is of; those of the class `ignore_index` weigh nothing. The loss is
-    computed in float32 whatever the model's precision. Beside it are reported `iou`, the mean intersection over union,
-    and the metrics that the recipe names, which leave the same pixels out where they have an `ignore_index`.
+    Every pixel has the same weight, except for pixels of the class `ignore_index`, which do not count. The loss is
+    computed in float32 for any precision of the model. Also reported: `iou`, the mean intersection over union, and the
+    recipe's metrics. Metrics that have an `ignore_index` ignore the same pixels.
     """
 
     items = "pixels"
@@ -32,9 +32,9 @@ class Segmentation(Task):
         self,
         *,
         ignore_index: Annotated[
-            int, Field(ge=-(2**31), lt=2**31, description="The class of pixels that are not counted.")
+            int, Field(ge=-(2**31), lt=2**31, description="Class of pixels that are not counted.")
         ] = 255,
-        metrics: Annotated[Sequence[Metric], Field(description="What to report beside loss and iou.")] = (),
+        metrics: Annotated[Sequence[Metric], Field(description="Metrics to report in addition to loss and iou.")] = (),
     ) -> None:
         self.ignore_index = ignore_index
         for metric in metrics:
@@ -43,7 +43,7 @@ class Segmentation(Task):
         self.reports = by_name([MeanIoU(ignore_index=ignore_index), *metrics])
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The cross-entropy summed over pixels, and the logits."""
+        """Returns the cross-entropy summed over pixels, and the logits."""
         images, classes = pair(batch, "segmentation", "(images, classes)")
         logits = one_tensor(model(images), "segmentation")
         try:
@@ -53,19 +53,19 @@ class Segmentation(Task):
         return loss, logits
 
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
-        """The cross-entropy, in float32."""
+        """Returns the summed cross-entropy, in float32."""
         return cross_entropy(logits, classes, ignore_index=self.ignore_index)
 
     def count(self, batch: Batch) -> Tensor:
-        """The pixels that are counted."""
+        """Returns the number of counted pixels."""
         _, classes = pair(batch, "segmentation", "(images, classes)")
         return (classes != self.ignore_index).sum()
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
-        """The mean intersection over union, and the metrics that the recipe names."""
+        """Returns the mean intersection over union, and the recipe's metrics."""
         return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """The most probable class of every pixel, `classes` [H, W]."""
+        """Returns the most probable class of every pixel, `classes` [H, W]."""
         images, _ = parts_of(batch)
         return {"classes": one_tensor(model(images), "segmentation").argmax(dim=1)}

@@ -1,4 +1,4 @@
-"""Choosing one class per sequence of tokens."""
+"""Sequence classification: one class per sequence of tokens."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ if TYPE_CHECKING:
 
 
 class SequenceClassification(Classification):
-    """Classification of tokens [B, T]: a batch is (tokens, classes).
+    """Classification of tokens [B, T]; a batch is (tokens, classes).
 
-    For a model of transformers it is {input_ids, attention_mask, labels [B]}.
+    A batch for a model of transformers is {input_ids, attention_mask, labels [B]}.
     """
 
     task_name = "sequence_classification"
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy, and the logits [B, C]."""
+        """Returns the summed cross-entropy, and the logits [B, C]."""
         logits = logits_of(model, *tokens_of(batch, "sequence_classification"), "sequence_classification")
         return self.cross_entropy(logits, self.classes_of(batch)), logits
 
     def classes_of(self, batch: Any) -> Tensor:
-        """Returns the classes of a batch, which are the `labels` of one for a model of transformers."""
+        """Returns the classes of a batch; in a mapping they are called `labels`."""
         if isinstance(batch, Mapping):
             classes: Tensor = batch["labels"]
             return classes
         return pair(batch, "sequence_classification", "(tokens, classes)")[1]
 
     def count(self, batch: Any) -> Tensor | None:
-        """As for `classification`, of either form of a batch."""
+        """Counts as `classification` does, for both forms of a batch."""
         return super().count((None, self.classes_of(batch)))
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """The most probable `class`, its `probability`, and where the batch has it the true class, `target`."""
+        """Returns the most probable `class`, its `probability`, and the true class, `target`, if the batch has it."""
         logits = logits_of(model, *tokens_of(batch, "sequence_classification"), "sequence_classification")
         classes = batch.get("labels") if isinstance(batch, Mapping) else parts_of(batch)[1]
         return beside_targets(chosen(logits), classes)
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Compares the sizes of data and model, and refuses a decoder that cannot tell padding from text."""
+        """Raises ValueError if the sizes of data and model do not fit, or the model has no padding token."""
         super().check(model, data)
         check_sizes(model, data)
         config, tokenizer = getattr(model, "config", None), getattr(data, "tokenizer", None)
         if config is not None and tokenizer is not None and getattr(config, "pad_token_id", None) is None:
             raise ValueError(
-                "the config has no pad_token_id, so that the end of a text cannot be found;"
+                "the model's config has no pad_token_id, so the model cannot find the end of a text;"
                 f" set model.options.pad_token_id = {tokenizer.pad_token_id}"
             )
         if tokenizer is not None and getattr(data, "classes", None) is None:

@@ -1,4 +1,4 @@
-"""The forms in which sequences of tokens come, and what a model makes of them."""
+"""Helpers for tasks on sequences of tokens: reads batches and outputs of models, checks sizes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["check_sizes", "lengths_of", "logits_of", "tokens_of"]
 
 
 def tokens_of(batch: Any, task: str) -> tuple[Tensor, Tensor | None]:
-    """The tokens [B, T] of a batch, and where they are no padding (absent: everywhere).
+    """Returns the tokens [B, T] of a batch, and the attention mask, which is None if there is no padding.
 
-    A batch is tokens, a pair that begins with them, or a mapping with `input_ids` and maybe `attention_mask`, as models
-    of transformers take it.
+    A batch is tokens, a pair that begins with them, or a mapping with `input_ids` and optionally `attention_mask`, as
+    models of transformers take it. Raises UsageError for any other batch.
     """
     from torch import Tensor
 
@@ -30,18 +30,18 @@ def tokens_of(batch: Any, task: str) -> tuple[Tensor, Tensor | None]:
     raise UsageError(
         f"task {task} takes tokens [B, T], a pair that begins with them, or {{input_ids, …}}; the data gives "
         f"{described(batch)}",
-        hints=["let a sample begin with its tokens, int64 [T]"],
+        hints=["return samples that begin with their tokens, int64 [T]"],
     )
 
 
 def logits_of(model: nn.Module, tokens: Tensor, mask: Tensor | None, task: str) -> Tensor:
-    """The model's output for tokens: a tensor, or the `logits` of what a model of transformers returns."""
+    """Calls the model on tokens; returns its output, or the `logits` of the output of a model of transformers."""
     outputs = model(tokens) if mask is None else model(input_ids=tokens, attention_mask=mask)
     return one_tensor(getattr(outputs, "logits", outputs), task)
 
 
 def check_sizes(model: nn.Module, data: Any) -> None:
-    """Raises ValueError where the data has more tokens, or longer samples, than the model takes, if both are known."""
+    """Raises ValueError if the data has more tokens or longer samples than the model takes (if both are known)."""
     config = getattr(model, "config", None)  # of a model of transformers
     for noun, has, names in (
         ("different tokens", getattr(data, "vocab_size", None), ("vocab_size", "vocab_size")),
@@ -59,7 +59,7 @@ def check_sizes(model: nn.Module, data: Any) -> None:
 
 
 def lengths_of(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Tokens of each sample that are no padding: int64 [B]."""
+    """Returns the number of tokens of each sample without padding, int64 [B]."""
     import torch
 
     if mask is not None:

@@ -1,1 +1,1 @@
-"""Built-in trackers: where metrics go."""
+"""Built-in trackers."""

@@ -1,4 +1,4 @@
-"""Progress on stderr: a display on a terminal; plain timed lines in a pipe, a log file or CI."""
+"""Progress on stderr: a live display on a terminal; plain lines with the time in a pipe, a log file or CI."""
 
 import os
 import sys
@@ -13,37 +13,37 @@ from rich.text import Text
 
 from ddpforge.interfaces import Tracker
 
-_PER_SECOND = 1  # times that the display is drawn; a frame takes half a millisecond of a thread of its own
+_PER_SECOND = 1  # display updates; each takes half a millisecond in a separate thread
 _BAR = 30  # characters
 _SHORT = {"train/grad_norm": "grad norm"}
 
 
 class ConsoleTracker(Tracker):
-    """Shows the step, the training loss, the speed and the time that is left; evaluations get a line each.
+    """Shows the step, the training loss, the speed and the remaining time; prints a line for each evaluation.
 
-    Without a terminal that is a line every second, then less and less often, every 30 seconds in the end. On one it is
-    a display that is drawn every second, whether there are new rows or not: with the phase that training is in, the
-    share of time that it waits for data, memory, and the newest metrics.
+    Without a terminal it prints a line every second at first, and gradually fewer, down to one every 30 seconds. On a
+    terminal it draws a display every second, even if there are no new rows. The display also contains the current phase
+    of training, the fraction of time that training waits for data, memory, and the newest metrics.
 
-    Begins with what is trained, on what and where. Reads `config["run"]` (`total_steps`, `strategy`, `micro_batch`,
-    `accumulation`) and `config["train"]`; also, where they are there, the components of the recipe, and `parameters`,
-    `trained`, `samples`, `evaluated`, `steps_per_epoch`, `device` and `device_name`.
+    It first prints a summary of model, data and device. It reads `config["run"]` (`total_steps`, `strategy`,
+    `micro_batch`, `accumulation`) and `config["train"]`. Optional: the components of the recipe, and `parameters`,
+    `trained`, `samples`, `evaluated`, `steps_per_epoch`, `device` and `device_name` of the run.
     """
 
     where: Callable[[], tuple[str, int]] | None = None
-    """Tells the phase that training is in, and the step."""
+    """Returns the current phase of training, and the step."""
 
     def __init__(self) -> None:
         self.clock = time.monotonic
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Prints what is about to run."""
+        """Prints a summary of the run."""
         self._total: int | None = config["run"]["total_steps"]
         self._step = resumed_at or 0
         self._started = self.clock()
         self._first: tuple[int, float] | None = None  # step and time of the first row: speed counts from here
         self._shown_at = -float("inf")
-        self._waiting: Mapping[str, float] | None = None  # the last row, while it has not been shown
+        self._waiting: Mapping[str, float] | None = None  # the last row, if it has not been shown
         self._newest: dict[str, float] = {}
 
         self._console = Console(stderr=True)
@@ -51,7 +51,7 @@ class ConsoleTracker(Tracker):
         self._live = self._display() if _redraws(self._console) else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a row of training metrics when one is due, and an evaluation always."""
+        """Shows a row of training metrics if one is due; always shows an evaluation."""
         self._step = step
         self._newest |= metrics
         if evaluation := _evaluation(metrics):
@@ -59,26 +59,24 @@ class ConsoleTracker(Tracker):
             return
 
         if self._first is None:
-            self._first = (step, self.clock())  # the steps up to here contain compilation and warming up
+            self._first = (step, self.clock())  # earlier steps include compilation and warm-up
         self._waiting = metrics
         if not self._live and self._is_due():
             self._show(metrics)
 
     def rewind(self, step: int) -> None:
-        """Counts on from `step`."""
+        """Continues from `step`."""
         self._step, self._first, self._waiting = step, None, None
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Shows the last row if that is still to be done, and prints how the run ended.
-
-        Not at which step: a run that is stopped may have come further than its last row.
-        """
+        """Shows the last row if it was not shown, and prints the final state of the run."""
+        # Without the step: a stopped run may have trained further than its last row.
         if self._live:
             self._live.stop()
         elif self._waiting:
             self._show(self._waiting)
         took = _span(self.clock() - self._started)
-        self._print(f"{state} after {took}")  # metrics are in the evaluation before it, and in what the command says
+        self._print(f"{state} after {took}")  # metrics are in the last evaluation, and in the output of the command
 
     # -- lines
     def _is_due(self) -> bool:
@@ -93,7 +91,7 @@ class ConsoleTracker(Tracker):
         self._print(" ".join([time.strftime("%H:%M:%S"), *filter(None, parts)]))
 
     def _speed(self, now_at: int, metrics: Mapping[str, float]) -> list[str]:
-        """Steps and items per second, the wait for data, and the time that is left, as far as they are known."""
+        """Returns steps and items per second, the wait for data, and the remaining time, as far as they are known."""
         found = _rates(metrics)
         if self._first is None:
             return found
@@ -115,7 +113,7 @@ class ConsoleTracker(Tracker):
         return live
 
     def _frame(self) -> Text:
-        """The display as it is now; drawn by a thread, so that training does nothing for it."""
+        """Returns the current display; called in a separate thread, so that training does not wait for it."""
         phase, entered = self.where() if self.where else ("", 0)
         step = max(self._step, entered - 1)
         done = f"{_bar(step / self._total)} {step}/{self._total} {step / self._total:.0%}" if self._total else ""
@@ -125,15 +123,13 @@ class ConsoleTracker(Tracker):
 
 
 def _redraws(console: Console) -> bool:
-    """True where lines can be drawn over."""
+    """True if the console can overwrite lines."""
     return console.is_interactive and console.file.isatty() and not os.environ.get("CI")
 
 
 def _never_in_children(done: list[bool] = []) -> None:  # noqa: B006
-    """Lets processes that fork write to the terminal itself.
-
-    A display has all that is printed go through it, under a lock that its thread may hold when a loader forks.
-    """
+    """Makes forked processes write directly to the terminal; registers this only once."""
+    # A live display redirects all output through a lock. Its thread may hold that lock when a loader process forks.
     if not done:
         done.append(True)
         os.register_at_fork(after_in_child=_write_directly)
@@ -151,7 +147,7 @@ def _bar(share: float) -> str:
 
 
 def _rates(metrics: Mapping[str, float]) -> list[str]:
-    """Samples and other items per second, and the share of time in which training waits for data."""
+    """Returns items per second, and the fraction of time that training waits for data."""
     counted = {name: value for name, value in metrics.items() if _is_rate(name)}
     found = [f"{value:,.{0 if value >= 10 else 1}f} {_items(name)}/s" for name, value in counted.items()]
     waits = metrics.get("train/time/data")
@@ -167,14 +163,14 @@ def _items(name: str) -> str:
 
 
 def _numbers(metrics: Mapping[str, float]) -> list[str]:
-    """The newest metrics but for those of speed."""
+    """Returns the newest metrics without speed, samples and epoch."""
     odd = {"samples", "epoch"} | {name for name in metrics if name.startswith("train/time/") or _is_rate(name)}
     shown = {_SHORT.get(name, name.removeprefix("train/")): x for name, x in metrics.items() if name not in odd}
     return [f"{name} {value:.4g}" for name, value in shown.items()]
 
 
 def _memory() -> list[str]:
-    """The memory that this process takes now: of the GPU, where it uses one."""
+    """Returns the used memory: of the GPU if this process uses one, otherwise of this process."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
@@ -188,7 +184,7 @@ def _memory() -> list[str]:
 
 
 def _summary(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """The whole of the run in lines: a word, and what there is to say of it."""
+    """Returns a summary of the run: lines that start with a label."""
     run, train = config["run"], config["train"]
     said = {
         "model": [_used(config.get("model")), _parameters(run)],
@@ -249,7 +245,7 @@ def _batch(run: Mapping[str, Any], train: Mapping[str, Any]) -> str:
 
 
 def _evaluation(metrics: Mapping[str, float]) -> str:
-    """The evaluation metrics among `metrics` on one line, or nothing."""
+    """Returns the evaluation metrics among `metrics` on one line, or an empty string."""
     return " ".join(
         f"{key.removeprefix('eval/')} {value:.4g}" for key, value in metrics.items() if key.startswith("eval/")
     )

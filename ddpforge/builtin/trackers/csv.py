@@ -1,4 +1,4 @@
-"""Metrics as a CSV file, for spreadsheets and pandas."""
+"""CSV file of metrics, for spreadsheets and pandas."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Row = Mapping[str, float | str]
 class CSVTracker(Tracker):
     """Writes `metrics.csv` in the run's folder: a column for `step` and for each metric, a line for each row.
 
-    A row of training and one of an evaluation at the same step are two lines; what a row lacks is empty. The file is
-    rewritten when a metric appears for the first time, and when rows are superseded, which it then no longer has.
+    Training and evaluation rows of the same step are two lines; missing metrics are empty. The file is rewritten when a
+    metric appears for the first time, and when training goes back, which removes the superseded rows.
     """
 
     def __init__(
         self,
         file: Annotated[
-            str, Field(pattern=r"^[\w.-]+\.csv$", description="The file's name, within the run's folder.")
+            str, Field(pattern=r"^[\w.-]+\.csv$", description="Name of the file in the run's folder.")
         ] = "metrics.csv",
     ) -> None:
         self._name = file
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Takes over the rows of earlier attempts, up to the step that training resumes from."""
+        """Keeps the rows of earlier attempts, up to the step that training resumes from."""
         self._path = folder / self._name
         self._columns = ["step"]
         rows = _read(self._path)
@@ -54,11 +54,11 @@ class CSVTracker(Tracker):
             csv.DictWriter(file, self._columns).writerow({"step": step, **metrics})
 
     def rewind(self, step: int) -> None:
-        """Takes the rows after `step` out."""
+        """Removes the rows after `step`."""
         self._write([row for row in _read(self._path) if int(row["step"]) <= step])
 
     def _write(self, rows: Iterable[Row]) -> None:
-        """Replaces the file in one instant."""
+        """Replaces the file atomically."""
         new = self._path.with_name(f".{self._path.name}.tmp")
         with new.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._columns)
@@ -68,7 +68,7 @@ class CSVTracker(Tracker):
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    """The rows that are there; not the line of which a killed process has written only a part."""
+    """Reads the rows of a file, without an incomplete last line; returns none if there is no file."""
     if not path.exists():
         return []
     try:
@@ -81,6 +81,6 @@ def _read(path: Path) -> list[dict[str, str]]:
             int(row["step"])
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise EnvironmentProblem(
-            f"{path} is no table of metrics: {error}", hints=["move it away: metrics.jsonl has all rows"]
+            f"{path} is not a table of metrics: {error}", hints=["move it away: metrics.jsonl has all rows"]
         ) from error
     return rows

@@ -1,4 +1,4 @@
-"""MLflow: one run per run folder, continued when training is, and never in training's way."""
+"""MLflow tracker: one MLflow run per run folder, continued on resume; never blocks training."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
 
 __all__ = ["MLflowTracker"]
 
-_STATES = {"done": "FINISHED", "stopped": "KILLED"}  # every other one has failed
+_STATES = {"done": "FINISHED", "stopped": "KILLED"}  # all other states are FAILED
 _MOST_PARAMS = 100  # in one request
-_LONGEST_PARAM = 500  # characters that every server takes
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}  # mlflow's own is minutes
+_LONGEST_PARAM = 500  # characters, accepted by every server
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}  # mlflow's default is minutes
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class MLflowTracker(Tracker):
-    """Mirrors the run to MLflow, from a thread of its own: metrics by step, the recipe as parameters and `config.json`.
+    """Mirrors the run to MLflow in a separate thread: metrics by step, the recipe as parameters and `config.json`.
 
-    MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID keep their meaning and beat the recipe. What is shown
-    is an artifact below `shown/`. MLflow forgets nothing: where training goes back or is resumed, a metric has two
-    values for a step, the later of which counts, and the tag `resumed_at` has the step.
+    MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID override the recipe. Displayed values are artifacts
+    below `shown/`. MLflow cannot delete metrics: after a rollback or a resume, a metric has two values for a step, and
+    the later one is valid. The tag `resumed_at` contains the step.
     """
 
     def __init__(
         self,
-        experiment: Annotated[Name, Field(description="The MLflow experiment, which is made if there is none.")],
+        experiment: Annotated[Name, Field(description="MLflow experiment; created if it does not exist.")],
         uri: Annotated[
-            Name | None, Field(description='The tracking server, or "sqlite:///FILE"; absent: as mlflow is set up.')
+            Name | None, Field(description='Tracking server, or "sqlite:///FILE"; absent: mlflow\'s configuration.')
         ] = None,
         tags: Annotated[Mapping[str, str], Field(description="Tags of the run.")] = {},
         finish_timeout: Annotated[
-            float, Field(ge=0.001, le=86400, description="Seconds that uploads may take after training.")
+            float, Field(ge=0.001, le=86400, description="Maximum time of uploads after training, in seconds.")
         ] = 60,
     ) -> None:
         require("mlflow", "mlflow")
@@ -55,7 +55,7 @@ class MLflowTracker(Tracker):
         self._tags, self._finish_timeout = dict(tags), finish_timeout
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Opens the run that belongs to `folder`; an unusable server costs half a minute at worst."""
+        """Opens the MLflow run of `folder`; an unreachable server costs at most half a minute."""
         for variable, value in _PATIENCE.items():
             os.environ.setdefault(variable, value)
         from mlflow import MlflowClient
@@ -69,7 +69,7 @@ class MLflowTracker(Tracker):
             self.rewind(resumed_at)
 
     def _open(self, name: str, file: Path, config: Mapping[str, Any]) -> str:
-        """The id of the run: the environment's, the stored one, or that of a new one; it is stored before use."""
+        """Returns the id of the run: from the environment, the stored one, or of a new run; stores it before use."""
         stored = stored_id(file, "run_id")
         run = os.environ.get("MLFLOW_RUN_ID") or stored or self._create(name)
         self._client.update_run(run, status="RUNNING")
@@ -105,11 +105,11 @@ class MLflowTracker(Tracker):
             self._later(lambda: self._client.log_dict(self._run, content, f"{place}.json"))
 
     def rewind(self, step: int) -> None:
-        """Notes the step; what is logged from here on is the later one."""
+        """Sets the tag `resumed_at`; metrics that are logged from now on supersede earlier ones."""
         self._later(lambda: self._client.set_tag(self._run, "resumed_at", str(step)))
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Waits until all is sent, and says how the run ended: FINISHED, KILLED where it was stopped, or FAILED."""
+        """Waits until all is sent, and sets the run's status: FINISHED, KILLED if it was stopped, or FAILED."""
         self._later(lambda: self._client.set_tag(self._run, "state", state))
         self._later(lambda: self._client.set_terminated(self._run, _STATES.get(state, "FAILED")))
         try:
@@ -120,7 +120,7 @@ class MLflowTracker(Tracker):
             self._queue.shutdown(wait=False, cancel_futures=True)
 
     def _later(self, send: Callable[[], Any]) -> None:
-        """Queues a request; raises what an earlier one has raised."""
+        """Queues a request; raises the error of an earlier request."""
         while self._sent and self._sent[0].done():
             self._sent.popleft().result()
         self._sent.append(self._queue.submit(send))
@@ -148,5 +148,5 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(rows: Any) -> dict[str, Any]:
-    """A table in the form that MLflow displays."""
+    """Converts a table to the form that MLflow displays."""
     return {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}

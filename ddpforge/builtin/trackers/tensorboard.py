@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, pictures, histograms, text and tables as event files in the run's folder."""
+"""TensorBoard tracker: scalars, images, histograms, text and tables as event files in the run's folder."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["TensorBoardTracker"]
 class TensorBoardTracker(Tracker):
     """Writes event files to the folder `tensorboard` of the run: `tensorboard --logdir runs` shows all runs.
 
-    Where training goes back or is resumed, a new event file says from which step on the earlier ones no longer count,
-    and TensorBoard leaves those events out. The recipe and the end of the run are texts: `config`, `end`.
+    After a rollback or a resume, a new event file makes TensorBoard hide later events of earlier files. The recipe and
+    the end of the run are texts: `config`, `end`.
     """
 
     def __init__(
         self,
         flush_seconds: Annotated[
-            int, Field(ge=1, le=3600, description="Seconds after which what was logged can be seen, at the latest.")
+            int, Field(ge=1, le=3600, description="Maximum delay in seconds until logged values are visible.")
         ] = 10,
     ) -> None:
         require("tensorboard", "tensorboard")
@@ -41,13 +41,13 @@ class TensorBoardTracker(Tracker):
         self._writer.add_text("config", _code(json.dumps(config, indent=2, default=str)), self._step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar for each metric."""
+        """Writes one scalar for each metric."""
         self._step = step
         for metric, value in metrics.items():
             self._writer.add_scalar(metric, value, step)
 
     def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
-        """In the tab that TensorBoard has for the kind; a table is text in Markdown."""
+        """Writes an image, a histogram or a text; a table becomes a Markdown text."""
         writer: Any = self._writer
         if kind == "image":
             writer.add_image(name, value, step, dataformats="HWC")
@@ -57,12 +57,12 @@ class TensorBoardTracker(Tracker):
             writer.add_text(name, _markdown(value) if kind == "table" else _code(value), step)
 
     def rewind(self, step: int) -> None:
-        """Opens another event file, with which later steps of the earlier ones do not count."""
+        """Opens another event file, which invalidates later steps of earlier files."""
         self._writer.close()
         self._writer = self._open(step)
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Writes what is left."""
+        """Writes the text `end` and closes the event file."""
         end = json.dumps({"state": state, **summary}, indent=2)
         self._writer.add_text("end", _code(end), self._step)
         self._writer.close()
@@ -92,7 +92,7 @@ def _add_histogram(writer: Any, name: str, value: Histogram, step: int) -> None:
 
 
 def _code(text: str) -> str:
-    """Text of which Markdown changes nothing."""
+    """Formats text as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

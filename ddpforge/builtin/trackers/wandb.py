@@ -1,4 +1,4 @@
-"""Weights & Biases: one run per run folder, continued when training is, and never in training's way."""
+"""Weights & Biases tracker: one W&B run per run folder, continued on resume; never blocks training."""
 
 import json
 import logging
@@ -28,13 +28,13 @@ Seconds = Annotated[float, Field(ge=0.001, le=86400)]
 
 def _plain(value: str) -> str:
     if not value.isprintable() or any(c in "/\\#?%:" for c in value):
-        raise ValueError("W&B takes neither / \\ # ? % : nor control characters here")
+        raise ValueError("W&B accepts neither / \\ # ? % : nor control characters here")
     return value
 
 
 Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_plain)]
 
-# Where wandb's own environment variable is set, it beats the recipe (wandb by itself would do the opposite).
+# wandb's environment variables override the recipe (by default wandb does the opposite).
 _ENVIRONMENT = {
     "project": "WANDB_PROJECT",
     "entity": "WANDB_ENTITY",
@@ -53,37 +53,38 @@ _PROBE_SECONDS = 2
 
 
 class WandbTracker(Tracker):
-    """Mirrors the run to Weights & Biases, or to an offline run where the server cannot be used.
+    """Mirrors the run to Weights & Biases, or to an offline run if the server is not reachable.
 
-    wandb's environment variables keep their meaning and beat the recipe. The x axis is `trainer/step`;
-    wandb's own step only goes up, and would lose what a resumed run repeats.
+    wandb's environment variables override the recipe. The x axis is `trainer/step`.
     """
+
+    # wandb's own step can only increase: rows that a resumed run repeats would be lost.
 
     def __init__(
         self,
-        project: Annotated[Name, Field(description="The W&B project.")],
+        project: Annotated[Name, Field(description="W&B project.")],
         entity: Annotated[
-            Name | None, Field(description="The user or team that owns the project; absent: your default one.")
+            Name | None, Field(description="User or team that owns the project; absent: your default.")
         ] = None,
-        group: Annotated[Name | None, Field(description="The group that this run belongs to.")] = None,
+        group: Annotated[Name | None, Field(description="Group of the run.")] = None,
         tags: Annotated[tuple[str, ...], Field(description="Labels to find the run by.")] = (),
         mode: Annotated[
             Literal["online", "offline", "disabled"] | None,
-            Field(description="Upload, record for `wandb sync`, or do nothing; absent: as wandb is set up."),
+            Field(description="Upload, record for `wandb sync`, or do nothing; absent: wandb's configuration."),
         ] = None,
-        name: Annotated[
-            str | None, Field(description="The name that the run is shown under; absent: the recipe's.")
-        ] = None,
-        job_type: Annotated[str | None, Field(description='What the run is within its group, e.g. "pretrain".')] = None,
-        notes: Annotated[str | None, Field(description="A longer description.")] = None,
+        name: Annotated[str | None, Field(description="Displayed name of the run; absent: the recipe's.")] = None,
+        job_type: Annotated[str | None, Field(description='Type of the run within its group, e.g. "pretrain".')] = None,
+        notes: Annotated[str | None, Field(description="Longer description of the run.")] = None,
         checkpoints: Annotated[
             bool,
-            Field(description="Log each checkpoint as an artifact that refers to its folder; nothing is uploaded."),
+            Field(description="Log each checkpoint as an artifact that references its folder, without an upload."),
         ] = False,
         init_timeout: Annotated[
             Seconds, Field(description="Seconds to wait for the server before recording offline.")
         ] = 10,
-        finish_timeout: Annotated[Seconds, Field(description="Seconds that uploads may take after training.")] = 60,
+        finish_timeout: Annotated[
+            Seconds, Field(description="Maximum time of uploads after training, in seconds.")
+        ] = 60,
     ) -> None:
         self._checkpoints = checkpoints
         self._options = {
@@ -100,8 +101,8 @@ class WandbTracker(Tracker):
         }
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        """Opens the run that belongs to `folder`; an unusable server costs about `init_timeout` at worst."""
-        for kind in ("data", "cache"):  # else they fill the home directory
+        """Opens the W&B run of `folder`; an unreachable server costs at most about `init_timeout`."""
+        for kind in ("data", "cache"):  # otherwise wandb fills the home directory
             os.environ.setdefault(f"WANDB_{kind.upper()}_DIR", str((folder / "wandb" / kind).absolute()))
         self._run = self._open(self._settings(name, folder), dict(config))
         self._run.define_metric("trainer/step")
@@ -118,32 +119,34 @@ class WandbTracker(Tracker):
             raise
 
     def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
-        """As wandb's own media: Image, Histogram, Table; text as Html, which keeps its lines."""
+        """Logs the value as wandb's Image, Histogram or Table; text as Html, which keeps line breaks."""
         media = _MEDIA[kind](value)
         self.log(step, {name: media})
 
     def checkpoint(self, step: int, folder: Path) -> None:
-        """Logs a reference to the folder, where the recipe asks for it."""
+        """Logs a reference to the folder if the option `checkpoints` is set."""
         if not self._checkpoints:
             return
         import wandb
 
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint", metadata={"step": step})
-        # By address alone: to hash gigabytes would hold training up, and retention removes old folders anyway.
+        # No checksum: hashing gigabytes would delay training, and retention removes old folders anyway.
         artifact.add_reference(folder.absolute().as_uri(), name=folder.name, checksum=False)
         self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def rewind(self, step: int) -> None:
-        """Marks where training resumed; of two rows for one `trainer/step` the later one counts."""
+        """Logs the step that training resumed from; of two rows for one `trainer/step` the later one is valid."""
         self.log(step, {"trainer/resumed_at": step})
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Uploads what is left; the run counts as failed unless `state` is done or stopped."""
+        """Uploads the remaining data; marks the run as failed unless `state` is done or stopped."""
         try:
             self._run.summary.update({"state": state, **summary})
             self._run.finish(exit_code=0 if state in ("done", "stopped") else 1)
         except TimeoutError:
-            logger.warning("W&B: upload cut short; complete it: wandb sync %s", self._run.settings.sync_dir)
+            logger.warning(
+                "W&B: the upload is incomplete; complete it with: wandb sync %s", self._run.settings.sync_dir
+            )
         finally:
             _tear_down()
 
@@ -155,10 +158,10 @@ class WandbTracker(Tracker):
             "run_id": _run_id(folder),
             "resume": "allow",
             "root_dir": str(folder),
-            "silent": True,  # also saves the greeting, which waits for the server
+            "silent": True,  # also skips the greeting, which waits for the server
             "console": "off",
             "finish_timeout_raises": True,
-            "x_transaction_log_flush_interval": 2,  # seconds of records that a kill may cost
+            "x_transaction_log_flush_interval": 2,  # seconds of records that a kill may lose
         } | {key: value for key, value in self._options.items() if value is not None}
         return wandb.Settings.model_validate(
             {
@@ -179,10 +182,12 @@ class WandbTracker(Tracker):
             settings.mode = "offline"
             run = wandb.init(config=config, settings=settings)
             reason = " ".join(str(error).split())
-            logger.warning("W&B: %s; offline now, upload later: wandb sync %s", reason, run.settings.sync_dir)
+            logger.warning(
+                "W&B: %s; recording offline, upload it later with: wandb sync %s", reason, run.settings.sync_dir
+            )
             return run
         if run.settings.mode == "offline":
-            logger.info("W&B: offline; upload it with: wandb sync %s", run.settings.sync_dir)
+            logger.info("W&B: recording offline; upload it with: wandb sync %s", run.settings.sync_dir)
         elif run.url:
             logger.info("W&B: %s", run.url)
         return run
@@ -222,7 +227,7 @@ _MEDIA: Mapping[ShownKind, Callable[[Any], Any]] = {
 
 
 def _run_id(folder: Path) -> str:
-    """The id of the run in `folder`: the environment's, the stored one or a new one, stored before use."""
+    """Returns the id of the run in `folder`: from the environment, the stored one or a new one; stores it first."""
     file = folder / "wandb.json"
     stored = stored_id(file, "id")
     run_id = os.environ.get("WANDB_RUN_ID") or stored or secrets.token_hex(4)
@@ -234,7 +239,7 @@ def _run_id(folder: Path) -> str:
 
 
 def _check_server(settings: "wandb.Settings") -> None:
-    """Raises when a run could not be online: no API key, or nobody answers at the server's address."""
+    """Raises wandb.Error if the run cannot be online: there is no API key, or the server does not answer."""
     import wandb
 
     if settings.mode not in ("online", "shared"):
@@ -243,7 +248,7 @@ def _check_server(settings: "wandb.Settings") -> None:
         raise wandb.Error("no API key (`wandb login` stores one)")
 
     url = urlsplit(settings.base_url)
-    if url.scheme in getproxies():  # the proxy is reached instead; `init_timeout` still holds
+    if url.scheme in getproxies():  # wandb connects to the proxy instead; `init_timeout` still applies
         return
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
@@ -253,8 +258,8 @@ def _check_server(settings: "wandb.Settings") -> None:
 
 
 def _tear_down() -> None:
-    """Ends wandb's own process, and waits until it has written all it knows; it may be dead already."""
+    """Ends wandb's own process, if it is still alive, and waits until it has written all data."""
     import wandb
 
-    with suppress(Exception, SystemExit):  # left to its exit hook, wandb would print a traceback
+    with suppress(Exception, SystemExit):  # wandb's exit hook would print a traceback
         wandb.teardown()

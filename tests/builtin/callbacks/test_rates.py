@@ -51,7 +51,7 @@ def test_a_resumed_run_waits_on() -> None:
 
 
 def test_a_metric_that_nobody_reports_is_refused() -> None:
-    with pytest.raises(PluginError, match="reduce_on_plateau watches 'eval/loss', which no evaluation reports"):
+    with pytest.raises(PluginError, match="reduce_on_plateau watches 'eval/loss', but no evaluation reports it"):
         factors(ReduceOnPlateau(), []) or ReduceOnPlateau().on_eval(1, {"eval/mae": 1.0})
     with pytest.raises(ValueError, match='set mode = "min" or "max"'):
         ReduceOnPlateau(metric="eval/zap")
@@ -105,7 +105,7 @@ def test_a_spike_lowers_the_rate_for_a_while(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, "ddpforge"):
         found = guarded([1.0, 1.1, 0.9, 1.9, None, 2.3, None, None, None, 1.0], guard)
     assert found == pytest.approx([1.0] * 5 + [0.4, 0.6, 0.8, 1.0, 1.0])
-    assert caplog.messages == ["the loss of step 6 is 2.3, usual is 1.1; a lower rate for a while"]
+    assert caplog.messages == ["the loss of step 6 is 2.3, usual is 1.1; the learning rate is lower for some steps"]
 
 
 @pytest.mark.parametrize(
@@ -189,5 +189,5 @@ def test_where_every_way_leads_to_a_spike_the_run_ends() -> None:
 
 
 def test_a_metric_of_training_is_refused_before_training() -> None:
-    with pytest.raises(ValueError, match="metric: train/loss is no metric of an evaluation"):
+    with pytest.raises(ValueError, match="metric: train/loss is not an evaluation metric"):
         ReduceOnPlateau(metric="train/loss")

@@ -173,18 +173,18 @@ def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ({"split": "val"}, 'MNIST has no split "val"'),
         ({"root": None}, "MNIST needs `root`"),
-        ({"name": "FakeData"}, "FakeData is made up, not read; leave out `root`"),
+        ({"name": "FakeData"}, "FakeData is generated, not read; remove `root`"),
         ({"name": "ImageFolder", "download": True}, "ImageFolder cannot be downloaded"),
-        ({"mean": [0.5]}, "mean and std go together"),
+        ({"mean": [0.5]}, "mean and std require each other"),
         ({"mean": [0.5] * 3, "std": [0.5] * 3}, "images have 1 channels, but mean has 3 values and std has 3"),
         ({"transforms": ["RandomHorizontlFlip"]}, "no transform `RandomHorizontlFlip` .*mean `RandomHorizontalFlip`"),
         ({"transforms": ["Compose"]}, "no transform `Compose` that a recipe can name"),
         ({"transforms": [{"size": 3}]}, "no transform `None`"),
-        ({"transforms": ["RandomCrop"]}, "the transform RandomCrop refuses {}: .*size"),
-        ({"transforms": [{"use": "RandomCrop", "size": 4, "colour": 1}]}, "RandomCrop refuses .*colour"),
+        ({"transforms": ["RandomCrop"]}, "the transform RandomCrop does not accept {}: .*size"),
+        ({"transforms": [{"use": "RandomCrop", "size": 4, "colour": 1}]}, "RandomCrop does not accept .*colour"),
         ({"transforms": [{"use": "RandomCrop", "size": 99}]}, "fail on the first image: ValueError: .*99"),
-        ({"transforms": [{"use": "FiveCrop", "size": 9}]}, "the transforms make tuple, not one image"),
-        ({"transforms": ["ToPILImage"]}, "the transforms make Image, not one image"),
+        ({"transforms": [{"use": "FiveCrop", "size": 9}]}, "the transforms return tuple, not one image"),
+        ({"transforms": ["ToPILImage"]}, "the transforms return Image, not one image"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(mnist: Path, options: dict[str, object], message: str) -> None:
@@ -209,5 +209,5 @@ def test_postscript_in_an_image_folder_is_not_run(pets: Path, monkeypatch: pytes
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
     for file in pets.rglob("*.*"):
         file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(EnvironmentProblem, match="is no image that can be read: cannot identify"):
+    with pytest.raises(EnvironmentProblem, match="cannot be read as an image: cannot identify"):
         torchvision_dataset(name="ImageFolder", split="train", root=pets)

@@ -140,14 +140,14 @@ def test_bytes_have_a_vocabulary_of_256_whatever_occurs(file: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- refusals
 def test_too_little_text_says_how_much_there_is_and_how_much_is_needed(file: Path) -> None:
-    with pytest.raises(ValueError, match=r"the eval part of .* holds 10 bytes; .*block_size = 10 needs 11"):
+    with pytest.raises(ValueError, match=r"the eval split of .* has 10 bytes; .*block_size = 10 needs 11"):
         Text(path=file, split="eval", block_size=10, seed=0)
     assert len(Text(path=file, split="eval", block_size=9, seed=0)) == 1
 
 
 def test_an_empty_file_is_too_little_text(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match="holds 0 characters"):
+    with pytest.raises(ValueError, match="has 0 characters"):
         Text(path=tmp_path / "empty.txt", split="train", level="characters", seed=0)
 
 
@@ -157,13 +157,13 @@ def test_a_missing_path_is_named(tmp_path: Path) -> None:
 
 
 def test_no_file_with_the_suffix_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no files ending in \['\.rst'\]"):
+    with pytest.raises(ValueError, match=r"has no files ending in \['\.rst'\]"):
         Text(path=folder, split="train", suffixes=[".rst"], seed=0)
 
 
 def test_suffixes_without_a_folder_are_refused(file: Path) -> None:
     for path in (file, None):
-        with pytest.raises(ValueError, match="suffixes: they choose among the files of a folder"):
+        with pytest.raises(ValueError, match="suffixes: they select files of a folder"):
             Text(path=path, split="train", suffixes=[".txt"], seed=0)
 
 
@@ -220,7 +220,7 @@ def test_a_stream_has_no_length_and_no_index_and_survives_pickling(folder: Path)
 
 def test_a_stream_too_short_for_one_sample_is_refused(file: Path) -> None:
     assert len(list(StreamedText(path=file, block_size=99))) == 1
-    with pytest.raises(ValueError, match="holds 100 bytes; one sample of block_size = 100 needs 101"):
+    with pytest.raises(ValueError, match="has 100 bytes; one sample of block_size = 100 needs 101"):
         StreamedText(path=file, block_size=100)
 
 
@@ -247,9 +247,9 @@ def test_texts_are_classes_in_the_order_of_their_paths(tmp_path: Path) -> None:
     assert batches["eval"][1].tolist() == [0] * 2 + [1]
     assert batches["eval"][0].tolist() == [[32, 33, 34, 35], [36, 37, 38, 39], [ord("c")] * 4]
     assert parts["train"].classes == 2
-    with pytest.raises(ValueError, match="holds 8 bytes in this split, less than one block of 9"):
+    with pytest.raises(ValueError, match="has 8 bytes in this split, less than one block of 9"):
         TextClasses(split="eval", paths=paths, block_size=9)
-    with pytest.raises(ValueError, match="classes are two or more"):
+    with pytest.raises(ValueError, match="two or more classes are needed"):
         TextClasses(split="eval", paths=paths[:1])
 
 

@@ -37,7 +37,7 @@ def test_targets_may_have_any_shape() -> None:
 
 
 def test_more_guesses_than_classes_are_refused() -> None:
-    with pytest.raises(ValueError, match="top5 needs at least 5 classes; the outputs have 3"):
+    with pytest.raises(ValueError, match="top5 needs at least 5 classes, but the outputs have 3"):
         Top5()(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
 
 
@@ -51,7 +51,7 @@ def test_absolute_errors_are_averaged_within_a_sample_and_summed_over_samples() 
 
 
 def test_shapes_that_would_be_broadcast_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"not \[3, 1\] with \[3\]"):
+    with pytest.raises(ValueError, match=r"got \[3, 1\] and \[3\]"):
         MeanAbsoluteError()(torch.zeros(3, 1), torch.zeros(3))
 
 

@@ -197,14 +197,17 @@ def test_words_are_counted_over_batches() -> None:
 
 
 def test_what_ranks_cannot_add_up_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"PearsonCorrCoef of torchmetrics keeps mean_x, .* that ranks cannot add up"):
+    with pytest.raises(
+        UsageError,
+        match=r"PearsonCorrCoef of torchmetrics has the states mean_x, .* cannot be combined exactly over ranks",
+    ):
         named("torchmetrics:PearsonCorrCoef")
 
 
 def test_a_curve_is_no_number() -> None:
     metric = named("torchmetrics.classification:BinaryROC")
     rows = metric(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
-    with pytest.raises(UsageError, match="binary_roc of torchmetrics computes a tuple, not numbers"):
+    with pytest.raises(UsageError, match="binary_roc of torchmetrics returns a tuple, not numbers"):
         metric.finish(*rows.columns)  # type: ignore[union-attr]
 
 
@@ -220,9 +223,7 @@ def test_other_threads_dtype_is_as_it_was() -> None:
 
 def test_a_metric_of_two_classes_says_how_many_the_model_has() -> None:
     for kind in ("AUROC", "Accuracy"):
-        with pytest.raises(
-            UsageError, match=r"is of two classes.* outputs \[41, 5\] are scores of 5 classes"
-        ) as caught:
+        with pytest.raises(UsageError, match=r"is a binary metric .* \[41, 5\] are scores of 5 classes") as caught:
             named(f"torchmetrics.classification:Binary{kind}")(LOGITS, TARGETS)
-        assert caught.value.hints == (f"name Multiclass{kind}, with num_classes = 5",)
+        assert caught.value.hints == (f"use Multiclass{kind} with num_classes = 5",)
     assert isinstance(named("torchmetrics.classification:BinaryAUROC")(LOGITS[:, 0], TARGETS % 2), Rows)

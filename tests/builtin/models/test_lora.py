@@ -67,7 +67,7 @@ def test_what_adapters_add_is_scaled_by_alpha_over_r() -> None:
     ("options", "complaint"),
     [
         ({"targets": ["q_proj"]}, "peft cannot adapt q_proj: "),
-        ({"targets": ["tokens"]}, "tokens is a _Embedding, and only linear layers are adapted"),
+        ({"targets": ["tokens"]}, "tokens is a _Embedding, but only linear layers can be adapted"),
         ({"targets": ["qkv"], "train": ["score*"]}, r"train: `score\*` matches no parameter"),
     ],
 )

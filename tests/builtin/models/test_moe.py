@@ -75,7 +75,7 @@ def test_the_loss_of_a_batch_is_that_of_its_parts_and_the_balance_weighs_by_targ
 
 
 def test_a_model_without_experts_and_too_many_active_ones_are_refused() -> None:
-    with pytest.raises(UsageError, match="Linear does not say how evenly they are used"):
+    with pytest.raises(UsageError, match="Linear does not return `balance` and `dropped`"):
         MoELanguageModelling().loss(nn.Linear(8, 8), (torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int64)))
     with pytest.raises(ValueError, match="active = 4 is not less than experts = 4"):
         gpt(active=4)

@@ -66,7 +66,7 @@ def test_wsd() -> None:
 def test_milestones_beyond_the_end_are_never_reached_and_named(caplog: pytest.LogCaptureFixture) -> None:
     """A recipe of 90 epochs may be tried for three."""
     assert table(step(run(), milestones=[st(2), st(10), st(60)], gamma=0.5), 10)[-1] == 0.5
-    assert "the run ends at step 10, and does not reach 10, 60" in caplog.text
+    assert "the run ends at step 10, before the milestones 10, 60" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,15 @@ def test_constant_and_step_need_no_total() -> None:
         (lambda: cosine(run(None)), "needs the run's length in steps, but train.length is a wall time"),
         (lambda: linear(run(None)), "needs the run's length in steps"),
         (lambda: wsd(run(None), decay=st(1)), "needs the run's length in steps"),
-        (lambda: constant(run(10, None), warmup=Duration(1, "ep")), "this data has no epochs of one length; use steps"),
+        (
+            lambda: constant(run(10, None), warmup=Duration(1, "ep")),
+            "this data has no epochs of a fixed length; use steps",
+        ),
         (lambda: step(run(), milestones=[st(3), st(3)]), r"must increase, but in steps they are \[3, 3\]"),
-        (lambda: step(run(), milestones=[st(0)]), "milestones: the first is step 0, but must be 1 or later"),
-        (lambda: step(run(), milestones=[st(1)], warmup=st(2)), "is step 1, but must be 2 or later"),
-        (lambda: wsd(run(), decay=st(9), warmup=st(2)), "the decay takes 9 steps, but must take from 1 to 8"),
-        (lambda: wsd(run(), decay=st(0)), "the decay takes 0 steps, but must take from 1 to 10"),
+        (lambda: step(run(), milestones=[st(0)]), "milestones: the first is step 0, but it must be step 1 or later"),
+        (lambda: step(run(), milestones=[st(1)], warmup=st(2)), "is step 1, but it must be step 2 or later"),
+        (lambda: wsd(run(), decay=st(9), warmup=st(2)), "the decay has 9 steps, but must have 1 to 8"),
+        (lambda: wsd(run(), decay=st(0)), "the decay has 0 steps, but must have 1 to 10"),
     ],
 )
 def test_schedules_that_do_not_fit_the_run_are_refused(build: Callable[[], Schedule], message: str) -> None:

@@ -432,19 +432,19 @@ def test_values_come_from_an_attribute_a_method_or_a_file(tmp_path: Path) -> Non
 
 def test_values_that_are_not_there_or_do_not_fit_are_refused(tmp_path: Path) -> None:
     data = Samples(5)
-    with pytest.raises(UsageError, match="by: Samples has no `colour`, by which to order") as told:
+    with pytest.raises(UsageError, match="by: Samples has no attribute or method `colour`") as told:
         column(data, "colour")
     assert "give the dataset an attribute or a method `colour`" in told.value.hints[0]
     with pytest.raises(EnvironmentProblem, match=r"there is no file nowhere\.npy"):
         column(data, "nowhere.npy")
     (tmp_path / "few.txt").write_text("1\n2\n")
-    with pytest.raises(UsageError, match=r"few\.txt` holds 2 values, and Samples 5 samples"):
+    with pytest.raises(UsageError, match=r"few\.txt` has 2 values, but Samples has 5 samples"):
         column(data, f"{tmp_path}/few.txt")
     (tmp_path / "broken.npy").write_bytes(b"nonsense")
     with pytest.raises(UsageError, match=r"broken\.npy cannot be read"):
         column(data, f"{tmp_path}/broken.npy")
     data.labels = [[1, 2]] * 5  # type: ignore[list-item]
-    with pytest.raises(UsageError, match=r"one number or text per sample, not an array of shape \[5, 2\]"):
+    with pytest.raises(UsageError, match=r"one number or string per sample, not an array of shape \[5, 2\]"):
         column(data, "labels")
 
 
@@ -456,7 +456,7 @@ def test_weights_and_lengths_are_finite_numbers() -> None:
     data.weights[:] = 0
     with pytest.raises(UsageError, match="add up to 0"):
         Weighted(data, 0, 2, False)
-    with pytest.raises(UsageError, match="must hold numbers, not text"):
+    with pytest.raises(UsageError, match="must contain numbers, not strings"):
         Bucketed(data, 0, 2, False, by="labels")
     with pytest.raises(UsageError, match="2h must be in epochs or steps"):
         Curriculum(data, 0, 2, False, until=Duration(2, "h"))
@@ -467,5 +467,5 @@ def test_a_sample_without_a_class_cannot_be_balanced(tmp_path: Path) -> None:
     labels = np.arange(103) % 3.0
     labels[[7, 11]] = np.nan
     np.save(tmp_path / "labels.npy", labels)
-    with pytest.raises(UsageError, match=r"sample 7 has no class in .*, but NaN, and so have 2 in all"):
+    with pytest.raises(UsageError, match=r"the class of sample 7 is NaN; 2 samples have no class"):
         made("balanced", by=str(tmp_path / "labels.npy"))

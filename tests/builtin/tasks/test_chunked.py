@@ -193,7 +193,7 @@ def test_averaged_weights_are_evaluated_so_too() -> None:
 
 def test_an_output_layer_that_is_gathered_by_itself_is_refused() -> None:
     blocks = {"model": "tie_embeddings = false", "train": 'blocks = ["Block", "_Linear"]'}
-    with pytest.raises(AssertionError, match="which are gathered for a block by itself"):
+    with pytest.raises(AssertionError, match="a block that is gathered separately"):
         curve('use = "fsdp"', 2, **blocks)
 
 

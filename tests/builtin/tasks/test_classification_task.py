@@ -78,13 +78,13 @@ def test_another_class_may_be_the_ignored_one(smoothing: float) -> None:
     ],
 )
 def test_a_negative_class_is_refused_with_the_option_that_ignores_it(task: Classification, batch: Any) -> None:
-    with pytest.raises(UsageError, match=f"task {task.task_name}: a class is -100") as refused:
+    with pytest.raises(UsageError, match=f"task {task.task_name}: a sample has the class -100") as refused:
         task.count(batch)
     assert "task.ignore_index = -100" in refused.value.hints[0]
 
 
 def test_the_class_minus_one_is_refused_too() -> None:
-    with pytest.raises(UsageError, match="a class is -1, and classes begin with 0"):
+    with pytest.raises(UsageError, match="a sample has the class -1, but classes start at 0"):
         Classification().count((torch.zeros(2, 2), torch.tensor([1, -1])))
 
 
@@ -138,5 +138,5 @@ def test_data_with_more_classes_than_the_model_is_refused() -> None:
 def test_a_metric_does_not_replace_what_the_task_reports_itself(build: Any, name: str) -> None:
     metric = Accuracy()
     metric.name = name
-    with pytest.raises(ValueError, match=f"metrics: the task reports `{name}` by itself"):
+    with pytest.raises(ValueError, match=f"metrics: the task already reports `{name}`"):
         build(metrics=[metric])

@@ -26,7 +26,7 @@ def test_labels_are_averaged_within_a_sample_and_summed_over_samples() -> None:
 
 
 def test_as_many_logits_as_labels_are_wanted() -> None:
-    with pytest.raises(ValueError, match=r"logits \[2, 3\] for labels \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"logits \[2, 3\], but the labels are \[2, 4\]"):
         Multilabel().loss(nn.Identity(), (torch.zeros(2, 3), torch.zeros(2, 4)))
 
 

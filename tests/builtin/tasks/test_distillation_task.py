@@ -44,5 +44,5 @@ def test_the_teacher_is_declared_and_metrics_are_those_of_classification() -> No
 
 
 def test_a_teacher_of_other_classes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the teacher gives \[2, 3\] for a batch, and the model \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"the teacher returns \[2, 3\] for a batch, but the model returns \[2, 2\]"):
         Distillation(teacher=nn.Linear(2, 3)).loss(nn.Identity(), BATCH)

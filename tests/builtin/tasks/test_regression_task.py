@@ -46,5 +46,5 @@ def test_predictions_of_another_shape_are_refused(shape: tuple[int, ...]) -> Non
 
 
 def test_delta_belongs_to_huber() -> None:
-    with pytest.raises(ValueError, match='delta: it belongs to loss = "huber", not to "mse"'):
+    with pytest.raises(ValueError, match='delta: only loss = "huber" has this option, not "mse"'):
         Regression(delta=2.0)

@@ -74,7 +74,7 @@ def test_a_mask_that_the_model_does_not_know_is_refused() -> None:
     task = MaskedLM(mask_token=MASK)
     task.check(Guesses(), [])  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"mask_token = 16 is none of the model's 16 tokens; set model.vocab_size = 17"
+        ValueError, match=r"mask_token = 16 is not among the model's 16 tokens; set model.vocab_size = 17"
     ):
         task.check(GPT(vocab_size=16, layers=1, heads=1, width=4), [])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"masked_lm takes tokens \[B, T\]"):

@@ -315,7 +315,7 @@ def test_it_is_said_how_an_offline_run_is_uploaded(folder: Path, caplog: pytest.
     finish(start(WandbTracker(project="forge", mode="offline"), folder))
     (line,) = (record.getMessage() for record in caplog.records if record.name == "ddpforge")
     (file,) = segments(folder)
-    assert line == f"W&B: offline; upload it with: wandb sync {file.parent}"
+    assert line == f"W&B: recording offline; upload it with: wandb sync {file.parent}"
 
 
 @pytest.mark.parametrize("project", ["a/b", "a?", "a#", "a%", "a:b", "a\\b", "a\nb", ""])
@@ -343,7 +343,7 @@ def test_without_an_api_key_the_run_is_recorded_offline(
 
     (file,) = segments(folder)
     assert only_line(caplog) == (
-        f"W&B: no API key (`wandb login` stores one); offline now, upload later: wandb sync {file.parent}"
+        f"W&B: no API key (`wandb login` stores one); recording offline, upload it later with: wandb sync {file.parent}"
     )
     assert losses(history(file)) == {1: 1.1, 2: 2.1, 3: 3.1}
     assert server.runs == {}
@@ -418,7 +418,7 @@ def test_a_server_that_breaks_during_training(
     finish(tracker)
 
     (file,) = segments(folder, "run")
-    assert only_line(caplog) == f"W&B: upload cut short; complete it: wandb sync {file.parent}"
+    assert only_line(caplog) == f"W&B: the upload is incomplete; complete it with: wandb sync {file.parent}"
     assert losses(history(file)) == {step: step + 0.1 for step in range(1, 1000)}
 
 
