@@ -210,7 +210,7 @@ def _counted(length: object) -> str:
 
 
 def _sketch(sample: Any) -> list[Any]:
-    """Returns a hash of all but floating-point tensors, and three means of each tensor: plain, absolute, by position."""
+    """Returns a hash of all but floating-point tensors, and three means of each tensor: plain, absolute, weighted."""
     rest: list[Any] = []
     numbers: list[float | None] = []
     for leaf in leaves(sample):
