@@ -68,7 +68,7 @@ class Looks:
     def __init__(
         self, ask: Callable[[float], Agreement] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Stores `ask`, which polls all ranks, given this rank's seconds per part; without it, nothing interrupts."""
+        """Prepares polls. `ask` polls all ranks; its argument is this rank's seconds per part. None polls never."""
         self._ask, self._clock = ask, clock
         self._every = 1
         self.restart()
