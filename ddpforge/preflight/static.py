@@ -76,7 +76,9 @@ def check_device(chosen: Chosen) -> Errors:
             message = f"train.{key} {what}, which needs a GPU, but this run is on {device}"
             yield UsageError(message, hints=[f"remove train.{key}"], key=f"train.{key}")
     if train.cudnn_benchmark and train.deterministic:
-        message = "train.cudnn_benchmark chooses algorithms by measured time, which varies, and train.deterministic forbids it"
+        message = (
+            "train.cudnn_benchmark chooses algorithms by their measured time, and train.deterministic forbids that"
+        )
         yield UsageError(message, hints=["remove one of them"], key="train.cudnn_benchmark")
     if train.sync_batchnorm and (device := device_of(chosen)) != "cuda":
         hint = "torch.nn.SyncBatchNorm has no CPU implementation; remove train.sync_batchnorm"

@@ -111,7 +111,7 @@ def test_ranks_with_different_groups_of_parameters_are_refused_and_stages_of_a_p
         refuse_other_groups(ranks, stage, torch.optim.SGD(stage.parameters(), lr=0.1 * (1 + rank)))
 
     assert (
-        "ranks have built the optimizer differently: as number 0 rank 0 has parameter group 0" in told_by_two(groups)[0]
+        "ranks have built the optimizer differently: number 0 on rank 0 is parameter group 0" in told_by_two(groups)[0]
     )
     assert told_by_two(stages) == ["", ""]
 

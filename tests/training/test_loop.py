@@ -619,7 +619,7 @@ def test_weights_that_checkpoints_leave_out_must_stay_as_they_are(moves: bool) -
         assert loop.fit() == "done"
         assert "base" not in loop.checkpoints.saved[-1].share.model
         return
-    with pytest.raises(CheckpointError, match="weights that are not trained have changed during the run"):
+    with pytest.raises(CheckpointError, match="frozen weights have changed during the run"):
         loop.fit()
     assert loop.checkpoints.steps() == [2]
 
@@ -673,8 +673,8 @@ def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogC
     loop.trainer.restore(saved(3, recipe=recipe))  # type: ignore[arg-type]
     assert loop.replica.loaded.optimizer == {}
     assert watcher.taken is None
-    assert "optimizer `sgd` starts afresh: the checkpoint has the state of `adamw`" in caplog.text
-    assert "callbacks.watch `watch` starts afresh: the checkpoint has the state of `other`" in caplog.text
+    assert "optimizer `sgd` starts from scratch: the checkpoint has the state of `adamw`" in caplog.text
+    assert "callbacks.watch `watch` starts from scratch: the checkpoint has the state of `other`" in caplog.text
 
     loop.trainer.restore(saved(3, recipe='[optimizer]\nuse = "sgd"\n[callbacks.watch]\nuse = "watch"\n'))  # type: ignore[arg-type]
     assert loop.replica.loaded.optimizer == {"w": {"m": 1.0}}
@@ -757,7 +757,7 @@ def test_a_strategy_that_promises_gradients_and_shows_none_is_found_out_at_the_f
     reads = ReadsGradients(lambda: loop)
     loop = Loop(callbacks={"reads": reads})
     loop.replica.step = lambda: loop.model.w.detach()  # type: ignore[method-assign, union-attr, operator, return-value]
-    with pytest.raises(PluginError, match="Plain promises that callbacks can read gradients, and its step called none"):
+    with pytest.raises(PluginError, match="Plain promises that callbacks can read gradients, but its step did not call"):
         loop.fit()
 
 
@@ -783,7 +783,7 @@ def test_callbacks_measure_within_the_evaluation_of_all() -> None:
 @pytest.mark.parametrize(("method", "own", "name"), [("while_evaluating", "loss", "eval/loss"), ("on_log", "lr", "lr")])
 def test_a_number_that_is_reported_already_is_refused(method: str, own: str, name: str) -> None:
     loop = Loop(callbacks={"again": Does(**{method: lambda _: {own: 1.0}})})
-    with pytest.raises(PluginError, match=f"callback `again` reports {name}, which is reported already"):
+    with pytest.raises(PluginError, match=f"callback `again` reports {name}, which the run reports already"):
         loop.fit()
 
 

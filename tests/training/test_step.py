@@ -371,7 +371,7 @@ def test_a_strategy_that_cannot_explore_refuses_an_optimizer_that_does() -> None
     plain, model = Plain(), Line()
     optimizer: Any = Wanders(2, [])
     with pytest.raises(
-        StrategyError, match="Wanders makes 2 passes per step, and the strategy is for optimizers that make"
+        StrategyError, match="Wanders makes 2 passes per step, but the strategy supports only optimizers that make"
     ):
         update_of(plain.holding(model, optimizer), optimizer, model)
 
