@@ -56,7 +56,7 @@ def check_batches(built: Built) -> Errors:
             if not built.data_ranks <= (size := len(order(step))) <= batch:
                 yield UsageError(
                     f"{name_of(built.task)} compares all samples of a step with each other, but step {step} of the "
-                    f"order {name_of(order)} has {size} samples for {built.data_ranks} ranks and "
+                    f"order {name_of(order)} has {size} sample(s) for {built.data_ranks} ranks and "
                     f"train.global_batch = {batch}",
                     hints=["give every step a sample for each rank, and at most train.global_batch samples"],
                     key="data.order",
@@ -70,7 +70,7 @@ def _too_small(built: Built, key: str, smallest: int) -> Errors:
     if smallest < built.data_ranks:
         yield UsageError(
             f"{name_of(built.task)} compares all samples of a batch with each other, but a batch of [{key}] has "
-            f"{smallest} samples for {built.data_ranks} ranks",
+            f"{smallest} sample(s) for {built.data_ranks} ranks",
             hints=ways if key == "data.train" else ways[1:],
             key=key,
         )

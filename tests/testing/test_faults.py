@@ -192,7 +192,7 @@ RANKS = {
     "LosesMicroBatches": ("trains-like-ddp", "the gradients of micro-batches do not add up"),
     "ClipsEachParameter": ("trains-like-ddp", "gradients are clipped by another norm"),
     "SavesRounded": ("trains-like-ddp", "weights differs at step 12"),
-    "CountsTwice": ("trains-like-ddp", "CountsTwice declares 1 data-parallel ranks, but a sum over them counts 2"),
+    "CountsTwice": ("trains-like-ddp", "CountsTwice declares 1 data-parallel rank(s), but a sum over them counts 2"),
     "PromisesTooMuch": ("trains-like-ddp", "PromisesTooMuch promises that 2 ranks hold each trainable weight once"),
     "ForgetsMomentum": ("resumes-on-any-ranks", "after a resume at step 6, train/loss differs at step 2"),
 }

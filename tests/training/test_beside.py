@@ -76,9 +76,9 @@ def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> No
     [
         (lambda model: {"it": net()}, PluginError, r"`it` of Declares.beside is a Sequential"),
         (lambda model: {"a/b": Beside(module=net())}, PluginError, "is not a plain name"),
-        (lambda model: {"it": Beside(module=model)}, PluginError, "its `0.weight` is the model's own `0.weight`"),
+        (lambda model: {"it": Beside(module=model)}, PluginError, "its `0.weight` is the same parameter as `0.weight` of the model"),
         (lambda model: {"it": Beside(module=net(), momentum=0.9)}, PluginError, "a momentum, but follows no module"),
-        (lambda model: {"it": Beside(module=net(), weights="x", follows="")}, PluginError, "weights of its own"),
+        (lambda model: {"it": Beside(module=net(), weights="x", follows="")}, PluginError, "both `follows` and `weights`"),
         (lambda model: {"it": Beside(module=net(), follows="", momentum=1.5)}, PluginError, "the momentum 1.5"),
         (
             lambda model: {"it": Beside(module=net(), follows="", momentum=0.9, saved=False)},

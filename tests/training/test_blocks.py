@@ -58,9 +58,9 @@ def test_a_recipe_names_classes_and_gets_the_outermost() -> None:
 @pytest.mark.parametrize(
     ("classes", "said"),
     [
-        (["Attention", "Block"], "no Attention outside of the others"),
-        (["Blok"], "no Blok; near it are Block"),
-        (["GPT"], "no GPT; near it"),
+        (["Attention", "Block"], "no Attention outside of the other blocks"),
+        (["Blok"], "no Blok; similar names: Block"),
+        (["GPT"], "no GPT; similar names:"),
     ],
 )
 def test_a_class_that_is_not_there(classes: list[str], said: str) -> None:

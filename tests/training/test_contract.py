@@ -105,14 +105,14 @@ def test_a_strategy_that_keeps_its_word(strategy: Any, ranks: int) -> None:
         (
             DDP,
             {"data": Fewer},
-            "DDP declares 1 data-parallel ranks, but a sum over them counts 2: gradients would be divided by the "
+            "DDP declares 1 data-parallel rank(s), but a sum over them counts 2: gradients would be divided by the "
             "wrong number",
         ),
         (
             DDP,
             {"model": lambda: nn.Linear(3, 2, dtype=torch.bfloat16)},
-            "parameter `weight` is bfloat16, and DDP promises float32 master weights: updates smaller than a "
-            "rounding step would vanish",
+            "parameter `weight` is bfloat16, but DDP promises float32 master weights: updates smaller than a "
+            "rounding step would be lost",
         ),
     ],
 )

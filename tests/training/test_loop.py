@@ -734,7 +734,7 @@ def test_factors_of_callbacks_multiply_the_rate_of_the_next_step() -> None:
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.1, None, "0.1", torch.tensor(0.1)])
 def test_what_is_no_factor_is_refused(factor: Any) -> None:
     loop = Loop(callbacks={"odd": Does(lr_factor=lambda: factor)})
-    with pytest.raises(PluginError, match="callback `odd` multiplies the learning rate of step 1 with"):
+    with pytest.raises(PluginError, match="callback `odd` multiplies the learning rate of step 1 by"):
         loop.fit()
 
 
@@ -832,7 +832,7 @@ def test_a_callback_without_a_state_is_named_when_it_is_saved(returned: Any) -> 
 
     with pytest.raises(PluginError, match=r"callback `it`: Stateless.state returned") as told:
         Loop(steps=1, callbacks={"it": Stateless()}).fit()
-    assert "`{}` where there is nothing to keep" in told.value.hints[0]
+    assert "`{}` if there is nothing to keep" in told.value.hints[0]
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
@@ -852,7 +852,7 @@ def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> No
     if factor == 1.0:
         assert loop.fit() == "done"
         return
-    with pytest.raises(PluginError, match=r"callbacks rates multiply .* step 1 with 0.5 on this rank and 0.75 on"):
+    with pytest.raises(PluginError, match=r"callbacks rates multiply .* step 1 by 0.5 on this rank and 0.75 on"):
         loop.fit()
 
 

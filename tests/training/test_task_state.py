@@ -89,7 +89,7 @@ def test_half_of_a_state_is_refused(method: str) -> None:
         pass
 
     setattr(Half, method, lambda *_: {})
-    with pytest.raises(PluginError, match=f"has `{method}`, and no `"):
+    with pytest.raises(PluginError, match=f"has `{method}`, but no `"):
         has_state(Half({}))
 
 

@@ -158,11 +158,11 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
         (["train.micro_batch=16"], "train.micro_batch", "would cut it into 2 forward passes of each rank"),
         (["train.elastic_shards=4"], "train.elastic_shards", "would compute each virtual rank separately"),
         (["train.eval_batch=16"], "train.eval_batch", "would compare others in evaluations"),
-        (["train.global_batch=2", "train.length=1ep"], "data.train", "one of [data.train] has 1 for 2 ranks"),
+        (["train.global_batch=2", "train.length=1ep"], "data.train", "a batch of [data.train] has 1 sample(s) for 2 ranks"),
         (
             ["data.order={use='growing', start=1, until='9st'}", "train.length=20st", *IN_STEPS],
             "data.order",
-            "step 0 of the order Growing has 1 for 2 ranks",
+            "step 0 of the order Growing has 1 sample(s) for 2 ranks",
         ),
     ],
 )
@@ -187,13 +187,13 @@ def test_an_evaluation_set_needs_a_sample_for_every_rank(told: Callable[..., Map
     Path("few.py").write_text("import torch\n\ndef few():\n    return [(torch.zeros(64), torch.zeros(64))] * 3\n")
     found = told("data.eval={use='./few.py:few'}", ranks=4)
     assert found == {"data.eval": "Contrastive compares all samples of a batch with each other, but a batch of [data.eval] "
-                     "has 3 samples for 4 ranks"}  # fmt: skip
+                     "has 3 sample(s) for 4 ranks"}  # fmt: skip
 
 
 def test_an_evaluation_alone_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:
     Path("few.py").write_text("import torch\n\ndef few():\n    return [(torch.zeros(64), torch.zeros(64))] * 3\n")
     found = staged("run.toml", "data.eval={use='./few.py:few'}", ranks=4, trains=False).errors()
-    assert "a batch of [data.eval] has 3 samples for 4 ranks" in found["data.eval"]
+    assert "a batch of [data.eval] has 3 sample(s) for 4 ranks" in found["data.eval"]
 
 
 @pytest.mark.parametrize("micro", [{"samples": 0}, {"last": False}, {"number": 1}])
