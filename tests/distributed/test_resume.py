@@ -184,7 +184,10 @@ def test_another_callback_of_the_same_name_starts_afresh(ddpforge: Callable[...,
     stopping = '[callbacks.watch]\nuse = "early_stopping"\nmetric = "eval/loss"\npatience = 9'
     there = bench("run", length="8st", more=stopping)
     assert (
-        there.stderr.count("callbacks.watch `early_stopping` starts from scratch: the checkpoint has the state of `ema`") == 1
+        there.stderr.count(
+            "callbacks.watch `early_stopping` starts from scratch: the checkpoint has the state of `ema`"
+        )
+        == 1
     )
     assert len(bench.column("run", "train/loss")) == 8
 

@@ -124,7 +124,11 @@ def test_turns_of_a_task_that_has_none(parts: Callable[..., Staged]) -> None:
 @pytest.mark.parametrize(
     ("group", "key", "said"),
     [
-        ("{parameters=['layers.*']}", "optimizer.groups.g.parameters", "`layers.*` matches no parameter; similar names:"),
+        (
+            "{parameters=['layers.*']}",
+            "optimizer.groups.g.parameters",
+            "`layers.*` matches no parameter; similar names:",
+        ),
         ("{parameters=['bias'], use='muon', lr=0.1}", "optimizer", "`layer.bias` has the shape [3]"),
         ("{parameters=['bias'], fused='auto'}", "", ""),
         ("{parameters=['bias'], fused=true}", "", ""),

@@ -76,9 +76,17 @@ def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> No
     [
         (lambda model: {"it": net()}, PluginError, r"`it` of Declares.beside is a Sequential"),
         (lambda model: {"a/b": Beside(module=net())}, PluginError, "is not a plain name"),
-        (lambda model: {"it": Beside(module=model)}, PluginError, "its `0.weight` is the same parameter as `0.weight` of the model"),
+        (
+            lambda model: {"it": Beside(module=model)},
+            PluginError,
+            "its `0.weight` is the same parameter as `0.weight` of the model",
+        ),
         (lambda model: {"it": Beside(module=net(), momentum=0.9)}, PluginError, "a momentum, but follows no module"),
-        (lambda model: {"it": Beside(module=net(), weights="x", follows="")}, PluginError, "both `follows` and `weights`"),
+        (
+            lambda model: {"it": Beside(module=net(), weights="x", follows="")},
+            PluginError,
+            "both `follows` and `weights`",
+        ),
         (lambda model: {"it": Beside(module=net(), follows="", momentum=1.5)}, PluginError, "the momentum 1.5"),
         (
             lambda model: {"it": Beside(module=net(), follows="", momentum=0.9, saved=False)},
@@ -170,7 +178,9 @@ def test_a_strategy_that_lays_them_out_differently_cannot_let_it_follow() -> Non
     strategy = Apart()
     strategy.setup(train(), replica.world)
     found = declared(Declares(lambda model: {"other": Beside(module=copy.deepcopy(model), follows="")}), model)
-    with pytest.raises(StrategyError, match=r"`other` cannot follow the model: this strategy shards the two.*only a half"):
+    with pytest.raises(
+        StrategyError, match=r"`other` cannot follow the model: this strategy shards the two.*only a half"
+    ):
         place(found, strategy, replica, replica.world, begins=True)
 
 

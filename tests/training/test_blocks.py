@@ -268,7 +268,9 @@ def test_an_input_changed_in_place_after_its_recomputed_block_is_refused() -> No
     x = first(torch.randn(2, 4))
     y = block(x, more=torch.randn(2, 4))
     x += 1
-    with pytest.raises(UsageError, match=r"an input of Joined \(a tensor \[2, 4\]\) is changed in place after the block"):
+    with pytest.raises(
+        UsageError, match=r"an input of Joined \(a tensor \[2, 4\]\) is changed in place after the block"
+    ):
         (x + y).sum().backward()
 
 

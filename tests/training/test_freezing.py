@@ -33,7 +33,9 @@ def test_all_but_the_head_is_frozen_by_a_glob_that_takes_out_again() -> None:
     model = net()
     freeze(model, ["*", "!3.*", "3.bias"])
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["3.weight"]
-    with pytest.raises(ValueError, match=r'train.freeze: "!3.\*" is the first entry, and excludes nothing; to freeze all others'):
+    with pytest.raises(
+        ValueError, match=r'train.freeze: "!3.\*" is the first entry, and excludes nothing; to freeze all others'
+    ):
         freeze(net(), ["!3.*"])
     with pytest.raises(ValueError, match=r"train.freeze: `4.\*` matches no parameter"):
         freeze(net(), ["*", "!4.*"])

@@ -757,7 +757,9 @@ def test_a_strategy_that_promises_gradients_and_shows_none_is_found_out_at_the_f
     reads = ReadsGradients(lambda: loop)
     loop = Loop(callbacks={"reads": reads})
     loop.replica.step = lambda: loop.model.w.detach()  # type: ignore[method-assign, union-attr, operator, return-value]
-    with pytest.raises(PluginError, match="Plain promises that callbacks can read gradients, but its step did not call"):
+    with pytest.raises(
+        PluginError, match="Plain promises that callbacks can read gradients, but its step did not call"
+    ):
         loop.fit()
 
 

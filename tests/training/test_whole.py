@@ -255,13 +255,17 @@ def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named
         assert found.words == ""
         assert found.distance < 1e-5
     everything = (fused, softmax, less, mean, conv, pooled, steps, zero)
-    assert all("do not compute the same as the whole model: for a few samples the loss is" in x.words for x in everything)
+    assert all(
+        "do not compute the same as the whole model: for a few samples the loss is" in x.words for x in everything
+    )
     assert "first module with a different output is `blocks.0.attention.projection`" in fused.words
     assert "before it, each rank has only a part of the output of `blocks.0.attention.qkv`" in fused.words
     assert '"columns:3"' in fused.words
     assert "whole model: `between` fails, but does not fail in the whole model: RuntimeError: Given" in norm.words
     for found in (softmax, less):
-        assert "different output is `down`; before it, each rank has only a part of the output of `between`" in found.words
+        assert (
+            "different output is `down`; before it, each rank has only a part of the output of `between`" in found.words
+        )
     assert "different output is `mix` | the model must not mix positions" in mean.words
     assert "different output is `mix.conv`" in conv.words or "different output is `mix`" in conv.words
     assert "no module has a different output, and the gradient of `" in pooled.words
@@ -302,7 +306,8 @@ def test_what_cannot_be_compared_is_left_out_and_a_line_says_so() -> None:
         (
             "its loss is random, or rounding alone changes it",
             "no target counts in the first micro-batch",
-            "its loss cannot be computed outside of training: ValueError: in evaluation mode it does not use `down.weight`",
+            "its loss cannot be computed outside of training: ValueError: in evaluation mode it does not use "
+            "`down.weight`",
             "its first micro-batch cannot be given to all ranks: ",
         ),
         strict=True,
@@ -435,9 +440,7 @@ def test_a_run_with_a_wrong_plan_ends_before_its_first_step_however_often_it_is_
         "run", f'use = "fsdp"\ntensor = 2\n[strategy.plan]\n{plan}', more="[checkpoint]\nat_start = true", fails=True
     )
     assert found.codes == [2, 2]
-    assert "first module with a different output is `blocks.0.attention.projection`" in " ".join(
-        found.stderr.split()
-    )
+    assert "first module with a different output is `blocks.0.attention.projection`" in " ".join(found.stderr.split())
     assert "Traceback" not in found.stderr
     assert bench.column("run") == []
     again = bench(

@@ -158,7 +158,11 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
         (["train.micro_batch=16"], "train.micro_batch", "would cut it into 2 forward passes of each rank"),
         (["train.elastic_shards=4"], "train.elastic_shards", "would compute each virtual rank separately"),
         (["train.eval_batch=16"], "train.eval_batch", "would compare others in evaluations"),
-        (["train.global_batch=2", "train.length=1ep"], "data.train", "a batch of [data.train] has 1 sample(s) for 2 ranks"),
+        (
+            ["train.global_batch=2", "train.length=1ep"],
+            "data.train",
+            "a batch of [data.train] has 1 sample(s) for 2 ranks",
+        ),
         (
             ["data.order={use='growing', start=1, until='9st'}", "train.length=20st", *IN_STEPS],
             "data.order",
@@ -186,8 +190,10 @@ def test_what_leaves_a_step_whole_is_not(told: Callable[..., Mapping[str, str]])
 def test_an_evaluation_set_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:
     Path("few.py").write_text("import torch\n\ndef few():\n    return [(torch.zeros(64), torch.zeros(64))] * 3\n")
     found = told("data.eval={use='./few.py:few'}", ranks=4)
-    assert found == {"data.eval": "Contrastive compares all samples of a batch with each other, but a batch of [data.eval] "
-                     "has 3 sample(s) for 4 ranks"}  # fmt: skip
+    said = (
+        "Contrastive compares all samples of a batch with each other, but a batch of [data.eval] has 3 sample(s) for 4"
+    )
+    assert found == {"data.eval": f"{said} ranks"}
 
 
 def test_an_evaluation_alone_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:
