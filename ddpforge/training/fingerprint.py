@@ -81,7 +81,7 @@ class Fingerprint:
             )
 
 
-# ---------------------------------------------------------------------------------------------- what ranks have built
+# ---------------------------------------------------------------------------------------------- built parts
 def compare_built(parts: Built, world: World) -> dict[str, DataPrint]:
     """Raises on every rank unless all ranks have built the same model and data; returns the data's fingerprints."""
     refuse_other_models(world.all, parts.model)

@@ -23,7 +23,7 @@ log = logging.getLogger("ddpforge")
 
 _ITEMS = "?items"  # key of the items of a step
 _TIME = "?time/"  # prefix of the name of a phase
-_EMPTY = "?empty"  # the steps since the last row in which no target counted
+_EMPTY = "?empty"  # key of the updates without a counted target since the last row
 _MANY_EMPTY = 100  # steps in which no target counted, after which the run fails
 _BETWEEN = (phases.EVAL, phases.SAVE)  # phases that do not happen between all rows
 _WAITS, _LONG = 0.25, 5.0  # smallest share of waiting for data, and shortest window in seconds, for a hint
@@ -88,7 +88,7 @@ class RowBuilder:
         self.spending = Spending()
         self._shares: Mapping[str, float] = {}  # of wall time since the row before the newest, by phase
         self._items: float | None = None  # items of a rank in a step; None if they are samples
-        self._empty, self._first_step = 0.0, 0  # steps in which no target counted, of those after `_first_step`
+        self._empty, self._first_step = 0.0, 0  # updates without a counted target, since `_first_step`
 
     def restart(self, step: int) -> None:
         """Begins to measure after `step`."""
