@@ -60,8 +60,8 @@ def prove(contract: Contract, name: str, world: World, weights: Weights, size: S
     counted = world.data.sum(torch.ones((), dtype=torch.float64)).item()
     if counted != world.data.size:
         raise StrategyError(
-            f"{name} declares {world.data.size} data-parallel rank(s), but a sum over them counts {counted:g}: gradients "
-            "would be divided by the wrong number",
+            f"{name} declares {world.data.size} data-parallel rank(s), but a sum over them counts {counted:g}: "
+            "gradients would be divided by the wrong number",
             hints=["this is a bug in the strategy: `World.data` must have each data-parallel rank once"],
         )
 
