@@ -1,10 +1,10 @@
-"""Checks before training. `CHECKS` is the list of all: by stage, each with the recipe's key that it is about.
+"""Checks before training. `CHECKS` lists all of them by stage, each with its key of the recipe.
 
-A check is a function of a stage. It yields, or raises, an error for each thing that cannot work; the error names a key
-of its own if that is another one. A check that needs a component which could not be built is left out. Checks of the
-first samples are functions of `samples`, as they return results.
+A check is a function of a stage. It yields, or raises, an error for each setting that cannot work; the error may name
+another key. A check that needs a component that could not be built is skipped. The checks of the first samples are
+separate functions in `samples`, because they return results.
 
-The list names functions, whose modules are imported when a check is made: those of what a recipe chooses need no torch.
+The list has the names of functions, whose modules are imported when a check runs: the checks of `Chosen` need no torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,13 +54,13 @@ CHECKS: dict[type | str, Sequence[Check]] = {
         ("optimizer", "fit.check_parameter_groups"),
     ),
 }
-"""The checks that every run passes: of what its recipe chooses, of its model, and of how all parts fit together."""
+"""The checks of every run: of its chosen components, of its model, and of all parts together."""
 
 
 def check(stage: object, problems: Problems, checks: Sequence[Check] = (), *, key: str = "") -> bool:
-    """Adds to `problems` what the checks of a stage find; returns whether all of them could be made, and found nothing.
+    """Adds the errors of a stage's checks to `problems`; returns True if all checks could run and found no error.
 
-    `checks` replaces those of `CHECKS`, `key` their keys.
+    `checks` replaces those of `CHECKS`; `key` replaces their keys.
     """
     passed = True
     for own, name in checks or CHECKS[type(stage)]:
@@ -74,19 +74,22 @@ def check(stage: object, problems: Problems, checks: Sequence[Check] = (), *, ke
 
 
 def function_of(name: str) -> Callable[[Any], Iterator[ForgeError] | None]:
-    """Returns the function of a check, such as that of "static.check_device" in `preflight/static.py`."""
+    """Returns the function of a check: for "static.check_device", `check_device` in `preflight/static.py`."""
     module, _, function = name.partition(".")
     found: Callable[[Any], Iterator[ForgeError] | None] = getattr(import_module(f"{__name__}.{module}"), function)
     return found
 
 
 def check_optimizer(built: Built, problems: Problems) -> None:
-    """Builds the optimizer over the model's parameters, if these have memory; a run does so when it is assembled."""
+    """Builds the optimizer over the model's parameters, if these have memory, and adds its errors to `problems`.
+
+    A run builds its optimizer anyway, and needs no such check.
+    """
     check(built, problems, (("optimizer", "fit.check_optimizer"),))
 
 
 def check_built(built: Built, problems: Problems) -> bool:
-    """Makes the checks of what is built; returns whether a batch of the data can go through task and model."""
+    """Runs the checks of built components; returns True if a batch of the data can be tried with task and model."""
     passed = check(built, problems, [one for one in CHECKS[Built] if one[1] == "fit.check_task"]) and bool(built.data)
     check(built, problems, [one for one in CHECKS[Built] if one[1] != "fit.check_task"])
     return passed

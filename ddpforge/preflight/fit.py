@@ -1,4 +1,4 @@
-"""Checks of what is built: whether model, data, task, strategy and optimizer fit together."""
+"""Checks of built components: model, data, task, strategy and optimizer must fit together."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = [
 
 Errors = Iterator[ForgeError]
 
-_FEW = 100  # steps of an order whose sizes only it knows
+_FEW = 100  # checked steps of an order whose sizes are not known in advance
 
 
 def check_batches(built: Built) -> Errors:
-    """Yields data and orders with a batch that leaves a rank without a sample, if the loss compares all samples."""
+    """Yields errors for data and orders with a batch too small for all ranks, if the loss compares all samples."""
     if not built.task.whole_batch:
         return
     batch = built.recipe.train.global_batch
@@ -52,44 +52,47 @@ def check_batches(built: Built) -> Errors:
         if steps is None or steps > last:
             yield from _too_small(built, "data.train", order.size(last))
     elif order:
-        for step in range(min(_FEW, steps or _FEW)):  # of a long run `check_whole` checks each step when it comes
+        for step in range(min(_FEW, steps or _FEW)):  # in a long run, `check_whole` checks later steps
             if not built.data_ranks <= (size := len(order(step))) <= batch:
                 yield UsageError(
-                    f"{name_of(built.task)} compares all samples of a step with each other, and step {step} of the "
-                    f"order {name_of(order)} has {size} for {built.data_ranks} ranks and forward passes of "
+                    f"{name_of(built.task)} compares all samples of a step with each other, but step {step} of the "
+                    f"order {name_of(order)} has {size} sample(s) for {built.data_ranks} ranks and "
                     f"train.global_batch = {batch}",
-                    hints=["let every step have a sample for each rank, and no more than train.global_batch"],
+                    hints=["give every step a sample for each rank, and at most train.global_batch samples"],
                     key="data.order",
                 )
                 break
 
 
 def _too_small(built: Built, key: str, smallest: int) -> Errors:
-    """Yields the error of a dataset whose smallest batch has fewer samples than there are ranks."""
+    """Yields an error for a dataset whose smallest batch has fewer samples than there are ranks."""
     ways = ['set train.last_batch = "drop"', "or train on fewer ranks"]
     if smallest < built.data_ranks:
         yield UsageError(
-            f"{name_of(built.task)} compares all samples of a batch with each other, and one of [{key}] has "
-            f"{smallest} for {built.data_ranks} ranks",
+            f"{name_of(built.task)} compares all samples of a batch with each other, but a batch of [{key}] has "
+            f"{smallest} sample(s) for {built.data_ranks} ranks",
             hints=ways if key == "data.train" else ways[1:],
             key=key,
         )
 
 
 def check_auxiliary(built: Built) -> Errors:
-    """Yields modules beside the model, and a state of the task, whose name a callback has; and missing weights."""
+    """Yields an error for each callback with the name of an auxiliary module or of the task's state.
+
+    Raises UsageError for missing weights of an auxiliary module.
+    """
     names = [NAME] if has_state(built.task) else []
     if NAME in names and NAME in built.recipe.callbacks:
         yield UsageError(f"callbacks.{NAME} has the name under which the task's state is saved", hints=["rename it"])
     for name, beside in built.beside.items():
         if f"{OWNER}{name}" in built.recipe.callbacks:
-            yield UsageError(f"callbacks.{OWNER}{name} has the name of a module of the task", hints=["rename it"])
+            yield UsageError(f"callbacks.{OWNER}{name} has the name of an auxiliary module", hints=["rename it"])
         if beside.weights is not None and not beside.is_saved:
             find_initial(beside.weights, f"weights of {name}")
 
 
 def check_own_parameters(built: Built) -> None:
-    """Raises UsageError for parameters that the task keeps, which no optimizer trains."""
+    """Raises UsageError for parameters in the task, which no optimizer trains."""
     if built.trains:
         refuse_parameters(built.task, built.model, built.beside.values())
 
@@ -121,7 +124,7 @@ def check_blocks(built: Built) -> None:
 
 
 def check_layers(built: Built) -> None:
-    """Raises UsageError if the recipe asks for float8, and no layer would compute in it."""
+    """Raises UsageError if the recipe sets float8 and it applies to no layer."""
     train = built.recipe.train
     if train.fp8 == "off":
         return
@@ -144,7 +147,7 @@ def check_parameter_groups(built: Built) -> None:
 
 
 def check_optimizer(built: Built) -> None:
-    """Raises UsageError if the optimizer refuses the model's own parameters; those without memory are not tried."""
+    """Raises UsageError if the optimizer refuses the model's parameters; skipped if these have no memory."""
     if not built.trains or any(parameter.is_meta for parameter in built.model.parameters()):
         return
     recipe = built.recipe

@@ -1,4 +1,4 @@
-"""Checks of a bare model: what no strategy could train, or no checkpoint hold, is refused by the name of its tensor."""
+"""Checks of a bare model: raises an error for a tensor that no strategy can train, or no checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def check_uninitialised(model: nn.Module) -> None:
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(is_lazy(tensor) for tensor in own):
             raise UsageError(
-                f"{_called(owner)} ({type(module).__name__}) has no weights before its first forward pass, and "
-                "optimizers, ranks and checkpoints need them before",
+                f"{_called(owner)} ({type(module).__name__}) has no weights before its first forward pass, but "
+                "optimizers, ranks and checkpoints need them earlier",
                 hints=[
-                    f"name its sizes: nn.{type(module).__name__.removeprefix('Lazy')}",
+                    f"set its sizes: nn.{type(module).__name__.removeprefix('Lazy')}",
                     "or call the model once on a batch of zeros at the end of its constructor",
                 ],
             )
@@ -48,10 +48,10 @@ def check_max_norm(model: nn.Module) -> None:
     for owner, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise UsageError(
-                f"{_called(owner)} ({type(module).__name__}) has max_norm = {module.max_norm:g}, with which forward "
-                "changes its weights: ranks see different samples and would come apart",
+                f"{_called(owner)} ({type(module).__name__}) has max_norm = {module.max_norm:g}, so forward changes "
+                "its weights: ranks have different samples, and their weights would diverge",
                 hints=[
-                    "leave max_norm out and scale the embedding's output, e.g. with torch.nn.functional.normalize",
+                    "remove max_norm and scale the embedding's output, e.g. with torch.nn.functional.normalize",
                     "or let a callback scale the rows after every step, through its `weights`",
                 ],
             )
@@ -68,19 +68,19 @@ def _check_form(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else f"of layout {str(tensor.layout).removeprefix('torch.')}"
         raise UsageError(
-            f"{kind} `{name}` is {what}: ranks exchange, and checkpoints hold, dense tensors",
+            f"{kind} `{name}` is {what}, but ranks exchange, and checkpoints hold, only dense tensors",
             hints=["register its indices and values as dense buffers, and build it from them in forward"],
         )
     if kind == "parameter" and tensor.is_complex():
         raise UsageError(
-            f"parameter `{name}` is {_dtype(tensor)}, and ddpforge trains real numbers",
+            f"parameter `{name}` is {_dtype(tensor)}, but ddpforge trains only real numbers",
             hints=["make it a real parameter of shape [..., 2], and use torch.view_as_complex(parameter) in forward"],
         )
     if kind == "parameter" and not tensor.is_meta and repeats(tensor):
         expanded = any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
         made = "expand" if expanded else "as_strided` or `unfold"
         raise UsageError(
-            f"parameter `{name}` was made with `{made}`: several of its elements are one number in memory",
+            f"parameter `{name}` was made with `{made}`: several of its elements share a place in memory",
             hints=["end it with `.clone()`, or keep the smaller tensor as the parameter and expand it in forward"],
         )
 
@@ -90,9 +90,9 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def check_overlap(model: nn.Module) -> None:
-    """Raises UsageError for tensors that share memory, which a move to a device separates.
+    """Raises UsageError for tensors that share memory, because a move to another device separates them.
 
-    One parameter may have two names.
+    A parameter may have two names.
     """
     held: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in _tensors(model):
@@ -102,8 +102,8 @@ def check_overlap(model: nn.Module) -> None:
         for (name, one), (other, two) in _neighbours(together):
             if any(isinstance(tensor, nn.Parameter) for tensor in (one, two)) and _share(one, two):
                 raise UsageError(
-                    f"`{name}` and `{other}` share memory without being one parameter, and on another device they "
-                    "would be two tensors",
+                    f"`{name}` and `{other}` share memory but are not one parameter: on another device they would "
+                    "be two tensors",
                     hints=[
                         "to tie parameters use one: `self.b.weight = self.a.weight`, and transpose it in forward",
                         "to keep a copy end it with `.detach().clone()`",
@@ -112,7 +112,7 @@ def check_overlap(model: nn.Module) -> None:
 
 
 def _neighbours(together: Sequence[_Named]) -> Iterator[list[_Named]]:
-    """The pairs of tensors of one storage of which one begins within the other's extent, each by name."""
+    """Yields the pairs of tensors in one storage whose extents overlap, each sorted by name."""
     ranges = sorted((*extent(tensor), number) for number, (_, tensor) in enumerate(together))
     for place, (_, stop, number) in enumerate(ranges):
         for start, _, other in ranges[place + 1 :]:
@@ -122,7 +122,7 @@ def _neighbours(together: Sequence[_Named]) -> Iterator[list[_Named]]:
 
 
 def _share(one: Tensor, two: Tensor) -> bool:
-    """True if two such tensors share an element: columns of one matrix lie between each other, and share none."""
+    """True if two tensors with overlapping extents share an element; different columns of a matrix share none."""
     if is_dense(one) and is_dense(two):
         return True
     seen = torch.zeros(max(extent(one)[1], extent(two)[1]), dtype=torch.bool)
@@ -141,11 +141,11 @@ def check_savable(model: nn.Module) -> None:
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"`{name}` in the model's state_dict is a {type(value).__name__}, and a checkpoint holds tensors only",
+                f"`{name}` in the model's state_dict is a {type(value).__name__}, but a checkpoint holds only tensors",
                 hints=["keep it in a buffer, or rebuild it from the recipe"],
             )
         if _dtype(value) not in DTYPES:
             raise UsageError(
-                f"`{name}` is {_dtype(value)}, and a checkpoint holds {', '.join(DTYPES)}",
-                hints=["register_buffer(…, persistent=False), where the constructor can make it again"],
+                f"`{name}` is {_dtype(value)}, but a checkpoint holds only {', '.join(DTYPES)}",
+                hints=["register_buffer(…, persistent=False), if the constructor can make it again"],
             )

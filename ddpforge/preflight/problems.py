@@ -1,4 +1,4 @@
-"""Collects what cannot work, each at its key of the recipe, so that all of it is reported in one pass."""
+"""Collects errors, each at its key of the recipe, so that a run reports all of them at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Problems"]
 
 
 class Problems:
-    """The errors found in `loaded` so far, and the components whose code is not imported, of which nothing is known."""
+    """Errors found in `loaded` so far, and the components that are not checked because their code is not imported."""
 
     def __init__(self, loaded: LoadedRecipe) -> None:
         self.not_imported: list[str] = []
@@ -38,9 +38,9 @@ class Problems:
 
     @contextmanager
     def at(self, *path: str, faults: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Adds an error raised inside, at `path` or the key that the error names; `faults` are the recipe's, too.
+        """Adds an error raised inside, at the key that it names or at `path`; `faults` count as errors of the recipe.
 
-        What needs a component that could not be built is left out: the reason is a problem already.
+        Code inside that uses a component that could not be built ends without a new problem: the reason is one already.
         """
         try:
             yield
@@ -58,16 +58,16 @@ class Problems:
             self.add(path, UsageError(str(error)))
 
     def add(self, path: KeyPath, error: ForgeError) -> None:
-        """Adds an error in what the recipe has at `path`, or at the key that the error names."""
+        """Adds an error at the recipe's key that the error names, or at `path`."""
         named = error.key or leading_key(error.message)
         key = self._key(path, named, is_own=not error.key and "." not in named)
         self._problems.append(self._loaded.problem(key, error.message, *error.hints, trace=error.trace))
         self._errors.append(error)
 
     def _key(self, path: KeyPath, named: str, *, is_own: bool) -> KeyPath:
-        """Returns the key that an error names, in full or below `path`; of one that the recipe lacks, its table.
+        """Returns the key that an error names, in full or below `path`; if the recipe lacks the key, its table.
 
-        Without either, it is `path`. One that `is_own` is a key below `path` alone.
+        Returns `path` if the recipe has neither. With `is_own`, only a key below `path` counts.
         """
         names = tuple(named.split("."))
         above = (names[:end] for end in range(len(names) - 1, 0, -1))
@@ -75,7 +75,7 @@ class Problems:
         return next((key for key in candidates if key in self._loaded.origins), path)
 
     def raise_if_any(self) -> None:
-        """Raises what was found: one error of this machine as it is, all else as a RecipeError with every problem."""
+        """Raises the errors as a RecipeError with every problem; a single error of the machine is raised unchanged."""
         if not self._problems:
             return
         of_machine = [isinstance(error, EnvironmentProblem) for error in self._errors]

@@ -1,4 +1,4 @@
-"""Checks of the first samples: they go through data, model, loss and metrics, in copies that nothing else uses."""
+"""Checks of the first samples: runs them through data, model, loss and metrics, in copies that nothing else uses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _BUILTIN = "ddpforge.builtin.tasks."
 
 @dataclass(frozen=True)
 class FirstSamples:
-    """The form of a batch, and means of its loss and metrics; these are empty if the model has no memory."""
+    """Form of a batch, and means of its loss and metrics; `metrics` is empty if the model has no memory."""
 
     batch: str
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -64,12 +64,12 @@ class FirstSamples:
 def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSamples]:
     """Evaluates a few samples of every dataset; returns the results by the dataset's key.
 
-    For `ddpforge check --build`: any code of the recipe is called, in copies of model and task.
+    For `ddpforge check --build`: it calls any code of the recipe, in copies of model and task.
     """
     found: dict[str, FirstSamples] = {}
     for key, data in built.data.items():
         if hasattr(data, "__len__") and not len(data):
-            continue  # a problem already, since steps were counted
+            continue  # counting the steps has made this a problem already
         most, path = _samples(built, key), ("data", *key.split("."))
         batches: list[MicroBatch] = []
         with problems.at(*path), _naming(key), own_random_numbers():
@@ -85,12 +85,12 @@ def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSampl
 
 
 def check_first_batch(stage: Built, problems: Problems) -> bool:
-    """Evaluates the first samples that training will use; returns whether the loss was compared with its halves.
+    """Evaluates the first samples of training; returns True if the loss was compared with the loss of its halves.
 
-    A run does not notice it: what is fetched is fetched once, loader processes fetch by themselves, and neither a
-    plugin's loss nor a model from the recipe's own files is called, as they may do more than compute. An error in a
-    model's forward pass that training would meet as well is a problem; any other (a model may need a GPU) is left to
-    the first step.
+    It must not affect the run. So each sample is fetched only once, and nothing is done if loader processes fetch. A
+    plugin's loss, and a model from the recipe's own files, are not called: they may have side effects. An error in the
+    model's forward pass is a problem if training would raise it too. Any other error (a model may need a GPU) is left
+    to the first step.
     """
     home = type(stage.task).loss.__module__ if stage.trains else ""
     builtin = home.startswith(_BUILTIN)
@@ -120,7 +120,7 @@ def check_first_batch(stage: Built, problems: Problems) -> bool:
 
 
 def _has_loaders(stage: Built) -> bool:
-    """True if loader processes fetch what is trained on."""
+    """True if loader processes fetch the training data."""
     if isinstance(stage, Dealt):
         return bool(stage.training.workers)
     return stage.recipe.data.workers not in (0, "auto")
@@ -131,11 +131,9 @@ def _first_of(built: Built) -> MicroBatch:
 
 
 def _fails_in_training(stage: Built, error: Exception, batch: MicroBatch | None) -> bool:
-    """True if the model, which only computes, raises this error for a whole micro-batch and wherever ranks compute.
-
-    Others' callbacks and strategies may change the model, or what the task gives it, before the first step; the
-    framework itself does so for `sync_batchnorm`, and casts for fp16.
-    """
+    """True if the model raises this error also for a whole micro-batch, and on the device of the ranks."""
+    # Callbacks and strategies of plugins may change the model, or its inputs, before the first step. ddpforge itself
+    # changes the model for `sync_batchnorm`, and casts for fp16.
     train, others = stage.recipe.train, [*stage.callbacks.values(), stage.strategy]
     if train.sync_batchnorm or train.precision == "fp16" or not _in_forward(stage.model, error):
         return False
@@ -144,7 +142,7 @@ def _fails_in_training(stage: Built, error: Exception, batch: MicroBatch | None)
     if batch is None or (not isinstance(stage, Dealt) and _samples(stage, "train") > FEW):
         return False  # `batch` is not a whole one
     try:
-        # On the meta device shapes and dtypes fail as on any other.
+        # On the meta device, wrong shapes and dtypes fail as on any other device.
         _evaluate(stage, "train", batch, None if device_type(train) == "cpu" else "meta")
     except Exception as again:
         return type(again) is type(error) and _in_forward(stage.model, again)
@@ -152,7 +150,7 @@ def _fails_in_training(stage: Built, error: Exception, batch: MicroBatch | None)
 
 
 def _in_forward(model: nn.Module, error: Exception) -> bool:
-    """True if the error was raised within the forward pass of such a model."""
+    """True if the error was raised within the `forward` of the model's class."""
     forward = getattr(type(model).forward, "__code__", None)
     return any(frame.f_code is forward for frame, _ in walk_tb(error.__traceback__))
 
@@ -170,21 +168,21 @@ def _is_builtin(task: Task) -> bool:
 
 
 def _gpu(built: Built) -> str | None:
-    """Returns the type of device that ranks will compute on; None if the model is there already."""
+    """Returns the type of device that the ranks will compute on; None if it is the CPU, or there is no GPU here."""
     return "cuda" if device_type(built.recipe.train) == "cuda" and torch.cuda.is_available() else None
 
 
 def _samples(built: Built, key: str) -> int:
-    """Returns the samples of a forward pass on the dataset `key`."""
+    """Returns the number of samples in a forward pass on the dataset `key`."""
     train = built.recipe.train
     micro = train.global_batch if built.batch is MISSING else built.batch.micro_batch
     return (train.eval_batch if key != "train" else None) or micro
 
 
 def _check_chosen_metrics(built: Built, sets: Mapping[str, Mapping[str, float]], problems: Problems) -> None:
-    """Adds a problem for each metric by which the recipe decides, and that no set reports; `sets` has their metrics.
+    """Adds a problem for each metric that the recipe decides by and no set reports; `sets` has the metrics of each set.
 
-    Tasks of plugins report some metrics only now and then, and are not checked.
+    Only for built-in tasks: tasks of plugins may report some metrics in some evaluations only.
     """
     if overriding(built.callbacks, "while_evaluating"):
         return  # their metrics are known after an evaluation
@@ -199,7 +197,7 @@ def _check_chosen_metrics(built: Built, sets: Mapping[str, Mapping[str, float]],
 
 @contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Turns an error of a component into one that names the dataset whose batch was evaluated."""
+    """Turns an error of a component into a UsageError that names the dataset of the evaluated batch."""
     try:
         yield
     except ForgeError:
@@ -214,13 +212,13 @@ def _naming(key: str) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------- batches
 def first_batch(data: Any, *, most: int, seed: int) -> MicroBatch:
-    """Returns the first samples of a dataset as a batch, `most` of them at most."""
+    """Returns the first samples of a dataset, at most `most`, as a batch."""
     (batch,) = _first(data, min(FEW, most), parts=1, seed=seed)
     return batch
 
 
 def first_halves(data: Any, *, most: int, seed: int) -> Halves:
-    """Returns the first samples of a dataset, and their halves, each fetched by itself."""
+    """Returns the first samples of a dataset, and their halves, each fetched separately."""
     samples = min(FEW, most) // 2 * 2
     (whole,), (one, other) = (_first(data, samples, parts=parts, seed=seed) for parts in (1, 2))
     return Halves(one.data, other.data, whole.data, samples)
@@ -234,7 +232,7 @@ def _first(data: Any, samples: int, *, parts: int, seed: int) -> list[MicroBatch
 
 
 def _shortened(batch: MicroBatch) -> MicroBatch:
-    """Returns the first samples of a batch, if it can be cut."""
+    """Returns the first samples of a batch; all of them if it cannot be cut."""
     samples = min(batch.samples, FEW)
     try:
         return batch._replace(data=take(batch.data, 0, samples, batch.samples), samples=samples)
@@ -244,7 +242,7 @@ def _shortened(batch: MicroBatch) -> MicroBatch:
 
 # ---------------------------------------------------------------------------------------------- a forward pass
 class _Reached(Exception):
-    """Raised by a model that stands for the real one: the task has called it."""
+    """Raised by a placeholder for the model: the task has called it."""
 
 
 class _NoModel(nn.Module):
@@ -253,7 +251,7 @@ class _NoModel(nn.Module):
 
 
 def _call_up_to_model(task: Task, batch: Any) -> None:
-    """Calls a task's loss up to where it calls the model; raises the task's errors before that."""
+    """Calls a task's loss until it calls the model; raises the task's errors before that."""
     for one in of_turns(task).values():
         with suppress(_Reached):
             one.loss(_NoModel(), batch)
@@ -288,10 +286,10 @@ def evaluate(
     """Runs one forward pass, or one of each turn, in a copy of model, task and auxiliary modules.
 
     Args:
-        use: "training" or "evaluation"; of a training loss it is checked that it is a sum, not a mean.
-        device: the type of device to compute on; None leaves the copies where the model is.
+        use: "training" or "evaluation"; a training loss must be a sum, not a mean.
+        device: the type of device to compute on; None is the device of the model.
         beside: the auxiliary modules of the task, which move with the model.
-        halves: fetches a batch and its halves, for one that cannot be cut.
+        halves: fetches a batch and its halves, if `batch` cannot be cut.
 
     Raises UsageError or PluginError if the task breaks its contract, and the errors of model and task.
     """
@@ -323,7 +321,7 @@ def _evaluate_turn(
     alone = Alone(place)
     try:
         task.start(model, World(all=alone, data=alone, device=place, local_rank=0))
-        # As it is run: an evaluation computes no gradients.
+        # As in a run: an evaluation computes no gradients.
         with torch.set_grad_enabled(use == "training"), _autocast(precision, place.type), own_random_numbers():
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
@@ -342,21 +340,21 @@ def _evaluate_turn(
     if not items:
         log.warning("no target counts among the first %d samples for %s", micro.samples, use)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # so few samples may well lack a class
+        warnings.simplefilter("ignore")  # a few samples may lack a class
         means = alone.mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
     return task.finish(means)
 
 
 def _check_finished(found: Mapping[str, Total | Rows], task: Task) -> None:
-    """Raises PluginError for rows that no metric makes a number of."""
+    """Raises PluginError for rows that no metric turns into a number."""
     for name, quantity in found.items():
         metric = task.reports.get(name)
         if isinstance(quantity, Rows) and (metric is None or type(metric).finish is Metric.finish):
             raise PluginError(
-                f"metric `{name}` returns Rows, and nothing finishes it",
+                f"metric `{name}` returns Rows, but no Metric finishes it",
                 hints=[
-                    "give the Metric a `finish(self, *columns)`, which is called with the rows of all ranks, and the "
-                    "task `self.reports = {metric.name: metric}`"
+                    "give the Metric a `finish(self, *columns)`, which receives the rows of all ranks, and set "
+                    "`self.reports = {metric.name: metric}` in the task"
                 ],
             )
 

@@ -1,4 +1,4 @@
-"""Checks of what a recipe chooses, before data and model are built: settings that cannot work together, or here."""
+"""Checks of a recipe before data and model are built: settings that cannot work together, or on this machine."""
 
 from __future__ import annotations
 
@@ -45,8 +45,15 @@ __all__ = [
 
 Errors = Iterator[ForgeError]
 
-_OF_GROUPS = {"betas", "eps", "lr", "momentum", "ns_steps", "weight_decay"}  # ddpforge's own have them for each group
-_FLOAT8 = (8, 9)  # the compute capability from which on tensor cores multiply it
+_OF_GROUPS = {
+    "betas",
+    "eps",
+    "lr",
+    "momentum",
+    "ns_steps",
+    "weight_decay",
+}  # settings per group in ddpforge's own optimizers
+_FLOAT8 = (8, 9)  # lowest compute capability whose tensor cores multiply in float8
 _SEVERAL = ('set strategy.use = "ddp" (without compression = "powersgd"), "fsdp" or "single"',)
 _CALLABLE = ('"single"', '"ddp"', '"fsdp"')  # strategies whose ranks can call the model
 
@@ -62,33 +69,33 @@ def device_of(chosen: Chosen) -> str:
 
 # ---------------------------------------------------------------------------------------------- machine and [train]
 def check_device(chosen: Chosen) -> Errors:
-    """Yields settings that a GPU is needed for, if ranks compute on a CPU."""
+    """Yields errors for settings that need a GPU, if ranks compute on a CPU."""
     train = chosen.recipe.train
     for key, what in (("tf32", "multiplies in TF32"), ("cudnn_benchmark", "lets cuDNN choose")):
         if getattr(train, key) and (device := device_of(chosen)) != "cuda":
-            message = f"train.{key} {what}, which a GPU does, and this run is on {device}"
-            yield UsageError(message, hints=[f"leave train.{key} out"], key=f"train.{key}")
+            message = f"train.{key} {what}, which needs a GPU, but this run is on {device}"
+            yield UsageError(message, hints=[f"remove train.{key}"], key=f"train.{key}")
     if train.cudnn_benchmark and train.deterministic:
         message = (
-            "train.cudnn_benchmark chooses by time, now this algorithm and now that, and train.deterministic forbids it"
+            "train.cudnn_benchmark chooses algorithms by their measured time, and train.deterministic forbids that"
         )
-        yield UsageError(message, hints=["leave one of both out"], key="train.cudnn_benchmark")
+        yield UsageError(message, hints=["remove one of them"], key="train.cudnn_benchmark")
     if train.sync_batchnorm and (device := device_of(chosen)) != "cuda":
-        hint = "torch.nn.SyncBatchNorm has no CPU implementation; leave train.sync_batchnorm out"
-        message = f"train.sync_batchnorm needs CUDA, and this run is on {device}"
+        hint = "torch.nn.SyncBatchNorm has no CPU implementation; remove train.sync_batchnorm"
+        message = f"train.sync_batchnorm needs CUDA, but this run is on {device}"
         yield UsageError(message, hints=[hint], key="train.sync_batchnorm")
 
 
 def check_compile(chosen: Chosen) -> Errors:
-    """Yields CUDA graphs where gradients add up in their memory, or where turns train different parameters."""
+    """Yields errors for CUDA graphs if gradients accumulate over passes, or if turns train different parameters."""
     train = chosen.recipe.train
     if not train.uses_cuda_graphs or device_of(chosen) != "cuda":
         return
     together = max(1, train.per_pass(chosen.data_ranks)) * chosen.data_ranks
     if train.global_batch > together:
         yield UsageError(
-            f'train.compile = "{train.compile}" replays CUDA graphs, whose memory is used again in every forward '
-            f"pass, and gradients of {train.global_batch // together} passes are to add up there",
+            f'train.compile = "{train.compile}" replays CUDA graphs, which reuse their memory in every forward pass: '
+            f"gradients of {train.global_batch // together} passes cannot accumulate there",
             hints=[
                 'set train.compile = "default"',
                 f"or let each rank make one pass per step, with {_one_pass(train)}",
@@ -97,21 +104,21 @@ def check_compile(chosen: Chosen) -> Errors:
         )
     if chosen.trains and chosen.recipe.optimizer.turns:
         yield UsageError(
-            f'train.compile = "{train.compile}" replays CUDA graphs, and each turn trains other parameters',
+            f'train.compile = "{train.compile}" replays CUDA graphs, but each turn trains other parameters',
             hints=['set train.compile = "default"'],
             key="train.compile",
         )
 
 
 def _one_pass(train: TrainSection) -> str:
-    """Spells the settings that make a step one forward pass of each rank."""
+    """Returns the settings that make a step one forward pass of each rank."""
     if train.elastic_shards:
         return f"elastic_shards = ranks, and micro_batch = {train.global_batch} / ranks"
     return f"micro_batch = {train.global_batch} / ranks"
 
 
 def check_float8(chosen: Chosen) -> Errors:
-    """Yields reasons against float8: CPUs and older GPUs, no torchao, strategies that share layers."""
+    """Yields errors for float8: a CPU or an older GPU, no torchao, a strategy that splits layers."""
     recipe = chosen.recipe
     if recipe.train.fp8 == "off":
         return
@@ -120,19 +127,19 @@ def check_float8(chosen: Chosen) -> Errors:
     device = device_of(chosen)
 
     def error(message: str, *hints: str) -> UsageError:
-        ways = [*hints, f"{'or ' * bool(hints)}leave train.fp8 out"]
+        ways = [*hints, f"{'or ' * bool(hints)}remove train.fp8"]
         return UsageError(f'train.fp8 = "{recipe.train.fp8}" {message}', hints=ways, key="train.fp8")
 
     if device != "cuda":
-        yield error(f"multiplies in float8, which a GPU does, and this run is on {device}")
+        yield error(f"multiplies in float8, which needs a GPU, but this run is on {device}")
     elif torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < _FLOAT8:
         there, needed = [".".join(map(str, pair)) for pair in (found, _FLOAT8)]
-        yield error(f"needs a GPU of compute capability {needed} (L4, RTX 40, H100), and this one has {there}")
+        yield error(f"needs a GPU of compute capability {needed} (L4, RTX 40, H100), but this one has {there}")
     if find_spec("torchao") is None:
-        yield error("computes with torchao, which is not installed", "pip install 'ddpforge[fp8]'")
+        yield error("needs torchao, which is not installed", "pip install 'ddpforge[fp8]'")
     if not contract_of(chosen.strategy).float8:
         yield error(
-            f'needs whole layers, and strategy.use = "{recipe.strategy.use}" as it is set here computes them otherwise',
+            f'needs whole layers, but strategy.use = "{recipe.strategy.use}" with its settings here splits them',
             'set strategy.use = "ddp", "fsdp" (without `tensor`) or "single"',
         )
 
@@ -141,7 +148,7 @@ def check_float8(chosen: Chosen) -> Errors:
 def check_optimizer_options(chosen: Chosen) -> None:
     """Builds the optimizers over one small parameter; raises UsageError if one could not train.
 
-    Those of ddpforge's own whose signatures say all that they would refuse are not built.
+    It skips ddpforge's own optimizers, if their signature excludes all invalid settings.
     """
     if not chosen.trains:
         return
@@ -161,14 +168,14 @@ def check_optimizer_options(chosen: Chosen) -> None:
                 default = built.defaults.get(option, MISSING)
                 if default is MISSING or isinstance(value, str) != isinstance(default, str):
                     raise UsageError(
-                        f"`{option}` of {type(built).__name__} is the same for all of its parameters",
+                        f"`{option}` of {type(built).__name__} cannot differ between groups of parameters",
                         hints=[f"set optimizer.{option}, or give the group another `use`"],
                         key=f"{key}.{option}",
                     )
 
 
 def _is_sure(component: Component, registry: Registry) -> bool:
-    """True for an optimizer of ddpforge's own, unless it is set to what it refuses although its signature does not."""
+    """True for ddpforge's own optimizers, except with nesterov and no momentum, which their signature allows."""
     entry, options = registry.find("optimizer", component.use), component.options
     is_own = entry is not None and entry.target.startswith("ddpforge.builtin.")
     return is_own and not (options.get("nesterov") and not options.get("momentum"))
@@ -187,11 +194,11 @@ def _small(key: str, component: Component, registry: Registry) -> Optimizer:
         raise UsageError(error.message, hints=error.hints, key=key) from error
     kind, use = type(optimizer).__name__, f'optimizer "{component.use}"'
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"{use} makes a {kind}, not a torch.optim.Optimizer", key=f"{key}.use")
+        raise UsageError(f"{use} returns a {kind}, not a torch.optim.Optimizer", key=f"{key}.use")
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     if any(parameter.default is parameter.empty for parameter in parameters[:1]):
         raise UsageError(
-            f"{use} computes the loss itself, several times a step, which ddpforge does not do",
+            f"{use} computes the loss itself, several times a step, which ddpforge does not support",
             hints=["use a first-order optimizer"],
             key=f"{key}.use",
         )
@@ -203,7 +210,7 @@ def _small(key: str, component: Component, registry: Registry) -> Optimizer:
 
 
 def check_optimizers(chosen: Chosen) -> Errors:
-    """Yields several optimizers, or turns, under a strategy that takes one optimizer."""
+    """Yields errors for several optimizers, or turns, under a strategy that supports one optimizer."""
     recipe = chosen.recipe
     if not chosen.trains or contract_of(chosen.strategy).optimizers != "one":
         return
@@ -211,26 +218,26 @@ def check_optimizers(chosen: Chosen) -> Errors:
         if group.use != recipe.optimizer.use:
             yield UsageError(
                 f'strategy.use = "{recipe.strategy.use}" takes one optimizer; [optimizer.groups.{name}] has another',
-                hints=[*_SEVERAL, "or leave its `use` out: settings of one optimizer may differ"],
+                hints=[*_SEVERAL, "or remove its `use`: groups of one optimizer may have different settings"],
                 key=f"optimizer.groups.{name}.use",
             )
     if recipe.optimizer.turns:
         yield UsageError(
-            f'strategy.use = "{recipe.strategy.use}" makes one update a step, and [optimizer.turns] asks for several',
+            f'strategy.use = "{recipe.strategy.use}" makes one update a step, but [optimizer.turns] needs several',
             hints=_SEVERAL,
             key="optimizer.turns",
         )
 
 
 def check_turns(chosen: Chosen) -> Errors:
-    """Yields turns of the recipe that the task does not have, and turns of the task without a table."""
+    """Yields errors for turns of the recipe that the task does not have, and turns of the task without a table."""
     turns, given = turns_of(chosen.task), chosen.recipe.optimizer.turns
     if turns and not takes_turn(chosen.task):
         raise PluginError(
-            f"{name_of(chosen.task)} has the turns {', '.join(turns)}, and its `loss` is not told which it computes",
+            f"{name_of(chosen.task)} has the turns {', '.join(turns)}, but its `loss` does not take the turn",
             hints=['def loss(self, model, batch, turn: str = "")'],
         )
-    there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: take [optimizer.turns] out"]
+    there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: remove [optimizer.turns]"]
     for name in given.keys() - set(turns):
         yield UsageError(
             f"the task `{chosen.recipe.task.use}` has no turn `{name}`",
@@ -240,19 +247,19 @@ def check_turns(chosen: Chosen) -> Errors:
     for name in [turn for turn in turns if turn not in given and chosen.trains]:
         yield UsageError(
             f"[optimizer.turns.{name}] is missing: the task makes an update of that name in every step",
-            hints=[f"add it; where it is empty, it is as [optimizer] and trains `{name}.*`"],
+            hints=[f"add it; if it is empty, it is like [optimizer] and trains `{name}.*`"],
             key="optimizer",
         )
 
 
 # ---------------------------------------------------------------------------------------------- [task] and metrics
 def check_metrics(chosen: Chosen) -> None:
-    """Raises PluginError for a metric that is no mean, and that the task does not finish."""
+    """Raises PluginError for a metric that is not a mean, and that the task does not report."""
     for component in _metrics(chosen.recipe.task):
         metric = build(chosen.registry, "metric", component)
         if type(metric).finish is not Metric.finish and metric.name not in chosen.task.reports:
             raise PluginError(
-                f"task `{chosen.recipe.task.use}` does not say who finishes {metric.name}, which is no mean",
+                f"task `{chosen.recipe.task.use}` does not report {metric.name}, which is not a mean",
                 hints=["in its constructor: self.reports = {metric.name: metric for metric in metrics}"],
             )
 
@@ -266,25 +273,25 @@ def _metrics(task: Component) -> Iterator[Nested]:
 
 
 def check_metric_direction(chosen: Chosen) -> Errors:
-    """Yields a metric to keep the best checkpoints by, if it is not known whether less or more of it is better."""
+    """Yields an error for a metric to keep the best checkpoints by, if the better direction is not known."""
     _ = chosen.task.reports  # a task that could not be built may declare it
     if chosen.trains and (metric := missing_direction(chosen.loaded)):
         yield UsageError(
-            f'cannot tell whether less or more of "{metric}" is better',
+            f'it is not known whether less or more of "{metric}" is better',
             hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
             key="checkpoint.keep.by",
         )
 
 
 def check_fused_loss(chosen: Chosen) -> Errors:
-    """Yields a loss within the model's forward pass, under a strategy that cuts that up."""
+    """Yields an error for a loss within the model's forward pass, under a strategy that splits forward passes."""
     recipe = chosen.recipe
     if chosen.task.scores_in_model and not contract_of(chosen.strategy).scores:
         yield UsageError(
-            f'task.use = "{recipe.task.use}" computes its loss within the model\'s forward pass, and strategy.use = '
-            f'"{recipe.strategy.use}" as it is set here cuts that up',
+            f'task.use = "{recipe.task.use}" computes its loss within the model\'s forward pass, but strategy.use = '
+            f'"{recipe.strategy.use}" with its settings here splits forward passes',
             hints=[
-                "leave task.loss_chunk out",
+                "remove task.loss_chunk",
                 'or set strategy.use = "ddp", "fsdp" (without `tensor`) or "deepspeed"',
             ],
             key="task.loss_chunk" if "loss_chunk" in recipe.task.options else "task.use",
@@ -292,32 +299,32 @@ def check_fused_loss(chosen: Chosen) -> Errors:
 
 
 def check_whole_batch(chosen: Chosen) -> Errors:
-    """Yields settings by which a step is several forward passes of a rank, if the loss compares all its samples."""
+    """Yields errors for settings that split a rank's step into several passes, if the loss compares all samples."""
     task, train, data_ranks = chosen.task, chosen.recipe.train, chosen.data_ranks
     if not task.whole_batch:
         return
     why = f"{name_of(task)} compares all samples of a step with each other"
     if train.elastic_shards:
-        message = f"{why}, and `train.elastic_shards` would compute shards apart"
-        yield UsageError(message, hints=["leave it out"], key="train.elastic_shards")
+        message = f"{why}, but `train.elastic_shards` would compute each virtual rank separately"
+        yield UsageError(message, hints=["remove it"], key="train.elastic_shards")
     elif train.micro_batch and train.micro_batch * data_ranks < train.global_batch:
         yield UsageError(
-            f"{why}, and `train.micro_batch` = {train.micro_batch} would cut it into "
+            f"{why}, but `train.micro_batch` = {train.micro_batch} would cut it into "
             f"{train.global_batch // (train.micro_batch * data_ranks)} forward passes of each rank",
-            hints=[f"leave it out: {train.global_batch // data_ranks} on each rank", "or train on more ranks"],
+            hints=[f"remove it: {train.global_batch // data_ranks} on each rank", "or train on more ranks"],
             key="train.micro_batch",
         )
     if train.eval_batch:
         yield UsageError(
-            f"{why}, {train.global_batch} at a time, and `train.eval_batch` would compare others at evaluation",
-            hints=["leave it out: an evaluation is dealt to ranks in batches of train.global_batch samples at most"],
+            f"{why}, {train.global_batch} at a time, but `train.eval_batch` would compare others in evaluations",
+            hints=["remove it: an evaluation then uses batches of at most train.global_batch samples"],
             key="train.eval_batch",
         )
 
 
 # ---------------------------------------------------------------------------------------------- [callbacks]
 def check_callbacks(chosen: Chosen) -> Errors:
-    """Yields callbacks of an older contract, those that the strategy cannot serve, and metrics of no evaluation."""
+    """Yields errors for callbacks of an older contract or that the strategy cannot serve, and for missing metrics."""
     contract = None if chosen.strategy is MISSING else contract_of(chosen.strategy)
     for name, callback in chosen.callbacks.items():
         try:
@@ -328,7 +335,7 @@ def check_callbacks(chosen: Chosen) -> Errors:
         metric = getattr(callback, "metric", "")
         if chosen.trains and not chosen.recipe.data.evaluations and str(metric).startswith("eval/"):
             yield UsageError(
-                f"nothing is evaluated, so nothing reports {metric}",
+                f"the run has no evaluation, so nothing reports {metric}",
                 hints=["add a [data.eval]"],
                 key=f"callbacks.{name}.metric",
             )
@@ -336,7 +343,7 @@ def check_callbacks(chosen: Chosen) -> Errors:
 
 # ---------------------------------------------------------------------------------------------- [strategy]
 def check_strategy(chosen: Chosen) -> Errors:
-    """Yields what the strategy cannot do with the recipe, as its `refusals` say."""
+    """Yields the strategy's `refusals` of the recipe as errors."""
 
     def refusals(device: str) -> list[Refusal]:
         return list(chosen.strategy.refusals(chosen.recipe.train, chosen.ranks, device))
@@ -344,14 +351,14 @@ def check_strategy(chosen: Chosen) -> Errors:
     given = chosen.device or chosen.recipe.train.device
     found = refusals("cpu" if given == "auto" else given)
     if given == "auto" and found != refusals("cuda"):
-        found = refusals(device_of(chosen))  # the device matters, and whether there is a GPU is known to torch
+        found = refusals(device_of(chosen))  # the device matters, and only torch detects a GPU
     for refusal in found:
         yield UsageError(refusal.message, hints=refusal.hints, key=refusal.key)
 
 
 # ---------------------------------------------------------------------------------------------- [data] and weights
 def check_stream(chosen: Chosen) -> Errors:
-    """Yields an order, and lengths in epochs, of training data whose class says that it is a stream."""
+    """Yields errors for an order, and for lengths in epochs, if the class of the training data is a stream."""
     train = chosen.recipe.data.train
     kind = chosen.registry.load("data", train.use, train.base) if chosen.trains else None
     if not inspect.isclass(kind) or not _are_streams(kind):
@@ -383,16 +390,16 @@ def _are_streams(kind: type) -> bool:
 
 
 def no_order_of_streams(stream: type) -> UsageError:
-    """Returns the error of an order for data that is a stream."""
+    """Returns the error for a [data.order] of data that is a stream."""
     return UsageError(
         f"{stream.__name__} is an iterable dataset, whose samples come in its own order",
-        hints=["leave [data.order] out, or give a dataset with __len__ and __getitem__"],
+        hints=["remove [data.order], or use a dataset with __len__ and __getitem__"],
         key="data.order",
     )
 
 
 def check_initial_weights(chosen: Chosen) -> None:
-    """Raises UsageError unless the initial weights are there, if the run begins with them."""
+    """Raises UsageError if the run begins with initial weights that do not exist."""
     source = chosen.recipe.checkpoint.init_from
     if chosen.trains and source and not chosen.resumes:
         from ddpforge.interop.initial import find_initial

@@ -1,1 +1,1 @@
-"""The training loop, what it is put together from, and what is looked at before its first step."""
+"""The training loop, its parts, and the checks before its first step."""

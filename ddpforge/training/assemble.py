@@ -1,4 +1,4 @@
-"""Puts what a recipe names together: into a trainer, or into an evaluator of what was trained."""
+"""Assembles built components into a trainer, or into an evaluator of a checkpoint."""
 
 from __future__ import annotations
 
@@ -55,14 +55,18 @@ def assemble(
     begins: bool = True,
     trained: bool = False,
 ) -> Trainer:
-    """A trainer out of `parts`, which are built, in `world`, which their strategy has set up; nothing is restored yet.
+    """Returns a trainer for the built `parts`; no checkpoint is restored yet.
 
-    `folder` is the run's; `init_from` is where initial weights come from, see `interop.initial`. Where a run does not
-    begin, but resumes from a checkpoint, modules beside the model wait for that. Unless steps were `trained` already,
-    the first is preceded by a comparison with the whole model, see `whole`. Callbacks that have started hear how it
-    ended when `life` does, also when a later one fails.
+    Args:
+        world: the ranks, as the strategy has set them up.
+        folder: the run folder.
+        life: calls `on_end` of each started callback when it closes, even if a later callback fails to start.
+        init_from: the source of initial weights, see `interop.initial`.
+        begins: False if a checkpoint will be restored: auxiliary modules then skip their initial weights.
+        trained: True if the run has trained steps before. If not, the first step is checked against the whole model
+            (see `whole`), and its loss against the loss of its halves.
 
-    Raises UsageError for parts that do not fit together, PluginError for a broken one.
+    Raises UsageError for parts that do not fit together, PluginError for a broken part.
     """
     recipe = parts.recipe
     whole = None if trained else keep_whole(parts, contract_of(parts.strategy), world)
@@ -104,19 +108,22 @@ def assemble(
 def evaluating(
     parts: Dealt, world: World, checkpoint: Reader, folder: Path, *, weights: str | None = None
 ) -> Iterator[Evaluator]:
-    """An evaluator out of `parts`, which are built, with the weights of `checkpoint` and its callbacks' state.
+    """Yields an evaluator of the built `parts` with the weights and the callbacks' state of `checkpoint`.
 
-    `folder` is the run's; what callbacks show is not kept. `weights` are others than callbacks would evaluate with:
-    "model", or those that the callback of that name keeps.
+    Args:
+        folder: the run folder. Values that callbacks show are not stored.
+        weights: the weights to evaluate in place of the callbacks' choice: "model", or the name of a callback that
+            keeps weights.
 
-    A strategy prepares a model together with an optimizer: it gets SGD, which keeps nothing. Callbacks that have
-    started hear how it ended. Raises what `assemble` raises, and CheckpointError where the checkpoint does not fit.
+    Calls `on_end` of each started callback. Raises the errors of `assemble`, and CheckpointError if the checkpoint does
+    not fit.
     """
     compare_built(parts, world)
     with ExitStack() as life:
         model = _spread(parts)
         with recipe_faults():
             groups = here(parameter_groups(model, ()))
+        # A strategy prepares a model together with an optimizer: this SGD has no state.
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
         beside = _beside(parts, world, replica, begins=False)
         _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)
@@ -130,17 +137,17 @@ def evaluating(
         replica.close()
 
 
-# ---------------------------------------------------------------------------------------------- what both are made of
+# ---------------------------------------------------------------------------------------------- parts of both
 def _beside(parts: Dealt, world: World, replica: Replica, *, begins: bool) -> dict[str, Callback]:
-    """Returns what checkpoints hold of the task, by name: modules beside the model, and its own state."""
+    """Returns the parts of the task that checkpoints hold, by name: auxiliary modules and the task's own state."""
     found: dict[str, Callback] = {**place(parts.beside, parts.strategy, replica, world, begins=begins)}
     return {**found, NAME: TaskState(parts.task, replica, world.all)} if has_state(parts.task) else found
 
 
 def _spread(parts: Built) -> nn.Module:
-    """The model as the strategy lays it over ranks.
+    """Changes the model as [train] sets it, and returns it as the strategy wraps it.
 
-    An optimizer is built afterwards: one of the parameters before would train nothing.
+    Build the optimizer afterwards: the strategy may replace the model's parameters.
     """
     train = parts.recipe.train
     with recipe_faults():
@@ -157,13 +164,13 @@ def _spread(parts: Built) -> nn.Module:
 
 
 def _batches(parts: Dealt) -> int | None:
-    """Counts the global batches of the run; None where that is not known."""
+    """Returns the number of global batches of the run; None if it is not known."""
     total = parts.plan.horizon.total
     return total and total * draws_of(parts.turns)
 
 
 def _prepared(parts: Built, world: World, model: nn.Module, optimizer: Optimizer) -> Replica:
-    """Has the strategy prepare both; proves that the replica is what the strategy promises."""
+    """Returns the strategy's replica; raises StrategyError if it breaks the strategy's contract."""
     strategy = parts.strategy
     replica = strategy.prepare(model, optimizer)
     if parts.recipe.train.channels_last:
@@ -173,7 +180,7 @@ def _prepared(parts: Built, world: World, model: nn.Module, optimizer: Optimizer
 
 
 def _initialise(replica: Replica, source: str, world: World, *, skip: Sequence[str]) -> None:
-    """Gives the model initial weights from elsewhere."""
+    """Loads initial weights from `source` into the model."""
     state = replica.state()
 
     def take(saved: Mapping[str, SavedTensor]) -> None:
@@ -203,7 +210,7 @@ def _start(parts: Dealt, world: World, replica: Replica, shows: Shows, folder: P
 
 
 def ending(duty: Callable[[BaseException | None], None]) -> Callable[[object, BaseException | None, object], None]:
-    """A duty for an ExitStack, which is told what failed; where something has, its own failure goes to the log."""
+    """Wraps a cleanup callback for an ExitStack. If the run has failed already, errors of `duty` are only logged."""
 
     def end(_: object, error: BaseException | None, __: object) -> None:
         try:
@@ -236,18 +243,19 @@ def _evaluator(
 
 
 def _compares(parts: Dealt) -> bool:
-    """True if the first loss is still to be compared with that of its halves, in a copy of the model, in a moment."""
+    """True if the first step must compare its loss with the loss of its halves, and a copy of the model is cheap."""
     whole = "weights" not in contract_of(parts.strategy).shards and parts.recipe.train.compile == "off"
     return parts.compares and not parts.task.whole_batch and whole and parts.size.all <= SMALL
 
 
 def compile_losses(task: Task, train: TrainSection) -> None:
-    """Compiles the methods in `task.compiles` where the recipe compiles the model; raises PluginError for no method.
+    """Compiles the methods named in `task.compiles`, if the recipe compiles the model.
 
-    Without CUDA graphs, whatever the mode: those of the model hold its outputs only until it is called again.
+    Raises PluginError for a name that is no method.
     """
     for name in task.compiles if train.compile != "off" else ():
         method = getattr(task, name, None)
         if not callable(method):
-            raise PluginError(f"{type(task).__name__}.compiles names `{name}`, which is no method of it")
+            raise PluginError(f"{type(task).__name__}.compiles names `{name}`, which is not a method of the task")
+        # Never with CUDA graphs: those of the model keep its outputs only until its next call.
         setattr(task, name, torch.compile(method))

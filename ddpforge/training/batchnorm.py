@@ -1,4 +1,4 @@
-"""Buffers that forward passes change: BatchNorm's statistics of several shards, and values to be given back."""
+"""Buffers that forward passes change: restores their values, and averages BatchNorm statistics over virtual ranks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Buffers:
-    """The values that a model's buffers have now, to be given back to them; some modules replace theirs in forward."""
+    """Copy of the current values of a model's buffers, to restore them later."""
 
     def __init__(self, model: nn.Module) -> None:
         named = ((module, *one) for module in model.modules() for one in buffers_of(module))
         self._values = [(module, name, buffer.clone()) for module, name, buffer in named]
 
     def restore(self) -> None:
-        """Gives all of them back."""
+        """Restores all buffers."""
         for module, name, value in self._values:
-            module.get_buffer(name).data.copy_(value)  # of a graph that saved one, this is no change
+            # By name: some modules replace a buffer in forward. `data`: autograd does not count this as a change.
+            module.get_buffer(name).data.copy_(value)
 
     def restore_unless(self, kept: Tensor) -> None:
-        """Gives all of them back unless `kept` (bool, 0-d), which is not waited for, is true."""
+        """Restores all buffers unless `kept` (bool, 0-d, on any device) is true; does not wait for the device."""
         for module, name, value in self._values:
             buffer = module.get_buffer(name)
             buffer.data.copy_(torch.where(kept.to(buffer.device, non_blocking=True), buffer, value))
@@ -41,17 +42,17 @@ class Buffers:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Gives the model's buffers back the values they had, when it is left."""
+    """Restores the model's buffers at the end of the block."""
     before = Buffers(model)
     yield
     before.restore()
 
 
 class BatchNormAverager:
-    """Makes the running statistics what they would be, on average, if every shard had a rank of its own.
+    """Averages BatchNorm's running statistics over the virtual ranks (shards) of a rank.
 
-    A rank of its own would update its statistics with its shard's batches only. An update is linear in what it
-    updates, so each shard begins with the rank's statistics, and what comes of them is averaged.
+    Each shard begins a step with the rank's statistics, and updates them with its own batches only. The results are
+    averaged after the step. Updates are linear, so this is the mean over ranks with one shard each.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -63,7 +64,7 @@ class BatchNormAverager:
         self._shard: int | None = None
 
     def enter(self, shard: int) -> None:
-        """Before each micro-batch."""
+        """Switches to the statistics of `shard`; called before each micro-batch."""
         if not self._all or shard == self._shard:
             return
         if self._shard is None:
@@ -76,7 +77,7 @@ class BatchNormAverager:
         self._shard = shard
 
     def leave(self) -> None:
-        """After the step's last micro-batch."""
+        """Sets the statistics to their mean over shards; called after the last micro-batch of a step."""
         if self._shard is None:
             return
         self._collect()
@@ -93,14 +94,15 @@ class BatchNormAverager:
 
 
 def watch_batchnorm(model: nn.Module, full: int, last: int) -> None:
-    """Has the first training pass refuse a BatchNorm for which a later micro-batch would be too small.
+    """Makes the first training pass raise UsageError for a BatchNorm if a later micro-batch is too small for it.
 
-    `full` and `last` are the sizes of the smallest micro-batch of a full step, and of an epoch's last. A BatchNorm
-    needs two values per channel: two samples, unless each has several (pixels), which only the first batch tells.
+    `full` and `last` are the sizes of the smallest micro-batch of a full step, and of the last step of an epoch.
     """
+    # BatchNorm needs two values per channel: two samples, or one with several values (pixels). The first batch shows
+    # how many values a sample has.
     if min(full, last) > 1:
         return
-    hints = ['set train.last_batch = "drop"', "or a train.global_batch that leaves another rest"]
+    hints = ['set train.last_batch = "drop"', "or a train.global_batch that leaves a larger last batch"]
     if full <= 1:
         hints = ["set train.micro_batch to 2 or more, and train.global_batch to twice the ranks or more"]
     for name, module in model.named_modules():
@@ -117,8 +119,8 @@ def _watch(name: str, module: nn.Module, hints: list[str]) -> None:
         handle.remove()
         if inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1]:
             raise UsageError(
-                f"{called} ({type(module).__name__}) normalises over the samples of a micro-batch, and there "
-                "are micro-batches of one sample",
+                f"{called} ({type(module).__name__}) normalizes over the samples of a micro-batch, but some "
+                "micro-batches have one sample",
                 hints=hints,
             )
 

@@ -1,4 +1,4 @@
-"""Modules beside the model: what a task declares, placed by the strategy, kept and moved as declared."""
+"""Auxiliary modules of a task: placed by the strategy, saved and updated as the task declares."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ddpforge.training.turns import name_of
 
 __all__ = ["OWNER", "BesideModule", "declared", "place", "with_statistics"]
 
-OWNER = "task."  # begins the names under which checkpoints hold such modules, among the callbacks
+OWNER = "task."  # prefix of auxiliary modules in checkpoints, which store them like callbacks
 
 
 def declared(task: Task, model: nn.Module) -> dict[str, Beside]:
-    """The modules that `task` uses beside `model`, frozen and in their mode; both are as they were built.
+    """Returns the auxiliary modules that `task` declares for the bare `model`, frozen and in their declared mode.
 
-    Raises PluginError for what is no declaration, and UsageError for one that does not fit the model.
+    Raises PluginError for an invalid declaration, and UsageError for a module that does not fit the model.
     """
     found = dict(task.beside(model))
     trained = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -40,7 +40,7 @@ def declared(task: Task, model: nn.Module) -> dict[str, Beside]:
         for own, parameter in beside.module.named_parameters():
             if id(parameter) in trained:
                 raise PluginError(
-                    f"{where}: its `{own}` is the model's own `{trained[id(parameter)]}`",
+                    f"{where}: its `{own}` is the same parameter as `{trained[id(parameter)]}` of the model",
                     hints=["copy the module: copy.deepcopy(model)"],
                 )
         beside.module.requires_grad_(False).train(beside.training)
@@ -49,24 +49,29 @@ def declared(task: Task, model: nn.Module) -> dict[str, Beside]:
 
 
 def _check_sources(beside: Beside, model: nn.Module, where: str) -> None:
-    """Raises UsageError unless a module that follows another has what that has."""
+    """Checks the settings of a declaration, and that the followed module has the same parameters and buffers.
+
+    Raises PluginError for settings that contradict each other, UsageError for a difference from the followed module.
+    """
     if beside.keeps_statistics and not beside.is_saved:
         raise PluginError(
-            f"{where} keeps statistics while it trains, which with `saved = False` a resumed run would lose",
-            hints=["leave `saved` out, or set training = False"],
+            f"{where} updates statistics in training mode, and a resumed run would lose them with `saved = False`",
+            hints=["remove `saved`, or set training = False"],
         )
     if beside.follows is None:
         if beside.momentum != 1.0:
-            raise PluginError(f"{where} has a momentum, and follows nothing", hints=['set follows = "", the model'])
+            raise PluginError(
+                f"{where} has a momentum, but follows no module", hints=['set follows = "" to follow the model']
+            )
         return
     if beside.weights is not None:
-        raise PluginError(f"{where} follows the model and has weights of its own", hints=["leave one of both out"])
+        raise PluginError(f"{where} has both `follows` and `weights`", hints=["remove one of them"])
     if not (callable(beside.momentum) or 0 <= beside.momentum <= 1):
         raise PluginError(f"{where} has the momentum {beside.momentum}", hints=["give a number from 0 to 1"])
     if beside.momentum != 1.0 and not beside.is_saved:
         raise PluginError(
-            f"{where} moves with the model, and with `saved = False` a resumed run would start it from scratch",
-            hints=["leave `saved` out"],
+            f"{where} follows the model with a momentum, and a resumed run would restart it with `saved = False`",
+            hints=["remove `saved`"],
         )
     try:
         leader = model.get_submodule(beside.follows)
@@ -77,21 +82,21 @@ def _check_sources(beside: Beside, model: nn.Module, where: str) -> None:
         if forms.get(name) != (tuple(tensor.shape), tensor.dtype):
             theirs = "not there" if name not in forms else " ".join(map(str, reversed(forms[name])))
             raise UsageError(
-                f"{where}: its `{name}` is {tensor.dtype} {tuple(tensor.shape)}, and the model's, which it follows, is "
-                f"{theirs}"
+                f"{where}: its `{name}` is {tensor.dtype} {tuple(tensor.shape)}, but in the model, which it follows, "
+                f"this parameter is {theirs}"
             )
     buffers = {name for name, _ in leader.named_buffers()}
     for name, _ in beside.module.named_buffers():
         if not beside.training and name not in buffers:
-            raise UsageError(f"{where} has a buffer `{name}`, and the model, which it follows, has none")
+            raise UsageError(f"{where} has a buffer `{name}`, but the model, which it follows, has no such buffer")
 
 
 def place(
     declarations: Mapping[str, Beside], strategy: Strategy, replica: Replica, world: World, *, begins: bool
 ) -> dict[str, BesideModule]:
-    """Has the strategy place the modules; by the names under which checkpoints hold them.
+    """Places the auxiliary modules with the strategy; returns them by their names in checkpoints.
 
-    Where a run `begins` they get their initial weights; else what a checkpoint holds is to be restored.
+    If a run `begins`, they get their initial weights. Otherwise the caller restores the saved ones from a checkpoint.
     """
     return {
         f"{OWNER}{name}": BesideModule(name, beside, strategy, replica, world, begins=begins)
@@ -100,18 +105,18 @@ def place(
 
 
 def with_statistics(model: nn.Module, callbacks: Iterable[Callback]) -> nn.Module:
-    """The model and those modules beside it whose buffers forward passes change."""
+    """Returns the model together with the auxiliary modules whose buffers change in forward passes."""
     beside = [one.module for one in callbacks if isinstance(one, BesideModule) and one.beside.training]
     return nn.ModuleList([model, *beside]) if beside else model
 
 
 class BesideModule(Callback):
-    """A module beside the model, as a strategy has placed it; on every rank, like any callback."""
+    """Auxiliary module as a strategy has placed it; a callback on every rank."""
 
     def __init__(
         self, name: str, beside: Beside, strategy: Strategy, replica: Replica, world: World, *, begins: bool
     ) -> None:
-        """Raises what reading its weights raises, and StrategyError where the strategy cannot let it follow."""
+        """Raises the errors of reading its weights, and StrategyError if it cannot follow the model here."""
         self.name, self.beside, self.module = name, beside, beside.module
         self._replica, self._world = replica, world
         if strategy.train.sync_batchnorm and beside.training:
@@ -123,7 +128,7 @@ class BesideModule(Callback):
         self._fingerprint = None if beside.is_saved else measure(self._held(), world.all)
 
     def begin(self) -> None:
-        """Gives it its initial weights, where its constructor did not."""
+        """Loads the initial weights from `weights`, or copies them from the followed module, if either is declared."""
         source, ranks = self.beside.weights, self._world.all
         if source is not None:
             key = f"weights of {self.name}"
@@ -133,7 +138,7 @@ class BesideModule(Callback):
 
     # -- between steps
     def on_step(self, info: StepInfo) -> None:
-        """Moves it towards the model."""
+        """Moves the weights towards those of the model."""
         momentum = self.beside.momentum
         factor = momentum(info.step - 1) if callable(momentum) else momentum
         if factor != 1.0:
@@ -141,7 +146,10 @@ class BesideModule(Callback):
 
     @torch.no_grad()
     def _follow(self, momentum: float) -> None:
-        """Its parameters become `momentum` times themselves and the rest the model's; at 0 it is a copy."""
+        """Sets each parameter to `momentum` * itself + (1 - `momentum`) * the model's; 0 makes a copy.
+
+        Copies the model's buffers too, unless the module is in training mode.
+        """
         assert self.beside.follows is not None
         prefix = f"{self.beside.follows}." if self.beside.follows else ""
         parts = self._weights.frozen()
@@ -149,8 +157,8 @@ class BesideModule(Callback):
             leaders = [self._replica.weights.elements(prefix + name, part.region) for name, part in parts.items()]
         except ValueError as error:
             raise StrategyError(
-                f"`{self.name}` cannot follow the model under this strategy, which lays them out differently: {error}",
-                hints=["the strategy's `beside` must spread a module as its `wrap` does the model"],
+                f"`{self.name}` cannot follow the model: this strategy shards the two in different ways: {error}",
+                hints=["the strategy's `beside` must shard a module in the same way as `wrap` shards the model"],
             ) from error
         mine = [part.tensor.view(-1) for part in parts.values()]
         if mine:
@@ -163,7 +171,7 @@ class BesideModule(Callback):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluates with it as with the model."""
+        """Puts a module in training mode into evaluation mode inside, with equal buffers on all ranks."""
         if not self.beside.training:
             yield
             return
@@ -176,30 +184,30 @@ class BesideModule(Callback):
 
     # -- to disk and back
     def state(self) -> Mapping[str, Tensor | Part | float]:
-        """All its tensors; or, of what is not saved, by what they can be told from others."""
+        """Returns all tensors of the module; if it is not saved, checksums of its weights. Collective."""
         if self._fingerprint is not None:
             return self._fingerprint
-        if self.beside.follows is not None:  # called on every rank, as all that is saved
+        if self.beside.follows is not None:
             equalise_buffers(self.module, self._world.all)
         return self._held()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave; raises CheckpointError for another module, or for other weights."""
+        """Restores a result of `state`; raises CheckpointError for another module, or for other weights."""
         if self._fingerprint is None:
             match(set(self._held()), set(state))
             self._take(state)
             return
         if not same(state, self._fingerprint):
             raise CheckpointError(
-                f"the weights of `{self.name}`, beside the model, are not those that this run began with",
+                f"the weights of the auxiliary module `{self.name}` differ from those at the start of this run",
                 hints=[
-                    f"give it those again: {self.beside.weights}" if self.beside.weights else "give it those again",
-                    "or begin another run with checkpoint.init_from",
+                    f"load the same again: {self.beside.weights}" if self.beside.weights else "load the same again",
+                    "or start a new run with checkpoint.init_from",
                 ],
             )
 
     def _held(self) -> dict[str, Tensor | Part]:
-        """As much of each tensor as this rank holds."""
+        """Returns this rank's part of each tensor."""
         parts, (found, _) = self._weights.frozen(), tensors(self.module)
         return {name: parts.get(name, tensor.detach()) for name, tensor in found.items()}
 

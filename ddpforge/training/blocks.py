@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: what is sharded, recomputed and compiled one by one."""
+"""Repeated blocks of a model: the units of sharding, activation checkpointing and compilation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["check_blocks", "find_blocks", "rework_blocks"]
 
 
 def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
-    """The outermost modules of the named `classes` within the model, in its order.
+    """Returns the outermost modules of the named `classes` within the model, in its order.
 
-    Without names: the members of the lists that the model's `repeated` attribute names, or, where it has none,
-    those members of `nn.ModuleList` and `nn.Sequential` that have children and share their class with another
-    member; a model may have none. Raises ValueError for a class that names no such module.
+    Without `classes`, it returns the members of the lists that the model's `repeated` attribute names. Without that
+    attribute, it returns the members of `nn.ModuleList` and `nn.Sequential` that have children and share their class
+    with another member; a model may have none. Raises ValueError for a class without such a module.
     """
     if classes:
         return _named(model, classes)
@@ -31,16 +31,17 @@ def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
 
 
 def check_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
-    """Raises ValueError when there are no blocks, and the recipe says what to do to them."""
+    """Raises ValueError if the recipe has settings for blocks, but there are no blocks."""
     for key in ("activation_checkpointing", "compile_blocks"):
         if getattr(train, key) and not blocks:
-            raise ValueError(f"train.{key} needs repeated blocks and the model has none; name classes in train.blocks")
+            raise ValueError(f"train.{key} needs repeated blocks, and the model has none; name classes in train.blocks")
 
 
 def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
-    """Makes the blocks recompute their activations and compiles them, where the recipe says so.
+    """Applies activation checkpointing and compilation to the blocks, as the recipe sets them.
 
-    Their `forward` is replaced in place, so names and hooks stay what they are. Raises what `check_blocks` raises.
+    Replaces `forward` of each block in place: names and hooks do not change. Raises ValueError if there are no blocks,
+    or if the settings exclude each other.
     """
     check_blocks(blocks, train)
     for block in blocks:
@@ -51,11 +52,9 @@ def rework_blocks(blocks: Sequence[nn.Module], train: TrainSection) -> None:
 
 
 def _recompute(block: nn.Module, train: TrainSection) -> None:
-    """Makes a block recompute its activations.
-
-    Compiled code is recomputed without its effects, unless something in it cannot be compiled. A block with buffers,
-    which must not change twice, is therefore compiled by itself and recomputed from outside.
-    """
+    """Applies activation checkpointing and, if set, compilation to a block; raises ValueError if they conflict."""
+    # Recomputing compiled code does not repeat its side effects, unless a graph break makes a part run in Python.
+    # Buffers must not change twice: a block with buffers is compiled on its own, and recomputed from outside.
     names = [name for name, _ in block.named_buffers()]
     selective = train.activation_checkpointing == "selective"
     if train.compile == "off" or not names:
@@ -66,14 +65,14 @@ def _recompute(block: nn.Module, train: TrainSection) -> None:
     if train.compile != "default":
         raise ValueError(
             f'train.compile = "{train.compile}" replays CUDA graphs, in which train.activation_checkpointing cannot '
-            f"put back what forward does to buffers such as `{names[0]}` of {type(block).__name__}; set "
-            'train.compile = "default", or leave train.activation_checkpointing out'
+            f"restore buffers that forward changes, such as `{names[0]}` of {type(block).__name__}; set "
+            'train.compile = "default", or remove train.activation_checkpointing'
         )
     if selective:
         raise ValueError(
-            f'train.activation_checkpointing = "selective" sees no single operations where train.compile compiles '
-            f"a {type(block).__name__} by itself, because of buffers such as `{names[0]}`; set "
-            "train.activation_checkpointing = true, or leave train.compile out"
+            f'train.activation_checkpointing = "selective" cannot choose operations here: train.compile compiles '
+            f"a {type(block).__name__} as a whole, because it has buffers such as `{names[0]}`; set "
+            "train.activation_checkpointing = true, or remove train.compile"
         )
     inner = torch.compile(block.forward, mode=train.compile)
     block.forward = torch.compiler.disable(recomputed(block, inner))  # type: ignore[no-untyped-call]
@@ -86,8 +85,8 @@ def _named(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
         if wanted not in names:
             there = sorted({type(module).__name__ for child in model.children() for module in child.modules()})
             near = ", ".join(get_close_matches(wanted, there, n=3, cutoff=0))
-            inside = " outside of the others" if wanted in there else ""
-            raise ValueError(f"train.blocks: the model has no {wanted}{inside}; near it are {near}")
+            inside = " outside of the other blocks" if wanted in there else ""
+            raise ValueError(f"train.blocks: the model has no {wanted}{inside}; similar names: {near}")
     return found
 
 
@@ -100,7 +99,7 @@ def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
 
 
 def _alike(module: nn.Module) -> Iterator[nn.Module]:
-    """Members of lists that have children of their own and are not the only one of their class."""
+    """Yields the members of lists that have children, and whose class another member has too."""
     for child in module.children():
         classes = Counter(type(member) for member in module.children())
         if isinstance(module, nn.ModuleList | nn.Sequential) and classes[type(child)] > 1 and any(child.children()):

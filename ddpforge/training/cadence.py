@@ -1,4 +1,4 @@
-"""Tells when something is due, and measures how fast training goes."""
+"""Cadences in steps or in wall time, and the measurement of training speed."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ __all__ = ["Alarm", "Cadence", "Stopwatch"]
 
 
 class Alarm:
-    """Rings every `seconds` of wall time. Only rank 0's clock counts; the ranks agree on what it says."""
+    """Alarm that rings after `seconds` of wall time. Only rank 0's clock counts; all ranks receive its result."""
 
     def __init__(self, name: str, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.seconds, self._clock = name, seconds, clock
         self.reset()
 
     def reset(self) -> None:
-        """Starts counting afresh."""
+        """Restarts the count."""
         self._since = self._clock()
 
     def rings(self) -> bool:
-        """True once the time is up, until the next reset."""
+        """True once `seconds` have passed since the last reset."""
         return self._clock() - self._since >= self.seconds
 
 
 class Cadence:
-    """Every so many steps, or every so often: says at which steps something is due."""
+    """Interval in steps or in wall time; decides at which steps an action is due."""
 
     def __init__(self, key: str, every: Duration, steps: Mapping[str, int]) -> None:
-        """`every` is the value of the recipe's `key`; where it is no wall time, `steps` has it in steps, by key."""
+        """Reads the interval `every` of the recipe's `key`; unless it is a wall time, `steps[key]` has it in steps."""
         self.key = key
         self.alarm = Alarm(key, every.seconds) if every.is_time else None
         self._steps = 0 if every.is_time else steps[key]
 
     def due(self, step: int, rung: Collection[str]) -> bool:
-        """`rung` are the alarms that all ranks agreed have rung."""
+        """True if the action is due at `step`; then resets its alarm. `rung`: the alarms that rang, by consensus."""
         if self.alarm is None:
             return step % self._steps == 0
         if self.key not in rung:
@@ -46,9 +46,9 @@ class Cadence:
 
 
 class Stopwatch:
-    """The steps since the last row: how many, how many samples, and how long they took.
+    """Steps, samples and wall time since the last row.
 
-    Time spent on evaluation and checkpoints is taken out with `pause` and `resume`.
+    `pause` and `resume` exclude the time of evaluations and checkpoints.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -56,18 +56,18 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new window."""
+        """Begins a new window at zero."""
         self.steps = self.samples = 0
         self._began = self._clock()
 
     def add(self, samples: int) -> None:
-        """One more step, of `samples` samples over all ranks."""
+        """Adds a step of `samples` samples over all ranks."""
         self.steps += 1
         self.samples += samples
 
     @property
     def seconds(self) -> float:
-        """Wall time of the window so far."""
+        """Returns the wall time of the window so far."""
         return self._clock() - self._began
 
     def pause(self) -> None:
@@ -75,5 +75,5 @@ class Stopwatch:
         self._paused = self._clock()
 
     def resume(self) -> None:
-        """Starts it again where it stood."""
+        """Continues the clock from its value at `pause`."""
         self._began += self._clock() - self._paused

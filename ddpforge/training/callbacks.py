@@ -1,4 +1,4 @@
-"""Asks callbacks, before training, what they need of the run."""
+"""Checks callbacks before training, and the values that they return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["add_numbers", "check_callback", "may_end", "overriding", "reads_grad
 
 
 def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
-    """Names the callbacks that have a `method` of their own."""
+    """Returns the names of the callbacks that override `method`."""
     return [
         name
         for name, one in callbacks.items()
@@ -22,23 +22,29 @@ def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
 
 
 def may_end(callbacks: Mapping[str, Callback], method: str) -> list[str]:
-    """Names the callbacks whose `method` may ask for the end: that have one which is not declared to return None."""
+    """Returns the names of the callbacks that override `method` and do not declare that it returns None.
+
+    Such a method may request the end of the run.
+    """
     found = {name: getattr(callbacks[name], method) for name in overriding(callbacks, method)}
     returns = {name: getattr(one, "__annotations__", {}).get("return", one) for name, one in found.items()}
     return [name for name, kind in returns.items() if kind not in (None, "None")]
 
 
 def reads_gradients(callbacks: Mapping[str, Callback]) -> bool:
-    """True if one of them is to be told of gradients."""
+    """True if a callback overrides `on_gradient`."""
     return bool(overriding(callbacks, "on_gradient"))
 
 
 def add_numbers(found: dict[str, float], name: str, method: str, returned: Any, prefix: str = "") -> None:
-    """Adds what a `method` of the callback `name` returned; raises PluginError unless it is new numbers by name."""
+    """Adds the numbers that `method` of the callback `name` returned to `found`, each under `prefix` + its name.
+
+    Raises PluginError if they are not numbers by name, or if `found` has the name already.
+    """
     for key, value in _numbers(name, method, returned).items():
         if (full := prefix + key) in found:
             raise PluginError(
-                f"callback `{name}` reports {full}, which is reported already",
+                f"callback `{name}` reports {full}, which the run reports already",
                 hints=[f"return it from `{method}` under another name"],
             )
         found[full] = value
@@ -50,23 +56,23 @@ def _numbers(name: str, method: str, returned: Any) -> dict[str, float]:
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise PluginError(
             f"callback `{name}` returned {returned!r:.200} from `{method}`",
-            hints=["return a mapping with one number for each name; `{}` where there is nothing to report"],
+            hints=["return a mapping from names to numbers; `{}` if there is nothing to report"],
         ) from error
 
 
 def state_of(name: str, callback: Callback) -> Mapping[str, Any]:
-    """The state of the callback `name`, for a checkpoint; raises PluginError for what is none."""
+    """Returns the state of the callback `name`, for a checkpoint; raises PluginError if it is not a mapping."""
     found: Any = callback.state()
     if not isinstance(found, Mapping):
         raise PluginError(
             f"callback `{name}`: {type(callback).__name__}.state returned {found!r:.200}",
-            hints=["return a mapping of tensors, parts, numbers and text by name; `{}` where there is nothing to keep"],
+            hints=["return a mapping from names to tensors, parts, numbers and text; `{}` if there is nothing to keep"],
         )
     return found
 
 
 def refuse_state(callbacks: Mapping[str, Callback]) -> None:
-    """Raises PluginError for a callback whose state no checkpoint can hold."""
+    """Raises PluginError for a callback whose state a checkpoint cannot hold."""
     from ddpforge.checkpoint.contents import RankState, flatten
 
     for name, callback in callbacks.items():
@@ -81,25 +87,27 @@ def check_callback(
 ) -> None:
     """Raises PluginError for a callback of an older contract, UsageError for one that the strategy cannot serve.
 
-    `contract` is that of the strategy, as far as it is known; `others` names strategies that can. Where nothing
-    `trains`, there are no gradients to read.
+    Args:
+        contract: the contract of the strategy; None if it is not known.
+        others: names of the strategies that can serve all callbacks, for the hint.
+        trains: False if the run only evaluates, and has no gradients.
     """
     try:
         inspect.signature(callback.on_start).bind(None)
     except TypeError as error:
         raise PluginError(
-            f"callback `{name}`: {type(callback).__name__}.on_start takes other arguments than the run",
+            f"callback `{name}`: {type(callback).__name__}.on_start must take one argument, the run",
             hints=["write `def on_start(self, run: RunContext)`, and read run.model, run.world and run.weights"],
         ) from error
     if contract and callback.calls_model and not contract.callable:
         raise UsageError(
-            f"callback `{name}` ({type(callback).__name__}) calls the model, and under this strategy no "
-            "rank has all of it",
-            hints=[f"set strategy.use to {', '.join(others)}, or leave the callback out"],
+            f"callback `{name}` ({type(callback).__name__}) calls the model, but under this strategy no "
+            "rank has the whole model",
+            hints=[f"set strategy.use to {', '.join(others)}, or remove the callback"],
         )
     if trains and contract and not contract.reads_gradients and reads_gradients({name: callback}):
         raise UsageError(
-            f"callback `{name}` ({type(callback).__name__}) reads gradients in `on_gradient`, and this strategy cannot "
-            "show them",
-            hints=[f"set strategy.use to {', '.join(others)}, or leave the callback out"],
+            f"callback `{name}` ({type(callback).__name__}) reads gradients in `on_gradient`, but this strategy cannot "
+            "provide them",
+            hints=[f"set strategy.use to {', '.join(others)}, or remove the callback"],
         )

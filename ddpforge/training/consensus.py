@@ -1,4 +1,4 @@
-"""Decisions that all ranks share: requests to stop, cadences by the clock, the pace of steps, saved checkpoints."""
+"""Decisions that all ranks share: stop requests, wall-clock cadences, the time of a step, saved checkpoints."""
 
 from __future__ import annotations
 
@@ -14,71 +14,71 @@ from ddpforge.training.cadence import Alarm, Stopwatch
 
 __all__ = ["HALT", "STOP", "Agreement", "Ballot", "Consensus", "Interrupted", "Looks"]
 
-STOP = "stop"  # a signal asks this rank to stop
-HALT = "halt"  # the run's owner asks all of them
+STOP = "stop"  # requested by a signal to this rank
+HALT = "halt"  # requested by the run's owner, for all ranks
 _AGREE_SECONDS = 1.0
 
 
 class Interrupted(Exception):
-    """All ranks leave what they are doing, which the next attempt begins again."""
+    """Raised on all ranks to abandon the current work; the next attempt begins it again."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome of a ballot, the same on every rank."""
+    """Outcome of a ballot, the same on every rank."""
 
-    wanted: frozenset[str] = frozenset()  # wishes that any rank has
-    seconds: float = 0.0  # that a step takes, on average over ranks
+    wanted: frozenset[str] = frozenset()  # requests of any rank
+    seconds: float = 0.0  # time of a step, averaged over ranks
     all_saved: bool = False  # whether every rank has written its part of a checkpoint
 
     @property
     def stops(self) -> bool:
-        """True when anybody asked to stop."""
+        """True if any rank requested a stop."""
         return not self.wanted.isdisjoint((STOP, HALT))
 
     @property
     def every(self) -> int:
-        """The number of steps after which to agree again, so that it costs nothing and nobody waits for long."""
+        """Returns the number of steps until the next ballot: about a second of steps, from 1 to 1000."""
         return max(1, min(1000, int(_AGREE_SECONDS / max(self.seconds, 1e-9))))
 
 
 class Ballot:
-    """Lets ranks agree in a reduction that they make anyway: a ballot's totals ride with those of the metrics.
+    """Ballot of all ranks within the reduction of metrics: it adds its totals to theirs.
 
-    `wishes` are the names of all that a rank may want.
+    `wishes` are the names of all requests that a rank may have.
     """
 
     def __init__(self, wishes: Sequence[str]) -> None:
         self._wishes = wishes
 
     def totals(self, wanted: Collection[str], *, seconds: float, saved: bool) -> dict[str, float]:
-        """This rank's ballot."""
+        """Returns this rank's ballot."""
         said = {f"?{name}": float(name in wanted) for name in self._wishes}
         return said | {"?seconds": seconds, "?saved": float(saved)}
 
     def count(self, means: dict[str, float]) -> Agreement:
-        """Takes the means of all ranks' ballots out of `means`."""
+        """Removes the means of all ranks' ballots from `means`; returns their agreement."""
         wanted = frozenset(name for name in self._wishes if means.pop(f"?{name}") > 0)
         return Agreement(wanted, means.pop("?seconds"), means.pop("?saved") == 1.0)
 
 
 class Looks:
-    """Has all ranks agree about once a second during something that every rank does in equally many parts."""
+    """Poll of all ranks, about once a second, in a loop that has the same number of parts on every rank."""
 
     def __init__(
         self, ask: Callable[[float], Agreement] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`ask` has all ranks agree, given the seconds that a part takes here; without it nobody can interrupt."""
+        """Prepares polls. `ask` polls all ranks; its argument is this rank's seconds per part. None polls never."""
         self._ask, self._clock = ask, clock
         self._every = 1
         self.restart()
 
     def restart(self) -> None:
-        """Begins to count, on all ranks alike."""
+        """Begins a new count; called on all ranks."""
         self._parts, self._began = 0, self._clock()
 
     def after_part(self) -> None:
-        """One more part is done; raises Interrupted on all ranks when one was asked to stop."""
+        """Counts a finished part; raises Interrupted on all ranks if any rank has a stop request."""
         self._parts += 1
         if self._ask is None or self._parts < self._every:
             return
@@ -90,28 +90,26 @@ class Looks:
 
 
 class Consensus:
-    """Lets the ranks of a run agree about once a second on the requests of each of them.
+    """Agreement of all ranks, about once a second, on the requests of each rank.
 
-    The ballots ride on the reduction of metrics; `poll` makes a reduction of its own between the parts of something
-    else. `agreed` is the newest result.
+    The ballots are part of the reduction of metrics. `poll` makes its own reduction, between the parts of other work.
+    `agreed` is the newest result.
     """
 
     def __init__(self, ranks: Ranks, stop: StopRequests, cadences: Sequence[str]) -> None:
-        """`cadences` are the names of alarms that may ring on rank 0, whose clock counts for all."""
+        """Prepares ballots; `cadences` are the names of the alarms that may ring, by rank 0's clock."""
         self._ranks, self._stop = ranks, stop
         self._ballot = Ballot([STOP, HALT, "end", *cadences])
         self.halt: Halt = NoHalt()
         self.agreed = Agreement()
-        self.every = 1  # steps after which ranks agree again
+        self.every = 1  # steps between two ballots
         self.alarms: Sequence[Alarm] = ()
-        self.pace = (
-            Stopwatch()
-        )  # since ranks agreed last; the time of callbacks counts, so that slow ones delay no stop
+        self.pace = Stopwatch()  # since the last ballot; includes callbacks, so that slow ones delay no stop
 
     def totals(self, *, saved: bool) -> dict[str, float]:
         """Returns this rank's ballot for the reduction of a step, and restarts the pace.
 
-        `saved` says that this rank has written its part of a checkpoint.
+        `saved`: this rank has written its part of a checkpoint.
         """
         seconds = self.pace.seconds / self.pace.steps
         self.pace.restart()
@@ -119,7 +117,7 @@ class Consensus:
         return self._ballot.totals(requested, seconds=seconds, saved=saved)
 
     def take(self, means: dict[str, float]) -> Agreement:
-        """Takes the ballots of a step, of all ranks, out of `means`; returns the agreement."""
+        """Removes all ranks' ballots of a step from `means`; returns the agreement."""
         self.every = self._count(means).every
         return self.agreed
 
@@ -131,11 +129,11 @@ class Consensus:
         return self.agreed
 
     def poll(self, seconds: float) -> Agreement:
-        """Agrees about stopping alone, where no step is made; `seconds` is the time of a part on this rank."""
+        """Polls all ranks for stop requests only, outside of a step; `seconds` is this rank's time per part."""
         return self._count(self._ranks.average(self._ballot.totals(self._requests(), seconds=seconds, saved=False)))
 
     def stop_now(self) -> None:
-        """Records a stop that every rank knows of: no data came."""
+        """Records a stop that all ranks detected themselves: no data arrived."""
         self.agreed = Agreement(frozenset((STOP,)))
 
     def _requests(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Proves, before the first step, that a strategy does what its contract says."""
+"""Checks before the first step that a strategy keeps its contract."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["Size", "contract_of", "count_parameters", "prove"]
 
 @dataclass(frozen=True)
 class Size:
-    """Elements of a model's parameters, tied ones counted once."""
+    """Number of elements in a model's parameters; tied parameters count once."""
 
     all: int
     trainable: int
 
 
 def count_parameters(model: nn.Module) -> Size:
-    """The size of a bare model."""
+    """Counts the parameters of a bare model."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return Size(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
 
 
 def contract_of(strategy: Strategy) -> Contract:
-    """The strategy's contract; raises PluginError when it has none."""
+    """Returns the strategy's contract; raises PluginError if it has none."""
     if not isinstance(contract := getattr(strategy, "contract", None), Contract):
         raise PluginError(
             f"{type(strategy).__name__} has no contract",
@@ -39,10 +39,11 @@ def contract_of(strategy: Strategy) -> Contract:
 
 
 def prove(contract: Contract, name: str, world: World, weights: Weights, size: Size) -> None:
-    """Raises StrategyError unless the weights are of the dtype that `contract` promises, and spread as it promises.
+    """Raises StrategyError unless the weights have the dtype and the sharding that `contract` promises. Collective.
 
-    Every rank counts the elements that its optimizer updates, each divided by how often it exists. Over all ranks they
-    must be the model once. What is split exists once in each replica, what is not is whole on every rank.
+    Every rank counts the elements that its optimizer updates, each divided by its number of copies. The sum over ranks
+    must be the size of the model. If the strategy shards, an element exists once in each replica; if not, every rank
+    has all elements.
     """
     import torch
 
@@ -51,22 +52,22 @@ def prove(contract: Contract, name: str, world: World, weights: Weights, size: S
         dtype = str(part.tensor.dtype).removeprefix("torch.")
         if dtype not in (contract.master_dtype, "float64"):
             raise StrategyError(
-                f"parameter `{parameter}` is {dtype}, and {name} promises {contract.master_dtype} master weights: "
-                "updates smaller than a rounding step would vanish",
-                hints=['build the model in float32; train.precision = "bf16" computes in bfloat16 all the same'],
+                f"parameter `{parameter}` is {dtype}, but {name} promises {contract.master_dtype} master weights: "
+                "updates smaller than a rounding step would be lost",
+                hints=['build the model in float32; train.precision = "bf16" still computes in bfloat16'],
             )
 
     counted = world.data.sum(torch.ones((), dtype=torch.float64)).item()
     if counted != world.data.size:
         raise StrategyError(
-            f"{name} says that {world.data.size} ranks see different data, and their sum counts {counted:g} ones: "
-            "gradients, which are divided by such a sum, would be of another size",
-            hints=["this is a bug in the strategy: `World.data` must be the ranks that see different data, each once"],
+            f"{name} declares {world.data.size} data-parallel rank(s), but a sum over them counts {counted:g}: "
+            "gradients would be divided by the wrong number",
+            hints=["this is a bug in the strategy: `World.data` must have each data-parallel rank once"],
         )
 
     splits = "optimizer state" in contract.shards
     replicas = contract.replicas if splits else world.all.size
-    # Some of what is split may be on several ranks all the same: what tensor-parallel ranks hold alike, say.
+    # Even if the strategy shards, several ranks may hold the same part: tensor-parallel ranks replicate some weights.
     found = sorted(set().union(*world.all.everyone({part.replicas for part in parts.values()})))
     kept = not found or (found[0] if splits else found) == (replicas if splits else [replicas])
     once = sum(part.region.numel / part.replicas for part in parts.values())
@@ -75,9 +76,9 @@ def prove(contract: Contract, name: str, world: World, weights: Weights, size: S
         held = f"{round(model):,} of {size.trainable:,} trainable weights"
         times = "" if kept else f", each part {found[0]} times"
         raise StrategyError(
-            f"{name} promises that {world.all.size} ranks hold each trainable weight {_times(replicas)}, and they hold "
+            f"{name} promises that {world.all.size} ranks hold each trainable weight {_times(replicas)}, but they hold "
             f"{held}{times}",
-            hints=["this is a bug in the strategy: what it promises is not what runs"],
+            hints=["this is a bug in the strategy: its sharding does not match its contract"],
         )
 
 

@@ -27,23 +27,23 @@ from ddpforge.training.turns import finished, of_turn, of_turns, reports_of
 
 __all__ = ["Evaluator", "prefix"]
 
-_EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from all others
-_CALLBACKS = -1  # stands where a batch has its number
+_EVALUATION = 0xE7A1  # separates the seeds of evaluation from all other seeds
+_CALLBACKS = -1  # in the seed of callbacks, in place of a batch number
 _Result = tuple[MicroBatch, Any, tuple[Tensor, Any] | None]
-"""A micro-batch, the part of it that is this rank's, and its loss and outputs; None where another rank has those."""
-_COUNTED = "?counted"  # the items of a set, on a rank
+"""A micro-batch, this rank's part of it, and its loss and outputs; None if another rank has the loss."""
+_COUNTED = "?counted"  # key of the items of a set on a rank
 
 
 def prefix(name: str) -> str:
-    """The prefix of an evaluation set's metrics: "eval/NAME/", or "eval/" for the one that has no name."""
+    """Returns the prefix of an evaluation set's metrics: "eval/NAME/", or "eval/" for a set without a name."""
     return f"eval/{name}/" if name else "eval/"
 
 
 class Evaluator:
     """Evaluates a replica on evaluation sets, on one rank, in step with the others: every sample counts once.
 
-    `sets` holds this rank's batches of each by name; a set that is alone has the name "". Callbacks wrap an evaluation
-    in their `evaluating`. Nothing is updated, and no optimizer is needed.
+    `sets` holds this rank's batches of each set by name; a set without a name has "". Callbacks wrap an evaluation in
+    their `evaluating`. An evaluation updates no weights and needs no optimizer.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Evaluator:
         self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
-        self.looks = Looks()  # whether to continue
-        self.failed_together = False  # whether all ranks know that the newest evaluation has failed
-        self._has_begun = False  # whether a batch has ever been evaluated
+        self.looks = Looks()  # polls for a stop
+        self.failed_together = False  # whether the newest evaluation failed and all ranks know it
+        self._has_begun = False  # whether any batch was evaluated
         self._turns = {turn: CheckedTask(one, "evaluation") for turn, one in of_turns(task).items()}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Means over each set, as of the weights after `step`; called on every rank. `prefix` begins their names.
+        """Returns the means over each set, for the weights after `step`; names begin with `prefix`. Collective.
 
-        Raises Interrupted where `looks` finds that ranks are to stop. Whatever else it raises, callbacks have given
-        back the weights that they evaluate with, and `failed_together` is true if no rank waits for another.
+        Raises UsageError without an evaluation set, and Interrupted if ranks agree to stop. After any error, callbacks
+        have restored the weights of training, and `failed_together` is True if no rank waits for another.
         """
         if not self.sets:
             raise UsageError("the recipe has no [data.eval] to evaluate on")
@@ -83,7 +83,7 @@ class Evaluator:
                 for name, callback in self.callbacks.items():
                     self._ask(name, callback, step, found)
             except Exception as error:
-                failure = error  # callbacks are left as if all went well: they give weights back
+                failure = error  # raised after the block: callbacks end without an error, and restore the weights
         if failure:
             self.failed_together |= self._world.all.size == 1
             raise failure
@@ -91,7 +91,7 @@ class Evaluator:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Lets forward passes inside be those of an evaluation: its weights, its mode, and no gradients."""
+        """Prepares forward passes inside for evaluation: its weights, evaluation mode, and no gradients."""
         phases.mark(phases.EVAL)
         self._replica.sync_buffers()
         self._replica.module.eval()
@@ -100,14 +100,14 @@ class Evaluator:
         self._replica.module.train()
 
     def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
-        """Adds to `found` what a callback measures of the weights that are evaluated."""
+        """Adds the numbers of a callback's `while_evaluating` to `found`."""
         seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.data.rank), self._world.device)
         add_numbers(found, name, "while_evaluating", callback.while_evaluating(step), prefix="eval/")
 
     def _means(self, name: str, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
-        """Evaluates the set `name`; returns its means over all ranks, finished by the task.
+        """Evaluates the set `name`; returns its means over all ranks, after the task's `finish`.
 
-        Raises UsageError for a set in which no target counts, as a mean over none is not a number.
+        Raises UsageError if no target of the set counts.
         """
         read = Fingerprint()
         quantities: dict[str, Total | Rows] = {}
@@ -125,12 +125,12 @@ class Evaluator:
             raise UsageError(
                 f"no target of [{'.'.join(('data', 'eval', *([name] if name else [])))}] counts: its loss is not a "
                 "number",
-                hints=["look at the targets that the dataset gives (`ddpforge data show`): all are the ignored one"],
+                hints=["look at the targets of the dataset (`ddpforge data show`): all have the ignored value"],
             )
         return finished(self._task, means)
 
     def quantities(self, micro_batches: Iterable[MicroBatch], turn: str = "") -> dict[str, Total | Rows]:
-        """This rank's sums and counts, and rows, with the losses of a turn; stand-ins at the end count nothing."""
+        """Returns this rank's totals and rows, with the losses of `turn`; padding samples do not count."""
         task = self._turns[turn]
 
         def compute(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
@@ -140,17 +140,17 @@ class Evaluator:
         found: dict[str, Total | Rows] = {}
         results = self.results(self._whole(micro_batches), compute)
         for micro, batch, result in results if self._has_begun else self._begun(results):
-            if result is not None:  # else another rank has the loss, and counts it
+            if result is not None:  # otherwise another rank has the loss, and counts it
                 loss, outputs = result
                 measured = measure(task, outputs, batch) if micro.samples else {}
                 add(found, {"loss": loss_total(loss, items_of(self._task, micro)), **measured})
         return found
 
     def _begun(self, results: Iterator[_Result]) -> Iterator[_Result]:
-        """Yields `results`, once all ranks know that none has failed at the first of all.
+        """Yields `results` after all ranks have computed the first one; raises on every rank if any rank failed.
 
-        A loss that cannot be evaluated fails there, on all ranks, after all that has been trained so far. Where one has
-        failed, every rank raises: what was trained can still be saved.
+        A loss that cannot be evaluated fails at the first result. Because all ranks raise together, they can still save
+        the trained weights.
         """
         self._has_begun, failure = True, None
         first: list[_Result] = []
@@ -164,7 +164,7 @@ class Evaluator:
         yield from chain(first, results)
 
     def _whole(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches, each looked at when its turn comes; raises what `check_whole` raises."""
+        """Yields each micro-batch after a check; raises UsageError (`check_whole`), or Interrupted if no data comes."""
         source = iter(micro_batches)
         while True:
             try:
@@ -178,9 +178,9 @@ class Evaluator:
             yield micro
 
     def results(self, micro_batches: Iterable[MicroBatch], compute: Compute) -> Iterator[_Result]:
-        """Runs forward passes: yields each micro-batch, what of it is this rank's, and what `compute` made of that.
+        """Runs forward passes: yields each micro-batch, this rank's part of it, and the result of `compute`.
 
-        Where another rank has that, it is None.
+        The result is None if another rank has it.
         """
         running: deque[tuple[MicroBatch, Any]] = deque()
 
@@ -199,14 +199,14 @@ class Evaluator:
             self._task.draws = Draws()
 
     def _seed_pass(self, number: int, micro: MicroBatch) -> None:
-        """Seeds what a pass draws: of each sample by its place, of all else by the pass."""
+        """Seeds the RNG of a pass: that of each sample by its place in the data, all others by the pass."""
         seed_all(mix(self._seed, _EVALUATION, number, self._world.data.rank), self._world.device)
         places = [] if micro.places is None else micro.places.tolist()
         self._task.draws = Draws([mix(self._seed, _EVALUATION, place) for place in places])
 
     @property
     def is_cut(self) -> bool:
-        """True if ranks share the samples of a batch, so that none has a whole one."""
+        """True if ranks share the positions of each sample, so that no rank has a whole sample."""
         return type(self._replica).own_part is not Replica.own_part
 
     @contextmanager
@@ -218,4 +218,4 @@ class Evaluator:
             try:
                 yield
             finally:
-                observed.enter_context(self._replica.weights.observing())  # which the callbacks leave within
+                observed.enter_context(self._replica.weights.observing())  # while the callbacks leave their contexts

@@ -1,4 +1,4 @@
-"""Fingerprints of what ranks read and have built, to compare over ranks and with what a checkpoint was saved with."""
+"""Fingerprints of the data that ranks read and the parts that they built, compared over ranks and with checkpoints."""
 
 from __future__ import annotations
 
@@ -37,54 +37,53 @@ __all__ = [
 
 log = logging.getLogger("ddpforge")
 
-_MOMENT = 0.5  # seconds for the samples of a dataset
-_SAMPLES, _LEAVES = 8, 16  # samples of a dataset, and tensors of a sample
+_MOMENT = 0.5  # seconds to fetch samples of a dataset
+_SAMPLES, _LEAVES = 8, 16  # at most: samples of a dataset, tensors of a sample
 
 
 class Fingerprint:
-    """A fingerprint of what one rank has read from a stream, to compare with others; data with a length has none."""
+    """Fingerprint of the samples that a rank has read from a stream; data with a length has none."""
 
     def __init__(self) -> None:
-        self._read = 0  # what the newest micro-batch says has been read
+        self._read = 0  # `read` of the newest micro-batch
 
     def note(self, micro: MicroBatch) -> None:
-        """Takes note of the newest micro-batch."""
+        """Records the newest micro-batch."""
         self._read = micro.read
 
     def noted(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """The same micro-batches, of which each is noted when it is taken."""
+        """Yields the same micro-batches, and records each."""
         for micro in micro_batches:
             self.note(micro)
             yield micro
 
     def totals(self) -> dict[str, float]:
-        """The totals to average over ranks: the mean of squares is the square of the mean if all agree.
-
-        Squares of 20 bits add up exactly in float64, on up to 8,192 ranks.
-        """
+        """Returns the totals to average over ranks; empty without a stream."""
         if not self._read:
             return {}
+        # If all ranks agree, the mean of the squares is the square of the mean. Squares of 20-bit numbers add up
+        # exactly in float64, on up to 8,192 ranks.
         return {"?read1": self._read, "?read2": self._read**2}
 
     def refuse_another(self, means: dict[str, float], *, step: int) -> None:
-        """Takes the means of `totals` out of `means`; raises PluginError where ranks have read different samples."""
+        """Removes the means of `totals` from `means`; raises PluginError if ranks have read different samples."""
         mean, square = means.pop("?read1", 0.0), means.pop("?read2", 0.0)
         if mean**2 != square:
             raise PluginError(
-                f"ranks read different samples from the iterable dataset, by step {step}: some would be "
+                f"ranks read different samples from the iterable dataset, by step {step}: some samples would be "
                 "used twice and others never",
                 hints=[
                     "it must yield the same samples in the same order on every rank: do not shard it by rank, and do "
                     "not order by set or hash",
-                    "shuffle with python's, numpy's or torch's own generator (seeded alike before each pass), or one "
-                    "seeded from the epoch that `set_epoch` is told",
+                    "shuffle with the global generator of python, numpy or torch (seeded equally on all ranks before "
+                    "each pass), or with one seeded from the epoch that `set_epoch` receives",
                 ],
             )
 
 
-# ---------------------------------------------------------------------------------------------- what ranks have built
+# ---------------------------------------------------------------------------------------------- built parts
 def compare_built(parts: Built, world: World) -> dict[str, DataPrint]:
-    """Raises on every rank unless all have built the same model and data; returns the data's fingerprints by key."""
+    """Raises on every rank unless all ranks have built the same model and data; returns the data's fingerprints."""
     refuse_other_models(world.all, parts.model)
     workers = parts.recipe.data.workers
     fetching = {"seed": parts.recipe.train.seed, "workers": 0 if workers == "auto" else workers}
@@ -94,20 +93,18 @@ def compare_built(parts: Built, world: World) -> dict[str, DataPrint]:
 
 
 def refuse_other_models(ranks: Ranks, model: nn.Module) -> None:
-    """Raises on every rank unless all have built `model` of the same tensors in the same order.
-
-    Strategies pair the tensors of ranks by their place: a model that registers its modules in the order of a set would
-    mix the gradients of different layers.
-    """
+    """Raises on every rank unless all ranks have built `model` with the same tensors in the same order."""
     if ranks.size == 1:
         return
+    # Strategies match the tensors of ranks by position: with modules registered in the order of a set, they would mix
+    # the gradients of different layers.
     lines = [_described_tensor("parameter", name, x) for name, x in model.named_parameters(remove_duplicate=False)]
     lines += [_described_tensor("buffer", name, x) for name, x in model.named_buffers(remove_duplicate=False)]
-    _refuse_other_lines(ranks, lines, "model", "register modules and parameters in one order")
+    _refuse_other_lines(ranks, lines, "model", "register modules and parameters in the same order")
 
 
 def refuse_other_groups(ranks: Ranks, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises on every rank unless the optimizers of ranks with the same parameters have the same groups of them."""
+    """Raises on every rank unless all ranks with the same parameters have the same parameter groups."""
     if ranks.size == 1:
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -116,10 +113,10 @@ def refuse_other_groups(ranks: Ranks, model: nn.Module, optimizer: Optimizer) ->
         options = {key: x for key, x in group.items() if isinstance(x, bool | int | float | str | tuple)}
         lines.append(f"parameter group {number} with {sorted(options.items())}")
         lines += [f"`{names.get(id(one), '?')}` in parameter group {number}" for one in group["params"]]
-    # Of a pipeline's stages each has the others' parameters without memory, and trains its own.
+    # A pipeline stage has the parameters of other stages on the meta device, and trains only its own.
     here = [(name, x) for name, x in model.named_parameters() if not x.is_meta]
     held = _digest_of([_described_tensor("parameter", name, x) for name, x in here])
-    _refuse_other_lines(ranks, lines, "optimizer", "make parameter groups in one order", among=held)
+    _refuse_other_lines(ranks, lines, "optimizer", "make parameter groups in the same order", among=held)
 
 
 def _described_tensor(kind: str, name: str, tensor: Tensor) -> str:
@@ -133,7 +130,10 @@ def _digest_of(lines: Sequence[str]) -> str:
 
 
 def _refuse_other_lines(ranks: Ranks, lines: Sequence[str], what: str, way: str, among: str = "") -> None:
-    """Compares descriptions with those of the first rank that is in the same group; names the first difference."""
+    """Raises on every rank if `lines` differ from those of the first rank with the same `among`.
+
+    The error has the first difference; `way` begins its hint.
+    """
     told: list[tuple[str, str]] = ranks.everyone((among, _digest_of(lines)))
     first = {group: rank for rank, (group, _) in reversed(list(enumerate(told)))}
     if all(its == told[first[group]][1] for group, its in told):
@@ -148,11 +148,11 @@ def _refuse_other_lines(ranks: Ranks, lines: Sequence[str], what: str, way: str,
             pairs = enumerate(zip_longest(everyones[one], everyones[rank], fillvalue="nothing"))
             place, (theirs, its) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
             raise PluginError(
-                f"ranks have built the {what} differently: as number {place} rank {one} has {theirs}, and rank {rank} "
-                f"has {its}",
+                f"ranks have built the {what} differently: number {place} on rank {one} is {theirs}, and on rank "
+                f"{rank} it is {its}",
                 hints=[
-                    f"{way} on every rank: not in that of a set, a folder's listing or a hash, nor by the rank",
-                    "PYTHONHASHSEED=0 in the environment makes sets alike on all ranks",
+                    f"{way} on every rank: not in the order of a set, a folder listing or a hash, nor by the rank",
+                    "PYTHONHASHSEED=0 in the environment gives sets the same order on all ranks",
                 ],
             )
 
@@ -161,14 +161,14 @@ def _refuse_other_lines(ranks: Ranks, lines: Sequence[str], what: str, way: str,
 
 # ---------------------------------------------------------------------------------------------- data with a length
 class DataPrint:
-    """A fingerprint of a dataset: its length, and a few of its samples, to compare over ranks and with a checkpoint.
+    """Fingerprint of a dataset: its length and a few of its samples, compared over ranks and with a checkpoint.
 
-    Of the floating-point numbers in a sample there are sums, which other processors and versions of libraries change by
-    rounding only; of all else a hash. A stream has neither length nor samples, unless it promises a length.
+    Floating-point numbers of a sample are kept as sums, which change only by rounding on other processors and with
+    other library versions. All else is hashed. A stream has no samples, and a length only if it has `__len__`.
     """
 
     def __init__(self, data: Any, *, seed: int, workers: int) -> None:
-        """Fetches samples as training does: in a loader process where `workers` fetch, as data may open files there."""
+        """Fetches samples as training does: with `workers`, in a loader process, because data may open files there."""
         self._data, self._seed, self._workers = data, seed, workers
         self.length: int | None = len(data) if hasattr(data, "__len__") else None
         self.samples: dict[str, list[Any]] = {}
@@ -176,7 +176,7 @@ class DataPrint:
             self.samples = self._fetched(_spread_out(self.length))
 
     def _fetched(self, places: Sequence[int]) -> dict[str, list[Any]]:
-        """The sketches of samples by their places, as many as come within a moment; none where one cannot be read."""
+        """Returns sketches of samples by their places, until half a second has passed or a sample cannot be read."""
         found: dict[str, list[Any]] = {}
         began = time.monotonic()
         try:
@@ -185,22 +185,22 @@ class DataPrint:
                     found[str(place)] = _sketch(sample)
                     if time.monotonic() - began > _MOMENT:
                         break
-        except Exception as error:  # training says what is wrong, if it ever asks for that sample
+        except Exception as error:  # training raises it too, if it reaches that sample
             log.debug("samples of the data could not be compared: %s", error)
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The fingerprint, as a checkpoint has it."""
+        """Returns the fingerprint in the form that a checkpoint stores."""
         return {"length": self.length, "samples": self.samples}
 
     def is_reproducible(self) -> bool:
-        """True if the samples are the same when they are fetched again: only then may others be compared with them."""
+        """True if the samples are the same when they are fetched again; if not, they cannot be compared."""
         again = self._fetched([int(place) for place in self.samples])
         return all(place in again and _alike(again[place], sketch) for place, sketch in self.samples.items())
 
 
 def _spread_out(length: int) -> list[int]:
-    """A few places from first to last, the most telling ones first."""
+    """Returns a few places from the first to the last, the most significant ones first."""
     places = [0, length - 1, *(length * eighths // 8 for eighths in (4, 2, 6, 1, 3, 5, 7))]
     return list(dict.fromkeys(places))[:_SAMPLES]
 
@@ -210,7 +210,7 @@ def _counted(length: object) -> str:
 
 
 def _sketch(sample: Any) -> list[Any]:
-    """A hash of all but floating-point numbers, and of these sums: their mean, their size, and one that tells order."""
+    """Returns a hash of all but floating-point tensors, and three means of each tensor: plain, absolute, weighted."""
     rest: list[Any] = []
     numbers: list[float | None] = []
     for leaf in leaves(sample):
@@ -243,7 +243,7 @@ def _alike(one: Sequence[Any], other: Any) -> bool:
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Describes the difference between two fingerprints of a dataset (as JSON); empty where none is found."""
+    """Describes the difference between two fingerprints of a dataset (as JSON); empty if none is found."""
     if before.get("length") != after.get("length"):
         return f"{_counted(before.get('length'))} → {_counted(after.get('length'))}"
     one, other = before.get("samples"), after.get("samples")
@@ -251,18 +251,18 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         return ""
     for place, sketch in one.items():
         if place in other and not _alike(sketch, other[place]):
-            return f"sample {place} is another one"
+            return f"sample {place} is different"
     return ""
 
 
 def refuse_other_data(ranks: Ranks, prints: Mapping[str, DataPrint]) -> None:
-    """Raises on every rank unless all have the same datasets: as long, and with the same few samples.
+    """Raises on every rank unless all ranks have the same datasets: of equal length, with equal first few samples.
 
-    A rank whose dataset is ordered otherwise computes samples twice, and others never. Data that gives other samples
-    when it is read again is compared by its length alone.
+    Data whose samples change when they are read again is compared by its length only.
     """
     if ranks.size == 1:
         return
+    # If one rank had another order, some samples would be used twice, and others never.
     told: list[dict[str, Any]] = ranks.everyone({key: one.as_json() for key, one in prints.items()})
     found = [
         (key, rank, what)
@@ -281,9 +281,9 @@ def refuse_other_data(ranks: Ranks, prints: Mapping[str, DataPrint]) -> None:
             raise PluginError(
                 f"ranks have different data: [data.{key}] on rank 0 and on rank {rank}: {what}",
                 hints=[
-                    "give every rank the same samples in the same order: sort the listing of a folder, and order "
-                    "neither by a set or a hash nor by the rank",
-                    "PYTHONHASHSEED=0 in the environment makes sets alike on all ranks",
+                    "give every rank the same samples in the same order: sort the listing of a folder, and do not "
+                    "order by a set, a hash or the rank",
+                    "PYTHONHASHSEED=0 in the environment gives sets the same order on all ranks",
                 ],
             )
 
@@ -291,14 +291,14 @@ def refuse_other_data(ranks: Ranks, prints: Mapping[str, DataPrint]) -> None:
 
 
 def _is_allowed(table: str, allowed: Sequence[str]) -> bool:
-    """True if a change of the table, of one around it or of a key in it is allowed."""
+    """True if `allowed` has the table, a table around it, or a key in it."""
     return any(f"{table}.".startswith(f"{path}.") or path.startswith(f"{table}.") for path in allowed)
 
 
 def refuse_changed_data(prints: Mapping[str, DataPrint], saved: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Raises UsageError where a dataset is not the one that a checkpoint was `saved` with.
+    """Raises UsageError if a dataset differs from the fingerprint that a checkpoint `saved`.
 
-    `allowed` holds keys and tables of the recipe whose change is allowed: "data.train", "data".
+    `allowed` holds the keys and tables of the recipe that may change: "data.train", "data".
     """
     changed = {}
     for key, one in prints.items():
@@ -309,11 +309,11 @@ def refuse_changed_data(prints: Mapping[str, DataPrint], saved: Mapping[str, Any
                 changed[f"data.{key}"] = what
     if changed:
         raise UsageError(
-            "the data is no longer that of the run which would be resumed:\n"
+            "the data has changed since the run that would be resumed:\n"
             + "\n".join(f"  {key}: {what}" for key, what in changed.items()),
             hints=[
-                "give it the data that it began with, or start from scratch with --fresh; the earlier run is kept "
+                "use the data that the run began with, or start from scratch with --fresh; the earlier run is kept "
                 "under another name",
-                "or resume all the same: " + " ".join(f"--allow-change {key}" for key in changed),
+                "or resume anyway: " + " ".join(f"--allow-change {key}" for key in changed),
             ],
         )

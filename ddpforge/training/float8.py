@@ -1,4 +1,4 @@
-"""Has linear layers within a model's blocks multiply in float8, with torchao; weights keep their names and dtype."""
+"""Makes linear layers in a model's blocks multiply in float8, with torchao; weights keep their names and dtype."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["check_float8", "float8_layers", "put_float8"]
 
 log = logging.getLogger("ddpforge")
 
-_MULTIPLE = 16  # of both sizes of a weight, for the tensor cores: torch._scaled_mm
-_MOST = 4  # names that the log has for one reason
+_MULTIPLE = 16  # divides both sizes of a weight, as tensor cores require: torch._scaled_mm
+_MOST = 4  # names in the log for each reason
 
 
 def float8_layers(
     model: nn.Module, blocks: Sequence[nn.Module], train: TrainSection
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The linear layers by full name that `train.fp8` is for, and why the others are not among them.
+    """Returns the linear layers that `train.fp8` applies to, and the reasons against all others, by full name.
 
-    Raises ValueError for an entry of `train.fp8_skip` that names no linear layer.
+    Raises ValueError for an entry of `train.fp8_skip` that matches no linear layer.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for glob in train.fp8_skip:
         if glob not in TrainSection.model_fields["fp8_skip"].default and not _names(glob, linear):
             near = ", ".join(get_close_matches(glob, linear, n=3, cutoff=0))
-            raise ValueError(f"train.fp8_skip: `{glob}` names no linear layer; near it are {near or 'none'}")
+            raise ValueError(f"train.fp8_skip: `{glob}` matches no linear layer; similar names: {near or 'none'}")
     skipped = {name for glob in train.fp8_skip for name in _names(glob, linear)}
     inside = {id(module) for block in blocks for module in block.modules()}
 
@@ -43,10 +43,10 @@ def float8_layers(
         if name in skipped:
             return "in train.fp8_skip"
         if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
-            return f"sizes that are no multiples of {_MULTIPLE}"
-        # The weights of the last one are read by another module, whose own forward pass it is.
+            return f"sizes that are not multiples of {_MULTIPLE}"
+        # nn.MultiheadAttention reads the weights of a NonDynamicallyQuantizableLinear in its own forward pass.
         if type(module).forward is not nn.Linear.forward or isinstance(module, NonDynamicallyQuantizableLinear):
-            return "a forward pass of its own"
+            return "a custom forward pass"
         return ""
 
     why = {name: reason(name, module) for name, module in linear.items()}
@@ -54,35 +54,35 @@ def float8_layers(
 
 
 def check_float8(model: nn.Module, blocks: Sequence[nn.Module], train: TrainSection) -> None:
-    """Raises ValueError where the recipe asks for float8 and no layer would compute in it."""
+    """Raises ValueError if the recipe sets float8 and it applies to no layer."""
     if train.fp8 == "off":
         return
     found, others = float8_layers(model, blocks, train)
     if not found:
         there = _summed_up(others) if others else "the model has no linear layers"
         name_them = "; name the classes of the blocks in train.blocks" if not blocks else ""
-        raise ValueError(f'train.fp8 = "{train.fp8}" is for no layer of this model: {there}{name_them}')
+        raise ValueError(f'train.fp8 = "{train.fp8}" applies to no layer of this model: {there}{name_them}')
 
 
 def put_float8(model: nn.Module, blocks: Sequence[nn.Module], train: TrainSection, *, emulate: bool = False) -> None:
-    """Makes the layers compute in float8 where the recipe says so, and says in the log which do.
+    """Makes the layers compute in float8 if the recipe sets it, and logs which layers do.
 
-    A weight stays the fp32 parameter that it was, under its name: it is scaled and cast where it is used, as are
-    inputs and gradients (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). `emulate` computes with the same
-    numbers on any device, slowly. Raises what `check_float8` raises.
+    A weight stays the same fp32 parameter, under its name. It is scaled and cast at each use, like inputs and gradients
+    (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). `emulate` computes with the same numbers on any
+    device, slowly. Raises the errors of `check_float8`.
     """
     check_float8(model, blocks, train)
     if train.fp8 == "off":
         return
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # seconds
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # takes seconds
 
-    # A pass's tokens need not be a multiple of 16, which the product for the weights' gradient sums over.
+    # The product for the gradient of a weight sums over the tokens of a pass, which need not be a multiple of 16.
     config = replace(Float8LinearConfig.from_recipe_name(train.fp8), pad_inner_dim=True, emulate=emulate)
     sample = convert_to_float8_training(nn.Linear(_MULTIPLE, _MULTIPLE, device="meta"), config=config)
     given = vars(sample).keys() - vars(nn.Linear(_MULTIPLE, _MULTIPLE, device="meta")).keys()
     layers, others = float8_layers(model, blocks, train)
     for layer in layers.values():
-        # In place, and of its own class too: hooks, tied weights and `reset_parameters` stay what they are.
+        # In place, and as a subclass of its own class: hooks, tied weights and `reset_parameters` do not change.
         layer.__class__ = type(type(layer).__name__, (type(sample), type(layer)), {})
         vars(layer).update({name: vars(sample)[name] for name in given})
     log.info(
@@ -101,7 +101,7 @@ def _names(glob: str, linear: Mapping[str, nn.Linear]) -> list[str]:
 
 
 def _summed_up(others: Mapping[str, str]) -> str:
-    """The layers that stay as they are, by what keeps them."""
+    """Lists the other layers by their reason, in one line."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, reason in others.items():
         by_reason[reason].append(f"`{name}`" if name else "the model itself")

@@ -1,4 +1,4 @@
-"""Learning rates at each step: those of the recipe, times their schedules' factors."""
+"""Learning rates at each step: the rates of the recipe times the factors of their schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Rates"]
 
 
 class Rates:
-    """The learning rates of an optimizer's groups at each step; `schedules` has the one of all as ""."""
+    """Learning rates of an optimizer's groups at each step; `schedules[""]` is for turns without their own schedule."""
 
     def __init__(self, optimizer: Optimizer, schedules: Mapping[str, Schedule]) -> None:
         self._parts: Mapping[str, Optimizer] = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
@@ -23,15 +23,18 @@ class Rates:
         }
 
     def set(self, step: int, wanted: float = 1.0) -> None:
-        """Gives every group its rate of `step`, 0 for the first, times the factor that callbacks `wanted`."""
+        """Sets the rate of every group for `step` (0 for the first), times the factor `wanted` by callbacks."""
         for name, (schedule, rates) in self._base.items():
             factor = schedule(step) * wanted
-            # Looked up again: torch replaces the groups of an optimizer whose state it loads.
+            # Reads `param_groups` at each step: torch replaces the groups when it loads an optimizer's state.
             for group, rate in zip(self._parts[name].param_groups, rates, strict=True):
                 group["lr"] = rate * factor
 
     def named(self) -> Mapping[str, float]:
-        """The rates, as they are now, of turns and of groups whose last layer has another than the first group."""
+        """Returns the current rates by name: of turns, and of groups whose rate differs from the first group's.
+
+        With `layer_decay`, the rate of a group is that of its last layer with another rate.
+        """
         found = {name: part.param_groups[0]["lr"] for name, part in self._parts.items() if name}
         for part in self._parts.values():
             first, *others = part.param_groups

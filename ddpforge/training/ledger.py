@@ -1,4 +1,4 @@
-"""Counts every tensor that lives during a step: how large it is, what it is for, and who made it."""
+"""Records every tensor that is in memory during a step: its size, its purpose, and the module that made it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = (
     *("weights", "master weights", "gradients", "optimizer state", "buffers"),
     *("batch", "activations", LOSS, "backward", COMMUNICATION),
 )
-"""All but "other"; "backward" is what backward passes make on the way to gradients."""
+"""All kinds except "other"; "backward" is for intermediate results of backward passes."""
 EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
 _DATA = phases.NAMES[phases.DATA]
 _DEVICE = torch.ops.prim.device.default
@@ -33,7 +33,7 @@ _PLACES, _DEPTH = ("/torch/distributed/fsdp/", "/deepspeed/"), 8
 
 @dataclass(slots=True)
 class Living:
-    """A piece of memory (of a storage), from the event at which it is there to that at which it is not."""
+    """Piece of memory (of a storage), from the event that allocates it to the event that frees it."""
 
     bytes: int
     born: int
@@ -45,11 +45,11 @@ class Living:
 
 
 class Ledger(compat.DispatchMode):
-    """Watches every operation on tensors, fake or real: what lives, and since when.
+    """Record of all memory that operations on tensors allocate and free, for fake or real tensors.
 
-    Views count with what they are views of. `phase` and `module` say who is at work; `work` hears of each operation,
-    its arguments and what it returned. In a `real` run, what was there before is found when an operation reads it, and
-    counts apart from the rest: the bytes of it that are still there are `older`.
+    A view counts as part of the tensor that it views. `phase` and `module` return the current phase and module. `work`
+    receives each operation, its arguments and its result. In a `real` run, memory from before the record is found when
+    an operation reads it, and is counted separately: `older` is the number of its bytes that are still in use.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class Ledger(compat.DispatchMode):
         self._pieces: list[Living] = []
         self._now = self.live = 0
         self._of: dict[int, tuple[Living, weakref.ref[Any]]] = {}  # by storage
-        self._older: dict[int, tuple[int, weakref.ref[Any]]] = {}  # the same, of what was there before: bytes
+        self._older: dict[int, tuple[int, weakref.ref[Any]]] = {}  # bytes of memory from before, by storage
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the largest moment so far, and pieces that are gone."""
+        """Resets the peak, and drops the pieces that are freed."""
         self.peak, self.peak_at, self.peak_phase = self.live, self._now, self._phase()
         self._pieces = [piece for piece in self._pieces if piece.died > self._now]
 
     def note(self, tensors: Iterable[Any], kind: str) -> None:
-        """Says what tensors are for, also for the time before."""
+        """Sets the kind of tensors, from their allocation on."""
         for tensor in tensors:
             for storage in storages(tensor):
                 self._see(storage, tensor)
@@ -82,24 +82,24 @@ class Ledger(compat.DispatchMode):
 
     @property
     def older(self) -> int:
-        """Bytes of what was there before and is there now."""
+        """Returns the bytes that were in use before the record and still are."""
         return sum(size for size, _ in self._older.values())
 
     def alive(self) -> list[Living]:
-        """The pieces that live at the largest moment."""
+        """Returns the pieces that are in use at the peak."""
         return [piece for piece in self._pieces if piece.born <= self.peak_at < piece.died]
 
     def living(self) -> list[Living]:
-        """The pieces that live now."""
+        """Returns the pieces that are in use now."""
         return [piece for piece, _ in self._of.values()]
 
     def kind_of(self, tensor: Tensor) -> str:
-        """The kind of a tensor's memory; empty where it was never seen."""
+        """Returns the kind of a tensor's memory; empty if it was never recorded."""
         known = [self._of[id(one)][0].kind for one in storages(tensor) if id(one) in self._of]
         return known[0] if known else ""
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes by kind at the largest moment."""
+        """Returns the bytes of each kind at the peak."""
         found: Counter[str] = Counter()
         for piece in self.alive():
             found[piece.kind if piece.kind in KINDS else "other"] += piece.bytes
@@ -125,7 +125,7 @@ class Ledger(compat.DispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and _is_fake(args[0]):  # more than half of all calls: short of the other modes
+        if func is _DEVICE and _is_fake(args[0]):  # more than half of all calls: skips the other modes
             return args[0].device
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented
@@ -138,7 +138,7 @@ class Ledger(compat.DispatchMode):
             return found
         made = list(tensors_in(found))
         if any(_is_fake(one) and one.device.type == "meta" for one in made):
-            return found  # torch works out shapes
+            return found  # torch infers shapes
         self._now += 1
         if self._work:
             self._work(func, args, kwargs, found)
@@ -150,12 +150,12 @@ class Ledger(compat.DispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled here, and the wrapper that keeps dynamo away costs a tenth of the time."""
+        """Returns False: nothing is compiled here, and the wrapper that disables dynamo costs a tenth of the time."""
         return False
 
     # -- pieces
     def _given(self, arguments: Any) -> frozenset[int]:
-        """Finds what was there before an operation; returns the storages that are not the step's but a dataset's."""
+        """Records memory from before an operation; returns the storages that belong to the dataset, not to the step."""
         given = [x for one in tensors_in(arguments) for x in storages(one)]
         if self._phase() == _DATA:
             return frozenset(id(storage) for storage in given) - self._of.keys()
@@ -191,7 +191,7 @@ class Ledger(compat.DispatchMode):
         self._grow(piece.bytes)
 
     def _change(self, storage: torch.UntypedStorage) -> None:
-        """Follows a storage whose size has changed, as those of gathered weights do."""
+        """Records a new size of a storage; the storages of gathered weights change theirs."""
         piece, gone = self._of[id(storage)]
         if piece.bytes == storage.nbytes():
             return
@@ -218,12 +218,12 @@ class Ledger(compat.DispatchMode):
 
 
 def _is_fake(tensor: Any) -> bool:
-    """True for a tensor without values, of a simulated step."""
+    """True for a tensor without values, from a simulated step."""
     return hasattr(tensor, "fake_device")
 
 
 def _for_ranks() -> bool:
-    """True if the memory is taken by code that gathers and reduces: of torch.distributed, or of DeepSpeed."""
+    """True if the code that allocates the memory is FSDP's or DeepSpeed's, for communication."""
     frame, depth = inspect.currentframe(), -2
     while frame is not None and depth < _DEPTH:
         if any(place in frame.f_code.co_filename for place in _PLACES):
@@ -233,7 +233,7 @@ def _for_ranks() -> bool:
 
 
 def tensors_in(nest: Any) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments, or what it returns: of tuples, lists and dicts only."""
+    """Yields the tensors in an operation's arguments or result; looks into tuples, lists and dicts only."""
     if isinstance(nest, Tensor):
         yield nest
     elif isinstance(nest, list | tuple):
@@ -244,14 +244,14 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
 
 
 def storages(tensor: Any) -> list[torch.UntypedStorage]:
-    """The memory of a tensor; none where its layout has no storage."""
+    """Returns the storages of a tensor; none if its layout has no storage."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor = tensor.to_local()
-    tensor = getattr(tensor, "elem", tensor)  # of one that a collective is on its way to
+    tensor = getattr(tensor, "elem", tensor)  # an AsyncCollectiveTensor: a collective still writes it
     if tensor.layout is torch.sparse_coo:
         return [storage for part in compat.sparse_parts(tensor) for storage in storages(part)]
     try:
         return [tensor.untyped_storage()]
-    except NotImplementedError:  # of other layouts
+    except NotImplementedError:  # other layouts
         return []

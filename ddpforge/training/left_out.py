@@ -1,4 +1,4 @@
-"""Weights that checkpoints leave out, because they come from elsewhere at every start: told from others by sums."""
+"""Frozen weights that checkpoints omit, because every start loads them from elsewhere; checksums verify them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ddpforge.interfaces import CanonicalState, Part, Ranks, Region, Replica, Sa
 
 __all__ = ["complete", "has_left_out", "measure", "refuse_others", "same", "without_frozen", "without_state_of_frozen"]
 
-_PREFIX = "left_out."  # of the numbers by which a checkpoint knows the weights that it does not hold
+_PREFIX = "left_out."  # of the checksums of omitted weights in a checkpoint
 
 
 @torch.no_grad()
 def measure(held: Mapping[str, Tensor | Part], ranks: Ranks) -> dict[str, float]:
-    """Sums over `ranks` by which other weights would be noticed, whatever strategy spreads them; waits for the device.
+    """Returns checksums of the weights over `ranks`, the same under every strategy. Collective; waits for the device.
 
-    A tensor is one that every rank holds alike.
+    A plain tensor must be the same on every rank.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     for each in held.values():
@@ -34,7 +34,7 @@ def measure(held: Mapping[str, Tensor | Part], ranks: Ranks) -> dict[str, float]
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True if two measurements are of the same weights, which were added up in another order."""
+    """True if two results of `measure` are of the same weights; they may differ by the order of summation."""
     return one.keys() == other.keys() and all(
         isclose(one[key], value, rel_tol=1e-9, abs_tol=1e-12) for key, value in other.items()
     )
@@ -42,7 +42,7 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 # ---------------------------------------------------------------------------------------------- of the model
 def without_frozen(state: CanonicalState[Tensor | Part], replica: Replica, ranks: Ranks) -> CanonicalState[Any]:
-    """The state less the weights that are not trained, and with what is to be remembered of them."""
+    """Returns the state without the frozen weights, and with their checksums."""
     frozen = replica.weights.frozen()
     model = {name: held for name, held in state.model.items() if name not in frozen}
     aliases = {alias: name for alias, name in state.aliases.items() if name in model}
@@ -51,18 +51,18 @@ def without_frozen(state: CanonicalState[Tensor | Part], replica: Replica, ranks
 
 
 def has_left_out(numbers: Iterable[str]) -> bool:
-    """True if a checkpoint with these numbers has no weights that were not trained."""
+    """True if a checkpoint with these numbers omits the frozen weights."""
     return any(name.startswith(_PREFIX) for name in numbers)
 
 
 def complete(state: CanonicalState[SavedTensor], replica: Replica, ranks: Ranks) -> CanonicalState[SavedTensor]:
-    """The state of a checkpoint, in which what it has left out stays as it is.
+    """Returns the state of a checkpoint, in which the omitted weights keep their current values.
 
-    Raises CheckpointError where that is not what the run was trained with.
+    Raises CheckpointError if these are not the values that the run was trained with.
     """
     if not has_left_out(state.numbers):
         return state
-    weights = {**replica.weights.frozen(), **replica.weights.parts()}  # what is frozen now may have been trained then
+    weights = {**replica.weights.frozen(), **replica.weights.parts()}  # `train.freeze` may have changed since
     absent = {name: part for name, part in weights.items() if name not in state.model}
     refuse_others(state.numbers, absent, ranks)
     stay: dict[str, SavedTensor] = {name: _Stays(part.shape, part.tensor.dtype) for name, part in absent.items()}
@@ -70,31 +70,31 @@ def complete(state: CanonicalState[SavedTensor], replica: Replica, ranks: Ranks)
 
 
 def without_state_of_frozen(state: CanonicalState[SavedTensor], replica: Replica) -> CanonicalState[SavedTensor]:
-    """The state of a checkpoint less what its optimizer knew of weights that are not trained any more."""
+    """Returns the state of a checkpoint without the optimizer state of weights that are frozen now."""
     frozen = replica.weights.frozen()
     return replace(state, optimizer={name: one for name, one in state.optimizer.items() if name not in frozen})
 
 
 def refuse_others(numbers: Mapping[str, Any], absent: Mapping[str, Tensor | Part], ranks: Ranks) -> None:
-    """Raises CheckpointError unless `absent` is what the checkpoint with these numbers has left out."""
+    """Raises CheckpointError unless `absent` are the weights that the checkpoint with these numbers omits."""
     known = {name.removeprefix(_PREFIX): x for name, x in numbers.items() if name.startswith(_PREFIX)}
     if not same(known, measure(absent, ranks)):
         raise CheckpointError(
-            "the checkpoint has left out weights that are not trained, and the model's are not those that it was "
-            "trained with",
-            hints=["let the model, or checkpoint.init_from, give the weights that it gave then"],
+            "the checkpoint omits the frozen weights, and the frozen weights of the model differ from those of the "
+            "training",
+            hints=["load the original weights again, in the model's constructor or with checkpoint.init_from"],
         )
 
 
 @dataclass(frozen=True)
 class _Stays:
-    """A tensor that reading leaves as it is."""
+    """Tensor that keeps its value when a checkpoint is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        raise NotImplementedError("a tensor that a checkpoint has left out")
+        raise NotImplementedError("a tensor that the checkpoint omits")
 
     def read_into(self, region: Region, target: Tensor) -> None:
-        """`target` is the model's own."""
+        """Leaves `target`, the model's own tensor, as it is."""

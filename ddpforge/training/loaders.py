@@ -1,4 +1,4 @@
-"""Chooses how many loader processes serve a rank, where the recipe leaves it open."""
+"""Chooses the number of loader processes of a rank for `data.workers = "auto"`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["served"]
 
 log = logging.getLogger("ddpforge")
 
-_HIDDEN = 0.005  # seconds that fetching a micro-batch may take: a GPU has that much work queued up
-_MOST = 8  # loader processes of a rank
+_HIDDEN = 0.005  # seconds to fetch a micro-batch that cost no time: a GPU has more work than that in its queue
+_MOST = 8  # loader processes of a rank, at most
 _SHM = Path("/dev/shm")
 
 
@@ -37,11 +37,10 @@ def served(
     trains: bool,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Batches:
-    """The batches of the dataset [data.`key`], fetched by loader processes where that is safe and worth it.
+    """Returns the batches of the dataset [data.`key`], with loader processes if these are safe and save time.
 
-    On a CPU the cores compute, and there are none. Nor are there for streams, and for data that does not say that it is
-    `forkable`. Of other data the first micro-batch is timed, which is kept where a run `trains` on the batches. What is
-    fetched is the same either way.
+    There are none on a CPU, whose cores compute, for streams, and for data without `forkable = True`. For other data,
+    the first micro-batch is timed; a run that `trains` on the batches keeps it. Samples do not depend on this choice.
     """
     if device.type == "cpu" or is_stream(data) or not getattr(data, "forkable", False):
         return batches
@@ -59,9 +58,9 @@ def served(
 
 
 def _most(batch: int, prefetch: int) -> int:
-    """The loader processes for which there are cores, and room for the batches, of so many bytes, that they keep ready.
+    """Returns the number of loader processes that cores and shared memory allow, for batches of `batch` bytes.
 
-    A rank itself has a core, and half of the shared memory is left to others.
+    A core is kept for the rank itself, and half of the shared memory for others.
     """
     ranks = ranks_here()
     free = shutil.disk_usage(_SHM).free if _SHM.is_dir() else 0

@@ -1,4 +1,4 @@
-"""The training loop: the order of a run, and what happens between steps."""
+"""The training loop: the order of a run, and the work between steps."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ _FACTOR = "callbacks/lr_factor"
 
 
 class Around(Protocol):
-    """A context around training that is told of every step, e.g. to profile some."""
+    """Context around training that receives the number of every step, e.g. to profile some steps."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: Any) -> None: ...
 
     def before(self, step: int) -> None:
-        """The next step is `step`."""
+        """Prepares for the next step, `step`."""
 
     def close(self, step: int) -> None:
-        """No step follows; the next one would have been `step`."""
+        """Finishes: no step follows; the next one would have been `step`."""
 
 
 class Trainer:
-    """Trains one model on one rank, in step with the other ranks.
+    """Trainer of one model on one rank, in step with the other ranks.
 
-    A step is one optimizer step, or the turns of the task; micro-batches are its inner loop. `schedules` has the
-    recipe's schedule as "", and those of turns that have one of their own. Every public method is collective.
+    A step is one optimizer step, or the alternating updates (turns) of the task; micro-batches are its inner loop.
+    `schedules` has the recipe's schedule as "", and the schedules of turns by name. Every public method is collective.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Trainer:
         unsaved: Unsaved | None = None,
         whole: Whole | None = None,
     ) -> None:
-        # what the run is made of
+        # parts of the run
         self.world, self.replica, self.task, self.optimizer = world, replica, task, optimizer
         self.plan, self.training, self.evaluator = plan, training, evaluator
         self._workers = training.workers
@@ -104,49 +104,49 @@ class Trainer:
         self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.all)
         self._recipe = recipe
         self._shows = shows or Shows(tracker, is_main=world.is_main)
-        self._unsaved = unsaved  # None once it has looked
-        self._shown_gradient: int | None = None  # the step whose gradient callbacks were shown last
+        self._unsaved = unsaved  # None after its checks
+        self._shown_gradient: int | None = None  # the last step whose gradient callbacks received
         self._ending = {method: may_end(callbacks, method) for method in ("on_step", "on_eval")}
         self._reads_gradients = reads_gradients(callbacks)
         if self._reads_gradients:
             replica.on_gradient = self._show_gradient
 
-        # how often what happens
+        # cadences
         self.end = math.inf if plan.horizon.total is None else plan.horizon.total
         self.log_every = plan.every["track.every"]
         self.save_cadence = Cadence("checkpoint.every", recipe.checkpoint.every, plan.every)
         self.eval_cadence = Cadence("train.eval_every", recipe.train.eval_every, plan.every) if evaluator.sets else None
         self.cadences = [cadence for cadence in (self.save_cadence, self.eval_cadence) if cadence]
         checkpoints.keep_every = plan.every.get("checkpoint.keep.every")
-        # A rollback must always have something to go back to.
+        # A rollback needs a checkpoint, from the first step on.
         goes_back = recipe.train.on_nonfinite == "rollback" or any(one.goes_back for one in callbacks.values())
         self._saves_first = recipe.checkpoint.at_start or goes_back
 
-        # where it stands
+        # the state of the run
         self.progress = Progress()
         self.metrics: dict[str, float] = {}  # the newest value of every metric
         self._evaluated: int | None = None  # the step of the newest evaluation
-        self._interrupted = False  # whether an evaluation was
-        self._rollbacks, self._back_at = 0, -1  # how often in a row to the same step
+        self._interrupted = False  # whether an evaluation was interrupted
+        self._rollbacks, self._back_at = 0, -1  # rollbacks in a row to the same step, and that step
         self._drawn: list[MicroBatch] = []  # the first micro-batches of the global batches of this step
         self._read = Fingerprint()
 
-        # what ranks agree on
+        # decisions of all ranks
         self.stop = StopRequests()
         self.consensus = Consensus(world.all, self.stop, [cadence.key for cadence in self.cadences])
         self.nonfinite = NonfinitePolicy(recipe.train.on_nonfinite, replica)
         evaluator.looks = Looks(self.consensus.poll)
 
-        # Read before any state is restored: the recipe, not a checkpoint, decides the learning rate.
+        # Built before any state is restored: the recipe sets the learning rate, not a checkpoint.
         self._rates = Rates(optimizer, schedules)
-        self._factor = 1.0  # by which callbacks multiply the rates
+        self._factor = 1.0  # product of the callbacks' `lr_factor`
         self._steppers = self._stepper_of_turns(compares=compares, whole=whole)
         turns = {turn: recipe.optimizer.turns[turn] for turn in task.turns}
         self._train_step, self._draws = step_function(replica, self._update_functions(), turns), draws_of(turns)
         self.rows = RowBuilder(world, task, plan, self._rates, len(updates_of(turns)))
 
     def _stepper_of_turns(self, *, compares: bool, whole: Whole | None) -> dict[str, Stepper]:
-        """Returns the stepper of each turn of the task, or that of all as ""."""
+        """Returns the stepper of each turn by name; without turns, one stepper as ""."""
         recipe, world, replica, optimizer = self._recipe, self.world, self.replica, self.optimizer
         self._stateful = stateful = with_statistics(replica.bare, self.callbacks.values())
         statistics = BatchNormAverager(stateful) if recipe.train.elastic_shards else None
@@ -165,13 +165,13 @@ class Trainer:
                     *compare_whole,
                     *([partial(check_first_loss, world, replica, one, stateful)] if compares else []),
                 ],
-                before_update=lambda: self.saving.before_update(),  # a trial puts another in its place
+                before_update=lambda: self.saving.before_update(),  # looked up late: a trial replaces `saving`
             )
             for turn, one in of_turns(self.task).items()
         }
 
     def _update_functions(self) -> dict[str, StepFunction]:
-        """Returns the function that makes an update of each turn."""
+        """Returns the function that takes an update step, by turn."""
         train = self._recipe.train
         keeps = train.on_nonfinite == "skip" or train.precision == "fp16"
         return {
@@ -181,11 +181,11 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ the run
     def restore(self, checkpoint: Reader) -> None:
-        """Goes on from `checkpoint`, whatever strategy and number of ranks wrote it."""
+        """Continues from `checkpoint`; any strategy and any number of ranks may have written it."""
         facts = checkpoint.facts
         state = checkpoint.state()
         components = self._recipe.components().items()
-        # Of four keys is ("optimizer", "turns", NAME, "schedule"), which has no state.
+        # A path of four keys is ("optimizer", "turns", NAME, "schedule"), which has no state.
         optimizers = [(path, one.use) for path, one in components if path[0] == "optimizer" and len(path) != 4]
         if any(is_another(facts, use, *path, world=self.world) for path, use in optimizers):
             state = replace(state, optimizer={}, shared={})
@@ -197,16 +197,19 @@ class Trainer:
         self._shows.step = facts.step
         self.metrics = dict(facts.metrics)
         self.saving.step = facts.step
-        # A stop skips an evaluation that is due: the next attempt makes it first.
+        # A stop skips an evaluation that is due: the next attempt runs it first.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
 
     def fit(self, *around: Around) -> Literal["done", "stopped"]:
-        """Trains to the end, or to a stop that all ranks agreed on; either way the last step is then saved.
+        """Trains to the end, or until all ranks agree to stop; then saves the last step.
 
-        Each of `around` is entered, and told of every step that comes.
+        Each of `around` is entered, and receives the number of every step before it.
 
-        Raises Diverged when a gradient is not finite and the recipe says stop, CheckpointError when a checkpoint
-        cannot be written and the recipe says stop or it is the last one, and whatever a component raises.
+        Raises:
+            Diverged: a gradient is not finite, and `train.on_nonfinite` does not let the run continue.
+            CheckpointError: a checkpoint cannot be written, and it is the last one or `checkpoint.on_failure` is
+                "stop".
+            Exception: any error of a component.
         """
         with ExitStack() as stack:
             for one in around:
@@ -220,9 +223,9 @@ class Trainer:
         return "stopped" if self.consensus.agreed.stops and left else "done"
 
     def steps(self) -> Iterator[StepInfo]:
-        """Trains one step after the other, each of which is complete when it is yielded; raises what `fit` does.
+        """Yields each step after it is complete; raises the errors of `fit`.
 
-        What is left when it is exhausted is what `fit` leaves: the last step is saved.
+        When the iterator is exhausted, the last step is saved.
         """
         self._began = time.monotonic() - self.progress.seconds
         with self.stop:
@@ -234,7 +237,7 @@ class Trainer:
                     break
                 except RollBack as request:
                     self._go_back(request)
-                except Diverged:  # on all ranks alike: what is being saved is still good
+                except Diverged:  # on all ranks: a checkpoint that is being written is still good
                     self.saving.settle()
                     raise
             self.saving.settle(last=True)
@@ -243,13 +246,13 @@ class Trainer:
         source = self.training.training(self.progress.step * self._draws)
         self._prepare()
         reading_is_free = _reading_is_free(self.world.device)
-        # A stop that was requested during the start does not wait for a step, which may have to be compiled.
+        # A stop that was requested during the start does not wait for the first step, which may have to be compiled.
         ended = self.consensus.poll(0.0).stops or self.progress.step >= self.end
         if not self.consensus.agreed.stops and self._owes_evaluation():
             ended = self._evaluate_and_report(self.progress.step) or ended
 
-        # The order is part of the contract: step, callbacks, log, evaluate, save. Callbacks come right after the
-        # step because what they keep (averaged weights, say) belongs to the step that is evaluated and saved.
+        # The order is part of the contract: step, callbacks, log, evaluate, save. Callbacks come right after the step,
+        # because their state (e.g. averaged weights) belongs to the step that is evaluated and saved.
         while not ended:
             step = self.progress.step + 1
             logs = step == 1 or step == self.end or step % self.log_every == 0
@@ -258,7 +261,7 @@ class Trainer:
                 totals = self._step(step, source, measure=logs)
             except NoData:
                 if self._drawn or self.progress.step == 0:
-                    raise  # in the middle of a step, or with nothing to be saved
+                    raise  # in the middle of a step, or before the first step
                 self.consensus.stop_now()
                 self._save(last=True)
                 return
@@ -277,7 +280,7 @@ class Trainer:
             evaluates = self._must_evaluate(step, wanted, ended=ended, stops=stops)
             saves = self.save_cadence.due(step, wanted)
             if evaluates or saves or ended:
-                # What a bad step left behind is not evaluated, nor saved to go back to.
+                # The result of a bad step is neither evaluated nor saved.
                 self.nonfinite.apply(self.progress, log_bad, logs=False)
             if evaluates:
                 ended = self._evaluate_and_report(step) or ended
@@ -286,7 +289,7 @@ class Trainer:
             yield info
 
     def _prepare(self) -> None:
-        """Sets what an attempt, or what follows a rollback, begins with."""
+        """Resets the state of the loop, at the start and after a rollback."""
         self.replica.module.train()
         self._setting_rates = overriding(self.callbacks, "lr_factor")
         self._adding_columns = overriding(self.callbacks, "on_log")
@@ -295,7 +298,7 @@ class Trainer:
         self.consensus.alarms = self._alarms()
 
     def _alarms(self) -> list[Alarm]:
-        """Returns the alarms of the clock. Only rank 0's counts; the others learn of it when ranks agree."""
+        """Returns the wall-clock alarms on rank 0, and none on other ranks, which receive the result in a ballot."""
         if not self.world.is_main:
             return []
         alarms = [cadence.alarm for cadence in self.cadences if cadence.alarm]
@@ -305,7 +308,7 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ one step
     def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
-        """Takes one step; returns this rank's totals: the losses and, if it is to `measure`, the task's metrics."""
+        """Takes one step; returns this rank's totals: the losses and, with `measure`, the task's metrics."""
         self._shows.step = step
         phases.enter_step(step)
         self._factor = self._wanted_factor() if self._setting_rates else 1.0
@@ -317,14 +320,14 @@ class Trainer:
         if step in self.progress.left_out:
             for _, micro_batches in draws:
                 deque(micro_batches, maxlen=0)
-            self.saving.before_update()  # what follows a step may change weights, too
+            self.saving.before_update()  # callbacks after a step may change weights, too
         else:
             totals, norm = self._train_step(step, draws, measure=measure)
             self.nonfinite.norms.add(step, norm)
             if self._reads_gradients and self._shown_gradient is None:
                 kind = type(self.replica).__name__
                 raise PluginError(
-                    f"{kind} promises that callbacks can read gradients, and its step called none of them"
+                    f"{kind} promises that callbacks can read gradients, but its step did not call `on_gradient`"
                 )
             if self._unsaved and not self._unsaved.look():
                 self._unsaved = None
@@ -338,7 +341,7 @@ class Trainer:
         return totals
 
     def _draw(self, source: Iterator[MicroBatch]) -> Draws:
-        """Yields the global batches of a step, each to be used up before the next."""
+        """Yields the global batches of a step; the caller must consume each before the next."""
         for _ in range(self._draws):
             phases.mark(phases.DATA)
             with waiting_for_data:
@@ -347,13 +350,13 @@ class Trainer:
             yield first, _until_last(first, source)
 
     def _wanted_factor(self) -> float:
-        """Multiplies the factors of all callbacks; raises PluginError for one that is no factor."""
+        """Returns the product of the callbacks' `lr_factor`; raises PluginError for an invalid factor."""
         factor = 1.0
         for name in self._setting_rates:
             wanted: Any = self.callbacks[name].lr_factor()
             if not (isinstance(wanted, Real) and 0 <= float(wanted) < math.inf):
                 raise PluginError(
-                    f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} with {wanted!r}",
+                    f"callback `{name}` multiplies the learning rate of step {self.progress.step + 1} by {wanted!r}",
                     hints=["return a finite number of 0 or more from `lr_factor`"],
                 )
             factor *= float(wanted)
@@ -366,9 +369,9 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ agreement
     def _agree(self, totals: Mapping[str, Total], *, logs: bool) -> dict[str, float]:
-        """Makes one reduction over ranks: of their requests and, if the step `logs`, of the metrics; returns means.
+        """Reduces the requests of ranks and, if the step `logs`, the metrics over all ranks; returns their means.
 
-        If it does not log, no device is waited for.
+        It does not wait for the device unless the step logs.
         """
         riding: dict[str, Any] = {**self.consensus.totals(saved=self.saving.ready), **self._read.totals()}
         if self._setting_rates:
@@ -393,22 +396,22 @@ class Trainer:
         return any(stepper.counts for stepper in self._steppers.values())
 
     def _refuse_another_factor(self, mean: float) -> None:
-        """Raises PluginError if callbacks of other ranks want other rates, by which weights would diverge."""
+        """Raises PluginError if the factor differs between ranks; weights would diverge."""
         if not math.isclose(mean, self._factor, rel_tol=1e-9, abs_tol=1e-12):
             raise PluginError(
                 f"callbacks {', '.join(self._setting_rates)} multiply the learning rate of step {self.progress.step} "
-                f"with {self._factor:g} on this rank and {mean:g} on average",
-                hints=["decide in `lr_factor` from what callbacks are told, which is the same on every rank"],
+                f"by {self._factor:g} on this rank and {mean:g} on average",
+                hints=["compute `lr_factor` only from values that are the same on every rank, e.g. from StepInfo"],
             )
 
     def _log_bad(self, totals: Mapping[str, Total], step: int) -> None:
-        """Logs the row of a step whose gradient is not finite: its loss, if that is still at hand, and its norm."""
+        """Logs the row of a step whose gradient is not finite: its norm and, if it is the current step, its loss."""
         means = self.world.all.mean(totals, reports_of(self.task)) if step == self.progress.step else {}
         row = {f"train/{name}": value for name, value in means.items()}
         self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self.nonfinite.norms.newest})
 
     def _go_back(self, request: RollBack) -> None:
-        """Restores the newest checkpoint, and skips the bad steps from now on."""
+        """Restores the newest checkpoint, and skips the bad steps from now on; raises Diverged if it cannot."""
         phases.mark(phases.START)
         checkpoint = self.saving.newest()
         if checkpoint is not None and checkpoint.facts.step != self._back_at:
@@ -426,14 +429,17 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ between steps
     def _info(self, means: dict[str, float]) -> StepInfo:
-        """Returns the facts of the step, for callbacks and for the caller of `steps`."""
+        """Returns the description of the current step, for callbacks and for the caller of `steps`."""
         lr, watch, norm = self.optimizer.param_groups[0]["lr"], self.rows.stopwatch, self.nonfinite.norms.newest
         row = self.rows.row(means, self.progress, lr=lr, grad_norm=norm) if means else {}
         seconds = watch.seconds / max(1, watch.steps)
         return StepInfo(step=self.progress.step, samples=self.progress.samples, lr=lr, seconds=seconds, metrics=row)
 
     def _report(self, info: StepInfo) -> bool:
-        """Calls the callbacks, and logs the row of the step; True if a callback wants the run to end."""
+        """Calls the callbacks and logs the row of the step; returns True if a callback ends the run.
+
+        Raises RollBack if a callback requests it.
+        """
         phases.mark(phases.CALLBACKS)
         wishes: dict[str, bool | GoBack | None] = {}
         if self.callbacks:
@@ -454,9 +460,9 @@ class Trainer:
     def _wanted_by_callbacks(
         self, method: str, wishes: Mapping[str, bool | GoBack | None]
     ) -> Sequence[bool | GoBack | None]:
-        """The wishes of callbacks on all ranks: one that decides by what its rank alone knows ends all of them.
+        """Returns the requests of callbacks on all ranks: a request on one rank holds for all.
 
-        They are exchanged on the host, where there are callbacks that may have any: see `may_end`.
+        Ranks exchange them on the host, and only if a callback may have any: see `may_end`.
         """
         asking = self._ending[method]
         for name, wish in wishes.items():
@@ -505,26 +511,28 @@ class Trainer:
         keep = self._recipe.checkpoint.keep
         if keep.best and keep.by not in self.metrics and self.world.is_main:
             known = ", ".join(sorted(self.metrics))
-            log.warning("checkpoint.keep.by: no metric is called %s, so none is best; there are %s", keep.by, known)
+            log.warning(
+                "checkpoint.keep.by: no metric is named %s, so no checkpoint is best; there are %s", keep.by, known
+            )
         with self.replica.weights.observing():
             wishes = {name: callback.on_eval(step, row) for name, callback in self.callbacks.items()}
         self.rows.stopwatch.resume()
         return any(self._wanted_by_callbacks("on_eval", wishes))
 
     def _rescue(self) -> None:
-        """Saves what was trained before an error ends the run, on all ranks; logs why where it cannot be saved."""
+        """Saves the trained weights before an error ends the run, on all ranks; logs an error of saving."""
         try:
             self._save(last=True)
             self.saving.settle(last=True)
-            log.warning("the evaluation of step %d failed; what was trained is saved", self.progress.step)
+            log.warning("the evaluation of step %d failed; the trained weights are saved", self.progress.step)
         except CheckpointError as error:
-            log.warning("the evaluation of step %d failed, and so did saving: %s", self.progress.step, error.message)
+            log.warning("the evaluation of step %d failed, and saving too: %s", self.progress.step, error.message)
 
     def _is_best(self, step: int) -> bool:
         return self._evaluated == step and self.saving.is_best(self.metrics)
 
     def _save(self, *, last: bool = False) -> None:
-        """Begins to save this step, unless that is done already."""
+        """Begins to save this step, unless it is saved already."""
         if self.saving.step == self.progress.step:
             return
         self.rows.stopwatch.pause()
@@ -534,7 +542,7 @@ class Trainer:
         self.rows.stopwatch.resume()
 
     def _metrics_of(self, step: int) -> dict[str, float]:
-        """The metrics of the weights at `step`; an older evaluation says nothing about them."""
+        """Returns the metrics of the weights at `step`, without those of an older evaluation."""
         stale = () if self._evaluated == step else ("eval/",)
         return {name: value for name, value in self.metrics.items() if not name.startswith(stale)}
 

@@ -1,4 +1,4 @@
-"""Tells what to change when memory is full."""
+"""Suggests changes of the recipe when memory is full."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _FP32 = 4
 
 
 def explained(error: BaseException, recipe: Recipe, data_ranks: int) -> BaseException:
-    """`error`, or where it says that memory is full an OutOfMemory that says what to change in the recipe."""
+    """Returns `error`; if it means that memory is full, an OutOfMemory with changes of the recipe that need less."""
     if not says_memory_is_full(error):
         return error
     words = str(error).partition(" See documentation")[0].strip().splitlines()
-    said = words[0] if words else "there is no more"
+    said = words[0] if words else "there is none left"
     problem = OutOfMemory(f"memory is full: {said}", hints=list(_hints(recipe, data_ranks)))
     problem.__cause__ = error
     return problem
 
 
 def held(contract: Contract, weights: Weights, size: Size) -> dict[str, int]:
-    """The bytes of weights and gradients that a rank holds all the time, by the strategy's contract.
+    """Returns the bytes of weights and gradients that a rank always holds, by the strategy's contract.
 
-    They are of the dtype in which the optimizer updates; what it keeps itself comes with its first step.
+    Both have the dtype of the master weights. Optimizer state is not included: it comes with the first step.
     """
     mine = sum(part.tensor.numel() * part.tensor.element_size() for part in weights.parts().values())
     whole = {"weights": size.all * _FP32, "gradients": size.trainable * _FP32}
@@ -39,15 +39,15 @@ def held(contract: Contract, weights: Weights, size: Size) -> dict[str, int]:
 
 
 def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
-    """Yields ways to need less memory: first the one that saves most for least."""
+    """Yields ways to need less memory, the one with the best ratio of saving to cost first."""
     train, strategy = recipe.train, recipe.strategy
     micro, unit = train.per_pass(data_ranks), train.global_batch // (train.elastic_shards or data_ranks)
     if smaller := next((size for size in range(micro // 2, 0, -1) if unit % size == 0), 0):
-        yield f"set train.micro_batch = {smaller}: the global batch stays, and with it what is computed"
+        yield f"set train.micro_batch = {smaller}: the global batch, and so the result, stays the same"
     if train.eval_batch and train.eval_batch > 1:
-        yield f"if an evaluation needed it, set train.eval_batch = {train.eval_batch // 2}"
+        yield f"if memory was full in an evaluation, set train.eval_batch = {train.eval_batch // 2}"
     if train.activation_checkpointing is not True:
-        yield "set train.activation_checkpointing = true: the same numbers, about a third more time"
+        yield "set train.activation_checkpointing = true: the same results, about a third more time"
     if strategy.use not in ("fsdp", "pipeline", "deepspeed"):
         yield 'set strategy.use = "fsdp": each rank holds its part of weights, gradients and optimizer state'
     if strategy.use == "fsdp" and not strategy.options.get("cpu_offload"):

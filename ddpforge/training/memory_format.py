@@ -1,4 +1,4 @@
-"""Lays weights out in memory: without gaps, and those of convolutions channels last where the recipe says so."""
+"""Memory layout of weights: without gaps, and channels last for convolutions if the recipe sets it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ log = logging.getLogger("ddpforge")
 def make_dense(model: nn.Module) -> None:
     """Closes the gaps in the memory of parameters, and gives buffers made with `expand` memory for each element.
 
-    torch's fused optimizers update as many numbers from a parameter's first on as it has, gaps included; ranks cannot
-    receive values into a buffer that repeats some. Call after `preflight.model`: tensors share no memory.
+    Call it after the checks of `preflight.model`, which refuse tensors that share memory.
     """
+    # torch's fused optimizers treat a parameter as contiguous, and would update its gaps. Ranks cannot receive values
+    # into a buffer whose elements share memory.
     gaps = [(name, parameter) for name, parameter in model.named_parameters() if not is_dense(parameter)]
     repeated = [(name, buffer) for name, buffer in model.named_buffers() if repeats(buffer)]
     for _, tensor in (*gaps, *repeated):
@@ -34,42 +35,42 @@ def make_dense(model: nn.Module) -> None:
 
 
 def put_channels_last(model: nn.Module) -> None:
-    """Lays out the weights of 2-D convolutions so, from which activations follow; raises ValueError without any.
+    """Puts the weights of 2-D convolutions in channels-last format; activations follow. Raises ValueError without any.
 
     See https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html.
     """
     if not _weights(model):
-        raise ValueError("train.channels_last is about 2-D convolutions, of which the model has none: leave it out")
+        raise ValueError("train.channels_last applies to 2-D convolutions, and the model has none: remove it")
     model.to(memory_format=torch.channels_last)
 
 
 def check_channels_last(model: nn.Module, strategy: str) -> None:
-    """Raises StrategyError where a strategy has laid weights out anew."""
+    """Raises StrategyError if the strategy has changed the layout of the weights."""
     for name, weight in _weights(model).items():
         if weight.is_meta:
-            continue  # of another stage
+            continue  # belongs to another stage
         if not weight.is_contiguous(memory_format=torch.channels_last):
             raise StrategyError(
-                f'train.channels_last has no effect under strategy.use = "{strategy}", which lays `{name}` out in a '
-                "form of its own",
-                hints=["leave train.channels_last out", 'or set strategy.use = "ddp" or "single"'],
+                f'train.channels_last has no effect under strategy.use = "{strategy}", which stores `{name}` in its '
+                "own layout",
+                hints=["remove train.channels_last", 'or set strategy.use = "ddp" or "single"'],
             )
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of convolutions that have a layout: 4 dimensions, more than one channel and position."""
+    """Returns the weights of 2-D convolutions by name."""
     kinds = (nn.Conv2d, nn.ConvTranspose2d)
     return {f"{name}.weight": module.weight for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True if a tensor's elements fill the memory that it spans, in whatever order."""
+    """True if a tensor's elements fill the memory that it spans, in any order, each place once."""
     start, stop = extent(tensor)
     return not tensor.numel() or (stop - start == tensor.nbytes and not repeats(tensor))
 
 
 def repeats(tensor: Tensor) -> bool:
-    """True if several elements of a tensor are one number in memory."""
+    """True if several elements of a tensor share a place in memory."""
     axes = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     reach = 0
     for step, size in axes:
@@ -86,7 +87,7 @@ def repeats(tensor: Tensor) -> bool:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans: the first, and the one after the last."""
+    """Returns the bytes of its storage that a tensor spans: the first, and the one after the last."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.itemsize
     return start, start + (int(last) + 1) * tensor.itemsize

@@ -1,4 +1,4 @@
-"""Settles whether less or more of a metric is better where a recipe decides by one: the metric declares it."""
+"""Direction (`mode`) of the metrics that a recipe decides by: adds the one that a metric of the task declares."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["missing_direction", "with_direction"]
 
 
 def with_direction(loaded: LoadedRecipe, reports: Mapping[str, Metric]) -> LoadedRecipe:
-    """The recipe with the `mode` that it leaves out, where one of the task's metrics declares it and its name does not.
+    """Returns the recipe with each missing `mode` that a metric of the task declares, unless its name implies it.
 
-    It is then part of the resolved recipe: listings of checkpoints know it without the task, and a resumed run in which
-    a metric has come to another opinion says what has changed.
+    The mode is then part of the resolved recipe: lists of checkpoints read it without the task, and a resumed run
+    reports a metric that declares another direction than before.
     """
     for path, options in _deciding(loaded):
         metric = str(options["by" if path[0] == "checkpoint" else "metric"])
@@ -29,13 +29,13 @@ def with_direction(loaded: LoadedRecipe, reports: Mapping[str, Metric]) -> Loade
 
 
 def missing_direction(loaded: LoadedRecipe) -> str | None:
-    """The metric of `checkpoint.keep.by`, where nobody tells whether less or more of it is better."""
+    """Returns the metric of `checkpoint.keep.by` if its direction is not known; otherwise None."""
     keep = loaded.recipe.checkpoint.keep
     return keep.by if keep.by and keep.mode is None and lower_is_better(keep.by) is None else None
 
 
 def _deciding(loaded: LoadedRecipe) -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:
-    """Yields the tables that name a metric to decide by, and whose `mode` is left out, each with its options."""
+    """Yields the tables that decide by a metric and have no `mode`, each with its options."""
     keep = dict(loaded.recipe.checkpoint.keep)
     tables = {("checkpoint", "keep"): keep} if keep["by"] else {}
     tables |= {
@@ -45,7 +45,10 @@ def _deciding(loaded: LoadedRecipe) -> Iterator[tuple[tuple[str, str], Mapping[s
 
 
 def _declared(metric: str, reports: Mapping[str, Metric], sets: Mapping[str, object]) -> bool | None:
-    """Finds by its full name, as "eval/NAME/f1/macro", what a metric declares."""
+    """Returns True if the metric of a full name, such as "eval/NAME/f1/macro", declares that lower is better.
+
+    None if it declares no direction.
+    """
     prefix, _, rest = metric.partition("/")
     if prefix == "eval" and "" not in sets:
         rest = rest.partition("/")[2]

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: found as seldom as possible, as reading a norm waits for the device."""
+"""Policy for gradients that are not finite; norms are read rarely, because reading one waits for the device."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["GradientNorms", "NonfinitePolicy", "RollBack"]
 
 log = logging.getLogger("ddpforge")
 
-_MOST_SKIPS = 100  # steps in a row without a finite gradient, after which skipping is no longer training
+_MOST_SKIPS = 100  # steps in a row without a finite gradient, after which the policy "skip" raises Diverged
 
 
 class GradientNorms:
-    """The gradient norms of the steps since they were last taken."""
+    """Gradient norms of the steps since the last `take`."""
 
     def __init__(self) -> None:
-        self.newest = math.nan  # of those that were taken
+        self.newest = math.nan  # the newest norm that was taken
         self.nonfinite_in_a_row = 0
         self._pending: dict[int, Tensor] = {}
 
     def add(self, step: int, norm: Tensor) -> None:
-        """Notes the norm of a step (0-d, on any device); does not wait for it."""
+        """Records the norm of a step (0-d, on any device); does not wait for the device."""
         self._pending[step] = norm
 
     def take(self) -> list[int]:
-        """Takes all norms in one transfer from the device; returns the steps whose norm was not finite."""
+        """Takes all recorded norms in one transfer from the device; returns the steps whose norm is not finite."""
         if not self._pending:
             return []
         bad: list[int] = []
@@ -50,17 +50,17 @@ class GradientNorms:
 
 
 class RollBack(Exception):
-    """Training is to continue from the last checkpoint, without the steps in `bad`."""
+    """Raised to continue from the last checkpoint, without the steps in `bad`."""
 
     def __init__(self, bad: Sequence[int], why: str) -> None:
         self.bad, self.why = bad, why
 
 
 class NonfinitePolicy:
-    """Applies `train.on_nonfinite`: stops, skips or rolls back.
+    """Policy of `train.on_nonfinite`: stop, skip or roll back.
 
-    The norm is that of the reduced gradient, hence the same on every rank, and the strategy has kept such a gradient
-    away from the weights already: all ranks come to the same decision without a word.
+    The norm is that of the reduced gradient and the same on every rank, so all ranks decide equally, without
+    communication. The strategy has not updated the weights with such a gradient.
     """
 
     def __init__(self, policy: Literal["stop", "skip", "rollback"], replica: Replica) -> None:
@@ -70,7 +70,8 @@ class NonfinitePolicy:
     def apply(self, progress: Progress, log_row: Callable[[int], None], *, logs: bool) -> None:
         """Reads the norms since the last call; raises RollBack or Diverged.
 
-        `log_row` logs the row of a bad step, unless (`logs`) the present step has a row anyway.
+        `log_row` logs the row of the newest bad step. It is not called if training continues and this step is the
+        current one, which is logged anyway (`logs`).
         """
         bad = self.norms.take()
         progress.skipped += len(bad)
@@ -83,10 +84,10 @@ class NonfinitePolicy:
             raise RollBack(bad, f"the gradient of step {bad[0]} is not finite")
         if not goes_on:
             raise Diverged(
-                f"the gradient of step {bad[0]} is not finite; it was kept away from the weights",
+                f"the gradient of step {bad[0]} is not finite; the weights were not updated with it",
                 hints=[
                     "lower optimizer.lr, set train.clip_norm, or look at that step's samples",
                     'or let the run continue with train.on_nonfinite = "skip" or "rollback"',
                 ],
             )
-        log.warning("step %s: the gradient is not finite; left out", ", ".join(map(str, bad)))
+        log.warning("step %s: the gradient is not finite; the update is skipped", ", ".join(map(str, bad)))

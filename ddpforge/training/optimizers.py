@@ -32,9 +32,9 @@ def build_optimizer(
     turns: Sequence[str],
     blocks: Sequence[str] = (),
 ) -> Optimizer:
-    """The recipe's optimizer, or one for each of `turns`; `blocks` are the classes that the recipe names as such.
+    """Builds the recipe's optimizer, or one for each of `turns`; `blocks` are the classes in train.blocks.
 
-    Raises ValueError where `model` has other parameters, or other blocks, than the recipe speaks of.
+    Raises ValueError if `model` lacks parameters or blocks that the recipe names.
     """
     if turns:
         return _in_turns(registry, component, model, turns)
@@ -44,7 +44,7 @@ def build_optimizer(
 
 
 def _built(registry: Registry, component: Component, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """The component's optimizer, of which strategies may make another to try it out."""
+    """Builds the component's optimizer; strategies can build another one with the same settings, to try it out."""
     make = partial(build, registry, "optimizer", component)
     optimizer: Optimizer = make(params=groups)
     remember(optimizer, lambda groups: make(params=groups))
@@ -54,7 +54,7 @@ def _built(registry: Registry, component: Component, groups: Sequence[dict[str, 
 def _groups(
     component: OptimizerComponent, model: nn.Module, blocks: Sequence[str], among: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The parameters by whether they are decayed and, where rates differ between layers, by layer."""
+    """Returns the parameters in groups with and without weight decay and, if `layer_decay` is set, by layer."""
     groups = parameter_groups(model, component.no_decay, among)
     if component.layer_decay is None:
         return groups
@@ -62,7 +62,8 @@ def _groups(
 
 
 def _scaled(optimizer: Optimizer) -> Optimizer:
-    """Gives the groups of layers their learning rates; the optimizer itself knows what they are a share of."""
+    """Multiplies the learning rate of each group of a layer by its `scale`."""
+    # Only the built optimizer has the base rate, which may be the default of its class.
     for group in optimizer.param_groups:
         if (scale := group.pop("scale", None)) is not None:
             group["lr"] *= scale
@@ -78,13 +79,13 @@ def _in_turns(registry: Registry, component: OptimizerComponent, model: nn.Modul
 
 
 def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Module, blocks: Sequence[str]) -> Optimizer:
-    """Groups of the recipe's optimizer, with settings of their own; and beside it those that have another."""
+    """Builds the recipe's optimizer with the settings of each group, and one optimizer more for each other `use`."""
     params: dict[str, list[dict[str, Any]]] = {"": []}
     for name, chosen in _chosen(component, model).items():
         group = component.groups.get(name, component)
         shares = group.use == component.use
         own = {"group": name, **(settings_of(group, component) if shares else {})}
-        # What is exempt from weight decay is so in every group.
+        # Parameters in `no_decay` have no weight decay in any group.
         mine = [own | each for each in here(_groups(component, model, blocks, chosen))]
         params.setdefault("" if shares else name, []).extend(mine)
     parts: dict[str, Optimizer] = {
@@ -102,7 +103,7 @@ def check_parameters(
     turns: Sequence[str],
     blocks: Sequence[str] = (),
 ) -> None:
-    """Raises ValueError where `model` has other parameters, or blocks, than the recipe's optimizer speaks of."""
+    """Raises ValueError if `model` lacks parameters or blocks that the recipe's optimizer names."""
     parameter_groups(model, component.no_decay)
     if component.layer_decay is not None:
         _check_layers(component, find_blocks(model, blocks), turns)
@@ -115,13 +116,13 @@ def check_parameters(
 
 def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], turns: Sequence[str]) -> None:
     if turns:
-        raise ValueError("layer_decay is for one model; give each of [optimizer.turns] a rate of its own")
+        raise ValueError("layer_decay does not work with turns; set the `lr` of each of [optimizer.turns]")
     if not blocks:
-        raise ValueError("layer_decay needs repeated blocks and the model has none; name classes in train.blocks")
+        raise ValueError("layer_decay needs repeated blocks, and the model has none; name classes in train.blocks")
 
 
 def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> list[str]:
-    """Says of each turn, or group, how much of `model` it has and which optimizer; nothing where there are none."""
+    """Describes each turn or group: its optimizer and the size of its part of `model`; empty if there are none."""
     if turns:
         found: Mapping[str, Sequence[str]] = parameters_of_turns(model, _globs(component, turns))
     else:
@@ -141,5 +142,5 @@ def _chosen(component: OptimizerComponent, model: nn.Module) -> Mapping[str, Seq
 
 
 def _globs(component: OptimizerComponent, turns: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """The parameters of each turn, as globs."""
+    """Returns the globs of each turn's parameters."""
     return {name: component.turns[name].parameters or (f"{name}.*",) for name in turns}

@@ -1,4 +1,4 @@
-"""Chooses the parameters that an optimizer, or a turn, trains, and those of them that it does not decay."""
+"""Chooses the parameters that an optimizer or a turn trains, and those of them without weight decay."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _Test = Callable[[str, nn.Module, nn.Parameter], bool]
 def parameter_groups(
     model: nn.Module, no_decay: Sequence[str], among: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The trainable parameters, in the model's order: those to decay, then those with `weight_decay` 0.
+    """Returns the trainable parameters in two groups: with weight decay, and with `weight_decay` 0.
 
-    `among` are names to choose from, by default all.
+    `among` are the names to choose from, by default all.
 
-    A group without parameters is left out. Beside `params` each has their `names`. A tied parameter appears
-    once, under the first of its names, and is not decayed if `no_decay` covers any of its names or owners.
+    Each group has the keys `params` and `names`, in the model's order. An empty group is skipped. A tied parameter
+    appears once, under its first name; it has no weight decay if `no_decay` covers any of its names or owners.
 
     `no_decay` holds globs over parameter names (`*` matches dots too) and these words:
 
     - "bias": the last part of the name is the word bias or contains it, like `in_proj_bias` and `bias_ih_l0`;
-    - "norm": owned by a normalisation layer: its class, or a base of it, is called `…Norm` or `…Norm2d`;
+    - "norm": owned by a normalization layer: its class, or a base class, is named `…Norm` or `…Norm2d`;
     - "embedding": owned by an `nn.Embedding` or `nn.EmbeddingBag`;
     - "1d": has one dimension, or none; "2d": has two.
 
-    Raises ValueError when nothing is trainable, and when a glob matches no parameter, trainable or not.
+    Raises ValueError if nothing is trainable, or if a glob matches no parameter, trainable or not.
     """
     trainable = _trainable(model)
     if among is not None:
@@ -60,9 +60,9 @@ def parameter_groups(
 
 
 def here(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups with the parameters that are on this rank: those that only others hold are on the meta device.
+    """Returns the groups without the parameters that only other ranks hold, which are on the meta device here.
 
-    A group may then be empty; its number is the same on all ranks.
+    A group may become empty, but it stays in the list: group numbers are the same on all ranks.
     """
     found = []
     for group in groups:
@@ -74,10 +74,10 @@ def here(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def by_layer(
     groups: Sequence[dict[str, Any]], model: nn.Module, blocks: Sequence[nn.Module], decay: float
 ) -> list[dict[str, Any]]:
-    """Splits groups by layer, the last first; the `scale` of each is `decay` to the number of layers behind it.
+    """Splits groups by layer, the last layer first; the `scale` of each is `decay` ** (number of later layers).
 
-    Layers are the `blocks`, in the model's order, what is before the first, and what is after the last; what is between
-    two belongs to the one before. As in BEiT (Bao et al., 2022).
+    Layers are the parameters before the first block, each of the `blocks` in the model's order, and the parameters
+    after the last block. Parameters between two blocks belong to the first one. As in BEiT (Bao et al., 2022).
     """
     layers = _layers(model, blocks)
     found = []
@@ -94,7 +94,7 @@ def by_layer(
 
 
 def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
-    """The layer of each parameter by name, 0 for those before the first block."""
+    """Returns the layer number of each parameter by name; 0 is before the first block."""
     starts = {id(parameter): number for number, block in enumerate(blocks, 1) for parameter in block.parameters()}
     found, layer, last = {}, 0, len(blocks)
     for name, parameter in model.named_parameters():
@@ -105,21 +105,21 @@ def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
 
 
 def parameters_of_turns(model: nn.Module, turns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The names of the trainable parameters of each turn; `turns` has entries like those of `no_decay`.
+    """Returns the names of the trainable parameters of each turn; entries of `turns` are like those of `no_decay`.
 
-    Raises ValueError unless each parameter is one turn's, each turn has one, and each glob matches one.
+    Raises ValueError unless each parameter is in exactly one turn, each turn has one, and each glob matches one.
     """
     owners = _owners(model, "turns", turns)
     for name, those in owners.items():
         if not those:
-            raise ValueError(f"turns: parameter `{name}` is in no turn, and must be in one; see their `parameters`")
+            raise ValueError(f"turns: parameter `{name}` is in no turn; add it to the `parameters` of one turn")
     return {turn: [name for name, those in owners.items() if turn in those] for turn in turns}
 
 
 def parameters_of_groups(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The names of the trainable parameters of each group, and as "" of those in none, which come first.
+    """Returns the names of the trainable parameters of each group, and first, as "", of those in no group.
 
-    Raises ValueError where a parameter is in two groups, a group has none, or a glob matches none.
+    Raises ValueError if a parameter is in two groups, a group has none, or a glob matches none.
     """
     owners = _owners(model, "groups", groups)
     rest = {"": [name for name, those in owners.items() if not those]}
@@ -127,26 +127,26 @@ def parameters_of_groups(model: nn.Module, groups: Mapping[str, Sequence[str]]) 
 
 
 def _owners(model: nn.Module, table: str, tables: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """For each trainable parameter the inner tables of [optimizer] that it belongs to: one at most."""
+    """Returns the inner tables of [optimizer] that each trainable parameter is in; raises ValueError if several."""
     trainable = {id(parameter): name for name, parameter in _trainable(model).items()}
     owners: dict[str, list[str]] = {name: [] for name in trainable.values()}
     for one, entries in tables.items():
         key = f"optimizer.{table}.{one}.parameters"
         mine = selected(model, entries, key)
         if not mine & trainable.keys():
-            raise ValueError(f"{key}: there is no trainable parameter in it")
+            raise ValueError(f"{key}: it has no trainable parameter")
         for name in (name for parameter, name in trainable.items() if parameter in mine):
             owners[name].append(one)
             if len(owners[name]) > 1:
                 raise ValueError(
-                    f"{table}: parameter `{name}` is in the {table} {' and '.join(owners[name])}, and can be in one; "
-                    'an entry "!GLOB" of `parameters` takes parameters out again'
+                    f"{table}: parameter `{name}` is in the {table} {' and '.join(owners[name])}, but can be in only "
+                    'one; an entry "!GLOB" of `parameters` excludes parameters again'
                 )
     return owners
 
 
 def selected(model: nn.Module, entries: Sequence[str], key: str, *, words: bool = True) -> set[int]:
-    """The parameters, by identity, that entries mean, one after the other: those with "!" take out what is in it."""
+    """Returns the ids of the parameters that the entries select, in order; an entry with "!" excludes its matches."""
     found: set[int] = set()
     for entry in entries:
         meant = {id(parameter) for parameter in covered(model, entry.removeprefix("!"), key, words=words)}
@@ -157,7 +157,7 @@ def selected(model: nn.Module, entries: Sequence[str], key: str, *, words: bool 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not found:
-        raise ValueError("the model has no trainable parameters: it has none at all, or all of them are frozen")
+        raise ValueError("the model has no trainable parameters: it has no parameters, or all of them are frozen")
     return found
 
 
@@ -166,7 +166,7 @@ def _group(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
 
 
 def covered(model: nn.Module, pattern: str, key: str, *, words: bool = True) -> list[nn.Parameter]:
-    """The parameters that one entry of a key means: a glob over full names or, where the key takes `words`, a word."""
+    """Returns the parameters that an entry of `key` selects: a glob over full names or, if `words`, a word."""
     known = _WORDS if words else {}
     test = known.get(pattern) or (lambda name, owner, parameter: fnmatchcase(name, pattern))
     owned = list(_owned(model))
@@ -174,12 +174,12 @@ def covered(model: nn.Module, pattern: str, key: str, *, words: bool = True) -> 
 
     if not found and pattern not in known:
         near = get_close_matches(pattern, [*known, *(name for name, *_ in owned)], n=3, cutoff=0)
-        raise ValueError(f"{key}: `{pattern}` matches no parameter; near it are {', '.join(near)}")
+        raise ValueError(f"{key}: `{pattern}` matches no parameter; similar names: {', '.join(near)}")
     return found
 
 
 def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Every name of every parameter, with the module that holds it under that name."""
+    """Yields every name of every parameter, with the module that holds it under that name."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
             yield name, module, parameter
@@ -203,12 +203,15 @@ _WORDS: Mapping[str, _Test] = {
 
 
 def freeze(model: nn.Module, globs: Sequence[str]) -> None:
-    """Freezes the parameters that globs name, `*` matching dots too; one with "!" takes parameters out again.
+    """Freezes the parameters that globs match; `*` matches dots too, and a glob with "!" excludes parameters again.
 
-    Raises ValueError for a glob that names none, and for a first one with "!".
+    Raises ValueError for a glob without a match, and for a first glob with "!".
     """
     if globs and globs[0].startswith("!"):
-        raise ValueError(f'train.freeze: "{globs[0]}" takes out of nothing; freeze all but these: ["*", "{globs[0]}"]')
+        raise ValueError(
+            f'train.freeze: "{globs[0]}" is the first entry, and excludes nothing; to freeze all others: '
+            f'["*", "{globs[0]}"]'
+        )
     frozen = selected(model, globs, "train.freeze", words=False)
     for parameter in model.parameters():
         if id(parameter) in frozen:
@@ -216,9 +219,9 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> None:
 
 
 def hold_statistics(model: nn.Module, globs: Sequence[str]) -> None:
-    """Lets every BatchNorm whose parameters the globs all name stay in evaluation mode, in training too.
+    """Keeps each BatchNorm in evaluation mode during training, if the globs match all of its parameters.
 
-    It normalises by the statistics that it has, and they stay what they are.
+    It normalizes with its running statistics, which do not change.
     """
     for prefix, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(prefix, recurse=False)]

@@ -1,4 +1,4 @@
-"""Predicts samples: forward passes over a dataset, and what a task makes of each, in the order of the data."""
+"""Predicts samples: forward passes over a dataset, and the task's prediction of each sample, in the data's order."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _OWN = "write `predict(self, model, batch)` in the task"
 
 @dataclass(frozen=True)
 class Predicted:
-    """The predictions of samples that are neighbours in the data; `first` is the place of the first of them."""
+    """Predictions of consecutive samples; `first` is the place of the first sample in the data."""
 
     first: int
     samples: int
     columns: Mapping[str, NDArray[Any] | list[Any]]
 
     def up_to(self, limit: int | None) -> Predicted:
-        """Those of the first `limit` samples of the data."""
+        """Returns the predictions that are of the first `limit` samples of the data."""
         if limit is None or self.first + self.samples <= limit:
             return self
         count = max(0, limit - self.first)
@@ -45,16 +45,16 @@ class Predicted:
 
 
 def refuse_turns(task: Task) -> None:
-    """Raises UsageError for a task with several losses, none of which says what it predicts."""
+    """Raises UsageError for a task with turns that has no `predict` of its own."""
     if task.turns and type(task).predict is Task.predict:
         raise UsageError(
-            f"{name_of(task)} has several updates a step, and does not say what it predicts of a sample",
+            f"{name_of(task)} makes several updates a step, and has no `predict` of its own",
             hints=[_OWN, "or call the model yourself, in Python: `ddpforge.load(RUN).model()`"],
         )
 
 
 def in_order(data: Any) -> Any:
-    """The dataset, to be read from its first sample to its last: one in parts not at several places at once."""
+    """Returns the dataset for reading from first to last sample; a dataset in parts is read at one place at a time."""
     if not isinstance(data, PartedData):
         return data
     data = copy(data)
@@ -65,15 +65,15 @@ def in_order(data: Any) -> Any:
 def predictions(
     evaluator: Evaluator, task: Task, batches: Batches, world: World, *, limit: int | None = None
 ) -> Iterator[list[Predicted]]:
-    """Yields on every rank, step by step, what all ranks predict of a dataset: each sample once, in the data's order.
+    """Yields on every rank, step by step, the predictions of all ranks: each sample once, in the order of the data.
 
-    Called on every rank; memory is for one step. With `limit`, of the first samples only. Raises UsageError under a
-    strategy that cuts samples, PluginError for a task whose columns are not of its samples.
+    Collective; memory holds one step. With `limit`, it stops after the first `limit` samples. Raises UsageError under a
+    strategy that cuts samples, PluginError for a task whose columns do not match its samples.
     """
     if evaluator.is_cut:
         raise UsageError(
-            "the strategy shares the positions of every sample out to ranks, and a prediction is of a whole one",
-            hints=["KEY=VALUE changes the recipe for this: strategy.context=1, or strategy.use=single"],
+            "the strategy splits the positions of every sample over ranks, and a prediction needs a whole sample",
+            hints=["change the recipe for this command with KEY=VALUE: strategy.context=1, or strategy.use=single"],
         )
 
     def compute(model: nn.Module, one: Pass) -> tuple[Tensor, Any]:
@@ -93,7 +93,7 @@ def predictions(
 
 
 def _first(micro_batches: Iterable[MicroBatch], limit: int | None) -> Iterator[MicroBatch]:
-    """Whole steps, until they have `limit` samples; alike on all ranks."""
+    """Yields whole steps until they have `limit` samples; the same steps on all ranks."""
     taken = 0
     for micro in micro_batches:
         yield micro
@@ -103,7 +103,10 @@ def _first(micro_batches: Iterable[MicroBatch], limit: int | None) -> Iterator[M
 
 
 def _in_order(parts: Iterable[Predicted], begin: int, samples: int) -> list[Predicted]:
-    """The parts of a step, which ranks that share a model all have, each once; together they are the whole step."""
+    """Returns the parts of a step in order, each once: ranks that share a model have the same parts.
+
+    Raises PluginError unless the parts are the whole step.
+    """
     found = sorted({part.first: part for part in parts}.values(), key=lambda part: part.first)
     for part in found:
         if part.first != begin:
@@ -111,37 +114,37 @@ def _in_order(parts: Iterable[Predicted], begin: int, samples: int) -> list[Pred
         begin, samples = begin + part.samples, samples - part.samples
     if samples:
         raise PluginError(
-            f"of the step's samples, {samples} were not predicted, or not in the order of the data",
+            f"{samples} samples of the step were not predicted, or not in the order of the data",
             hints=["this is a bug in the dataset or in the strategy"],
         )
     return found
 
 
-# ---------------------------------------------------------------------------------------------- what a task returns
+# ---------------------------------------------------------------------------------------------- the task's columns
 def _taken(task: Task, micro: MicroBatch, returned: Any) -> Predicted:
-    """The prediction of a micro-batch, on the CPU."""
+    """Returns the prediction of a micro-batch on the CPU; raises PluginError for invalid columns."""
     where = f"{name_of(task)}.predict"
     if not isinstance(returned, Mapping) or not returned or not all(isinstance(name, str) for name in returned):
         raise PluginError(f"{where} returns {described(returned)}, not columns by name", hints=[_HINT, _OWN])
     if INDEX in returned:
-        raise PluginError(f"{where} returns a column `{INDEX}`, which every prediction has", hints=["rename it"])
+        raise PluginError(f"{where} returns a column `{INDEX}`, a name that is reserved", hints=["rename it"])
     columns = {name: _column(f"{where}: `{name}`", value, micro.samples) for name, value in returned.items()}
     assert micro.places is not None  # as in every evaluation
     return Predicted(int(micro.places[0]), micro.samples, columns)
 
 
 def _column(name: str, value: Any, samples: int) -> NDArray[Any] | list[Any]:
-    """A column with a row for each sample."""
+    """Returns a column with a row for each sample; raises PluginError if the number of rows is another."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == samples:
         found: NDArray[Any] = _plain(value)
         return found
     if isinstance(value, list | tuple) and len(value) == samples:
         return [_plain(one) for one in value]
-    raise PluginError(f"{name} is {described(value)}, and there are {samples} samples", hints=[_HINT, _OWN])
+    raise PluginError(f"{name} is {described(value)}, but there are {samples} samples", hints=[_HINT, _OWN])
 
 
 def _plain(value: Any) -> Any:
-    """A tensor as an array on the CPU, whatever holds it; anything else as it is."""
+    """Returns a tensor as an array on the CPU, and any other value as it is."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor):

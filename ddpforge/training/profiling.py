@@ -1,4 +1,4 @@
-"""Profiles some steps: a trace for a timeline viewer, and a table of where a step's time went."""
+"""Profiles some steps: a trace for a timeline viewer, and a table of the time of a step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Profile"]
 
 log = logging.getLogger("ddpforge")
 
-_MOST = 15  # operators in the table
-_SPAN = "phase: "  # begins the names of phases in the trace
+_MOST = 15  # operators in the table, at most
+_SPAN = "phase: "  # prefix of phases in the trace
 
 
 class Profile:
-    """Records the steps of a window on this rank, and writes what came of it into `folder`; once over, costs nothing.
+    """Recorder of the steps of a window on this rank; writes a trace and a table into `folder`.
 
-    A run that ends within the window has what there is by then.
+    It costs nothing after the window. If a run ends within the window, it writes the steps until then.
     """
 
     def __init__(self, window: Window, folder: Path, world: World) -> None:
@@ -41,7 +41,7 @@ class Profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Of steps that failed nothing is written."""
+        """Stops a recording that an error interrupted, and writes nothing."""
         if self._recorder is not None:
             phases.follow(None)
             self._spans.leave()
@@ -49,7 +49,7 @@ class Profile:
             self._recorder = None
 
     def before(self, step: int) -> None:
-        """The next step is `step`: begins to record, or ends."""
+        """Begins or ends the recording, if the next step, `step`, is in the window or after it."""
         if self._over:
             return
         if self._recorder is None and self._window.first <= step <= self._window.last:
@@ -58,7 +58,7 @@ class Profile:
             self._end(step)
 
     def close(self, step: int) -> None:
-        """No step follows; the next one would have been `step`."""
+        """Ends the recording: no step follows; the next one would have been `step`."""
         if not self._over:
             self._end(step)
 
@@ -88,7 +88,7 @@ class Profile:
         rank, last = self._world.all.rank, self._first + steps - 1
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self._folder}/steps-{self._first}-{last}-rank-{rank}"
-        disk.remove(Path(f"{stem}.json.gz"))  # a link there would be written through
+        disk.remove(Path(f"{stem}.json.gz"))  # export would follow a link there
         recorder.export_chrome_trace(f"{stem}.json.gz")
         title = f"steps {self._first}..{last} on rank {rank}"
         table = "\n".join(_table(title, steps, passed, recorder.key_averages(), gpu=self._world.device.type == "cuda"))
@@ -98,7 +98,7 @@ class Profile:
 
 
 class _Spans:
-    """Makes phases visible in the trace, one after the other."""
+    """Spans in the trace that show the phases, one after the other."""
 
     def __init__(self) -> None:
         self._open: Any = None
@@ -119,7 +119,7 @@ def _bounds(window: Window) -> tuple[int, int]:
 
 
 def _table(title: str, steps: int, passed: Sequence[float], events: Any, *, gpu: bool) -> Iterator[str]:
-    """Lines of milliseconds a step: by phase on the host, then of the operators that took longest by themselves."""
+    """Yields the lines of the table, in milliseconds a step: phases on the host, then operators by their own time."""
     whole = sum(passed) or 1.0
     yield f"{title}: {1000 * whole / steps:.2f} ms a step"
     yield f"  {'phase, on the host':<48}  {'':>8}  {'ms':>9}  share"

@@ -1,4 +1,4 @@
-"""The position of a run."""
+"""Position of a run: its step, samples and time."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["Progress"]
 
 @dataclass
 class Progress:
-    """The position of a run. With the recipe's seed this is the whole state of data order and randomness."""
+    """Position of a run. With the recipe's seed it determines the data order and all random numbers."""
 
     step: int = 0
     samples: int = 0
     seconds: float = 0.0  # wall time, over all attempts
     skipped: int = 0  # steps whose gradient was not finite
-    left_out: set[int] = field(default_factory=set)  # steps that a rollback decided not to train on
+    left_out: set[int] = field(default_factory=set)  # steps that rollbacks excluded from training
 
     def to_json(self) -> dict[str, Any]:
-        """The position as a checkpoint stores it, beside step and samples."""
+        """Returns the position as a checkpoint stores it, without step and samples."""
         return {"seconds": self.seconds, "skipped": self.skipped, "left_out": sorted(self.left_out)}
 
     @classmethod
     def of(cls, facts: Facts) -> Progress:
-        """The position at which a checkpoint was saved; raises CheckpointError for one that no run has."""
+        """Returns the position at which a checkpoint was saved; raises CheckpointError if it is invalid."""
         stored: dict[str, Any] = dict(facts.position)
         flaw = position_flaw(stored)
         if flaw is None and stored.keys() != cls().to_json().keys():
             flaw = f"position has the keys {', '.join(map(str, stored)) or 'none'}"
         if flaw:
-            raise CheckpointError(f"the checkpoint of step {facts.step} cannot be resumed from: {flaw}")
+            raise CheckpointError(f"cannot resume from the checkpoint of step {facts.step}: {flaw}")
         return cls(facts.step, facts.samples, left_out=set(stored.pop("left_out")), **stored)

@@ -1,7 +1,7 @@
-"""Activation checkpointing: a block's activations are computed again in the backward pass, with the same numbers.
+"""Activation checkpointing: computes a block's activations again in the backward pass, with the same numbers.
 
-All of them (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016), or those that cost least to compute
-(Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
+Either all of them (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016), or the ones that are cheap to
+compute (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _COSTLY = {_aten.convolution.default, *compat.attention_operators()}
 
 
 def recomputed(block: nn.Module, forward: Callable[..., Any], *, selective: bool = False) -> Callable[..., Any]:
-    """The `forward` of `block`, keeping nothing between its layers for the backward pass.
+    """Returns a `forward` of `block` that recomputes its activations in the backward pass and does not keep them.
 
-    One that is `selective` keeps what attention, convolutions and every second matrix product give.
+    With `selective`, it keeps the results of attention, convolutions and every second matrix product.
 
-    The second pass begins with the inputs, the buffers and the random numbers that the first began with, and what it
-    does to them does not count. Raises UsageError, in the backward pass, where other code changed an input in place.
+    The second pass begins with the inputs, the buffers and the RNG state of the first, and its changes to them are
+    discarded. Raises UsageError, in the backward pass, if other code has changed an input in place.
     """
     choosing: dict[str, Any] = {"context_fn": _chosen} if selective else {}
     habits = _Habits()
@@ -53,10 +53,10 @@ def recomputed(block: nn.Module, forward: Callable[..., Any], *, selective: bool
         return forward(*args, **kwargs)
 
     def forward_twice(*args: Any, **kwargs: Any) -> Any:
-        # One positional argument: torch keeps the random numbers of devices that it finds in positional ones only.
+        # One positional argument: torch saves the RNG state only of devices that it finds in positional arguments.
         arguments = args, kwargs
         if torch.compiler.is_compiling():
-            # What is traced is recomputed without its effects.
+            # The recomputation of traced code has no side effects.
             return checkpoint(call, arguments, use_reentrant=False, **choosing)
         if not torch.is_grad_enabled():
             return call(arguments)
@@ -80,15 +80,16 @@ def recomputed(block: nn.Module, forward: Callable[..., Any], *, selective: bool
 
 
 class _Habits:
-    """The inputs that a block changes in place, by their places: known after its first pass that is recomputed."""
+    """Places of the inputs that a block changes in place; known after the first pass."""
 
     changed: frozenset[int] | None = None
 
 
 class _Inputs:
-    """The tensors that a block is given, for its second pass: as they were before the first.
+    """Input tensors of a block for its second pass, with their values from before the first.
 
-    Those that the block itself changes in place are copied before; all are, where it is not known yet which those are.
+    Inputs that the block itself changes in place are copied before the first pass. As long as these are not known, all
+    inputs are copied.
     """
 
     def __init__(self, block: str, arguments: object, habits: _Habits) -> None:
@@ -106,26 +107,26 @@ class _Inputs:
         self._copies = {place: leaves[place].detach().clone() for place in copied}
 
     def after_first_pass(self) -> None:
-        """Drops the copies of what has not changed."""
+        """Drops the copies of inputs that have not changed."""
         changed = frozenset(place for place, version in self._versions.items() if self._has_changed(place, version))
         self._habits.changed = changed | (self._habits.changed or frozenset())
         if missing := changed - self._copies.keys():
-            self._refuse(min(missing), "now and then")
+            self._refuse(min(missing), "in some passes only")
         self._copies = {place: copy for place, copy in self._copies.items() if place in changed}
         self._versions = {place: self._now(place) for place in self._versions}
 
     def now(self, arguments: Any) -> Any:
-        """The arguments of this pass."""
+        """Returns the arguments of the current pass."""
         if not self.again:
             return arguments
         for place, version in self._versions.items():
             if place not in self._copies and self._has_changed(place, version):
-                self._refuse(place, "after it")
+                self._refuse(place, "after the block")
         if not self._copies:
             return arguments
         leaves = tree_leaves(arguments)
         for place, copy in self._copies.items():
-            # Not a leaf of autograd's, because those that require gradients cannot be changed in place.
+            # Not a leaf of autograd: leaves that require gradients cannot be changed in place.
             leaves[place] = copy.detach().requires_grad_(leaves[place].requires_grad).clone()
         return tree_unflatten(leaves, self._form)
 
@@ -133,7 +134,7 @@ class _Inputs:
         return compat.version(self._tensor(place))
 
     def _has_changed(self, place: int, version: int | None) -> bool:
-        """True for an input that was written to since it had that version, or may have been."""
+        """True if an input was written to since that version, or may have been."""
         return version is None or self._now(place) != version
 
     def _tensor(self, place: int) -> Tensor:
@@ -143,45 +144,47 @@ class _Inputs:
 
     def _refuse(self, place: int, when: str) -> NoReturn:
         raise UsageError(
-            f"train.activation_checkpointing: what {self._block} is given (a tensor {list(self._tensor(place).shape)}) "
-            f"is changed in place {when}, and the block would be computed again from the changed one",
+            f"train.activation_checkpointing: an input of {self._block} (a tensor {list(self._tensor(place).shape)}) "
+            f"is changed in place {when}, and the block would be recomputed from the changed values",
             hints=[
-                "change a copy of it in the model's forward: `x = x + y` in place of `x += y`",
+                "change a copy of it in the model's forward: write `x = x + y`, not `x += y`",
                 "or set train.activation_checkpointing = false",
             ],
         )
 
 
-# ------------------------------------------------------------------------------------------------- what is kept
+# ------------------------------------------------------------------------------------------------- kept results
 class _Kept:
-    """Results of a first pass for the second, as long as nothing has been written into them."""
+    """Results of a first pass for the second, until something writes into them."""
 
     def __init__(self) -> None:
-        self._results: dict[tuple[Any, int], Any] = {}  # by operation, and its number among its like
+        self._results: dict[tuple[Any, int], Any] = {}  # by operation, and the number of its call
         self._of: dict[int, tuple[Any, int]] = {}  # by storage
-        self._names: list[tuple[tuple[Any, int], weakref.ref[Tensor]]] = []  # tensors that share such a storage
+        self._names: list[tuple[tuple[Any, int], weakref.ref[Tensor]]] = []  # tensors in such a storage
         self._versions: list[tuple[tuple[Any, int], Tensor, int | None]] = []
 
     def keep(self, key: tuple[Any, int], result: Any) -> None:
-        """Keeps what an operation gave. Detached, as the graph that `result` becomes part of holds what is kept."""
+        """Keeps the result of an operation."""
+        # Detached: the graph of `result` holds the kept results, and would keep itself alive.
         self._results[key] = tree_map_only(Tensor, Tensor.detach, result)
         self._of |= {id(storage): key for tensor in tensors_in(result) for storage in storages(tensor)}
 
     def name(self, result: Any) -> None:
-        """Remembers tensors that share a storage with what is kept: not all views count writes with what they view."""
+        """Records the tensors that share a storage with a kept result: some views have their own version counter."""
         for tensor in tensors_in(result):
             for storage in storages(tensor):
                 if key := self._of.get(id(storage)):
                     self._names.append((key, weakref.ref(tensor)))
 
     def written(self, tensor: Tensor) -> None:
-        """Drops what is kept in the storage of `tensor`."""
+        """Drops the kept result in the storage of `tensor`."""
         for storage in storages(tensor):
             if key := self._of.pop(id(storage), None):
                 self._results.pop(key, None)
 
     def after_first_pass(self) -> None:
-        """Counts writes from now on by torch's versions, as operations outside of the block are not seen."""
+        """Begins to detect writes by torch's version counters."""
+        # The mode does not see operations outside of the block.
         with torch.no_grad():
             for key, name in self._names:
                 if key in self._results and (tensor := name()) is not None:
@@ -189,19 +192,19 @@ class _Kept:
         self._names.clear()
 
     def before_second_pass(self) -> None:
-        """Drops what was written into since the first."""
+        """Drops the results that were written into since the first pass."""
         for key, tensor, version in self._versions:
             if version is None or compat.version(tensor) != version:
                 self._results.pop(key, None)
         self._versions.clear()
 
     def take(self, key: tuple[Any, int]) -> Any:
-        """Returns what was kept, once; None if there is nothing (a third pass computes all again)."""
+        """Returns a kept result, once; None if there is none (a third pass computes everything again)."""
         return self._results.pop(key, None)
 
 
 class _Keeping(compat.DispatchMode):
-    """Keeps the results of costly operations, and of every second matrix product."""
+    """Mode that keeps the results of costly operations, and of every second matrix product."""
 
     def __init__(self, kept: _Kept) -> None:
         super().__init__()
@@ -215,7 +218,7 @@ class _Keeping(compat.DispatchMode):
         result = func(*args, **kwargs)
         if func in _PRODUCTS or func in _COSTLY:
             self._products += func in _PRODUCTS
-            # With dropout it is not kept: left out, it would leave its random numbers to what comes after it.
+            # Not with dropout: a second pass that skips it would give its random numbers to the next operation.
             keep = func in _COSTLY or self._products % 2
             if (
                 keep
@@ -229,7 +232,7 @@ class _Keeping(compat.DispatchMode):
 
 
 class _Giving(compat.DispatchMode):
-    """Gives in a second pass what was kept of the first."""
+    """Mode that returns, in a second pass, the kept results of the first."""
 
     def __init__(self, kept: _Kept) -> None:
         super().__init__()
@@ -250,18 +253,18 @@ class _Giving(compat.DispatchMode):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """True where the storages of a tensor are known, so that writes into it are seen."""
+    """True if the storages of a tensor are known, so that writes into it are detected."""
     return isinstance(tensor, DTensor) or not compat.is_wrapper(tensor)
 
 
 def _chosen() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts that keep some of what is computed, for compilers: what they trace has no writes in place."""
+    """Returns the contexts of selective checkpointing for the compiler, whose traces have no in-place writes."""
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_EverySecond())  # type: ignore[no-untyped-call]
     return contexts
 
 
 class _EverySecond:
-    """Keeps the results of costly operations, and of every second matrix product."""
+    """Policy that keeps the results of costly operations, and of every second matrix product."""
 
     def __init__(self) -> None:
         self._products = {False: 0, True: 0}  # so far, in the first pass and in the second
@@ -274,11 +277,10 @@ class _EverySecond:
 
 
 class _AsBefore(AbstractContextManager[None]):
-    """Gives a module, inside, copies of the buffers that it had when this was made, and python's and numpy's random
-    numbers of then; torch sees to its own.
+    """Context that restores a module's buffers, and the RNG state of Python and NumPy, from its construction.
 
-    Copies stand in for the buffers themselves, because autograd may still need those that the first pass used. `inner`
-    is entered too.
+    The module gets copies of the buffers, because autograd may still need those of the first pass. torch restores its
+    own RNG state. `inner` is entered too.
     """
 
     def __init__(self, module: nn.Module, inputs: _Inputs, inner: AbstractContextManager[Any]) -> None:
@@ -307,6 +309,6 @@ class _AsBefore(AbstractContextManager[None]):
 
 
 def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copies, of which those of one tensor are one."""
+    """Returns copies; entries that are the same tensor get the same copy."""
     made = {id(tensor): tensor.detach().clone() for tensor in tensors if tensor is not None}
     return [made.get(id(tensor)) for tensor in tensors]

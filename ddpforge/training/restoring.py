@@ -1,4 +1,4 @@
-"""Takes from a checkpoint the state of components that a recipe still names, and none of those it has replaced."""
+"""Restores the state of components from a checkpoint, except for components that the recipe has replaced."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger("ddpforge")
 
 
 def restore_weights(replica: Replica, checkpoint: Reader, ranks: Ranks) -> None:
-    """Gives the model its weights and buffers; of what the optimizer and the strategy have kept, nothing is read.
+    """Restores the weights and buffers of the model, but no state of the optimizer and the strategy.
 
-    Raises CheckpointError where the checkpoint is of another model.
+    Raises CheckpointError if the checkpoint is of another model.
     """
     saved = complete(checkpoint.state(), replica, ranks)
     if missing := sorted(replica.state().model.keys() - saved.model.keys()):
@@ -34,19 +34,19 @@ def restore_weights(replica: Replica, checkpoint: Reader, ranks: Ranks) -> None:
         raise CheckpointError(
             f"the checkpoint is of another model (missing from the checkpoint: {', '.join(missing[:5])}{more})"
         )
-    # `partial` leaves the optimizer alone; that nothing of the model is missing is known now.
+    # `partial` skips the optimizer. It accepts missing tensors too, which the check above has excluded.
     replica.load_state(CanonicalState(saved.model, {}, saved.aliases), partial=True)
     replica.weights.changed()
 
 
 def restore_kept(replica: Replica, checkpoint: Reader, weights: str) -> None:
-    """Gives the model the weights that a callback keeps, in place of its own; "model" means these.
+    """Replaces the model's weights by the ones that the callback `weights` keeps; "model" changes nothing.
 
-    Raises UsageError where the checkpoint has no such weights.
+    Raises UsageError if the checkpoint has no such weights.
     """
     if weights == "model":
         return
-    chosen_weights(checkpoint, weights)  # raises, where they are not of this model
+    chosen_weights(checkpoint, weights)  # raises if they are not of this model
     kept = {name: saved for name, saved in checkpoint.callbacks()[weights].items() if isinstance(saved, Saved)}
     held = replica.state().model
     dtypes = {name: (mine.tensor if isinstance(mine, Part) else mine).dtype for name, mine in held.items()}
@@ -56,9 +56,9 @@ def restore_kept(replica: Replica, checkpoint: Reader, weights: str) -> None:
 
 
 def restore_callbacks(recipe: Recipe, callbacks: Mapping[str, Callback], checkpoint: Reader, world: World) -> None:
-    """Gives each callback its state back, unless another component had the name when that was saved.
+    """Restores the state of each callback, unless another component had its name when the state was saved.
 
-    Modules beside the model, and its own state, are the task's: with another task they begin as they do in a new run.
+    Auxiliary modules, and the task's own state, belong to the task: with another task they begin as in a new run.
     """
     facts, kept = checkpoint.facts, checkpoint.callbacks()
     for name, callback in callbacks.items():
@@ -66,30 +66,30 @@ def restore_callbacks(recipe: Recipe, callbacks: Mapping[str, Callback], checkpo
             if is_another(facts, recipe.task.use, "task", world=world):
                 callback.begin()
             elif name not in kept:
-                raise CheckpointError(f"the checkpoint holds nothing of `{callback.name}`, which the task uses")
+                raise CheckpointError(f"the checkpoint has no auxiliary module `{callback.name}`, which the task uses")
             else:
                 callback.load_state(kept[name])
         elif isinstance(callback, TaskState):
             if name in kept and not is_another(facts, recipe.task.use, "task", world=world):
                 callback.load_state(kept[name])
             elif name not in kept and world.is_main:
-                log.warning("the checkpoint holds no state of the task, which starts with what its constructor makes")
+                log.warning("the checkpoint has no state of the task, which starts with the state of its constructor")
         elif name in kept and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world):
             callback.load_state(kept[name])
 
 
 def is_another(facts: Facts, use: str, *table: str, world: World) -> bool:
-    """True if the recipe's table, which uses `use`, named another component when the checkpoint was saved; says so."""
+    """True if the recipe's table had another component than `use` when the checkpoint was saved; logs it."""
     earlier = _use_in(facts.recipe, table)
     if earlier is None or earlier.rpartition("/")[2] == use.rpartition("/")[2]:  # local code may have moved
         return False
     if world.is_main:
-        log.warning("%s `%s` starts afresh: the checkpoint has the state of `%s`", ".".join(table), use, earlier)
+        log.warning("%s `%s` starts from scratch: the checkpoint has the state of `%s`", ".".join(table), use, earlier)
     return True
 
 
 def _use_in(recipe: str, table: Sequence[str]) -> str | None:
-    """The `use` of a table of a checkpoint's recipe; None where it does not say, as after an import."""
+    """Returns the `use` of a table in a checkpoint's recipe; None if it has none, as after an import."""
     try:
         found: Any = loads(recipe)
         for name in (*table, "use"):

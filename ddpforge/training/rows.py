@@ -1,4 +1,4 @@
-"""The rows of numbers of a run: averaged metrics, rates, speed, and the time between two rows by phase."""
+"""Rows of metrics of a run: averaged metrics, learning rates, speed, and the share of time by phase."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["RowBuilder", "Spending"]
 
 log = logging.getLogger("ddpforge")
 
-_ITEMS = "?items"  # of a step
-_TIME = "?time/"  # and the name of a phase
-_EMPTY = "?empty"  # the steps since the last row in which no target counted
-_MANY_EMPTY = 100  # steps, all of them so, after which nothing will ever be learnt
-_BETWEEN = (phases.EVAL, phases.SAVE)  # what does not happen between all rows
-_WAITS, _LONG = 0.25, 5.0  # the share of the time, and seconds, of which waiting for data is worth a word
+_ITEMS = "?items"  # key of the items of a step
+_TIME = "?time/"  # prefix of the name of a phase
+_EMPTY = "?empty"  # key of the updates without a counted target since the last row
+_MANY_EMPTY = 100  # steps in which no target counted, after which the run fails
+_BETWEEN = (phases.EVAL, phases.SAVE)  # phases that do not happen between all rows
+_WAITS, _LONG = 0.25, 5.0  # smallest share of waiting for data, and shortest window in seconds, for a hint
 
 
 class Spending:
-    """The shares of wall time that a rank has spent in each phase since the last row, for one reduction over ranks.
+    """Shares of wall time that a rank has spent in each phase since the last row, for one reduction over ranks.
 
-    It is the time of the host: one that waits for a GPU waits where it reads a number, in `step` or `reduce`.
+    It is the time of the host: the host waits for a GPU when it reads a number, in `step` or `reduce`.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Spending:
     def totals(self, totals: Mapping[str, Total], *, counts: bool) -> dict[str, float]:
         """Returns this rank's shares, and restarts.
 
-        `counts` says that the task counts items which are not samples: then also those in the step of these `totals`.
+        `counts`: the task counts items that are not samples; the result then has the items of the step of `totals`.
         """
         passed = [now - before for now, before in zip(phases.spent(), self._began, strict=True)]
         self.restart()
@@ -61,34 +61,34 @@ class Spending:
         return found
 
     def advice(self, waited: float, seconds: float, *, workers: int) -> str:
-        """Says, once, what to do where a share of so many seconds went into waiting for data; empty otherwise."""
+        """Returns a hint, once, if a large share (`waited`) of `seconds` was spent waiting for data; otherwise ""."""
         if self._advised or waited < _WAITS or seconds < _LONG:
             return ""
         self._advised = True
         more = "more loader processes" if workers else "loader processes"
         return (
             f"{waited:.0%} of the time goes into waiting for data: set data.workers = {2 * workers or 2} ({more}, a "
-            "core each), or have the dataset fetch a batch at once (`__getitems__`)"
+            "core each), or let the dataset fetch a whole batch at once (`__getitems__`)"
         )
 
     @staticmethod
     def taken(means: dict[str, float]) -> tuple[dict[str, float], float | None]:
-        """Takes the shares by phase, and the items of a step on one rank, out of the means over all ranks."""
+        """Removes the shares by phase, and the items of a step on a rank, from the means over ranks; returns both."""
         names = [name for name in means if name.startswith(_TIME)]
         return {name.removeprefix(_TIME): round(means.pop(name), 4) for name in names}, means.pop(_ITEMS, None)
 
 
 class RowBuilder:
-    """Builds the row of a step out of means over all ranks, and what this rank has measured since the last row."""
+    """Builder of the row of a step, from means over all ranks and this rank's measurements since the last row."""
 
     def __init__(self, world: World, task: Task, plan: Plan, rates: Rates, updates: int) -> None:
-        """`updates` is the number of updates that a step makes."""
+        """Prepares rows of steps with `updates` updates each."""
         self._world, self._task, self._plan, self._rates, self._updates = world, task, plan, rates, updates
         self.stopwatch = Stopwatch()
         self.spending = Spending()
         self._shares: Mapping[str, float] = {}  # of wall time since the row before the newest, by phase
-        self._items: float | None = None  # that a rank has in a step; None if they are samples
-        self._empty, self._first_step = 0.0, 0  # steps in which no target counted, of those after `_first_step`
+        self._items: float | None = None  # items of a rank in a step; None if they are samples
+        self._empty, self._first_step = 0.0, 0  # updates without a counted target, since `_first_step`
 
     def restart(self, step: int) -> None:
         """Begins to measure after `step`."""
@@ -97,22 +97,22 @@ class RowBuilder:
         self.spending.restart()
 
     def totals(self, totals: Mapping[str, Total], *, counts: bool, empty: Tensor | float) -> dict[str, Total | float]:
-        """Returns what rides on the reduction of a step's `totals` for its row.
+        """Returns the numbers for the row of a step that are reduced together with its `totals`.
 
-        `counts` says that the task counts items which are not samples, and `empty` of how many steps it counted none.
+        `counts`: the task counts items that are not samples; `empty`: in this number of steps it counted none.
         """
         riding: dict[str, Total | float] = {**self.spending.totals(totals, counts=counts)} if totals else {}
         return riding | ({_EMPTY: Total(torch.as_tensor(empty), 1)} if counts else {})
 
     def take(self, means: dict[str, float], progress: Progress, end: float) -> None:
-        """Takes out of `means` what `totals` gave; raises UsageError if no target has ever counted."""
+        """Moves the means of `totals` from `means` into this builder; raises UsageError if no target ever counted."""
         self._check_targets(means.pop(_EMPTY, 0.0), progress.step, end)
         shares, items = Spending.taken(means)
         if shares:
             self._shares, self._items = shares, items
 
     def _check_targets(self, empty: float, step: int, end: float) -> None:
-        """Logs in how many steps since the last row no target counted; raises UsageError if none ever did."""
+        """Logs the number of steps in which no target counted, as it grows; raises UsageError if none ever counted."""
         if not empty:
             return
         before, self._empty = self._empty, self._empty + empty
@@ -122,21 +122,21 @@ class RowBuilder:
             steps >= _MANY_EMPTY or (self._first_step == 0 and step >= min(end, epoch))
         ):
             raise UsageError(
-                f"no target has counted in {steps} steps: nothing is learnt",
+                f"no target has counted in {steps} steps: the model learns nothing",
                 hints=[
-                    "look at the targets that the dataset gives (`ddpforge data show`): all are the ignored one, or "
+                    "look at the targets of the dataset (`ddpforge data show`): all have the ignored value, or "
                     "truncation has cut them off"
                 ],
             )
         if before == 0 or int(self._empty).bit_length() > int(before).bit_length():
             log.warning(
-                "by step %d no target counted in %d of %d steps: their gradient is zero, and the optimizer's momentum "
-                "and weight decay act alone",
+                "by step %d no target counted in %d of %d steps: their gradient is zero, and only the optimizer's "
+                "momentum and weight decay change the weights",
                 *(step, self._empty, steps),
             )
 
     def row(self, means: Mapping[str, float], progress: Progress, *, lr: float, grad_norm: float) -> dict[str, float]:
-        """Returns the row of the step that `progress` has come to."""
+        """Returns the row of the current step of `progress`."""
         row = {f"train/{name}": value for name, value in finished(self._task, means).items()}
         row |= {"train/grad_norm": grad_norm, "lr": lr, "samples": progress.samples}
         row |= {of_turn("lr", name): rate for name, rate in self._rates.named().items()}
@@ -153,7 +153,7 @@ class RowBuilder:
         return row
 
     def finish_window(self, step: int, *, workers: int) -> None:
-        """Begins the window of the next row; logs once if much of the last one went into waiting for data."""
+        """Begins the window of the next row; logs a hint, once, if much of the last one was spent waiting for data."""
         waited = self._shares.get(phases.NAMES[phases.DATA], 0.0)
         if advice := self.spending.advice(waited, self.stopwatch.seconds, workers=workers):
             log.warning("step %d: %s", step, advice)

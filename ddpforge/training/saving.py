@@ -1,4 +1,4 @@
-"""Saves a trainer's state while training goes on, and learns what came of it."""
+"""Saves a trainer's state while training continues, and handles the result of each save."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger("ddpforge")
 
 
 class Saving:
-    """Writes checkpoints of a replica and of callbacks; one at a time is on its way.
+    """Writer of checkpoints of a replica and its callbacks, one checkpoint at a time.
 
-    `origin` is what a checkpoint says of where it comes from: recipe, lineage, strategy, ranks. Every method is called
-    on all ranks after the same step, so that they all continue or all stop.
+    `origin` describes the origin of a checkpoint: recipe, lineage, strategy, ranks. Every method is called on all ranks
+    after the same step, so that they all continue or all stop.
     """
 
     def __init__(
@@ -41,21 +41,21 @@ class Saving:
         self.checkpoints = checkpoints
         self.settings = settings
         self.origin: Mapping[str, Any] = {}
-        self.rows: Callable[[], int | None] = lambda: None  # of metrics.jsonl, where this rank writes it
-        self.step: int | None = None  # the newest that is in a checkpoint, or on its way there
+        self.rows: Callable[[], int | None] = lambda: None  # rows in metrics.jsonl, on the rank that writes it
+        self.step: int | None = None  # the newest step that is saved or being saved
         self._replica = replica
         self._callbacks, self._tracker = callbacks, tracker
         self._ranks = ranks
-        self._reserved = False  # whether memory for copies was taken
-        self._left_out: Mapping[str, Any] = {}  # what is known of the weights that no checkpoint holds
+        self._reserved = False  # whether memory for copies is reserved
+        self._left_out: Mapping[str, Any] = {}  # checksums of the weights that checkpoints omit
 
     @property
     def ready(self) -> bool:
-        """True if waiting for what this rank writes would cost nothing."""
+        """True if this rank has nothing left to write, so that waiting takes no time."""
         return self.checkpoints.ready()
 
     def save(self, progress: Progress, metrics: Mapping[str, float], *, last: bool) -> None:
-        """Begins to save; see `settle` for the end of it."""
+        """Begins to save; `settle` waits for the end."""
         phases.mark(phases.SAVE)
         self.settle()
         self._replica.sync_buffers()
@@ -78,35 +78,35 @@ class Saving:
             self.settle(last=last)
 
     def reserve(self) -> None:
-        """Takes memory for copies from GPUs early, once: after the first step, when the optimizer has its state."""
+        """Reserves memory for copies from GPUs, once; call it after the first step, when optimizer state exists."""
         if self._reserved or not self.settings.background:
             return
         self._reserved = True
-        if self.settings.contents == "all":  # else there is little to copy
+        if self.settings.contents == "all":  # otherwise there is little to copy
             self.checkpoints.reserve(self._own(self._replica.state()))
 
     def before_update(self) -> None:
-        """Finishes the copy of weights that are being saved: call before an update, or whatever else changes them."""
+        """Waits until the weights that are being saved are copied: call it before an update or any other change."""
         self.checkpoints.before_update()
 
     def _own(self, state: CanonicalState[Any]) -> RankState:
         return RankState.of(state, {name: state_of(name, callback) for name, callback in self._callbacks().items()})
 
     def _refuse_moved(self, numbers: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where weights that are left out are not what they were at the first checkpoint."""
+        """Raises CheckpointError if omitted weights have changed since the first checkpoint."""
         now = {name: x for name, x in numbers.items() if has_left_out([name])}
         if self._left_out and not same(now, self._left_out):
             raise CheckpointError(
-                "weights that are not trained have changed during the run, and checkpoints leave them out",
+                "frozen weights have changed during the run, and checkpoints omit them",
                 hints=['set checkpoint.contents = "all"'],
             )
         self._left_out = now
 
     def settle(self, *, last: bool = False) -> None:
-        """Waits for the checkpoint that is being written, if there is one, and tells callbacks and tracker of it.
+        """Waits for the checkpoint that is being written, if there is one, and reports it to callbacks and tracker.
 
-        After the `last` one nothing is left to do. Raises CheckpointError when it could not be written and the recipe
-        says stop, or it is the `last` one.
+        With `last`, it also ends all background work. Raises CheckpointError if the checkpoint could not be written,
+        and it is the `last` one or `checkpoint.on_failure` is "stop".
         """
         if self.checkpoints.pending:
             self._settle(last=last)
@@ -128,12 +128,12 @@ class Saving:
         self._tracker.checkpoint(self.step, folder)
 
     def newest(self) -> Reader | None:
-        """The newest intact checkpoint, once nothing is on its way."""
+        """Returns the newest intact checkpoint, after the one that is being written."""
         self.settle()
         return self.checkpoints.open()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """True if `metrics` beat those of every checkpoint, also of the one that is being written."""
+        """True if `metrics` are better than those of every checkpoint, including the one that is being written."""
         if not self.settings.keep.best:
             return False
         self.settle()

@@ -1,4 +1,4 @@
-"""Brings what callbacks and tasks show into the form that trackers take."""
+"""Converts the values that callbacks and tasks show into the form that trackers take."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _FORMS = {
 
 
 class _Odd(ValueError):
-    """Numbers of the right form that nobody can show."""
+    """Raised for numbers of the right form that cannot be shown."""
 
 
 class Shows:
-    """Passes on what is shown, as of the present `step`, to a tracker; on other ranks than the main one does nothing.
+    """Passes shown values to a tracker, with the current `step`; only the main rank does so.
 
-    See `interfaces.Show` for what is taken, and what is refused.
+    See `interfaces.Show` for the values that are accepted.
     """
 
     def __init__(self, tracker: Tracker, *, is_main: bool) -> None:
@@ -47,11 +47,11 @@ class Shows:
         self._warned: set[str] = set()
 
     def __deepcopy__(self, _: dict[int, Any]) -> Shows:
-        """A copy of a task is one that is tried out: it shows nothing, and trackers cannot be copied."""
+        """Returns an instance that shows nothing: a copied task is only tried out, and trackers cannot be copied."""
         return Shows(Tracker(), is_main=False)
 
     def __call__(self, name: str, value: Any, kind: ShownKind) -> None:
-        """Shows `value`."""
+        """Shows `value`; raises PluginError for a wrong name, kind or form."""
         if not self._is_main:
             return
         if kind not in get_args(ShownKind):
@@ -73,14 +73,14 @@ def _refuse(name: str, found: str, expected: str) -> NoReturn:
 
 
 def _array(name: str, value: Any, kind: str) -> NDArray[Any]:
-    """The numbers of `value` on the host; floats as float32 or float64."""
+    """Returns the numbers of `value` on the host; floats as float32 or float64."""
     plain = value
     if isinstance(value, Tensor):
         small = value.is_floating_point() and value.dtype.itemsize < 4  # numpy has no bfloat16
         plain = (value.detach().float() if small else value.detach()).cpu().numpy()
     try:
         found = np.asarray(plain)
-    except (ValueError, TypeError, RuntimeError):  # torch's, of a list of tensors that have gradients
+    except (ValueError, TypeError, RuntimeError):  # e.g. a list of tensors that require gradients
         found = np.asarray(None)
     if found.dtype.kind not in "biuf":
         _refuse(name, f"a {type(value).__name__} of {found.dtype}", _FORMS[kind])
@@ -89,7 +89,7 @@ def _array(name: str, value: Any, kind: str) -> NDArray[Any]:
 
 # ---------------------------------------------------------------------------------------------- by kind
 def _image(name: str, value: Any) -> NDArray[np.uint8]:
-    """uint8 [height, width, 3]; several become a grid."""
+    """Returns uint8 [height, width, 3]; several images become a grid."""
     found = _array(name, value, "image")
     images = found[(None,) * max(0, 4 - found.ndim)] if found.ndim in (2, 3) else found
     if images.ndim != 4 or images.shape[1] not in (1, 3) or not images.size:
@@ -101,7 +101,7 @@ def _image(name: str, value: Any) -> NDArray[np.uint8]:
 
 
 def _bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
-    """The pixels as uint8; raises _Odd for floats beyond 0 to 1, and integers that are no bytes."""
+    """Returns the pixels as uint8; raises _Odd for floats outside of 0 to 1, and integers outside of 0 to 255."""
     least, most = images.min(), images.max()
     if images.dtype == np.uint8:
         return images
@@ -117,7 +117,7 @@ def _bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _grid(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Lays images [N, channels, height, width] out in rows that make about a square."""
+    """Arranges images [N, channels, height, width] in rows, as nearly in a square as possible."""
     number, channels, height, width = images.shape
     columns = math.ceil(math.sqrt(number))
     rows = math.ceil(number / columns)
@@ -138,7 +138,7 @@ def _histogram(name: str, value: Any) -> Histogram:
     finite = found[np.isfinite(found)]
     try:
         counts, edges = np.histogram(finite, _BINS)
-    except ValueError as error:  # float64 cannot cut so narrow, or so wide, a range
+    except ValueError as error:  # a range too narrow, or too wide, for bins in float64
         raise _Odd(f"its values go from {finite.min()} to {finite.max()}: {error}") from error
     return Histogram(tuple(counts.tolist()), tuple(edges.tolist()), found.size - finite.size)
 
@@ -148,7 +148,7 @@ def _text(name: str, value: Any) -> str:
         _refuse(name, f"a {type(value).__name__}", _FORMS["text"])
     if len(value) > _LARGEST["text"]:
         _refuse(name, f"text of {len(value):,} characters", f"at most {_LARGEST['text']:,}")
-    return value.encode(errors="replace").decode()  # half a surrogate pair is in no file
+    return value.encode(errors="replace").decode()  # half a surrogate pair cannot be written
 
 
 def _table(name: str, value: Any) -> Table:

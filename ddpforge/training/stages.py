@@ -1,4 +1,4 @@
-"""The stages of a run before it trains: what its recipe chooses, what is built of that, and the batches of one rank."""
+"""Stages of a run before it trains: its chosen components, its built components, and the batches of one rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["MISSING", "Built", "Chosen", "Dealt", "NotBuilt", "key_of"]
 
 
 class NotBuilt(Exception):
-    """A component is used that could not be built, which is a problem that has been noted."""
+    """Raised when a component is used that could not be built; that problem is recorded already."""
 
 
 class _Missing:
-    """Stands for a component that could not be built, or whose code is not imported: any use of it raises NotBuilt."""
+    """Placeholder for a component that could not be built, or whose code is not imported: any use raises NotBuilt."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotBuilt(name)
@@ -37,10 +37,11 @@ MISSING: Any = _Missing()
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The components that a recipe names, but for data, model and schedule: nothing large has been built.
+    """Components that a recipe names, without data, model and schedules: nothing large is built.
 
-    If nothing is trained (not `trains`), there are neither optimizer nor trackers, `batch` is MISSING, and evaluation
-    sets are those that `only` names, or all. `device` is "cpu" or "cuda"; None stands for what this machine has.
+    If nothing is trained (not `trains`), there are neither optimizer nor trackers, and `batch` is MISSING. `only` names
+    the evaluation sets to use; if it is empty, all are used. `device` is "cpu" or "cuda"; None is for the device of
+    this machine.
     """
 
     loaded: LoadedRecipe  # with the direction of metrics, as the task declares it
@@ -61,23 +62,23 @@ class Chosen:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe."""
+        """Returns the recipe."""
         return self.loaded.recipe
 
     def evaluations(self) -> dict[str, Component]:
-        """Returns the evaluation sets by name, less those that were not asked for."""
+        """Returns the evaluation sets by name, only the ones in `only` unless it is empty."""
         sets = self.recipe.data.evaluations
         return {name: component for name, component in sets.items() if not self.only or name in self.only}
 
     @classmethod
     def of(cls, earlier: Chosen, **more: Any) -> Self:
-        """Returns this stage, made of the `earlier` one and what it adds."""
+        """Returns this stage, with the fields of the `earlier` one and `more`."""
         return cls(**{one.name: getattr(earlier, one.name) for one in fields(earlier)} | more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built(Chosen):
-    """The components with data, model and schedules, the same on every rank.
+    """Components with data, model and schedules, the same on every rank.
 
     `data` has the datasets by the recipe's key below `data`: "train", "eval", "eval.NAME".
     """
@@ -85,17 +86,17 @@ class Built(Chosen):
     data: Mapping[str, Any]
     order: Order | None  # of the training data; None for a stream, which has its own
     plan: Plan
-    schedules: Mapping[str, Schedule]  # of turns that have one of their own, and of all others: ""
+    schedules: Mapping[str, Schedule]  # by turn; "" is for turns without their own
     model: nn.Module
     size: Size
-    beside: Mapping[str, Beside]  # modules that the task uses beside the model
+    beside: Mapping[str, Beside]  # the task's auxiliary modules
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dealt(Built):
-    """The components with the batches of one rank: its part of the training data, and of each evaluation set by name.
+    """Components with the batches of one rank: its part of the training data, and of each evaluation set by name.
 
-    `compares` says that the first loss is still to be compared with those of its halves.
+    `compares`: the first step must still compare its loss with the losses of its halves.
     """
 
     training: Batches

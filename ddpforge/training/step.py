@@ -24,16 +24,16 @@ from ddpforge.training.turns import name_of
 
 __all__ = ["KeepsBuffers", "MultiPassUpdate", "Stepper", "check_first_loss", "update_of"]
 
-_FORWARD = 0xF03A  # keeps the random numbers of forward passes apart from those of the data
+_FORWARD = 0xF03A  # separates the seeds of forward passes from those of the data
 
-_Items = int | Callable[[], Tensor]  # of a step: a number, or a function that waits until ranks have counted
+_Items = int | Callable[[], Tensor]  # items of a step: a number, or a function that waits for the sum over ranks
 _ForwardBackward = Callable[[], Any]
 
 
 class Stepper:
-    """Computes the steps of one rank. It returns the rank's sums and counts, which the trainer reduces over ranks.
+    """Computes the steps of one rank, and returns the rank's sums and counts, which the trainer reduces over ranks.
 
-    Features that few runs use are objects that it is given; without them a step is what `train_step` shows.
+    Features that few runs use are separate objects, passed to the constructor.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Stepper:
         """Prepares the steps of `replica` with the losses of `task`.
 
         Args:
-            update: changes the weights by the gradients; an optimizer of several passes calls its argument, which
-                computes new gradients of the same micro-batches. None is one `replica.step()`.
-            stateful: has the buffers that forward passes change; None is the model.
-            statistics: averages those of BatchNorm over virtual ranks.
-            first_checks: are called once, with the first micro-batch of all.
-            before_update: is called before the weights change.
+            update: updates the weights. A multi-pass optimizer calls the argument of `update`, which computes new
+                gradients of the same micro-batches. None is one `replica.step()`.
+            stateful: the module whose buffers change in forward passes; None is the model.
+            statistics: averages BatchNorm statistics over virtual ranks.
+            first_checks: functions that are called once, with the very first micro-batch.
+            before_update: function that is called before the weights change.
         """
         self._world, self._replica, self._task = world, replica, CheckedTask(task, "training")
         self._stateful = replica.bare if stateful is None else stateful
@@ -69,16 +69,15 @@ class Stepper:
     def train_step(
         self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
     ) -> tuple[dict[str, Total], Tensor]:
-        """Takes one optimizer step on `micro_batches`, of which `first` is one.
+        """Takes one optimizer step on `micro_batches`, which begin with `first`.
 
-        Totals are those of the loss, and of the task's metrics if they are to be measured. The norm (0-d, on the
-        device) is that of the reduced gradient. If a step has several updates, `update` numbers them: each draws
-        random numbers of its own.
+        Returns the totals of the loss and, with `measure`, of the task's metrics; and the norm (0-d, on the device) of
+        the reduced gradient. If a step has several updates, `update` numbers them: each has seeds of its own.
         """
         while self._first_checks:
             self._first_checks.pop(0)(first)
         micro_batches, items = self.count_items(first, micro_batches)
-        if self._update:  # which may go through them again
+        if self._update:  # which may use them again
             micro_batches = list(micro_batches)
         totals = self.forward_backward(step, update, micro_batches, items, measure=measure)
         if not isinstance(items, int):
@@ -93,10 +92,10 @@ class Stepper:
     def count_items(
         self, first: MicroBatch, micro_batches: Iterable[MicroBatch]
     ) -> tuple[Iterable[MicroBatch], _Items]:
-        """Returns the step's micro-batches, and how many items they have on all ranks together.
+        """Returns the step's micro-batches, and the number of their items on all ranks together.
 
-        How many samples a step has is arithmetic; items that only the batches know (tokens) are counted on all ranks
-        while the first forward pass runs.
+        The number of samples is known in advance. Items that only the batches show (tokens) are summed over ranks while
+        the first forward pass runs.
         """
         task = self._task.task
         if task.count(first.data) is None:
@@ -106,15 +105,15 @@ class Stepper:
         mine = torch.as_tensor(sum(torch.as_tensor(micro.items, dtype=torch.float64) for micro in batches))
         if mine.device.type == "cpu" and not 0 <= mine.item() < math.inf:
             raise PluginError(
-                f"{name_of(task)}.count gave {mine.item():g} for a step",
-                hints=["count how many items the loss sums over, or add up their weights: 0 or more"],
+                f"{name_of(task)}.count returned {mine.item():g} for a step",
+                hints=["return the number of items that the loss sums over, or the sum of their weights: 0 or more"],
             )
         return batches, cache(self._world.data.begin_sum(mine))
 
     def forward_backward(
         self, step: int, update: int, micro_batches: Iterable[MicroBatch], items: _Items, *, measure: bool
     ) -> dict[str, Total]:
-        """Runs all passes of a step, in the replica's order; returns this rank's totals."""
+        """Runs all forward and backward passes of a step, in the replica's order; returns this rank's totals."""
         totals: dict[str, Total] = {}
         running: deque[MicroBatch] = deque()
 
@@ -132,13 +131,13 @@ class Stepper:
                     scale=partial(self._scale, items) if micro.samples else lambda: 0.0,
                     last=micro.last,
                     measured=measure and micro.samples > 0,
-                    # A stand-in is no data: statistics must not count it.
+                    # Padding samples are no data: statistics must not count them.
                     around=nullcontext if micro.samples else partial(unchanged, self._stateful),
                 )
 
         for result in self._replica.passes(passes(), self.compute, trains=True):
             micro = running.popleft()
-            if result is not None:  # else another rank has the loss, and counts it
+            if result is not None:  # otherwise another rank has the loss, and counts it
                 loss, measured = result
                 counted = items_of(self._task.task, micro) if self.counts else micro.samples
                 add(totals, {"loss": loss_total(loss, counted), **(measured or {})})
@@ -147,10 +146,9 @@ class Stepper:
         return totals
 
     def compute(self, module: nn.Module, one: Pass) -> tuple[Tensor, dict[str, Total]]:
-        """Returns the summed loss of a pass, and the totals of its metrics if they are measured.
-
-        Outputs that were kept through the backward pass would be a tenth of a language model's peak memory.
-        """
+        """Returns the summed loss of a pass and, if they are measured, the totals of its metrics."""
+        # Outputs are not returned: if the backward pass kept them, they would be a tenth of a language model's peak
+        # memory.
         phases.mark(phases.FORWARD)
         one.seed()
         loss, outputs = self._task.loss(module, one.batch)
@@ -159,26 +157,26 @@ class Stepper:
         return loss, measured
 
     def _measure(self, outputs: Any, batch: Any) -> dict[str, Total]:
-        """Returns the totals of the task's metrics; rows are left out, as training has no time to gather them."""
+        """Returns the totals of the task's metrics; skips rows, because gathering them would slow training down."""
         found = measure(self._task, outputs, batch)
         return {name: quantity for name, quantity in found.items() if isinstance(quantity, Total)}
 
     def _scale(self, items: _Items) -> Tensor | float:
-        """Returns the factor from a strategy's mean of gradients over data ranks to the mean over the step's items."""
+        """Returns the factor from the mean of gradients over data-parallel ranks to the mean over the step's items."""
         if isinstance(items, int):
             return self._world.data.size / items
         total = items()
-        counted = torch.where(total > 0, total, 1.0)  # of a step without items the gradient is zero, not 0 / 0
+        counted = torch.where(total > 0, total, 1.0)  # without items the gradient is zero, not 0 / 0
         return (self._world.data.size / counted).float()
 
     def take_empty(self) -> Tensor | float:
-        """Returns how many steps had no item on any rank since this was last called (0-d, on the device)."""
+        """Returns the number of updates without an item on any rank since the last call (0-d, on the device)."""
         empty, self._empty = self._empty, 0.0
         return empty
 
 
 def measure(task: CheckedTask, outputs: Any, batch: Any) -> dict[str, Total | Rows]:
-    """Returns the task's metrics of a batch, computed without gradients and in the outputs' own precision."""
+    """Returns the task's metrics of a batch, computed without gradients and in the dtype of the outputs."""
     with torch.no_grad(), suspended_autocast():
         found = task.metrics(outputs, batch)
     for name, quantity in found.items():
@@ -186,9 +184,9 @@ def measure(task: CheckedTask, outputs: Any, batch: Any) -> dict[str, Total | Ro
     return {name: exact(quantity) for name, quantity in found.items()}
 
 
-# ---------------------------------------------------------------------------------------------- what few runs use
+# ---------------------------------------------------------------------------------------------- features of few runs
 class KeepsBuffers:
-    """Takes steps after which training goes on if a gradient is not finite: buffers are then as they were before."""
+    """Stepper that restores the buffers if a gradient is not finite, so that training can continue."""
 
     def __init__(self, stepper: Stepper, stateful: nn.Module) -> None:
         self._stepper, self._stateful = stepper, stateful
@@ -196,7 +194,7 @@ class KeepsBuffers:
     def train_step(
         self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
     ) -> tuple[dict[str, Total], Tensor]:
-        """Takes a step of the stepper."""
+        """Takes a step, and restores the buffers if the norm is not finite."""
         before = Buffers(self._stateful)
         totals, norm = self._stepper.train_step(step, first, micro_batches, measure=measure, update=update)
         before.restore_unless(torch.isfinite(norm))
@@ -204,19 +202,19 @@ class KeepsBuffers:
 
 
 class MultiPassUpdate:
-    """Updates the weights with an optimizer that needs gradients at several places (SAM); see `Exploring`."""
+    """Update by a multi-pass optimizer (SAM), which needs gradients at several places; see `Exploring`."""
 
     def __init__(self, replica: Replica, optimizer: Exploring, stateful: nn.Module) -> None:
         self._replica, self._optimizer, self._stateful = replica, optimizer, stateful
         if not isinstance(replica, Explores):
             raise StrategyError(
-                f"{type(optimizer).__name__} makes {optimizer.passes} passes per step, and the strategy is for "
+                f"{type(optimizer).__name__} makes {optimizer.passes} passes per step, but the strategy supports only "
                 "optimizers that make one",
                 hints=["use another optimizer or another strategy"],
             )
 
     def __call__(self, again: _ForwardBackward) -> Tensor:
-        """Makes the passes after the first, and the update; returns the last norm."""
+        """Runs the passes after the first one, and updates the weights; returns the last norm."""
         explores, optimizer = cast(Explores, self._replica), self._optimizer
         for _ in range(1, optimizer.passes):
             norm = explores.explore(optimizer)
@@ -228,20 +226,20 @@ class MultiPassUpdate:
         else:
             optimizer.restore()
             norm = self._replica.step()
-        if not math.isfinite(norm.item()):  # there was no update, after which forward passes would use what is restored
+        if not math.isfinite(norm.item()):  # no update was made: only `changed` makes forward passes use the weights
             self._replica.weights.changed()
         return norm
 
 
 def update_of(replica: Replica, optimizer: Optimizer, stateful: nn.Module) -> MultiPassUpdate | None:
-    """Returns the update of an optimizer that makes several passes; None for all others."""
+    """Returns the update of a multi-pass optimizer; None for all others."""
     if getattr(optimizer, "passes", 1) == 1:
         return None
     return MultiPassUpdate(replica, cast(Exploring, optimizer), stateful)
 
 
 def check_first_loss(world: World, replica: Replica, task: Task, stateful: nn.Module, first: MicroBatch) -> None:
-    """Raises UsageError for a loss that is a mean, before the first step; for what preflight did not call."""
+    """Raises UsageError before the first step for a loss that is a mean, if preflight did not call the loss."""
     batch = replica.own_part(to_device(first.data, world.device))
     with replica.forward(), unchanged(stateful):  # a copy's forward may be bound to the model
         check_sum_reduction(replica.bare, task, batch, first.samples)

@@ -1,4 +1,4 @@
-"""Checks the form of what a task returns: its loss, a sum and not a mean, and its metrics."""
+"""Checks the form of a task's results: its loss, which must be a sum and not a mean, and its metrics."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
 
 
 class CheckedTask:
-    """A task whose `loss` and `metrics` are checked at their first call, for training or for evaluation.
+    """Task whose `loss` and `metrics` are checked at their first call, for training or for evaluation.
 
-    Afterwards `loss` and `metrics` are the task's own methods: a checked call costs later steps nothing.
+    After the first call, both are the task's own methods, so the checks cost later steps nothing.
     """
 
     def __init__(self, task: Task, use: Literal["training", "evaluation"]) -> None:
@@ -59,7 +59,7 @@ class CheckedTask:
 
 
 def first_metrics(task: Task, outputs: Any, batch: Any) -> Mapping[str, Total | Rows]:
-    """Calls a task's `metrics`, where a metric may find that outputs and targets are not what it takes."""
+    """Calls a task's `metrics`; raises UsageError if a metric refuses the outputs and targets by a ValueError."""
     try:
         return task.metrics(outputs, batch)
     except ValueError as error:
@@ -67,7 +67,7 @@ def first_metrics(task: Task, outputs: Any, batch: Any) -> Mapping[str, Total | 
 
 
 def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
-    """Adds to an error in a task's loss, or in the model's forward pass, what they were given."""
+    """Adds notes to an error in a task's loss, or in the model's forward pass: the batch, and likely causes."""
     if isinstance(error, ForgeError):
         return
     error.add_note(f"in the first forward pass of {use} ({name_of(task)}.loss), of a batch of {described(batch)}")
@@ -78,7 +78,7 @@ def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
 
 
 def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Tensor, Any]:
-    """Returns a task's loss and outputs; raises UsageError unless they are a summed loss and outputs."""
+    """Returns a task's loss and outputs; raises UsageError if their form is wrong."""
     where = f"{name_of(task)}.loss"
     pair = "return (loss, outputs): the loss summed over the batch, and what `metrics` reads"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -102,7 +102,7 @@ def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[
 
 
 def checked_metrics(task: Task, metrics: Any) -> Mapping[str, Total | Rows]:
-    """Returns a task's metrics as they are; raises PluginError unless they are totals or rows by name."""
+    """Returns a task's metrics unchanged; raises PluginError unless they are totals or rows by name."""
     if not isinstance(metrics, Mapping):
         raise PluginError(f"{name_of(task)}.metrics returns {described(metrics)}, not a dict of totals by name")
     for name, quantity in metrics.items():
@@ -111,13 +111,13 @@ def checked_metrics(task: Task, metrics: Any) -> Mapping[str, Total | Rows]:
 
 
 def checked_quantity(name: object, quantity: object) -> None:
-    """Raises PluginError unless a metric is a total of a tensor and a count that go together, or rows."""
+    """Raises PluginError unless a metric is a Total of a tensor and a count of fitting shape, or Rows."""
     if isinstance(quantity, Total):
         if wrong := _wrong(quantity.sum, quantity.count):
             raise PluginError(f"metric `{name}` is a Total with {wrong}", hints=[_TOTAL])
     elif not isinstance(quantity, Rows):
         raise PluginError(
-            f"metric `{name}` is a {type(quantity).__name__}, and must be a Total of a tensor and a count, or Rows",
+            f"metric `{name}` is a {type(quantity).__name__}, but must be a Total of a tensor and a count, or Rows",
             hints=[_TOTAL],
         )
     else:
@@ -136,7 +136,7 @@ def _check_rows(name: object, rows: Rows) -> None:
 
 
 def _wrong(sum: Any, count: Any) -> str | None:
-    """Describes what is wrong with the parts of a total."""
+    """Describes the first error in the parts of a total; None if there is none."""
     if not isinstance(sum, Tensor):
         return f"{described(sum)} for its sum"
     if not isinstance(count, int | float | Tensor):
@@ -147,31 +147,34 @@ def _wrong(sum: Any, count: Any) -> str | None:
 
 
 _DERIVATIVES = (
-    "an evaluation calls the loss without gradients; one that needs derivatives computes them within "
-    "`with torch.enable_grad():`, of inputs that require them: `x = x.clone().requires_grad_()`"
+    "an evaluation calls the loss without gradients; a loss that needs derivatives must compute them within "
+    "`with torch.enable_grad():`, for inputs that require gradients: `x = x.clone().requires_grad_()`"
 )
 _ROWS = "return a row for each sample: Rows(scores, targets)"
-_TEXT = "the batch holds text; if the model was given it, make tensors of it in the dataset or its `collate(samples)`"
+_TEXT = "the batch holds text; if the model receives it, make tensors of it in the dataset or its `collate(samples)`"
 _TOTAL = "return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"
 
 
-# ---------------------------------------------------------------------------------------------- in words
+# ---------------------------------------------------------------------------------------------- whole batches
 def check_whole(task: Task, micro: MicroBatch) -> None:
-    """Raises UsageError for a micro-batch that is not this rank's whole part, as streams and orders may give."""
+    """Raises UsageError if the loss compares all samples of a batch, and a micro-batch is not the rank's whole part.
+
+    Streams and orders may yield such micro-batches.
+    """
     if task.whole_batch and (micro.samples == 0 or micro.number or not micro.last):
         raise UsageError(
-            f"{name_of(task)} compares all samples of a batch with each other, and one of {micro.step_samples} samples "
-            "is not one forward pass of every rank",
+            f"{name_of(task)} compares all samples of a batch with each other, but a batch of {micro.step_samples} "
+            "samples is not one forward pass on every rank",
             hints=['set train.last_batch = "drop", or let the order give every step train.global_batch samples'],
         )
 
 
 # ---------------------------------------------------------------------------------------------- sum or mean
-SMALL = 50_000_000  # parameters of a model that is copied and evaluated in a moment
+SMALL = 50_000_000  # parameters up to which a model is copied and evaluated in a moment
 
 
 class Halves(NamedTuple):
-    """Two batches of as many samples, and one of all of these."""
+    """Two batches of equal size, and a batch of the samples of both."""
 
     first: Any
     second: Any
@@ -182,11 +185,11 @@ class Halves(NamedTuple):
 def check_sum_reduction(
     model: nn.Module, task: Task, batch: Any, samples: int, fetch: Callable[[], Halves] | None = None
 ) -> None:
-    """Raises UsageError for a loss that is a mean: that of a batch of `samples` is then not the sum over its halves.
+    """Raises UsageError for a loss that is a mean: then the loss of a batch is the mean of its halves, not the sum.
 
-    A batch that cannot be cut is not checked, unless `fetch` gives halves of another one. Losses that are neither
-    (samples of a batch may be compared with each other) are their author's business. Model and task are copied, as they
-    may keep something of what they see.
+    A batch (of `samples` samples) that cannot be cut is not checked, unless `fetch` returns halves of another batch. A
+    loss that is neither sum nor mean is accepted: it may compare the samples of a batch. Model and task are copied,
+    because they may store their inputs.
     """
     try:
         model, task = copy.deepcopy((model, task))
@@ -196,7 +199,7 @@ def check_sum_reduction(
         again = _loss(model, task, parts[-1], seed=1)
         items = [task.count(part) for part in parts]
     except Exception:
-        return  # not every task takes any cut, and not every part can be copied
+        return  # some tasks cannot take a part of a batch, and some parts cannot be copied
     if samples == 0 or whole != again or not _same(2 * whole, first + second) or _same(whole, first + second):
         return
     if items[2] is not None and not _same(float(items[2]), sum(float(each or 0) for each in items[:2])):

@@ -1,4 +1,4 @@
-"""Keeps what a task learns and remembers: its state in checkpoints, and words on what no optimizer and none has."""
+"""State of a task: saves it in checkpoints, and reports tensors that no optimizer trains or no checkpoint holds."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ __all__ = ["NAME", "TaskState", "Unsaved", "has_state", "refuse_parameters"]
 
 log = logging.getLogger("ddpforge")
 
-NAME = "task"  # under which checkpoints hold the state of a task, among the callbacks
+NAME = "task"  # name of a task's state in checkpoints, which store it like a callback's
 _FRAMEWORKS = {"show", "draws", "reports"}  # attributes of a task that the framework sets, or that hold metrics
 _LIBRARIES = (
     *("torch.", "deepspeed.", "accelerate.", "builtins.", "typing.", "abc."),
     *("ddpforge.interfaces.", "ddpforge.ranks.", "ddpforge.strategies."),
 )
-_DEEPEST, _ITEMS, _MOST = 5, 1000, 50_000  # of nested values, of one collection, and in all
-_SMALL = 1 << 16  # elements of a tensor that is compared by its values
+_DEEPEST, _ITEMS, _MOST = 5, 1000, 50_000  # limits: depth of nested values, items of a collection, values in all
+_SMALL = 1 << 16  # elements up to which a tensor is compared by its values
 
 
 # ---------------------------------------------------------------------------------------------- in checkpoints
 def has_state(task: Task) -> bool:
-    """True for a task that has a state to keep; raises PluginError where it could not be given back."""
+    """True for a task with a state; raises PluginError if it has only one of `state` and `load_state`."""
     keeps, takes = type(task).state is not Task.state, type(task).load_state is not Task.load_state
     if keeps != takes:
         missing = "load_state" if keeps else "state"
         raise PluginError(
-            f"{name_of(task)} has `{'state' if keeps else 'load_state'}`, and no `{missing}`",
-            hints=["`state()` returns what a checkpoint keeps, and `load_state(state)` takes it back"],
+            f"{name_of(task)} has `{'state' if keeps else 'load_state'}`, but no `{missing}`",
+            hints=["`state()` returns the values for a checkpoint, and `load_state(state)` restores them"],
         )
     return keeps
 
 
 class TaskState(Callback):
-    """A task's own state, which checkpoints hold as they hold that of callbacks."""
+    """Task's own state as a callback, so that checkpoints store it."""
 
     def __init__(self, task: Task, replica: Replica, ranks: Ranks) -> None:
         self._task, self._replica, self._ranks = task, replica, ranks
 
     def state(self) -> Mapping[str, Any]:
-        """Copies the state, which the next forward pass may change; collective.
+        """Returns a copy of the state, which the next forward pass may change. Collective.
 
-        Raises PluginError where ranks that compute the loss have other states: one only could be restored.
+        Raises PluginError if ranks that compute the loss have different states: only one could be restored.
         """
         found: Any = self._task.state()
         if not isinstance(found, Mapping) or any(isinstance(value, Part) for value in found.values()):
@@ -75,13 +75,13 @@ class TaskState(Callback):
                 self._refuse(sorted({*first, *everyones[rank][1]}), first, everyones[rank][1], (computing[0], rank))
         if len(computing) == self._ranks.size:
             return mine
-        # The others have not seen a sample: they take what those know that compute the loss.
+        # The other ranks compute no loss: they take the state of a rank that does.
         sends = self._ranks.rank == computing[0]
         given = {key: x.cpu() if isinstance(x, Tensor) else x for key, x in mine.items()} if sends else None
         return self._ranks.everyone(given)[computing[0]] or {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Gives the task its state back; tensors are on the CPU."""
+        """Restores the state of the task; tensors are on the CPU."""
         self._task.load_state({key: x.read() if hasattr(x, "read") else x for key, x in state.items()})
 
     def _refuse(
@@ -89,10 +89,10 @@ class TaskState(Callback):
     ) -> None:
         name = next(name for name in names if one.get(name) != other.get(name))
         raise PluginError(
-            f"{name_of(self._task)}.state: `{name}` is one value on rank {ranks[0]} and another on rank {ranks[1]}, "
-            "and a resumed run would have one of them everywhere",
+            f"{name_of(self._task)}.state: `{name}` has different values on rank {ranks[0]} and on rank {ranks[1]}, "
+            "and a resumed run would have one of them on all ranks",
             hints=[
-                "make it the same on every rank: keep the `world` that `start` is given, and add up what is counted: "
+                "make it the same on every rank: keep the `world` that `start` receives, and add up counts with "
                 "`world.data.sum(tensor)`"
             ],
         )
@@ -100,7 +100,7 @@ class TaskState(Callback):
 
 # ---------------------------------------------------------------------------------------------- parameters
 def refuse_parameters(task: Task, model: nn.Module, beside: Collection[Beside]) -> None:
-    """Raises UsageError for what a task would have to train by itself: optimizers have the model's parameters only."""
+    """Raises UsageError for trainable tensors in a task: optimizers have only the parameters of the model."""
     known = {id(tensor) for module in (model, *(one.module for one in beside)) for tensor in module.parameters()}
     for name, value in _inside(task, "", {id(model), *(id(one.module) for one in beside)}):
         if isinstance(value, Tensor) and value.requires_grad and value.is_leaf and id(value) not in known:
@@ -109,15 +109,15 @@ def refuse_parameters(task: Task, model: nn.Module, beside: Collection[Beside]) 
                 f"{name_of(task)} keeps a {kind} `{name}` {list(value.shape)}, which no optimizer trains: optimizers "
                 "have the parameters of the model",
                 hints=[
-                    "to train it, make it a parameter of the model, whose forward returns it or what is computed "
+                    "to train it, make it a parameter of the model, and let forward return it, or a value computed "
                     "with it",
-                    "to keep it as it is: `.requires_grad_(False)`; a module that is to be moved and saved: `beside`",
+                    "to keep it fixed: `.requires_grad_(False)`; to move and save a module: return it from `beside`",
                 ],
             )
 
 
 def _refuse_hidden(model: nn.Module) -> None:
-    """Raises UsageError for weights that a model keeps where torch does not find them, and that got a gradient."""
+    """Raises UsageError for weights with a gradient in plain attributes of a model, which torch does not register."""
     known = {id(tensor) for tensor in model.parameters()}
     seen = {id(module) for module in model.modules()}
     for owner, module in model.named_modules():
@@ -125,17 +125,18 @@ def _refuse_hidden(model: nn.Module) -> None:
             if isinstance(value, Tensor) and value.grad is not None and id(value) not in known:
                 raise UsageError(
                     f"the model keeps weights in a plain attribute, `{name}` {list(value.shape)}: they get gradients, "
-                    "and no optimizer trains them",
+                    "but no optimizer trains them",
                     hints=["keep modules in nn.ModuleList or nn.ModuleDict, and tensors in nn.Parameter"],
                 )
 
 
 # ---------------------------------------------------------------------------------------------- lost by a resume
 class Unsaved:
-    """Finds what training changes and no checkpoint holds, by comparing it after the first steps of a process.
+    """Search for values that training changes and no checkpoint holds; compares them after a process's first two steps.
 
-    Of the task and of modules that are no library's: tensors, numbers, collections and generators in attributes; of all
-    modules: buffers that are not persistent. What only the first step makes, as a cache, does not count.
+    It compares tensors, numbers, collections and generators in attributes of the task, and of modules that do not
+    belong to a library; and the non-persistent buffers of all modules. Values that the first step creates (a cache) do
+    not count.
     """
 
     def __init__(
@@ -146,9 +147,9 @@ class Unsaved:
         self._before: dict[str, _Value] | None = None  # after the first step
 
     def look(self) -> bool:
-        """Looks once after a step, on every rank; returns True until there is nothing more to look for.
+        """Compares the values after a step, on every rank; returns True until the search is complete.
 
-        Raises UsageError for weights that got a gradient and that no optimizer has.
+        Raises UsageError for weights that have a gradient and no optimizer.
         """
         if self._before is None:
             refuse_parameters(self._task, self._model, self._beside.values())
@@ -162,15 +163,15 @@ class Unsaved:
             few = ", ".join(f"`{name}`" for name in lost[:8]) + (" …" if len(lost) > 8 else "")
             log.log(
                 logging.WARNING if self._is_main else logging.INFO,
-                "training changes %s, which no checkpoint holds: a resumed run begins without. If it matters, return "
-                "it from the task's `state()`, or make it a persistent buffer of the model",
+                "training changes %s, which no checkpoint holds: a resumed run begins without it. If it matters, "
+                "return it from the task's `state()`, or make it a persistent buffer of the model",
                 few,
             )
         self._before = None
         return False
 
     def _values(self) -> Iterator[tuple[str, _Value]]:
-        """The values by name: "task.mean", "model.blocks.0.calls"."""
+        """Yields the values by name: "task.mean", "model.blocks.0.calls"."""
         placed = [one.module for one in self._beside.values()]
         seen = {id(module) for root in (self._model, *placed) for module in root.modules()}
         roots = {"model": self._model, **{f"beside.{name}": one.module for name, one in self._beside.items()}}
@@ -187,7 +188,7 @@ class Unsaved:
             yield name, _Value.of(value)
 
     def _is_kept(self, name: str, kept: Mapping[str, Any]) -> bool:
-        """True for what the task's state has, under one of the names on the way there or as it is."""
+        """True if the task's state has the value: under a part of its name, or as an equal value."""
         if not name.startswith("task.") or not kept:
             return False
         now = dict(_inside(self._task, "task", set())).get(name)
@@ -195,7 +196,7 @@ class Unsaved:
 
 
 class _Value(NamedTuple):
-    """A value at one moment: a copy of it, or of a large tensor its place and how often it was written to."""
+    """Value at one moment: a copy of it or, for a large tensor, its identity and its version counter."""
 
     key: Any
     copy: Any
@@ -227,14 +228,14 @@ def _same(one: Any, other: Any) -> bool:
     return bool(((one == other) | (one != one) & (other != other)).all())
 
 
-# ---------------------------------------------------------------------------------------------- finding it
+# ---------------------------------------------------------------------------------------------- finding values
 _MODULES_OWN = frozenset(vars(nn.Module()))  # attributes that every module has
-_SHARDINGS = ("ds_", "applied_", "_forward_", "_fsdp")  # begin those that sharding notes in modules
+_SHARDINGS = ("ds_", "applied_", "_forward_", "_fsdp")  # prefixes of attributes that sharding adds to modules
 
 
 def _plain(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """The values in a module's plain attributes, unless its class is a library's."""
-    if all(map(_is_library, type(module).__mro__)):  # one that is sharded has torch's class around its own
+    """Yields the values in a module's plain attributes, unless its class belongs to a library."""
+    if all(map(_is_library, type(module).__mro__)):  # a sharded module has a class of torch in addition to its own
         return
     for key, value in vars(module).items():
         if key not in _MODULES_OWN and not key.startswith(_SHARDINGS):
@@ -242,7 +243,7 @@ def _plain(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, 
 
 
 def _inside(task: Task, name: str, known: Collection[int]) -> Iterator[tuple[str, Any]]:
-    """The values in a task's attributes, by path."""
+    """Yields the values in a task's attributes, by path."""
     seen = {id(task), *known}
     for key, value in vars(task).items():
         if key not in _FRAMEWORKS:
@@ -250,9 +251,9 @@ def _inside(task: Task, name: str, known: Collection[int]) -> Iterator[tuple[str
 
 
 def _within(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers that a value is, or holds; of collections also the length, of generators the state."""
+    """Yields the tensors and numbers that a value is, or holds; also the length of collections, the state of RNGs."""
     if isinstance(value, Tensor):
-        if value.is_leaf or not value.requires_grad:  # else it is of one step's graph
+        if value.is_leaf or not value.requires_grad:  # otherwise it belongs to the graph of one step
             yield name, value
     elif isinstance(value, bool | int | float | complex | str | np.generic | np.ndarray):
         yield name, value

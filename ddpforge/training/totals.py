@@ -27,14 +27,15 @@ def items_of(task: Task, micro: MicroBatch) -> Tensor | int:
 
 
 def loss_total(loss: Tensor, items: Tensor | int) -> Total:
-    """Returns a copy of a summed loss, in float64, with its items; of a stand-in, which has none, it is zero."""
+    """Returns a copy of a summed loss, in float64, with its items; zero for padding samples, which have no items."""
     if isinstance(items, int) and not items:
         return Total(torch.zeros((), dtype=torch.float64), 0)
     return _exact_total(Total(loss, items))
 
 
 def exact(quantity: Total | Rows) -> Total | Rows:
-    """Returns a copy, totals in float64, for adding up: 256 + 1 is 256 in bfloat16. CUDA graphs reuse outputs."""
+    """Returns a copy that can be added up, with totals in float64."""
+    # CUDA graphs reuse the memory of outputs. In bfloat16, 256 + 1 is 256.
     if isinstance(quantity, Rows):
         return Rows(*(column.detach().clone() for column in quantity.columns))
     return _exact_total(quantity)
@@ -48,7 +49,7 @@ def _exact_total(total: Total) -> Total:
 
 @contextmanager
 def suspended_autocast() -> Iterator[None]:
-    """Computes inside in the dtypes of the inputs."""
+    """Disables autocast inside: operations compute in the dtypes of their inputs."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -64,12 +65,13 @@ def add(quantities: dict[str, Q], more: Mapping[str, Q]) -> None:
 
 
 def _refuse_another(name: str, before: Any, quantity: Total | Rows) -> Any:
-    """Returns `before`; raises PluginError unless `quantity`, of another batch, can be added to it."""
+    """Returns `before`; raises PluginError unless the `quantity` of another batch can be added to it."""
     if type(before) is type(quantity) and _shapes(before) == _shapes(quantity):
         return before
     raise PluginError(
-        f"metric `{name}` is now {_described(before)}, now {_described(quantity)}, which cannot be added up",
-        hints=["return the same form whatever is in the batch"],
+        f"metric `{name}` is {_described(before)} for one batch and {_described(quantity)} for another, which cannot "
+        "be added up",
+        hints=["return the same form for every batch"],
     )
 
 

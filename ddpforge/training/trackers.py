@@ -1,4 +1,4 @@
-"""All of a run's trackers as one, so that a broken one cannot hurt the training it watches."""
+"""All trackers of a run as one tracker: a failing tracker does not stop training."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -15,16 +15,16 @@ logger = logging.getLogger("ddpforge")
 class TrackerGroup(Tracker):
     """Passes every call on to each of `trackers` (by name, in order).
 
-    A tracker that raises is reported in one warning and dropped for the rest of the run. Only the errors of
-    JSONLTracker go through: without `metrics.jsonl` nobody would know how the run went. A tracker that has not
-    started hears nothing, so that a run which fails before its first step can simply `finish`; what is shown before
-    waits, and belongs to the step that training begins at.
+    A tracker that raises is reported in one warning and dropped for the rest of the run. Only errors of JSONLTracker
+    are raised: without `metrics.jsonl` a run has no record. A tracker that has not started receives no calls, so a run
+    that fails before its first step can call `finish`. Values that are shown before the start are kept, and belong to
+    the step at which training begins.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
         self._started: dict[str, Tracker] = {}
-        self._early: list[tuple[str, Any, ShownKind]] | None = []  # None from the start on
+        self._early: list[tuple[str, Any, ShownKind]] | None = []  # None after `start`
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         """Starts each tracker."""
@@ -41,21 +41,21 @@ class TrackerGroup(Tracker):
         self._each(lambda tracker: tracker.log(step, metrics))
 
     def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
-        """Passes it on."""
+        """Passes the value on, or keeps it until `start`."""
         if self._early is not None:
             self._early.append((name, value, kind))
         self._each(lambda tracker: tracker.show(step, name, value, kind))
 
     def checkpoint(self, step: int, folder: Path) -> None:
-        """Passes it on."""
+        """Passes the checkpoint on."""
         self._each(lambda tracker: tracker.checkpoint(step, folder))
 
     def rewind(self, step: int) -> None:
-        """Passes it on."""
+        """Passes the rollback on."""
         self._each(lambda tracker: tracker.rewind(step))
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Finishes each tracker that is left."""
+        """Finishes each tracker that still runs."""
         self._each(lambda tracker: tracker.finish(state=state, summary=summary))
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
@@ -71,4 +71,4 @@ class TrackerGroup(Tracker):
             if isinstance(tracker, JSONLTracker):
                 raise
             self._started.pop(key, None)
-            logger.warning("tracker %s failed and is off from here on: %r", key, error)
+            logger.warning("tracker %s failed and is off for the rest of the run: %r", key, error)

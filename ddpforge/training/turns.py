@@ -1,4 +1,4 @@
-"""Steps of several updates: a task as each of its turns sees it, and the updates in their order."""
+"""Alternating updates (turns): a task for each of its turns, and the order of the updates in a step."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ __all__ = [
 
 # ---------------------------------------------------------------------------------------------- the task
 def turns_of(task: Task) -> tuple[str, ...]:
-    """The turns that a task declares; raises PluginError for what are no names."""
+    """Returns the turns that a task declares; raises PluginError for invalid names."""
     turns: Any = task.turns
     if isinstance(turns, str) or not all(isinstance(turn, str) and re.fullmatch(r"[\w-]+", turn) for turn in turns):
         raise PluginError(
-            f"{type(task).__name__}.turns is {turns!r}, and must be names of letters, digits, `_` and `-`",
+            f"{type(task).__name__}.turns is {turns!r}, but must be names of letters, digits, `_` and `-`",
             hints=['e.g. turns = ("discriminator", "generator")'],
         )
     return tuple(turns)
 
 
 def takes_turn(task: Task) -> bool:
-    """True if the loss of a task can be told the turn that it computes."""
+    """True if the loss of a task takes the turn as its third argument."""
     try:
         inspect.signature(task.loss).bind(None, None, "")
     except TypeError:
@@ -59,34 +59,34 @@ def takes_turn(task: Task) -> bool:
 
 
 def of_turns(task: Task) -> dict[str, Task]:
-    """The task as each of its turns sees it, by the turn; one without turns is itself, as ""."""
+    """Returns the task for each of its turns, by turn; without turns, the task itself as ""."""
     return {turn: cast(Task, OneTurn(task, turn)) for turn in turns_of(task)} or {"": task}
 
 
 class OneTurn:
-    """A task whose loss is that of one turn; everything else is that of `task`."""
+    """Task whose loss is the loss of one turn; everything else is from `task`."""
 
     def __init__(self, task: Task, turn: str) -> None:
         self.task, self.turn = task, turn
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("task", "turn"):  # of a copy that is being made
+        if name in ("task", "turn"):  # a copy that is not complete yet
             raise AttributeError(name)
         return getattr(self.task, name)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """The loss of the turn, and its outputs."""
+        """Returns the loss of the turn, and its outputs."""
         told: Any = self.task.loss
         pair: tuple[Tensor, Any] = told(model, batch, self.turn)
         return pair
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns what the task makes of the turn's metrics, which have its name behind them."""
+        """Finishes the turn's metrics by the task's `finish`, which gets them with the turn appended to their names."""
         return self.task.finish({of_turn(name, self.turn): value for name, value in metrics.items()})
 
 
 def name_of(part: object) -> str:
-    """A component as people know it: its class, and the file of code that is not installed."""
+    """Returns a component's name for messages: its class and, for code that is not installed, its file."""
     kind = type(part.task if isinstance(part, OneTurn) else part)
     if not kind.__module__.startswith(PREFIX):
         return kind.__qualname__
@@ -94,24 +94,24 @@ def name_of(part: object) -> str:
 
 
 def reports_of(task: Task) -> Mapping[str, Metric]:
-    """A task's metrics by the names of what all of its turns report."""
+    """Returns a task's metrics by the names that all of its turns report."""
     turns = turns_of(task)
     return {of_turn(name, turn): metric for turn in turns for name, metric in task.reports.items()} or task.reports
 
 
 def finished(task: Task, means: Mapping[str, float]) -> dict[str, float]:
-    """Makes what is reported of averaged metrics."""
+    """Returns the values to report for averaged metrics: adds the sum of losses, and calls the task's `finish`."""
     return task.finish(with_sum(task, means))
 
 
 def with_sum(task: Task, means: Mapping[str, float]) -> dict[str, float]:
-    """Adds, where there are turns, their losses up to `loss`."""
+    """Returns the means with `loss`, the sum of the losses of all turns, if there are turns."""
     losses = [means[name] for turn in task.turns if (name := of_turn("loss", turn)) in means]
     return {"loss": sum(losses), **means} if losses else dict(means)
 
 
 def of_turn(name: str, turn: str) -> str:
-    """The name of what is reported of a turn."""
+    """Returns the name under which a turn reports a metric."""
     return f"{name}/{turn}" if turn else name
 
 
@@ -120,34 +120,34 @@ StepFunction: TypeAlias = "Callable[..., tuple[dict[str, Total], Tensor]]"
 """Takes an update on micro-batches, as `Stepper.train_step` does; returns totals and the gradient's norm."""
 
 Draws: TypeAlias = "Iterator[tuple[MicroBatch, Iterable[MicroBatch]]]"
-"""The global batches of a step: of each the first micro-batch on this rank, and all of them."""
+"""The global batches of a step: the first micro-batch of each on this rank, and all its micro-batches."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """One of the updates of a step."""
+    """Update of a step."""
 
     turn: str
-    draws: bool  # a global batch; else it uses that of the update before
-    shared: bool  # whether the update after it uses the same
+    draws: bool  # whether it takes a global batch; otherwise it uses the batch of the update before
+    shared: bool  # whether the next update uses the same batch
 
 
 def updates_of(turns: Mapping[str, TurnComponent]) -> list[Update]:
-    """The updates of a step, in their order; without turns there is one."""
+    """Returns the updates of a step, in their order; without turns there is one."""
     fresh = [(name, turn.fresh) for name, turn in turns.items() for _ in range(turn.repeats)] or [("", True)]
     draws = [True, *(own for _, own in fresh[1:]), True]
     return [Update(name, draws[n], shared=not draws[n + 1]) for n, (name, _) in enumerate(fresh)]
 
 
 def draws_of(turns: Mapping[str, TurnComponent]) -> int:
-    """Counts the global batches that a step takes."""
+    """Returns the number of global batches that a step takes."""
     return sum(update.draws for update in updates_of(turns))
 
 
 def step_function(
     replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, TurnComponent]
 ) -> Callable[..., tuple[dict[str, Total], Tensor]]:
-    """Returns the function that takes a step on `draws`: of one update, or of all `turns`."""
+    """Returns the function that takes a step on `draws`: one update, or the updates of all `turns`."""
     if turns:
         return Turns(replica, steps, turns).train_step
     only = steps[""]
@@ -155,9 +155,9 @@ def step_function(
 
 
 class Turns:
-    """Takes steps of several updates: those of the recipe's `turns`, in the order of the task, each by its function.
+    """Takes steps of several updates: the recipe's `turns`, in the order of the task, each by its function.
 
-    Each stands for itself: one whose gradient is not finite is left out, and those before and after it are not.
+    Updates are independent: if the gradient of an update is not finite, only this update is skipped.
     """
 
     def __init__(self, replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, TurnComponent]) -> None:
@@ -165,12 +165,12 @@ class Turns:
         self._replica = cast(TakesTurns, replica)
         if not isinstance(replica, TakesTurns):
             raise StrategyError(
-                f"the task makes the updates of {' and '.join(turns)} in each step, and the strategy makes one",
+                f"the task makes the updates of {' and '.join(turns)} in each step, but the strategy makes one",
                 hints=['set strategy.use = "ddp" or "fsdp"'],
             )
 
     def train_step(self, step: int, draws: Draws, *, measure: bool) -> tuple[dict[str, Total], Tensor]:
-        """Takes one step on the global batches of `draws`; the norm (0-d) is that over all parameters."""
+        """Takes one step on the global batches of `draws`; the norm (0-d) is over all parameters."""
         import torch
 
         from ddpforge.training.totals import add
@@ -193,7 +193,7 @@ class Turns:
 
 
 def _root_mean_square(norms: Sequence[Tensor]) -> Tensor:
-    """Of the norms of a turn's updates in one step."""
+    """Returns the root mean square of the norms of a turn's updates in one step."""
     if len(norms) == 1:
         return norms[0].double()
     import torch

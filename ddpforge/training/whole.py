@@ -1,4 +1,4 @@
-"""Compares, before the first step, a model that ranks compute together with the whole one, as it was built."""
+"""Compares, before the first step, a model that ranks compute together with the whole model, as it was built."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ __all__ = ["Whole", "keep_whole"]
 log = logging.getLogger("ddpforge")
 
 _FEW = 2  # samples
-_SEED = 0x3B1E  # keeps the random numbers of these passes apart from those of training
-_LOSS, _GRADIENT = 1e-4, 1e-3  # relative differences that rounding in float32 stays below
-_ROUNDED = 5e-2  # the same where weights are gathered in lower precision
-_NOISE = 10.0  # times the differences that a change of all weights by `_NUDGE` makes are taken for rounding
+_SEED = 0x3B1E  # separates the seeds of these passes from those of training
+_LOSS, _GRADIENT = 1e-4, 1e-3  # largest relative differences by rounding in float32
+_ROUNDED = 5e-2  # the same if weights are gathered in lower precision
+_NOISE = 10.0  # times the difference after a change of all weights by `_NUDGE`: a difference that rounding explains
 _NUDGE = 1e-6
-_CHAOS = 2e-3  # the difference that such a change makes in a model of which nothing can be said
+_CHAOS = 2e-3  # a model with a larger difference after such a change cannot be compared
 
 _HINTS = {
     "layers": (
-        "look at the plan (strategy.plan, or the model's `tensor_plan`): a weight of several, one below the other, is "
+        "check the plan (strategy.plan, or the model's `tensor_plan`): a weight that stacks three others is "
         '"columns:3"',
-        'nothing that mixes channels (a norm, a softmax) may lie between "columns" and "rows"',
+        'no operation that mixes channels (a norm, a softmax) may be between "columns" and "rows"',
     ),
     "positions": (
-        "what mixes positions (a convolution, a mean, a norm over them) must not be in the model, except in modules "
-        "that ask their `context`; `by_position` is for a loss that is a sum over positions",
+        "the model must not mix positions (a convolution, a mean, a norm over them), except in modules that use their "
+        "`context`; `by_position` is for a loss that is a sum over positions",
     ),
-    "experts": ("let modules use their experts by `self.experts.compute` alone",),
+    "experts": ("modules must use their experts only by `self.experts.compute`",),
     "steps": (
-        "let the model's `pipeline` name all that `forward` does, in its order: what lies between modules belongs "
-        "into a method, which is a step",
+        "the model's `pipeline` must name all steps of `forward`, in its order: put operations between modules into a "
+        "method, and name the method as a step",
     ),
 }
 
 
 def keep_whole(parts: Built, contract: Contract, world: World) -> Whole | None:
-    """Copies model and task before a strategy spreads them, where that cuts forward passes; collective.
+    """Copies model and task before a strategy that cuts forward passes shards the model; collective.
 
-    None where it does not, or where the whole model cannot be compared with; then a line of the log says so.
+    Returns None if the strategy does not cut them. Returns None and logs the reason if no comparison is possible.
     """
     if not contract.cuts or not parts.trains:
         return None
@@ -83,46 +83,46 @@ def keep_whole(parts: Built, contract: Contract, world: World) -> Whole | None:
 
 
 def _hindrance(parts: Built) -> str:
-    """Says why the whole model cannot be compared with; empty if it can be."""
+    """Returns the reason why a comparison with the whole model is not possible; empty if it is."""
     if any(parameter.is_meta for parameter in parts.model.parameters()):
         return "it is built without memory"
     if any(tensor.is_complex() for tensor in (*parts.model.parameters(), *parts.model.buffers())):
         return "it has complex weights"
     if parts.size.all > SMALL:
-        return f"its {parts.size.all:,} parameters are not put on one rank; up to {SMALL:,} would be"
+        return f"its {parts.size.all:,} parameters are too many for one rank; the limit is {SMALL:,}"
     if parts.recipe.train.compile != "off" or parts.recipe.train.fp8 != "off":
-        return "train.compile and train.fp8 change what modules compute"
+        return "train.compile and train.fp8 change the results of modules"
     hindrances = (
         (parts.turns, "the task has several updates"),
-        (parts.beside, "the task uses modules beside the model"),
+        (parts.beside, "the task uses auxiliary modules"),
         (parts.task.whole_batch, "the task compares samples"),
     )
     return next((why for hinders, why in hindrances if hinders), "")
 
 
 def _leave_out(why: str) -> None:
-    log.info("what ranks compute together was not compared with the whole model: %s", why)
+    log.info("the model on ranks together was not compared with the whole model: %s", why)
 
 
 class _Found(NamedTuple):
-    """The mean loss of a batch's items, and the gradient of that with its norm."""
+    """Mean loss over the items of a batch, and the gradient of this loss with its norm."""
 
     loss: float
     norm: float
     gradients: Mapping[str, Tensor]
 
     def distance(self, other: Mapping[str, Tensor]) -> float:
-        """The norm of the difference between two gradients, relative to this one."""
+        """Returns the norm of the difference between two gradients, relative to the norm of this one."""
         squares = [(self.gradients[name] - x).double().square().sum() for name, x in other.items()]
         return math.sqrt(float(sum(squares))) / self.norm if self.norm else 0.0
 
 
 class Whole:
-    """A model and its task as they were before a strategy spread the model over ranks."""
+    """Model and task as they were before a strategy sharded the model."""
 
     def __init__(self, model: nn.Module, task: Task, cuts: Sequence[str]) -> None:
         kept = {id(x): x for x in (*model.modules(), *model.parameters(), *model.buffers())}
-        self._twin = copy.deepcopy(task, kept)  # for the model itself; the run's own may remember what it sees
+        self._twin = copy.deepcopy(task, kept)  # for the sharded model; the run's own task may store its inputs
         self._model, self._task = copy.deepcopy((model, task))
         self._cuts, self._items = cuts, 1.0
         self._worst = 0.0, ""  # the square of the largest difference between gradients, and the parameter's name
@@ -130,10 +130,10 @@ class Whole:
             one.__dict__.pop("show", None)
 
     def compare(self, replica: Replica, world: World, first: MicroBatch) -> None:
-        """Raises UsageError where ranks compute another loss, or another gradient, than the whole model; collective.
+        """Raises UsageError if ranks compute another loss, or another gradient, than the whole model; collective.
 
-        A few samples of rank 0's `first` micro-batch are used, without dropout and in float32. The model, its
-        gradients, random numbers and task are afterwards as they were before.
+        It uses a few samples of rank 0's `first` micro-batch, without dropout and in float32. It restores the model,
+        its gradients, the RNG state and the task.
         """
         phases.mark(phases.FORWARD)
         with ExitStack() as stack:
@@ -145,7 +145,7 @@ class Whole:
         self._model.to("meta")
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(world.device)  # that of a step is of interest
+            torch.cuda.reset_peak_memory_stats(world.device)  # the peak of a step must not include this
 
     def _compare(self, replica: Replica, world: World, first: MicroBatch, *, exact: bool) -> None:
         batch, why = self._prepared(replica, world, first)
@@ -154,8 +154,8 @@ class Whole:
             self._copy_weights(replica, world)
             try:
                 found, nudged = self._reference(batch)
-            except Exception as error:  # it may need what only training gives it
-                why = f"its loss cannot be computed apart from training: {type(error).__name__}: {error}"
+            except Exception as error:  # some losses can be computed only in training
+                why = f"its loss cannot be computed outside of training: {type(error).__name__}: {error}"
         if not why and found and nudged:
             why = _unfit(found, nudged)
         if why := next(filter(None, world.all.everyone(why)), ""):
@@ -166,7 +166,7 @@ class Whole:
 
         noise = max(_off(found.loss, nudged.loss), found.distance(nudged.gradients)) * _NOISE
         rounding = noise if exact else max(_ROUNDED, noise)
-        # Ranks need not round alike: what rank 0 finds is what all do.
+        # Ranks may round differently: all use the numbers of rank 0.
         rounding, expected = world.all.broadcast((rounding, (found.loss, found.norm)))
         try:
             loss, norm, distance = self._together(replica, world, batch, found)
@@ -179,18 +179,18 @@ class Whole:
             worst = max(world.all.everyone(self._worst))[1]
             self._refuse(loss, norm, distance, expected, place, worst)
 
-    # -- what is computed
+    # -- computing both
     def _prepared(self, replica: Replica, world: World, first: MicroBatch) -> tuple[Any, str]:
-        """Gives all ranks a few samples of rank 0's micro-batch, or says why there are none; starts the task."""
+        """Returns a few samples of rank 0's micro-batch on all ranks, or the reason for none; starts the task."""
         why, batch = "", None
         if not isinstance(replica, Explores):
-            why = f"{type(replica).__name__} does not say how gradients are looked at without an update"
+            why = f"{type(replica).__name__} cannot read gradients without an update"
         elif world.is_main:
             try:
                 batch, samples = self._samples(first)
                 counted = self._task.count(batch)
                 self._items = float(samples if counted is None else counted)
-                pickle.dumps(batch)  # what cannot be sent is found out here, and not while others wait for it
+                pickle.dumps(batch)  # raises here if it cannot be sent, and not while other ranks wait
                 why = "" if self._items > 0 else "no target counts in the first micro-batch"
             except Exception as error:
                 why = f"its first micro-batch cannot be given to all ranks: {type(error).__name__}: {error}"
@@ -202,10 +202,12 @@ class Whole:
         return batch, why
 
     def _samples(self, first: MicroBatch) -> tuple[Any, int]:
-        """Takes the first samples of a micro-batch, and counts them; all if it cannot be cut, or none has a target."""
+        """Returns a micro-batch's first samples and their number; all if it cannot be cut, or these have no target."""
         try:
             few = min(_FEW, first.samples)
-            batch = tree_map_only(Tensor, Tensor.clone, take(first.data, 0, few, first.samples))  # to travel alone
+            batch = tree_map_only(
+                Tensor, Tensor.clone, take(first.data, 0, few, first.samples)
+            )  # sent without the other samples
             counted = self._task.count(batch)
             if counted is None or float(counted) > 0:
                 return batch, few
@@ -215,7 +217,7 @@ class Whole:
 
     @torch.no_grad()
     def _copy_weights(self, replica: Replica, world: World) -> None:
-        """Gives the copy the values that ranks hold together: rank 0's, or those that were loaded."""
+        """Gives the copy the values that ranks hold together, which may be initial weights from elsewhere."""
         held = replica.state().model
         for name, tensor in named_state.tensors(self._model)[0].items():
             value = torch.zeros(tensor.shape, dtype=_sums_as(tensor.dtype), device=world.device)
@@ -228,9 +230,9 @@ class Whole:
             tensor.copy_(world.all.sum(value) + 0)
 
     def _reference(self, batch: Any) -> tuple[_Found, _Found]:
-        """Computes loss and gradient of the whole model, and once more where all weights are a little other ones.
+        """Computes loss and gradient of the whole model, and again with slightly changed weights and another seed.
 
-        Random numbers are other ones then, too: what a loss makes of them is no difference between models.
+        The difference is the noise: the effect of rounding and of random numbers is no difference between models.
         """
         alone = Alone(self._device)
         self._task.start(self._model, World(all=alone, data=alone, device=self._device, local_rank=0))
@@ -253,14 +255,17 @@ class Whole:
             loss.backward()  # type: ignore[no-untyped-call]
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         if missing := [name for name, p in trained.items() if p.grad is None]:
-            raise ValueError(f"in evaluation it does not use `{missing[0]}`")
+            raise ValueError(f"in evaluation mode it does not use `{missing[0]}`")
         gradients = {name: p.grad.detach() for name, p in trained.items() if p.grad is not None}
         self._model.zero_grad(set_to_none=True)
         squares = [gradient.double().square().sum() for gradient in gradients.values()]
         return _Found(float(loss.detach()), math.sqrt(float(sum(squares))), gradients)
 
     def _together(self, replica: Replica, world: World, batch: Any, found: _Found) -> tuple[float, float, float]:
-        """Computes, on all ranks together, the loss and the norm of its gradient; also returns how far that is off."""
+        """Computes on all ranks together; returns the loss, the norm of its gradient, and the gradient's difference.
+
+        The difference is relative to the norm of the whole model's gradient.
+        """
         losses = self._passes(replica, batch, trains=True)
         reading = _Reading(lambda: self._square_off(replica, found))
         assert isinstance(replica, Explores)
@@ -271,7 +276,7 @@ class Whole:
         return total / max(count, 1), norm, off if math.isfinite(norm) else math.inf
 
     def _passes(self, replica: Replica, batch: Any, *, trains: bool) -> list[float]:
-        """Runs a forward pass, and a backward pass where it `trains`; returns the mean losses that this rank has."""
+        """Runs a forward pass and, if it `trains`, a backward pass; returns the mean losses that this rank has."""
         own = replica.own_part(to_device(batch, self._device))
         seed = partial(seed_all, mix(_SEED), self._device)
         one = Pass(batch=own, seed=seed, scale=lambda: 1 / self._items, measured=False)
@@ -286,7 +291,7 @@ class Whole:
         """Adds up the squared differences between this rank's parts of the gradient and the whole one."""
         squares: dict[str, float] = {}
         for name, part in replica.gradients_by_name().items():
-            if name not in found.gradients:  # what a strategy has thawed is not the model's as it was built
+            if name not in found.gradients:  # the strategy trains it, and the model as built does not
                 continue
             whole = found.gradients[name].reshape(-1)
             squares[name] = 0.0
@@ -297,9 +302,12 @@ class Whole:
         self._worst = max(((square, name) for name, square in squares.items()), default=(0.0, ""))
         return sum(squares.values())
 
-    # -- where they part
+    # -- finding the difference
     def _first_apart(self, replica: Replica, world: World, batch: Any, tolerance: float) -> tuple[str, str] | None:
-        """Returns the first module whose output is another one, by name, and the last before it that ranks cut."""
+        """Returns the names of the first module with a different output, and of the last one before it that ranks cut.
+
+        The second name may be empty. None if no output differs.
+        """
         whole: dict[str, list[Tensor]] = {}
         mine: dict[str, list[Tensor]] = {}
         with torch.no_grad():
@@ -320,15 +328,15 @@ class Whole:
         return order[place], before[-1] if before else ""
 
     def _refuse_failed(self, replica: Replica, error: Exception) -> None:
-        """Raises UsageError for an error that only ranks together meet, and that says nothing of other ranks."""
+        """Raises UsageError for an error of ranks together, unless another rank or full memory is its cause."""
         if isinstance(error, ForgeError) or is_symptom(error) or says_memory_is_full(error):
             return
         names = {id(module): name for name, module in replica.bare.named_modules() if name}
         inside = [id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__)]
         within = [f"`{names[each]}`" for each in inside if each in names]
         raise UsageError(
-            f"ranks together do not compute what the whole model does: {within[-1] if within else 'it'} fails, which "
-            f"it does not in the whole model: {type(error).__name__}: {error}",
+            f"ranks together do not compute the same as the whole model: {within[-1] if within else 'it'} fails, but "
+            f"does not fail in the whole model: {type(error).__name__}: {error}",
             hints=[*where_raised(error), *self._hints()],
         ) from error
 
@@ -346,23 +354,23 @@ class Whole:
     ) -> NoReturn:
         if place is None:
             where = (
-                f"no module's output is another one, and the gradient of `{worst}` differs most: look at what the "
-                "model and the task do between and behind their modules"
+                f"no module has a different output, and the gradient of `{worst}` differs most: check the operations "
+                "of the model and the task between and after their modules"
             )
         else:
-            where = f"the first module whose output is another one is `{place[0]}`"
+            where = f"the first module with a different output is `{place[0]}`"
             if place[1]:
-                where += f"; before it, ranks have the output of `{place[1]}` in parts"
+                where += f"; before it, each rank has only a part of the output of `{place[1]}`"
         raise UsageError(
-            f"ranks together do not compute what the whole model does: of a few samples the loss is {loss:.6g} and the "
-            f"norm of the gradient {norm:.6g}, of the whole model they are {whole[0]:.6g} and {whole[1]:.6g}, and the "
-            f"gradients differ by {distance:.2g} of that",
+            f"ranks together do not compute the same as the whole model: for a few samples the loss is {loss:.6g} and "
+            f"the gradient norm {norm:.6g}, for the whole model they are {whole[0]:.6g} and {whole[1]:.6g}, and the "
+            f"gradients differ by {distance:.2g} of that norm",
             hints=[where, *self._hints()],
         )
 
 
 class _Reading:
-    """Stands in for an optimizer that only looks at the gradient."""
+    """Substitute for an optimizer that only reads the gradient."""
 
     passes = 2
     square = 0.0
@@ -372,17 +380,17 @@ class _Reading:
         self._read = read
 
     def explore(self, norm: float) -> None:
-        """Reads, and moves nothing."""
+        """Reads the gradient, and moves no weights."""
         self.square = self._read()
 
     def restore(self) -> None:
-        """Nothing was moved."""
+        """Does nothing: no weights were moved."""
 
 
-# ---------------------------------------------------------------------------------------------- around it
+# ---------------------------------------------------------------------------------------------- contexts
 @contextmanager
 def _random_numbers(device: torch.device) -> Iterator[None]:
-    """Leaves all generators as they were, that of a GPU too."""
+    """Restores the state of all RNGs at the end, including the RNG of a GPU."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     with own_random_numbers():
         yield
@@ -392,7 +400,7 @@ def _random_numbers(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Has all modules compute as in an evaluation: without dropout, with the statistics that they have."""
+    """Puts all modules into evaluation mode inside: without dropout, with running statistics."""
     were = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -404,7 +412,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _noting(model: nn.Module, outputs: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Copies what each module returns at its first call, by name, in the order in which they return it."""
+    """Copies the output of each module's first call into `outputs`, by name, in the order of these outputs."""
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if name not in outputs:
@@ -418,9 +426,9 @@ def _noting(model: nn.Module, outputs: dict[str, list[Tensor]]) -> Iterator[None
         yield
 
 
-# ---------------------------------------------------------------------------------------------- what is alike
+# ---------------------------------------------------------------------------------------------- comparing numbers
 def _alike(replica: Replica, mine: Sequence[Tensor], whole: Sequence[Tensor], tolerance: float) -> bool | None:
-    """Returns whether outputs are alike; None where this rank has parts of them, which cannot be told from others."""
+    """Returns whether outputs are equal; None if this rank has only parts of them, which cannot be compared."""
     if len(mine) != len(whole):
         return None
     answers = [_same(replica, one, other, tolerance) for one, other in zip(mine, whole, strict=True)]
@@ -440,12 +448,13 @@ def _same(replica: Replica, mine: Tensor, whole: Tensor, tolerance: float) -> bo
 
 
 def _off(one: float, other: float) -> float:
-    """Returns the relative difference of two losses; near 0 it is that of their summands that counts."""
+    """Returns the difference of two losses, relative to the larger one or to 0.01."""
+    # For a loss near 0, the size of its summands counts.
     return abs(one - other) / max(abs(one), abs(other), 1e-2)
 
 
 def _unfit(found: _Found, nudged: _Found) -> str:
-    """Says why nothing can be told from these; empty if something can."""
+    """Returns the reason why these results cannot be compared; empty if they can."""
     if not math.isfinite(found.loss) or not math.isfinite(found.norm):
         return "the loss or its gradient is not finite"
     noise = max(_off(found.loss, nudged.loss), found.distance(nudged.gradients))
@@ -455,10 +464,10 @@ def _unfit(found: _Found, nudged: _Found) -> str:
 
 
 def _held(part: Part) -> Tensor:
-    """Returns the elements of a part: what is held of a range is flat."""
+    """Returns the elements of a part as a flat tensor, or of a range as they are."""
     return part.tensor if hasattr(part.region, "size") else part.tensor.reshape(-1)
 
 
 def _sums_as(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which values of another, which is real, are added up."""
+    """Returns the dtype in which values of a real `dtype` are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32 if dtype.is_floating_point else torch.int64

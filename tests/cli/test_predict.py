@@ -209,7 +209,7 @@ def test_ranks_that_share_a_model_predict_each_sample_once(strategy: list[str]) 
 def test_ranks_that_cut_samples_are_refused() -> None:
     sets = ["strategy.use=fsdp", "strategy.context=2"]
     said = in_ranks(2, lambda _: refused(UsageError, lambda: ddpforge.predict("language", "other.jsonl", sets=sets)))
-    assert said[0].startswith("the strategy shares the positions of every sample out to ranks")
+    assert said[0].startswith("the strategy splits the positions of every sample over ranks")
     assert not Path("other.jsonl").exists()
 
 

@@ -48,4 +48,4 @@ def test_frozen_weights_are_what_they_were(bench: Bench, strategy: str) -> None:
 def test_a_glob_that_names_nothing_is_refused_where_it_stands(bench: Bench) -> None:
     failed = bench("none", 'use = "single"', nproc=1, fails=True, length="8st", train='freeze = ["block.0.*"]')
     assert failed.codes == [2]
-    assert "train.freeze: `block.0.*` matches no parameter; near it are" in failed.stderr
+    assert "train.freeze: `block.0.*` matches no parameter; similar names:" in failed.stderr

@@ -149,5 +149,5 @@ def test_lower_precision_is_near(run: Run, strategy: str, precision: str) -> Non
 def test_a_strategy_that_cannot_refuses(run: Run) -> None:
     failed = run(strategy='use = "./exploring.py:OnePass"', nproc=1, fails=True)
     assert failed.codes == [3]
-    assert "Uphill makes 2 passes per step, and the strategy is for optimizers that make one" in failed.stderr
+    assert "Uphill makes 2 passes per step, but the strategy supports only optimizers that make one" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -184,7 +184,10 @@ def test_another_callback_of_the_same_name_starts_afresh(ddpforge: Callable[...,
     stopping = '[callbacks.watch]\nuse = "early_stopping"\nmetric = "eval/loss"\npatience = 9'
     there = bench("run", length="8st", more=stopping)
     assert (
-        there.stderr.count("callbacks.watch `early_stopping` starts afresh: the checkpoint has the state of `ema`") == 1
+        there.stderr.count(
+            "callbacks.watch `early_stopping` starts from scratch: the checkpoint has the state of `ema`"
+        )
+        == 1
     )
     assert len(bench.column("run", "train/loss")) == 8
 
@@ -206,7 +209,7 @@ def test_another_optimizer_starts_afresh(ddpforge: Callable[..., Ranks], tmp_pat
 
     allowed = ["--allow-change=optimizer", "--set=train.length=10st"]
     there = ddpforge("run", "run.toml", *sets, *allowed, nproc=2)
-    assert there.stderr.count("optimizer `sgd` starts afresh: the checkpoint has the state of `adamw`") == 1
+    assert there.stderr.count("optimizer `sgd` starts from scratch: the checkpoint has the state of `adamw`") == 1
     kept = {key for entry in Reader(bench.newest("run")).state().optimizer.values() for key in entry}
     assert kept == {"momentum_buffer"}
 

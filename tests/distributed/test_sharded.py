@@ -122,7 +122,7 @@ def test_a_strategy_that_does_not_keep_its_contract_is_found(bench: Bench) -> No
     )
     failed = bench("run", 'use = "./lying.py:Lying"', fails=True)
     assert set(failed.codes) == {3}
-    assert "Lying promises that 2 ranks hold each trainable weight once, and they hold 6,976 of 6,976" in failed.stderr
+    assert "Lying promises that 2 ranks hold each trainable weight once, but they hold 6,976 of 6,976" in failed.stderr
     assert "each part 2 times" in failed.stderr
 
 

@@ -292,7 +292,7 @@ def test_sync_batchnorm_is_refused_on_a_cpu(run: Run) -> None:
     """Trap 13."""
     failed = run(nproc=2, values=[1.0] * 2, train="sync_batchnorm = true", fails=True)
     assert set(failed.codes) == {2}
-    assert "train.sync_batchnorm needs CUDA, and this run is on cpu" in failed.stderr
+    assert "train.sync_batchnorm needs CUDA, but this run is on cpu" in failed.stderr
 
 
 # ---------------------------------------------------------------------------------------------- evaluation

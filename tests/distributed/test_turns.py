@@ -59,5 +59,5 @@ def test_what_cannot_take_turns_is_refused_before_training(gan: Callable[..., Ra
         sets = [f"strategy.use={strategy}"] + (["strategy.compression=powersgd"] if not key else [])
         failed = gan("no", *sets, fails=True)
         assert failed.codes == [2]
-        assert "makes one update a step, and [optimizer.turns] asks for several" in failed.stderr
+        assert "makes one update a step, but [optimizer.turns] needs several" in failed.stderr
         assert "Traceback" not in failed.stderr

@@ -44,8 +44,8 @@ def module(child: nn.Module) -> Callable[[Model], object]:
         (parameter(torch.zeros(4).as_strided((3, 2), (1, 1))), "parameter `x` was made with `as_strided` or `unfold`"),
         (buffer(torch.eye(2).to_sparse()), "buffer `x` is of layout sparse_coo"),
         (buffer(torch.eye(2).to_sparse(), persistent=False), "buffer `x` is of layout sparse_coo"),
-        (buffer(torch.zeros(2, dtype=torch.complex64)), "`x` is complex64, and a checkpoint holds float64"),
-        (buffer(torch.zeros(2, dtype=torch.uint16)), "`x` is uint16, and a checkpoint holds float64"),
+        (buffer(torch.zeros(2, dtype=torch.complex64)), "`x` is complex64, but a checkpoint holds only float64"),
+        (buffer(torch.zeros(2, dtype=torch.uint16)), "`x` is uint16, but a checkpoint holds only float64"),
         (lambda model: buffer(model.a.weight.data)(model), "`a.weight` and `x` share memory"),
         (lambda model: buffer(model.a.weight.data[2:], persistent=False)(model), "`a.weight` and `x` share memory"),
         (lambda model: parameter(model.a.weight.data.t())(model), "`a.weight` and `x` share memory"),
@@ -119,7 +119,7 @@ def test_batchnorm_over_single_samples_is_refused_in_the_first_pass(full: int, l
     model = nn.Sequential(nn.BatchNorm1d(3))
     watch_batchnorm(model, full, last)
     model.eval()(FLAT)
-    with pytest.raises(UsageError, match=r"`0` \(BatchNorm1d\) normalises over the samples") as refused:
+    with pytest.raises(UsageError, match=r"`0` \(BatchNorm1d\) normalizes over the samples") as refused:
         model.train()(FLAT)
     assert hint in refused.value.hints[0]
 

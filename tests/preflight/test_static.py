@@ -18,13 +18,13 @@ from ddpforge.preflight.static import check_device
 def test_what_only_a_gpu_does_is_refused_on_a_cpu(key: str) -> None:
     (found,) = check_device(chosen_with(train(**{key: True}), ranks=1, device="cpu"))
     assert found.key == f"train.{key}"
-    assert "which a GPU does, and this run is on cpu" in found.message
+    assert "which needs a GPU, but this run is on cpu" in found.message
     assert not list(check_device(chosen_with(train(**{key: True}), ranks=1, device="cuda")))
 
 
 def test_an_algorithm_that_time_chooses_is_not_deterministic() -> None:
     (found,) = check_device(chosen_with(train(cudnn_benchmark=True, deterministic=True), ranks=1, device="cuda"))
-    assert "train.deterministic forbids it" in found.message
+    assert "train.deterministic forbids that" in found.message
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -32,7 +32,7 @@ def test_an_algorithm_that_time_chooses_is_not_deterministic() -> None:
 def test_batchnorm_over_ranks_needs_a_gpu(ranks: int, asked: bool, device: str, count: int) -> None:
     found = list(check_device(chosen_with(train(sync_batchnorm=asked), ranks=ranks, device=device)))
     assert [each.key for each in found] == ["train.sync_batchnorm"] * count
-    assert [each.message for each in found] == ["train.sync_batchnorm needs CUDA, and this run is on cpu"] * count
+    assert [each.message for each in found] == ["train.sync_batchnorm needs CUDA, but this run is on cpu"] * count
 
 
 def test_a_stream_without_a_length_is_met_with_all_that_counts_epochs(parts: Callable[..., Staged]) -> None:
@@ -50,7 +50,7 @@ def test_initial_weights_that_are_not_there_do_not_matter_to_a_resume(parts: Cal
 def test_a_callback_of_an_older_contract_is_told_what_to_change(parts: Callable[..., Staged]) -> None:
     Path("calls.py").write_text(CALLBACKS)
     found = told(parts("callbacks.old.use=./calls.py:Old"))
-    assert found == {"callbacks.old": "callback `old`: Old.on_start takes other arguments than the run"}
+    assert found == {"callbacks.old": "callback `old`: Old.on_start must take one argument, the run"}
 
 
 def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_show_them(
@@ -60,7 +60,7 @@ def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_sh
     reads = "callbacks.reads.use=./calls.py:Reads"
     assert told(parts(reads)) == {}
     found = told(parts(reads, "strategy={use='deepspeed'}"))
-    said = "callback `reads` (Reads) reads gradients in `on_gradient`, and this strategy cannot show them"
+    said = "callback `reads` (Reads) reads gradients in `on_gradient`, but this strategy cannot provide them"
     assert found["callbacks.reads"] == said
 
 
@@ -68,7 +68,7 @@ def test_a_callback_that_calls_the_model_is_refused_where_no_rank_has_all_of_it(
     Path("calls.py").write_text(CALLBACKS)
     calls = "callbacks.calls.use=./calls.py:Calls"
     assert told(parts(calls)) == {}
-    said = "callback `calls` (Calls) calls the model, and under this strategy no rank has all of it"
+    said = "callback `calls` (Calls) calls the model, but under this strategy no rank has the whole model"
     assert told(parts(calls, "strategy={use='pipeline'}"))["callbacks.calls"] == said
 
 
@@ -113,7 +113,7 @@ def test_turns_that_do_not_fit(parts: Callable[..., Staged], sets: list[str], ke
 def test_a_loss_is_told_its_turn(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE + TURNS.replace(', turn=""', ""))
     found = told(parts("~task.metrics", "task.use=./mine.py:Duel", UP, DOWN))
-    assert "mine.py:Duel has the turns up, down, and its `loss` is not told which" in found["task"]
+    assert "mine.py:Duel has the turns up, down, but its `loss` does not take the turn" in found["task"]
 
 
 def test_turns_of_a_task_that_has_none(parts: Callable[..., Staged]) -> None:
@@ -124,7 +124,11 @@ def test_turns_of_a_task_that_has_none(parts: Callable[..., Staged]) -> None:
 @pytest.mark.parametrize(
     ("group", "key", "said"),
     [
-        ("{parameters=['layers.*']}", "optimizer.groups.g.parameters", "`layers.*` matches no parameter; near it are"),
+        (
+            "{parameters=['layers.*']}",
+            "optimizer.groups.g.parameters",
+            "`layers.*` matches no parameter; similar names:",
+        ),
         ("{parameters=['bias'], use='muon', lr=0.1}", "optimizer", "`layer.bias` has the shape [3]"),
         ("{parameters=['bias'], fused='auto'}", "", ""),
         ("{parameters=['bias'], fused=true}", "", ""),

@@ -192,7 +192,7 @@ RANKS = {
     "LosesMicroBatches": ("trains-like-ddp", "the gradients of micro-batches are not summed"),
     "ClipsEachParameter": ("trains-like-ddp", "gradients are clipped by another norm"),
     "SavesRounded": ("trains-like-ddp", "weights differs at step 12"),
-    "CountsTwice": ("trains-like-ddp", "CountsTwice says that 1 ranks see different data, and their sum counts 2 ones"),
+    "CountsTwice": ("trains-like-ddp", "CountsTwice declares 1 data-parallel rank(s), but a sum over them counts 2"),
     "PromisesTooMuch": ("trains-like-ddp", "PromisesTooMuch promises that 2 ranks hold each trainable weight once"),
     "ForgetsMomentum": ("resumes-on-any-ranks", "after a resume at step 6, train/loss differs at step 2"),
 }

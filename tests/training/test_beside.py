@@ -76,14 +76,22 @@ def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> No
     [
         (lambda model: {"it": net()}, PluginError, r"`it` of Declares.beside is a Sequential"),
         (lambda model: {"a/b": Beside(module=net())}, PluginError, "is not a plain name"),
-        (lambda model: {"it": Beside(module=model)}, PluginError, "its `0.weight` is the model's own `0.weight`"),
-        (lambda model: {"it": Beside(module=net(), momentum=0.9)}, PluginError, "a momentum, and follows nothing"),
-        (lambda model: {"it": Beside(module=net(), weights="x", follows="")}, PluginError, "weights of its own"),
+        (
+            lambda model: {"it": Beside(module=model)},
+            PluginError,
+            "its `0.weight` is the same parameter as `0.weight` of the model",
+        ),
+        (lambda model: {"it": Beside(module=net(), momentum=0.9)}, PluginError, "a momentum, but follows no module"),
+        (
+            lambda model: {"it": Beside(module=net(), weights="x", follows="")},
+            PluginError,
+            "both `follows` and `weights`",
+        ),
         (lambda model: {"it": Beside(module=net(), follows="", momentum=1.5)}, PluginError, "the momentum 1.5"),
         (
             lambda model: {"it": Beside(module=net(), follows="", momentum=0.9, saved=False)},
             PluginError,
-            "a resumed run would start it from scratch",
+            "a resumed run would restart it with",
         ),
         (lambda model: {"it": Beside(module=net(), follows="trunk")}, UsageError, "follows `trunk`, which the model"),
         (
@@ -170,7 +178,9 @@ def test_a_strategy_that_lays_them_out_differently_cannot_let_it_follow() -> Non
     strategy = Apart()
     strategy.setup(train(), replica.world)
     found = declared(Declares(lambda model: {"other": Beside(module=copy.deepcopy(model), follows="")}), model)
-    with pytest.raises(StrategyError, match=r"`other` cannot follow the model under this strategy.*only a half"):
+    with pytest.raises(
+        StrategyError, match=r"`other` cannot follow the model: this strategy shards the two.*only a half"
+    ):
         place(found, strategy, replica, replica.world, begins=True)
 
 
@@ -204,7 +214,7 @@ def test_weights_of_a_file_are_read_at_every_start_and_not_saved(weights: Callab
     state = saved(teacher.state())
     assert state == {"magnitude": 21.0, "squares": 63.0}  # of seven tensors with one element
     placed(net(), Beside(module=net(), weights=weights(3.0)), begins=False).load_state(state)
-    with pytest.raises(CheckpointError, match="`other`, beside the model, are not those that this run began with"):
+    with pytest.raises(CheckpointError, match="auxiliary module `other` differ from those at the start of this run"):
         placed(net(), Beside(module=net(), weights=weights(3.001)), begins=False).load_state(state)
 
 
@@ -236,5 +246,5 @@ def test_statistics_that_training_changes_are_kept_though_the_weights_come_from_
     assert other[1].running_mean.item() == mean
 
     assert not Beside(module=nn.Linear(1, 1), **given).is_saved  # nothing in it changes
-    with pytest.raises(PluginError, match="keeps statistics while it trains, which with `saved = False`"):
+    with pytest.raises(PluginError, match="updates statistics in training mode, and a resumed run would lose them"):
         declared(Declares(lambda _: {"it": Beside(module=net(), saved=False, **given)}), net())

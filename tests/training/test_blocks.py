@@ -58,9 +58,9 @@ def test_a_recipe_names_classes_and_gets_the_outermost() -> None:
 @pytest.mark.parametrize(
     ("classes", "said"),
     [
-        (["Attention", "Block"], "no Attention outside of the others"),
-        (["Blok"], "no Blok; near it are Block"),
-        (["GPT"], "no GPT; near it"),
+        (["Attention", "Block"], "no Attention outside of the other blocks"),
+        (["Blok"], "no Blok; similar names: Block"),
+        (["GPT"], "no GPT; similar names:"),
     ],
 )
 def test_a_class_that_is_not_there(classes: list[str], said: str) -> None:
@@ -268,7 +268,9 @@ def test_an_input_changed_in_place_after_its_recomputed_block_is_refused() -> No
     x = first(torch.randn(2, 4))
     y = block(x, more=torch.randn(2, 4))
     x += 1
-    with pytest.raises(UsageError, match=r"what Joined is given \(a tensor \[2, 4\]\) is changed in place after it"):
+    with pytest.raises(
+        UsageError, match=r"an input of Joined \(a tensor \[2, 4\]\) is changed in place after the block"
+    ):
         (x + y).sum().backward()
 
 

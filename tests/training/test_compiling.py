@@ -78,5 +78,5 @@ class Odd(Task):
 
 def test_a_method_that_is_not_there_is_refused_by_name() -> None:
     compile_losses(Odd(), train())  # nothing is compiled
-    with pytest.raises(PluginError, match=r"Odd\.compiles names `mean`, which is no method of it"):
+    with pytest.raises(PluginError, match=r"Odd\.compiles names `mean`, which is not a method of the task"):
         compile_losses(Odd(), train(compile="default"))

@@ -89,30 +89,30 @@ def test_a_strategy_that_keeps_its_word(strategy: Any, ranks: int) -> None:
         (
             Lying,
             {},
-            "Lying promises that 2 ranks hold each trainable weight once, and they hold 6 of 6 trainable "
+            "Lying promises that 2 ranks hold each trainable weight once, but they hold 6 of 6 trainable "
             "weights, each part 2 times",
         ),
         (
             Twice,
             {"trainable": 5},
-            "Twice promises that 2 ranks hold each trainable weight 2 times, and they hold 6 of 5 trainable weights",
+            "Twice promises that 2 ranks hold each trainable weight 2 times, but they hold 6 of 5 trainable weights",
         ),
         (
             DDP,
             {"trainable": 7},
-            "DDP promises that 2 ranks hold each trainable weight 2 times, and they hold 6 of 7 trainable weights",
+            "DDP promises that 2 ranks hold each trainable weight 2 times, but they hold 6 of 7 trainable weights",
         ),
         (
             DDP,
             {"data": Fewer},
-            "DDP says that 1 ranks see different data, and their sum counts 2 ones: gradients, which are divided by "
-            "such a sum, would be of another size",
+            "DDP declares 1 data-parallel rank(s), but a sum over them counts 2: gradients would be divided by the "
+            "wrong number",
         ),
         (
             DDP,
             {"model": lambda: nn.Linear(3, 2, dtype=torch.bfloat16)},
-            "parameter `weight` is bfloat16, and DDP promises float32 master weights: updates smaller than a "
-            "rounding step would vanish",
+            "parameter `weight` is bfloat16, but DDP promises float32 master weights: updates smaller than a "
+            "rounding step would be lost",
         ),
     ],
 )

@@ -77,17 +77,17 @@ def tied(name: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
-        (layers("a", "b"), layers("b", "a"), "as number 0 rank 0 has parameter `a.weight`.* rank 1 has .*`b.weight`"),
-        (layers("a"), layers("a", "b"), "as number 1 rank 0 has nothing, and rank 1 has parameter `b.weight`"),
+        (layers("a", "b"), layers("b", "a"), "number 0 on rank 0 is parameter `a.weight`.* rank 1 it is .*`b.weight`"),
+        (layers("a"), layers("a", "b"), "number 1 on rank 0 is nothing, and on rank 1 it is parameter `b.weight`"),
         (
             layers("a"),
             layers("a", width=3),
-            r"float32 \[1, 2\]\), and rank 1 has parameter `a.weight` \(float32 \[1, 3",
+            r"float32 \[1, 2\]\), and on rank 1 it is parameter `a.weight` \(float32 \[1, 3",
         ),
         (layers("a"), layers("a").double(), "float64"),
-        (layers("a", "b"), layers("a", "b", frozen="b"), "rank 1 has parameter `b.weight` .*frozen"),
-        (nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), "rank 0 has buffer `running_mean`"),
-        (tied("b"), tied("c"), "as number 1 rank 0 has parameter `b.weight`.* rank 1 has parameter `c.weight`"),
+        (layers("a", "b"), layers("a", "b", frozen="b"), "on rank 1 it is parameter `b.weight` .*frozen"),
+        (nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), "on rank 0 is buffer `running_mean`"),
+        (tied("b"), tied("c"), "number 1 on rank 0 is parameter `b.weight`.* rank 1 it is parameter `c.weight`"),
     ],
 )
 def test_ranks_with_different_models_are_refused(one: nn.Module, other: nn.Module, told: str) -> None:
@@ -111,7 +111,7 @@ def test_ranks_with_different_groups_of_parameters_are_refused_and_stages_of_a_p
         refuse_other_groups(ranks, stage, torch.optim.SGD(stage.parameters(), lr=0.1 * (1 + rank)))
 
     assert (
-        "ranks have built the optimizer differently: as number 0 rank 0 has parameter group 0" in told_by_two(groups)[0]
+        "ranks have built the optimizer differently: number 0 on rank 0 is parameter group 0" in told_by_two(groups)[0]
     )
     assert told_by_two(stages) == ["", ""]
 
@@ -128,7 +128,7 @@ class Dice(Numbers):
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
-        (Numbers([*range(16)]), Numbers([*range(15, -1, -1)]), "sample 0 is another one"),
+        (Numbers([*range(16)]), Numbers([*range(15, -1, -1)]), "sample 0 is different"),
         (Numbers([*range(16)]), Numbers([*range(15)]), "16 samples → 15 samples"),
         (Numbers([*range(16)]), Numbers([*range(16)], noise=1e-7), ""),
         (Numbers([*range(16)]), Numbers([*range(16)], noise=1e-3), "sample"),
@@ -157,8 +157,8 @@ def test_what_a_checkpoint_has_of_the_data_tells_it_from_other_data(workers: int
     for ids, told in (
         ([*range(32)], ""),
         ([*range(64)], "32 samples → 64 samples"),
-        ([*range(31), 99], "sample 31 is another one"),
-        ([*range(16), 99, *range(17, 32)], "sample 16 is another one"),
+        ([*range(31), 99], "sample 31 is different"),
+        ([*range(16), 99, *range(17, 32)], "sample 16 is different"),
     ):
         assert difference(saved, printed(Numbers(ids)).as_json()) == told
 
@@ -215,7 +215,7 @@ class Rows:
 def test_a_sample_with_its_numbers_in_another_order_of_another_size_or_missing_is_another(row: tuple[float]) -> None:
     """The same mean alone is not enough, and what is not a number is no number to compare with."""
     saved, now = printed(Rows(1.0, 2.0, 3.0)).as_json(), printed(Rows(*row)).as_json()
-    assert difference(saved, now) == difference(now, saved) == "sample 0 is another one"
+    assert difference(saved, now) == difference(now, saved) == "sample 0 is different"
     assert difference(now, json.loads(json.dumps(now, allow_nan=False))) == ""
 
 
@@ -226,7 +226,7 @@ class Words(list[str]):
 def test_samples_of_text_alone_are_told_apart() -> None:
     saved = printed(Words(["one", "two"])).as_json()
     assert difference(saved, printed(Words(["one", "two"])).as_json()) == ""
-    assert difference(saved, printed(Words(["one", "too"])).as_json()) == "sample 1 is another one"
+    assert difference(saved, printed(Words(["one", "too"])).as_json()) == "sample 1 is different"
 
 
 class Throws(Numbers):

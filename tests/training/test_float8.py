@@ -82,7 +82,7 @@ def test_a_recipe_may_leave_layers_out() -> None:
         "blocks.1.attention.qkv",
         "blocks.1.attention.projection",
     ]
-    with pytest.raises(ValueError, match=r"fp8_skip: `\*\.mpl\.\*` names no linear layer; near it are blocks"):
+    with pytest.raises(ValueError, match=r"fp8_skip: `\*\.mpl\.\*` matches no linear layer; similar names: blocks"):
         check_float8(small(), [], settings(fp8_skip=("*.mpl.*",)))
 
 
@@ -95,11 +95,11 @@ def test_layers_whose_forward_pass_is_another_are_left_alone() -> None:
     found, others = float8_layers(model, [model], settings())
     assert list(found) == ["2", "3"]
     assert set(others) == {"0.out_proj", "1"}
-    assert set(others.values()) == {"a forward pass of its own"}
+    assert set(others.values()) == {"a custom forward pass"}
 
 
 def test_a_model_without_such_a_layer_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r'fp8 = "tensorwise" is for no layer .*name the classes of the blocks'):
+    with pytest.raises(ValueError, match=r'fp8 = "tensorwise" applies to no layer .*name the classes of the blocks'):
         check_float8(MLP(inputs=16, outputs=16), [], settings())
     model = small(width=24)
     with pytest.raises(ValueError, match=r"multiples of 16: `blocks\.0\.attention\.qkv`.* and 4 more$"):
@@ -176,10 +176,10 @@ def test_a_gpu_from_compute_capability_8_9_on_will_do(monkeypatch: pytest.Monkey
     assert said(Single.contract) == []
     assert said(Single.contract, "cpu", "off") == []
     (message,) = said(Single.contract, "cpu")
-    assert message == 'train.fp8 = "rowwise" multiplies in float8, which a GPU does, and this run is on cpu'
+    assert message == 'train.fp8 = "rowwise" multiplies in float8, which needs a GPU, but this run is on cpu'
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     (message,) = said(Single.contract)
-    assert message.endswith("needs a GPU of compute capability 8.9 (L4, RTX 40, H100), and this one has 8.6")
+    assert message.endswith("needs a GPU of compute capability 8.9 (L4, RTX 40, H100), but this one has 8.6")
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -194,7 +194,7 @@ def test_strategies_that_do_not_call_whole_layers_are_refused() -> None:
 @pytest.mark.usefixtures("_gpu")
 def test_torchao_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpforge.preflight.static.find_spec", lambda name: None)
-    assert said(Single.contract) == ['train.fp8 = "rowwise" computes with torchao, which is not installed']
+    assert said(Single.contract) == ['train.fp8 = "rowwise" needs torchao, which is not installed']
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

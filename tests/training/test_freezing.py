@@ -25,7 +25,7 @@ def test_globs_name_parameters_and_those_alone_are_frozen() -> None:
     freeze(model, ["0.*", "1.weight"])
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained == ["1.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
-    with pytest.raises(ValueError, match=r"train.freeze: `4.\*` matches no parameter; near it are"):
+    with pytest.raises(ValueError, match=r"train.freeze: `4.\*` matches no parameter; similar names:"):
         freeze(model, ["4.*"])
 
 
@@ -33,7 +33,9 @@ def test_all_but_the_head_is_frozen_by_a_glob_that_takes_out_again() -> None:
     model = net()
     freeze(model, ["*", "!3.*", "3.bias"])
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["3.weight"]
-    with pytest.raises(ValueError, match=r'train.freeze: "!3.\*" takes out of nothing; freeze all but these'):
+    with pytest.raises(
+        ValueError, match=r'train.freeze: "!3.\*" is the first entry, and excludes nothing; to freeze all others'
+    ):
         freeze(net(), ["!3.*"])
     with pytest.raises(ValueError, match=r"train.freeze: `4.\*` matches no parameter"):
         freeze(net(), ["*", "!4.*"])
@@ -49,7 +51,7 @@ def test_statistics_of_a_batchnorm_that_is_taken_out_again_move() -> None:
 @pytest.mark.parametrize("word", ["norm", "bias", "1d", "2d", "embedding"])
 def test_the_words_for_parameters_are_no_globs(word: str) -> None:
     """A BatchNorm that one of them names would be frozen, and its statistics would move."""
-    with pytest.raises(ValueError, match=f"train.freeze: `{word}` matches no parameter; near it are [0-3]"):
+    with pytest.raises(ValueError, match=f"train.freeze: `{word}` matches no parameter; similar names: [0-3]"):
         freeze(net(), [word])
 
 
@@ -96,7 +98,7 @@ def test_what_is_not_trained_is_left_out_and_stays_as_it_is() -> None:
     own = torch.ones(1, 2)
     found.model["0.weight"].read_into(Part.whole(own).region, own)
     assert own.tolist() == [[1.0, 1.0]]
-    with pytest.raises(CheckpointError, match="has left out weights that are not trained, and the model's are not"):
+    with pytest.raises(CheckpointError, match="omits the frozen weights, and the frozen weights of the model differ"):
         complete(on_disk, state_of(frozen(1.001))[0], Alone())
 
 

@@ -619,7 +619,7 @@ def test_weights_that_checkpoints_leave_out_must_stay_as_they_are(moves: bool) -
         assert loop.fit() == "done"
         assert "base" not in loop.checkpoints.saved[-1].share.model
         return
-    with pytest.raises(CheckpointError, match="weights that are not trained have changed during the run"):
+    with pytest.raises(CheckpointError, match="frozen weights have changed during the run"):
         loop.fit()
     assert loop.checkpoints.steps() == [2]
 
@@ -673,8 +673,8 @@ def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogC
     loop.trainer.restore(saved(3, recipe=recipe))  # type: ignore[arg-type]
     assert loop.replica.loaded.optimizer == {}
     assert watcher.taken is None
-    assert "optimizer `sgd` starts afresh: the checkpoint has the state of `adamw`" in caplog.text
-    assert "callbacks.watch `watch` starts afresh: the checkpoint has the state of `other`" in caplog.text
+    assert "optimizer `sgd` starts from scratch: the checkpoint has the state of `adamw`" in caplog.text
+    assert "callbacks.watch `watch` starts from scratch: the checkpoint has the state of `other`" in caplog.text
 
     loop.trainer.restore(saved(3, recipe='[optimizer]\nuse = "sgd"\n[callbacks.watch]\nuse = "watch"\n'))  # type: ignore[arg-type]
     assert loop.replica.loaded.optimizer == {"w": {"m": 1.0}}
@@ -734,7 +734,7 @@ def test_factors_of_callbacks_multiply_the_rate_of_the_next_step() -> None:
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.1, None, "0.1", torch.tensor(0.1)])
 def test_what_is_no_factor_is_refused(factor: Any) -> None:
     loop = Loop(callbacks={"odd": Does(lr_factor=lambda: factor)})
-    with pytest.raises(PluginError, match="callback `odd` multiplies the learning rate of step 1 with"):
+    with pytest.raises(PluginError, match="callback `odd` multiplies the learning rate of step 1 by"):
         loop.fit()
 
 
@@ -757,7 +757,9 @@ def test_a_strategy_that_promises_gradients_and_shows_none_is_found_out_at_the_f
     reads = ReadsGradients(lambda: loop)
     loop = Loop(callbacks={"reads": reads})
     loop.replica.step = lambda: loop.model.w.detach()  # type: ignore[method-assign, union-attr, operator, return-value]
-    with pytest.raises(PluginError, match="Plain promises that callbacks can read gradients, and its step called none"):
+    with pytest.raises(
+        PluginError, match="Plain promises that callbacks can read gradients, but its step did not call"
+    ):
         loop.fit()
 
 
@@ -783,7 +785,7 @@ def test_callbacks_measure_within_the_evaluation_of_all() -> None:
 @pytest.mark.parametrize(("method", "own", "name"), [("while_evaluating", "loss", "eval/loss"), ("on_log", "lr", "lr")])
 def test_a_number_that_is_reported_already_is_refused(method: str, own: str, name: str) -> None:
     loop = Loop(callbacks={"again": Does(**{method: lambda _: {own: 1.0}})})
-    with pytest.raises(PluginError, match=f"callback `again` reports {name}, which is reported already"):
+    with pytest.raises(PluginError, match=f"callback `again` reports {name}, which the run reports already"):
         loop.fit()
 
 
@@ -832,7 +834,7 @@ def test_a_callback_without_a_state_is_named_when_it_is_saved(returned: Any) -> 
 
     with pytest.raises(PluginError, match=r"callback `it`: Stateless.state returned") as told:
         Loop(steps=1, callbacks={"it": Stateless()}).fit()
-    assert "`{}` where there is nothing to keep" in told.value.hints[0]
+    assert "`{}` if there is nothing to keep" in told.value.hints[0]
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
@@ -852,7 +854,7 @@ def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> No
     if factor == 1.0:
         assert loop.fit() == "done"
         return
-    with pytest.raises(PluginError, match=r"callbacks rates multiply .* step 1 with 0.5 on this rank and 0.75 on"):
+    with pytest.raises(PluginError, match=r"callbacks rates multiply .* step 1 by 0.5 on this rank and 0.75 on"):
         loop.fit()
 
 

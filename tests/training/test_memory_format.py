@@ -50,7 +50,7 @@ def test_activations_follow_the_weights() -> None:
 
 
 def test_a_model_without_convolutions_is_refused() -> None:
-    with pytest.raises(ValueError, match="is about 2-D convolutions, of which the model has none"):
+    with pytest.raises(ValueError, match="applies to 2-D convolutions, and the model has none"):
         put_channels_last(MLP(inputs=4, outputs=2))
 
 

@@ -150,6 +150,6 @@ def test_a_task_must_say_who_finishes_what_is_no_mean(parts: Callable[..., Chose
     """A plain mean needs nobody."""
     parts("task={use='./mine.py:Own', metrics=['./mine.py:Reach']}", "checkpoint.keep.mode=min",
           "callbacks.early_stopping.mode=min")  # fmt: skip
-    with pytest.raises(RecipeError, match=r"task `./mine.py:Own` does not say who finishes reach, which is no mean"):
+    with pytest.raises(RecipeError, match=r"task `./mine.py:Own` does not report reach, which is not a mean"):
         parts("task={use='./mine.py:Own', metrics=['./mine.py:Root']}", "checkpoint.keep.mode=min",
               "callbacks.early_stopping.mode=min")  # fmt: skip

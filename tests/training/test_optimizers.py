@@ -136,7 +136,7 @@ def test_a_frozen_layer_still_counts() -> None:
 
 @pytest.mark.parametrize(
     ("model", "turns", "said"),
-    [(Net(), (), "name classes in train.blocks"), (Deep(), ("a", "b"), "a rate of its own")],
+    [(Net(), (), "name classes in train.blocks"), (Deep(), ("a", "b"), "does not work with turns")],
 )
 def test_what_has_no_layers_is_refused(model: nn.Module, turns: tuple[str, ...], said: str) -> None:
     component = OptimizerComponent(use="sgd", options={"lr": 1.0}, layer_decay=0.5)

@@ -121,9 +121,9 @@ def test_a_glob_may_match_frozen_parameters_only() -> None:
 
 
 def test_a_glob_that_matches_nothing_is_refused_with_near_names() -> None:
-    with pytest.raises(ValueError, match=r"`hiden.weight` matches no parameter; near it are hidden.weight"):
+    with pytest.raises(ValueError, match=r"`hiden.weight` matches no parameter; similar names: hidden.weight"):
         parameter_groups(Net(), ["hiden.weight"])
-    with pytest.raises(ValueError, match="`norms` matches no parameter; near it are norm"):
+    with pytest.raises(ValueError, match="`norms` matches no parameter; similar names: norm"):
         parameter_groups(Net(), ["norms"])
 
 
@@ -152,9 +152,9 @@ def test_groups_take_what_their_entries_mean_and_the_rest_is_left() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ({"a": ["*"], "b": ["norm"]}, 'is in the groups a and b, and can be in one; an entry "!GLOB"'),
-        ({"a": ["nothing.*"]}, "optimizer.groups.a.parameters: `nothing.*` matches no parameter; near it are"),
-        ({"a": ["2d", "!2d"]}, "optimizer.groups.a.parameters: there is no trainable parameter in it"),
+        ({"a": ["*"], "b": ["norm"]}, 'is in the groups a and b, but can be in only one; an entry "!GLOB"'),
+        ({"a": ["nothing.*"]}, "optimizer.groups.a.parameters: `nothing.*` matches no parameter; similar names:"),
+        ({"a": ["2d", "!2d"]}, "optimizer.groups.a.parameters: it has no trainable parameter"),
     ],
 )
 def test_groups_that_do_not_fit(groups: dict[str, list[str]], said: str) -> None:

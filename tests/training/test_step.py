@@ -123,7 +123,7 @@ def test_a_count_is_not_waited_for_before_the_forward_pass(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_count_that_cannot_be_one_is_refused(weight: float) -> None:
-    with pytest.raises(PluginError, match=r"Weighed\.count gave (-1|nan|inf) for a step"):
+    with pytest.raises(PluginError, match=r"Weighed\.count returned (-1|nan|inf) for a step"):
         run(Line(), Weighed(), [micro([3.0], [weight])])
 
 
@@ -179,15 +179,15 @@ def test_totals_are_added_up_in_float64() -> None:
 def test_totals_of_another_shape_are_not_added_up() -> None:
     """Of one class and of three, which torch would add to each other."""
     growing = Plainly(lambda outputs: Total(torch.zeros(len(outputs)), 1))
-    with pytest.raises(PluginError, match=r"`it` is now a Total of shape \[1\], now a Total of shape \[3\]"):
+    with pytest.raises(PluginError, match=r"`it` is a Total of shape \[1\] for one batch and a Total of shape \[3\]"):
         run(Line(), growing, [micro([1.0], step=4, last=False), micro([1.0, 2.0, 3.0], step=4)])
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (0.5, "is a float, and must be a Total of a tensor and a count, or Rows"),
-        (torch.tensor(0.5), "is a Tensor, and must be"),
+        (0.5, "is a float, but must be a Total of a tensor and a count, or Rows"),
+        (torch.tensor(0.5), "is a Tensor, but must be"),
         (Total(0.5, 1), "is a Total with a float for its sum"),  # type: ignore[arg-type]
         (
             Total(torch.zeros(3), torch.ones(2)),
@@ -371,7 +371,7 @@ def test_a_strategy_that_cannot_explore_refuses_an_optimizer_that_does() -> None
     plain, model = Plain(), Line()
     optimizer: Any = Wanders(2, [])
     with pytest.raises(
-        StrategyError, match="Wanders makes 2 passes per step, and the strategy is for optimizers that make"
+        StrategyError, match="Wanders makes 2 passes per step, but the strategy supports only optimizers that make"
     ):
         update_of(plain.holding(model, optimizer), optimizer, model)
 

@@ -72,7 +72,7 @@ def test_an_error_of_the_model_says_which_batch_it_was_given() -> None:
         look.loss(nn.Linear(2, 1), [("one", "two"), BATCH[1]])
     assert caught.value.__notes__ == [
         "in the first forward pass of training (Returning.loss), of a batch of a list (a tuple of 2 texts, int64 [3])",
-        "the batch holds text; if the model was given it, make tensors of it in the dataset or its `collate(samples)`",
+        "the batch holds text; if the model receives it, make tensors of it in the dataset or its `collate(samples)`",
     ]
     look = CheckedTask(Returning(good(), RuntimeError("later")), "training")
     look.loss(nn.Linear(2, 1), BATCH)

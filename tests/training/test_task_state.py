@@ -69,7 +69,7 @@ def test_a_rollback_gives_a_task_its_state_back(tmp_path: Path) -> None:
 
 
 def test_a_state_that_differs_between_ranks_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"Apart.state: `(bank|mean)` is one value on rank 0 and another on"):
+    with pytest.raises(AssertionError, match=r"Apart.state: `(bank|mean)` has different values on rank 0 and on"):
         run(tmp_path, 3, 'use = "ddp"', 2, task="Apart")
 
 
@@ -89,7 +89,7 @@ def test_half_of_a_state_is_refused(method: str) -> None:
         pass
 
     setattr(Half, method, lambda *_: {})
-    with pytest.raises(PluginError, match=f"has `{method}`, and no `"):
+    with pytest.raises(PluginError, match=f"has `{method}`, but no `"):
         has_state(Half({}))
 
 

@@ -255,18 +255,22 @@ def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named
         assert found.words == ""
         assert found.distance < 1e-5
     everything = (fused, softmax, less, mean, conv, pooled, steps, zero)
-    assert all("do not compute what the whole model does: of a few samples the loss is" in x.words for x in everything)
-    assert "first module whose output is another one is `blocks.0.attention.projection`" in fused.words
-    assert "before it, ranks have the output of `blocks.0.attention.qkv` in parts" in fused.words
+    assert all(
+        "do not compute the same as the whole model: for a few samples the loss is" in x.words for x in everything
+    )
+    assert "first module with a different output is `blocks.0.attention.projection`" in fused.words
+    assert "before it, each rank has only a part of the output of `blocks.0.attention.qkv`" in fused.words
     assert '"columns:3"' in fused.words
-    assert "whole model does: `between` fails, which it does not in the whole model: RuntimeError: Given" in norm.words
+    assert "whole model: `between` fails, but does not fail in the whole model: RuntimeError: Given" in norm.words
     for found in (softmax, less):
-        assert "another one is `down`; before it, ranks have the output of `between` in parts" in found.words
-    assert "another one is `mix` | what mixes positions" in mean.words
-    assert "another one is `mix.conv`" in conv.words or "another one is `mix`" in conv.words
-    assert "no module's output is another one, and the gradient of `" in pooled.words
-    assert "output is another one, and the gradient of `down.weight` differs most: look at what" in zero.words
-    assert "another one is `down` | let the model's `pipeline` name all that `forward` does" in steps.words
+        assert (
+            "different output is `down`; before it, each rank has only a part of the output of `between`" in found.words
+        )
+    assert "different output is `mix` | the model must not mix positions" in mean.words
+    assert "different output is `mix.conv`" in conv.words or "different output is `mix`" in conv.words
+    assert "no module has a different output, and the gradient of `" in pooled.words
+    assert "no module has a different output, and the gradient of `down.weight` differs most: check the" in zero.words
+    assert "different output is `down` | the model's `pipeline` must name all steps of `forward`" in steps.words
 
 
 # ---------------------------------------------------------------------------------------------- what is left out
@@ -302,14 +306,15 @@ def test_what_cannot_be_compared_is_left_out_and_a_line_says_so() -> None:
         (
             "its loss is random, or rounding alone changes it",
             "no target counts in the first micro-batch",
-            "its loss cannot be computed apart from training: ValueError: in evaluation it does not use `down.weight`",
+            "its loss cannot be computed outside of training: ValueError: in evaluation mode it does not use "
+            "`down.weight`",
             "its first micro-batch cannot be given to all ranks: ",
         ),
         strict=True,
     ):
         assert found.words == ""
         (line,) = found.lines
-        assert line.startswith("what ranks compute together was not compared with the whole model: ")
+        assert line.startswith("the model on ranks together was not compared with the whole model: ")
         assert why in line
 
 
@@ -417,13 +422,13 @@ def test_models_that_do_not_fit_a_rank_are_left_out_and_a_line_says_so(
         ({"build": meta}, "it is built without memory"),
         ({"train": SimpleNamespace(compile="default", fp8="off")}, "train.compile and train.fp8 change"),
         ({"turns": {"a": 1}}, "the task has several updates"),
-        ({"beside": {"a": 1}}, "the task uses modules beside the model"),
+        ({"beside": {"a": 1}}, "the task uses auxiliary modules"),
     ):
         assert kept(**parts) is None
         assert why in caplog.messages[-1]
     monkeypatch.setattr("ddpforge.training.whole.SMALL", 100)
     assert kept() is None
-    assert "not compared with the whole model: its 280 parameters are not put on one rank" in caplog.messages[-1]
+    assert "not compared with the whole model: its 280 parameters are too many for one rank" in caplog.messages[-1]
 
 
 def test_a_run_with_a_wrong_plan_ends_before_its_first_step_however_often_it_is_run(
@@ -435,9 +440,7 @@ def test_a_run_with_a_wrong_plan_ends_before_its_first_step_however_often_it_is_
         "run", f'use = "fsdp"\ntensor = 2\n[strategy.plan]\n{plan}', more="[checkpoint]\nat_start = true", fails=True
     )
     assert found.codes == [2, 2]
-    assert "first module whose output is another one is `blocks.0.attention.projection`" in " ".join(
-        found.stderr.split()
-    )
+    assert "first module with a different output is `blocks.0.attention.projection`" in " ".join(found.stderr.split())
     assert "Traceback" not in found.stderr
     assert bench.column("run") == []
     again = bench(

@@ -156,13 +156,17 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
     ("sets", "key", "said"),
     [
         (["train.micro_batch=16"], "train.micro_batch", "would cut it into 2 forward passes of each rank"),
-        (["train.elastic_shards=4"], "train.elastic_shards", "would compute shards apart"),
-        (["train.eval_batch=16"], "train.eval_batch", "would compare others at evaluation"),
-        (["train.global_batch=2", "train.length=1ep"], "data.train", "one of [data.train] has 1 for 2 ranks"),
+        (["train.elastic_shards=4"], "train.elastic_shards", "would compute each virtual rank separately"),
+        (["train.eval_batch=16"], "train.eval_batch", "would compare others in evaluations"),
+        (
+            ["train.global_batch=2", "train.length=1ep"],
+            "data.train",
+            "a batch of [data.train] has 1 sample(s) for 2 ranks",
+        ),
         (
             ["data.order={use='growing', start=1, until='9st'}", "train.length=20st", *IN_STEPS],
             "data.order",
-            "step 0 of the order Growing has 1 for 2 ranks",
+            "step 0 of the order Growing has 1 sample(s) for 2 ranks",
         ),
     ],
 )
@@ -186,14 +190,16 @@ def test_what_leaves_a_step_whole_is_not(told: Callable[..., Mapping[str, str]])
 def test_an_evaluation_set_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:
     Path("few.py").write_text("import torch\n\ndef few():\n    return [(torch.zeros(64), torch.zeros(64))] * 3\n")
     found = told("data.eval={use='./few.py:few'}", ranks=4)
-    assert found == {"data.eval": "Contrastive compares all samples of a batch with each other, and one of [data.eval] "
-                     "has 3 for 4 ranks"}  # fmt: skip
+    said = (
+        "Contrastive compares all samples of a batch with each other, but a batch of [data.eval] has 3 sample(s) for 4"
+    )
+    assert found == {"data.eval": f"{said} ranks"}
 
 
 def test_an_evaluation_alone_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:
     Path("few.py").write_text("import torch\n\ndef few():\n    return [(torch.zeros(64), torch.zeros(64))] * 3\n")
     found = staged("run.toml", "data.eval={use='./few.py:few'}", ranks=4, trains=False).errors()
-    assert "one of [data.eval] has 3 for 4 ranks" in found["data.eval"]
+    assert "a batch of [data.eval] has 3 sample(s) for 4 ranks" in found["data.eval"]
 
 
 @pytest.mark.parametrize("micro", [{"samples": 0}, {"last": False}, {"number": 1}])
@@ -202,5 +208,5 @@ def test_a_batch_that_only_turns_out_to_be_broken_up_stops_training(micro: dict[
     batch = MicroBatch((torch.ones(1, 2), torch.ones(1, 2)), 1, 3, True, 0, 0)._replace(**micro)
     replica = Plain().holding(Line(), torch.optim.SGD([torch.zeros(1)], lr=0.1))
     stepper = Stepper(replica.world, replica, started(replica.ranks, Line()), seed=0)
-    with pytest.raises(UsageError, match="one of 3 samples is not one forward pass of every rank"):
+    with pytest.raises(UsageError, match="a batch of 3 samples is not one forward pass on every rank"):
         stepper.train_step(1, batch, [batch], measure=False)

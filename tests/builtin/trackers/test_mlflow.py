@@ -124,7 +124,7 @@ def test_a_server_that_is_not_there_costs_the_tracker_and_not_the_run(
     group.log(1, {"train/loss": 1.0})
     group.finish(state="done", summary={})
     assert [text.partition(":")[0] for text in caplog.messages if "tracker" in text] == [
-        "tracker mlflow failed and is off from here on"
+        "tracker mlflow failed and is off for the rest of the run"
     ]
 
 

@@ -432,7 +432,7 @@ def test_the_death_of_wandbs_process_costs_the_tracker_and_nothing_else(
     core.wait()
     log(tracker, range(20, 1000))
     finish(tracker)
-    assert only_line(caplog).startswith("tracker wandb failed and is off from here on: ConnectionResetError")
+    assert only_line(caplog).startswith("tracker wandb failed and is off for the rest of the run: ConnectionResetError")
 
 
 def test_a_row_that_wandb_does_not_take_leaves_no_process_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
