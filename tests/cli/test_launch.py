@@ -140,7 +140,7 @@ def test_a_rank_that_a_signal_ended_is_named_with_the_signal(launcher: Launcher,
     result = invoke("digits", "--nproc", "2")
     assert result.exit_code == 1
     assert "error: rank 1 was ended by signal 9 (SIGKILL)" in result.stderr
-    assert "not enough memory" in result.stderr
+    assert "out of memory" in result.stderr
     assert status(folder)["error"] == "rank 1 was ended by signal 9 (SIGKILL)"
     assert (status(folder)["step"], status(folder)["metrics"]) == (7, {"train/loss": 1.0})
 

@@ -262,11 +262,11 @@ def test_ranks_that_are_asked_to_stop_while_one_hangs_in_the_start_stop(
 ) -> None:
     ended = ddpforge("run", "run.toml", env={"IMPORT": "asked"}, nproc=2, fails=True)
     assert ended.codes == [ExitCode.STOPPED] * 2
-    assert "error: asked to stop before training began" in ended.stderr
+    assert "error: stopped before training began" in ended.stderr
     assert "Traceback" not in ended.stderr
     alone = ddpforge("run", "run.toml", "--set=data.train.how=asked", nproc=1, fails=True)
     assert alone.codes == [ExitCode.STOPPED]
-    assert "error: asked to stop before training began" in alone.stderr
+    assert "error: stopped before training began" in alone.stderr
 
 
 def test_the_error_of_a_recipe_that_one_rank_alone_finds_is_shown(

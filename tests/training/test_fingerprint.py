@@ -334,4 +334,4 @@ def test_a_file_that_grew_a_checkpoint_of_another_run_and_rows_that_were_lost_ar
     (stranger,) = (run / "checkpoints").glob("step-000000006-*")
     stranger.rename(other / "checkpoints" / stranger.name)
     refused = ddpforge("run", "run.toml", "name=other", "train.length=20st", fails=True)
-    assert f"{stranger.name} is a checkpoint of another run" in refused.stderr
+    assert f"{stranger.name} is a checkpoint of the run " in refused.stderr
