@@ -169,7 +169,7 @@ def test_what_cannot_be_loaded_is_told_in_words(run: Path) -> None:
     assert "holds no weights called 'swa'" in refused(UsageError, lambda: ddpforge.load(run, weights="swa"))
     assert "selects one of a run" in refused(UsageError, lambda: ddpforge.load(newest.checkpoint, checkpoint="best"))
     said = refused(UsageError, lambda: ddpforge.load(run, checkpoint="last"))  # type: ignore[arg-type]
-    assert "checkpoint='last': there are" in said
+    assert "checkpoint='last': expected" in said
     text = newest.folder.resolved.read_text()
     try:
         newest.folder.resolved.write_text(text.replace("./code/net.py:Tied", "./code/net.py:Other"))

@@ -189,5 +189,5 @@ def test_a_folder_that_one_host_has_for_itself_is_refused(
 def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = ends(2, lambda ranks: checks.share_folder(tmp_path / "file/runs", ranks))
-    assert said[0].startswith(f"the folder of runs {tmp_path}/file/runs cannot be written: ")
+    assert said[0].startswith(f"cannot write to the folder of runs {tmp_path}/file/runs: ")
     assert said[1] == "rank 0 says it"

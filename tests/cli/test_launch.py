@@ -121,7 +121,7 @@ def folder() -> RunFolder:
     folder.create(text="", resolved="", local_files={})
     status = {
         **{"state": "failed", "exit_code": 1, "step": 7, "samples": 9, "world_size": 2, "strategy": "ddp"},
-        **{"metrics": {"train/loss": 1.0}, "error": "rank 1: process 4711 on node ended without a word"},
+        **{"metrics": {"train/loss": 1.0}, "error": "rank 1: process 4711 on node ended without a report"},
     }
     folder.write_status(status)  # type: ignore[arg-type]
     return folder

@@ -85,7 +85,7 @@ def test_an_evaluation_may_be_on_some_of_the_sets() -> None:
     recipe = load_recipe("run.toml", sets=SETS).recipe
     with pytest.raises(UsageError, match=r"no evaluation set \[data\.eval\.tow\]") as caught:
         check_sets(recipe, ["tow"])
-    assert caught.value.hints == ("did you mean `two`?", "there are one, two")
+    assert caught.value.hints == ("did you mean `two`?", "it has one, two")
 
 
 @pytest.mark.usefixtures("parts")
