@@ -10,8 +10,8 @@ from ddpforge.watchdog.board import Row
 __all__ = ["Blame", "blame"]
 
 # Innermost Python lines of a rank that only waits for other ranks: in collectives; in autograd's engine, which calls
-# those of DDP and FSDP; in the schedules and evaluations of pipelines. Also lines that wait for a GPU, which may wait in
-# a collective: they read norms, means and losses, and copy the tensors of a checkpoint.
+# those of DDP and FSDP; in the schedules and evaluations of pipelines. Also lines that wait for a GPU in a collective:
+# they read norms, means and losses, and copy the tensors of a checkpoint.
 _WAITING = (
     *("torch/distributed/", "torch/autograd/", "deepspeed/comm/", "torch/_ops.py"),
     *("distributed/pipelining/schedules.py", "strategies/pipeline/replica.py"),

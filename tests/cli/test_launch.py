@@ -208,14 +208,14 @@ def test_an_endpoint_whose_port_is_held_is_refused_before_ranks_are_started(laun
         port = held.getsockname()[1]
         result = invoke("digits", "--nnodes", "2", "--node-rank", "0", "--endpoint", f"127.0.0.1:{port}")
     assert result.exit_code == ExitCode.ENVIRONMENT
-    assert f"port {port} of {socket.gethostname()} cannot be taken: Address already in use" in result.stderr
+    assert f"cannot listen on port {port} of {socket.gethostname()}: Address already in use" in result.stderr
     assert launcher.started == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--nnodes", "2"], "2 nodes need a place to meet"),
+        (["--nnodes", "2"], "2 nodes need an endpoint"),
         (
             ["--nnodes", "1:5", "--node-rank", "0", "--endpoint", "a", "-n", "1"],
             "cannot be dealt out evenly to 3 ranks",
