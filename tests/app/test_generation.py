@@ -225,4 +225,7 @@ def test_the_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     for arguments in ([], ["--prompt", "a", "--prompts", "prompts.txt"]):
-        assert "say what to continue" in CliRunner().invoke(main, ["generate", "bytes", *arguments]).output
+        assert (
+            "expected exactly one of --prompt and --prompts"
+            in CliRunner().invoke(main, ["generate", "bytes", *arguments]).output
+        )

@@ -221,7 +221,7 @@ def test_an_endpoint_whose_port_is_held_is_refused_before_ranks_are_started(laun
             "cannot be dealt out evenly to 3 ranks",
         ),
         ([*NODES, "-n", "3"], "cannot be dealt out evenly to 6 ranks"),
-        ([*NODES, "--", "--nnodes=2"], "--nnodes is here, and a rendezvous among torchrun's flags"),
+        ([*NODES, "--", "--nnodes=2"], "--nnodes and torchrun's flags both set a rendezvous"),
         (["--nnodes", "1:2", "--node-rank", "0", "--endpoint", "a", "-n", "1", "--fresh"], "would start from scratch"),
         (["--max-time", "5ep"], "--max-time 5ep is no wall time"),
     ],
