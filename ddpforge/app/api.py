@@ -148,7 +148,7 @@ def load(run: str | Path, *, checkpoint: _Checkpoint = "newest", weights: str | 
         folder = RunFolder.find(str(run))
         return _opened(folder, choose(folder, **_chosen(checkpoint)), weights)
     if checkpoint != "newest":
-        raise UsageError(f"{run} is a checkpoint already; checkpoint={checkpoint!r} selects one of a run's folder")
+        raise UsageError(f"{run} is a checkpoint; checkpoint={checkpoint!r} is only for a run's folder")
     folder = RunFolder(path.resolve().parents[1])
     if not folder.exists():
         raise UsageError(f"{run} is not in a run's folder; the recipe in that folder is needed to build the model")

@@ -140,7 +140,7 @@ def _on_meta(chosen: Chosen) -> nn.Module:
 
 
 def check_cut(chosen: Chosen, problems: Problems) -> None:
-    """Checks that the strategy can shard the model. Builds the model on the meta device, and no data."""
+    """Checks that the strategy can split the model. Builds the model on the meta device, and no data."""
     with problems.at("model"):
         model = _on_meta(chosen)
         with problems.at("train", "blocks"), recipe_faults():

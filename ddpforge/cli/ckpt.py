@@ -49,7 +49,7 @@ def _say(line: str) -> None:
 def ls(run: str, as_json: bool) -> None:
     """List the checkpoints of RUN, newest first, then broken ones with the reason.
 
-    This checks that all files exist, but does not read them: `ckpt verify` does. The metrics shown are those of the
+    This checks the sizes of all files, but does not read them: `ckpt verify` does. The metrics shown are those of the
     evaluation, and the one that decides which checkpoint is best.
     """
     from ddpforge.runs.checkpoints import CheckpointFolder, notable, rows

@@ -81,7 +81,7 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def _trace(error: Exception) -> str:
-    """Returns the traceback without ddpforge's frames above the first component, and from `strategies/watch.py` on.
+    """Returns the traceback of a component, without ddpforge's frames: above it, and from `strategies/watch.py` on.
 
     The run's log has the complete traceback.
     """

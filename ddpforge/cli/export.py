@@ -231,6 +231,6 @@ class Hub:
         except (OSError, self._hub.errors.HTTPError) as error:
             said = next(iter(str(error).splitlines()), type(error).__name__)
             raise EnvironmentProblem(
-                f"the hub rejects {self.name}: {said}",
+                f"the request to the hub for {self.name} failed: {said}",
                 hints=["use a token with write access: `hf auth login`, or HF_TOKEN", "check the network connection"],
             ) from error

@@ -62,7 +62,9 @@ _NOTHING = "no setting that was tried makes it fit: use more ranks, or a smaller
     "checkpointing, and the fastest of these by the estimate. The global batch does not change.",
 )
 @click.option("--write", is_flag=True, help="With --auto: write the fastest settings into the recipe's file.")
-@click.option("--explain", is_flag=True, help="List the ten largest live tensors at the peak, and their operations.")
+@click.option(
+    "--explain", is_flag=True, help="List the ten largest tensors at the peak, and the operations that made them."
+)
 @json_option
 def plan(
     recipe: str,
@@ -78,9 +80,9 @@ def plan(
 ) -> None:
     """Predict the memory, communication, operations and time of RECIPE on each rank, without using a device.
 
-    ddpforge builds the run and simulates one step with virtual ranks, on tensors without values. Memory is that of all
-    live tensors at the peak of the step. Data is read for one step. Exit codes: 0 it fits, or no budget was given; 1 it
-    does not fit: settings that would fit are printed; 2 usage or recipe.
+    ddpforge builds the run and simulates one step without other processes, on tensors without values. Memory is that of
+    all live tensors at the peak of the step. Data is read for one step. Exit codes: 0 it fits, or no budget was given;
+    1 it does not fit: settings that would fit are printed; 2 usage or recipe.
     """
     with uncollected():
         from ddpforge.components.registry import Registry

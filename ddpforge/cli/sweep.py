@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 @click.option(
     "--metric", metavar="NAME", help="Metric to sort by and to optimize; default: checkpoint.keep.by, else eval/loss."
 )
-@click.option("--mode", type=click.Choice(["min", "max"]), help="Which metric value is better; default: by its name.")
+@click.option(
+    "--mode", type=click.Choice(["min", "max"]), help="Better: a smaller or a larger metric; default: by its name."
+)
 @click.option("--no-prune", is_flag=True, help="Do not stop unpromising runs of Optuna early.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of --random and --optuna.")
 @click.option(

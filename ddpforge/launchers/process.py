@@ -51,7 +51,7 @@ def start(
     patience: float = PATIENCE,
     store: AbstractContextManager[Mapping[str, str]] | None = None,
 ) -> Ended:
-    """Runs a launcher command until it ends, and returns the exit codes of its ranks.
+    """Runs a launcher command until it ends, and returns its result, from the reports of its ranks.
 
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C reach the launcher as one SIGTERM, which it forwards to the ranks: they finish
     their step and save. A second signal of the same kind kills the launcher and the ranks.

@@ -156,8 +156,8 @@ class Words:
 
         Args:
             code: the exit code of the launcher, negative for a signal.
-            asked: the first stop signal that the launch received. If no rank had begun then, the code is STOPPED,
-                except after SIGINT: the run can be started again.
+            asked: the first stop signal that the launch received. If no rank has begun, the result is STOPPED, except
+                after SIGINT: nothing is lost.
         """
         if code == 0 or self.all_done:
             return Ended(0)  # failures of earlier attempts or of the launcher itself do not count

@@ -193,7 +193,7 @@ class Sentry:
         return False
 
     def _outlives_another(self) -> bool:
-        """Kills the rank if it has not ended in time after the failure of another rank. True if it did."""
+        """Kills the rank if it has not ended in time after the failure of another rank. True if it was killed."""
         if self._failed is None and self._teller.someone_failed():
             self._failed = self._clock()
         if self._failed is None or self._process.place().left:

@@ -52,7 +52,7 @@ class Early:
         os.environ["RANK"] = str(rank)
 
     def someone_failed(self) -> bool:
-        """True if the first failure is known. The first time, also sends SIGTERM to this rank."""
+        """True if the first failure is known. Then sends SIGTERM to this rank once, unless it is the failed rank."""
         # If the failing rank has reported the cause itself, wait: this rank may be about to report the same cause.
         cause = self._board.cause()
         if cause is None:

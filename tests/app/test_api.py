@@ -167,7 +167,7 @@ def test_what_cannot_be_loaded_is_told_in_words(run: Path) -> None:
     assert "has no checkpoint of step 3" in refused(UsageError, lambda: ddpforge.load(run, checkpoint=3))
     newest = ddpforge.load(run)
     assert "holds no weights called 'swa'" in refused(UsageError, lambda: ddpforge.load(run, weights="swa"))
-    assert "selects one of a run" in refused(UsageError, lambda: ddpforge.load(newest.checkpoint, checkpoint="best"))
+    assert "only for a run" in refused(UsageError, lambda: ddpforge.load(newest.checkpoint, checkpoint="best"))
     said = refused(UsageError, lambda: ddpforge.load(run, checkpoint="last"))  # type: ignore[arg-type]
     assert "checkpoint='last': expected" in said
     text = newest.folder.resolved.read_text()

@@ -154,9 +154,9 @@ def test_what_was_written_is_on_the_hub(folder: Path, monkeypatch: pytest.Monkey
 
         monkeypatch.setenv("HF_TOKEN", "wrong")
         refused = complaint("mlp", "-o", "other.safetensors", "--push-to-hub", "me/mine")
-        assert refused.startswith("the hub rejects me/mine: ")
+        assert refused.startswith("the request to the hub for me/mine failed: ")
         assert "401" in refused
         assert "hf auth login" in refused
     assert not (folder / "other.safetensors").exists()
     assert "expected USER/NAME" in complaint("mlp", "--push-to-hub", "mine")
-    assert "the hub rejects" in complaint("mlp", "--push-to-hub", "me/mine")  # nobody is there
+    assert "the request to the hub" in complaint("mlp", "--push-to-hub", "me/mine")  # nobody is there
