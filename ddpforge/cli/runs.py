@@ -173,7 +173,7 @@ def _print_comparison(found: "Comparison") -> None:
     sections = {"recipe": found.recipe, "code": found.code, "environment": found.environment}
     for title, table in sections.items():
         if not table:
-            click.echo(f"{title}: the same\n")
+            click.echo(f"{title}: same\n")
             continue
         rows = [[key, *("-" if value is None else _toml(value) for value in values)] for key, values in table.items()]
         print_table((title, *found.runs), rows)

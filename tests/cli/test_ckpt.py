@@ -133,7 +133,7 @@ def test_a_folder_of_checkpoints_needs_no_run(tmp_path: Path) -> None:
 
     assert [row["step"] for row in said("ls", "alone")["checkpoints"]] == [5]
     call("inspect", "alone", "--step", "5")
-    assert "belongs to no run" in call("--help").stdout
+    assert "folder of checkpoints without" in call("--help").stdout
     assert "is not a run" in call("inspect", "alone", "--best", code=2).stderr
 
 

@@ -130,7 +130,7 @@ def test_other_weights_and_checkpoints(folder: Path) -> None:
 def test_what_cannot_be_is_refused_and_leaves_nothing(folder: Path) -> None:
     before = set(folder.iterdir())
     assert "torch.export cannot take the model Odd" in complaint("odd", "-o", "odd.pt2")
-    assert "--dtype is for weights alone" in complaint("mlp", "-o", "a.pt2", "--dtype", "bf16")
+    assert "--dtype is only for weights" in complaint("mlp", "-o", "a.pt2", "--dtype", "bf16")
     assert "does not match the file name a.onnx" in complaint("mlp", "-o", "a.onnx", "--format", "pt2")
     assert "MLP is no model of transformers" in complaint("mlp", "--format", "transformers")
     assert set(folder.iterdir()) == before

@@ -381,7 +381,7 @@ def test_a_file_where_the_folder_should_be_is_an_environment_problem(ddpforge: C
     Path("taken").write_text("")
     refused = ddpforge("run", "tiny.toml", "--out", "taken/below", nproc=2, fails=True)
     assert refused.codes == [ExitCode.ENVIRONMENT] * 2
-    assert "the folder of runs taken/below cannot be written" in refused.stderr
+    assert "cannot write to the folder of runs taken/below" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

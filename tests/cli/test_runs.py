@@ -70,8 +70,8 @@ def test_runs_are_compared_side_by_side() -> None:
     assert lines[:4] == [
         ["recipe", "runs/a", "runs/b"],
         ["optimizer.lr", "0.1", "0.01"],
-        ["code:", "alike"],
-        ["environment:", "alike"],
+        ["code:", "same"],
+        ["environment:", "same"],
     ]
     assert ["train/loss", "0.0125", "0.00125"] in lines
     told = json.loads(invoke("runs", "compare", "a", "b", "--json", "--curve", "train/loss").stdout)
