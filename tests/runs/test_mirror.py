@@ -222,7 +222,7 @@ def test_runs_are_not_mixed(tmp_path: Path) -> None:
     run(tmp_path / "one", mirror)
 
     message = refused(UsageError, lambda: run(tmp_path / "old", mirror))
-    assert "run is at step 6 already, but" in message
+    assert "run has come to step 6, and" in message
     message = refused(UsageError, lambda: run(tmp_path / "one", mirror, fresh=True))
     assert "holds a run already, which --fresh would mix" in message
     run(tmp_path / "other", "train.length=2st")

@@ -181,7 +181,7 @@ def test_the_task_finishes_the_means_of_a_set() -> None:
 
 
 def test_there_is_nothing_to_evaluate_on() -> None:
-    with pytest.raises(UsageError, match=r"the recipe has no evaluation set"):
+    with pytest.raises(UsageError, match=r"the recipe has no \[data.eval\]"):
         evaluator(Plain().holding(Line(), IDLE), sets={}).evaluate(0)
 
 
