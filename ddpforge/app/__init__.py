@@ -1,1 +1,1 @@
-"""Runs, evaluations and predictions of a recipe from beginning to end, and the Python API."""
+"""Complete runs, evaluations and predictions of a recipe, and the Python API."""

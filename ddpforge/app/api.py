@@ -1,4 +1,4 @@
-"""The functions of `import ddpforge` beside `run`: evaluate, load and launch, as often as one likes in one process."""
+"""Python API in addition to `run`: launch, evaluate, predict, load. One process may call them any number of times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from ddpforge.training.stages import key_of
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
 
-_Checkpoint = Literal["newest", "best"] | int  # the newest intact one, the best by `checkpoint.keep.by`, or a step's
+# The newest intact checkpoint, the best by `checkpoint.keep.by`, or the checkpoint of a step.
+_Checkpoint = Literal["newest", "best"] | int
 
 
 def launch(
@@ -51,14 +52,14 @@ def launch(
     max_restarts: int | None = None,
     profile: str | None = None,
 ) -> Outcome:
-    """Trains a recipe in `nproc` processes of this machine, as `ddpforge launch` does; returns how that ended.
+    """Trains a recipe in `nproc` processes of this machine, as `ddpforge launch` does; returns its outcome.
 
-    By default there is one process per GPU, or one. For everything else see `ddpforge.run`. A run that failed is an
-    outcome as well, whose `exit_code` is not 0 and whose `status["error"]` says why. Raises ForgeError where it was
-    refused before it could train; the ranks have said why on stderr.
+    The default `nproc` is the number of GPUs, or 1. For the other arguments see `ddpforge.run`. A failed run also
+    returns an outcome: its `exit_code` is not 0 and `status["error"]` is the cause. Raises ForgeError if the run ended
+    before training; the ranks print the cause on stderr.
     """
     if nproc is not None and nproc < 1:
-        raise UsageError(f"nproc={nproc}: there must be 1 process or more", hints=["leave it out for one per GPU"])
+        raise UsageError(f"nproc={nproc}: expected 1 process or more", hints=["omit it for one process per GPU"])
     start = prepare(
         str(recipe),
         Ranks(nproc, max_restarts=max_restarts),
@@ -74,7 +75,9 @@ def launch(
     if started.untold and not started.folder.exists():
         raise started.untold
     if started.ended.code and started.folder.status_version() == before:
-        error = ForgeError(f"the ranks ended with exit code {started.ended.code} before training; they have said why")
+        error = ForgeError(
+            f"the ranks ended with exit code {started.ended.code} before training; see their messages on stderr"
+        )
         known = {int(code): code for code in ExitCode}
         error.exit_code = known.get(started.ended.code, ExitCode.FAILED)
         raise error
@@ -90,9 +93,10 @@ def evaluate(
     sets: Sequence[str] = (),
     only: Sequence[str] = (),
 ) -> evaluation.Evaluation:
-    """Evaluates a run's checkpoint, the "newest", the "best" or that of a step, as `ddpforge eval` does; on every rank.
+    """Evaluates a checkpoint of a run, as `ddpforge eval` does. Call it on every rank.
 
-    `run` is a run's folder, or its name in runs/. For the rest see `runner.evaluate`. Raises ForgeError.
+    `run` is the run's folder, or its name in runs/. `checkpoint` is "newest", "best" or a step. For the other arguments
+    see `ddpforge.app.evaluate.evaluate`. Raises ForgeError.
     """
     folder = RunFolder.find(str(run))
     return evaluation.evaluate(folder, **_chosen(checkpoint), sets=sets, only=only)
@@ -109,12 +113,13 @@ def predict(
     limit: int | None = None,
     force: bool = False,
 ) -> evaluation.Prediction:
-    """Writes what a run's model predicts of a dataset to `out`, a .jsonl or .parquet file, as `ddpforge predict` does.
+    """Writes a run's predictions for a dataset to `out`, as `ddpforge predict` does. Call it on every rank.
 
-    `run` is a run's folder, or its name in runs/. For the rest see `runner.predict`. Raises ForgeError.
+    `run` is the run's folder, or its name in runs/. `out` is a .jsonl or .parquet file. For the other arguments see
+    `ddpforge.app.evaluate.predict`. Raises ForgeError.
     """
     if limit is not None and limit < 1:
-        raise UsageError(f"limit={limit}: there must be 1 sample or more", hints=["leave it out for all"])
+        raise UsageError(f"limit={limit}: expected 1 sample or more", hints=["omit it for all samples"])
     return evaluation.predict(
         RunFolder.find(str(run)),
         Path(out),
@@ -128,27 +133,31 @@ def predict(
 
 
 def load(run: str | Path, *, checkpoint: _Checkpoint = "newest", weights: str | None = None) -> TrainedRun:
-    """Opens what was trained: `run` is a run's folder, its name in runs/, or the folder of one of its checkpoints.
+    """Opens a trained run.
 
-    Of a run it is the "newest" `checkpoint` that is intact, the "best" one, or that of a step. `weights` is "model", or
-    the name of a callback that keeps weights of its own; absent: those that evaluations used, which are the averages of
-    `ema` where the recipe evaluates them. Raises UsageError where there is no such checkpoint, or no such weights.
+    Args:
+        run: the run's folder, its name in runs/, or the folder of one of its checkpoints.
+        checkpoint: "newest" (the newest intact checkpoint), "best", or a step. Only for a run.
+        weights: "model", or the name of a callback that keeps its own weights. Default: the weights that evaluations
+            use. These are the averages of `ema` if the recipe evaluates them.
+
+    Raises UsageError if there is no such checkpoint, or no such weights.
     """
     path = Path(run)
     if not is_checkpoint(path):
         folder = RunFolder.find(str(run))
         return _opened(folder, choose(folder, **_chosen(checkpoint)), weights)
     if checkpoint != "newest":
-        raise UsageError(f"{run} is a checkpoint, and checkpoint={checkpoint!r} chooses one of a run")
+        raise UsageError(f"{run} is a checkpoint; checkpoint={checkpoint!r} is only for a run's folder")
     folder = RunFolder(path.resolve().parents[1])
     if not folder.exists():
-        raise UsageError(f"{run} lies in no run's folder, whose recipe says what the model is")
+        raise UsageError(f"{run} is not in a run's folder; the recipe in that folder is needed to build the model")
     return _opened(folder, path, weights)
 
 
 def _opened(folder: RunFolder, checkpoint: Path, weights: str | None) -> TrainedRun:
     found = TrainedRun(folder, checkpoint, weights)
-    chosen_weights(found._reader, found.weights)  # which raises where there are none
+    chosen_weights(found._reader, found.weights)  # raises if there are no such weights
     return found
 
 
@@ -161,13 +170,13 @@ def _chosen(checkpoint: _Checkpoint) -> _Choice:
     if isinstance(checkpoint, int) and not isinstance(checkpoint, bool):
         return {"step": checkpoint, "best": False}
     if checkpoint not in ("newest", "best"):
-        raise UsageError(f'checkpoint={checkpoint!r}: there are "newest", "best" and the number of a step')
+        raise UsageError(f'checkpoint={checkpoint!r}: expected "newest", "best" or the number of a step')
     return {"step": None, "best": checkpoint == "best"}
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run's folder, one of its checkpoints, and the name of the weights in it that are meant."""
+    """Trained run: its folder, one of its checkpoints, and the name of the chosen weights in that checkpoint."""
 
     folder: RunFolder
     checkpoint: Path
@@ -179,37 +188,38 @@ class TrainedRun:
 
     @property
     def step(self) -> int:
-        """The step after which the checkpoint was saved."""
+        """Returns the step after which the checkpoint was saved."""
         return self._reader.facts.step
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The recipe that the run's last attempt followed, with every default."""
+        """Returns the recipe of the run's last attempt, with every default."""
         self.folder.refuse_odd()
         return load_recipe(self.folder.resolved).recipe
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl`, one a step: training and evaluation."""
+        """Returns the rows of `metrics.jsonl`, one a step: training and evaluation."""
         return read_metrics(self.folder.path)
 
     def model(self, *, device: str | torch.device = "cpu") -> nn.Module:
-        """The bare model with the checkpoint's weights, in evaluation mode.
+        """Returns the bare model with the checkpoint's weights, in evaluation mode.
 
-        The generators of random numbers are left as they were. Raises CheckpointError where weights do not fit.
+        Does not change the global RNG state. Raises CheckpointError if the weights do not fit the model.
         """
         model = self.bare()
         model.load_state_dict(self._state(model), strict=True)
         return model.to(device).eval()
 
     def bare(self) -> nn.Module:
-        """The model as its constructor makes it for a run that begins."""
+        """Returns the model with its initial weights, as at the start of the run."""
         with own_random_numbers():
-            torch.manual_seed(mix(self.recipe.train.seed, WEIGHTS))  # what a checkpoint has left out may be drawn
+            # Weights that the checkpoint omits may come from this seed.
+            torch.manual_seed(mix(self.recipe.train.seed, WEIGHTS))
             model: nn.Module = build(Registry.installed(), "model", self.recipe.model)
         return model
 
     def batch(self, samples: int, name: str | None = None) -> Any:
-        """The first samples of a dataset, as `data` names it, collated."""
+        """Returns the first `samples` samples of a dataset, collated; for `name` see `data`."""
         data = self.data(name)
         share = RankShare(0, 1, samples)
         fetching: dict[str, Any] = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
@@ -218,16 +228,16 @@ class TrainedRun:
             return next(iter(batches.evaluation())).data
 
     def task(self) -> Task:
-        """The recipe's task, as evaluations build it; one that looks at the model or at ranks needs its `start`."""
+        """Builds the recipe's task, as evaluations do. Call its `start` if it uses the model or the ranks."""
         with own_random_numbers():
             torch.manual_seed(mix(self.recipe.train.seed, TEACHERS))
             found: Task = build(Registry.installed(), "task", self.recipe.task)
         return found
 
     def data(self, name: str | None = None) -> Any:
-        """A dataset of the recipe: "train", "eval", or "eval.NAME" of several; raises UsageError for another.
+        """Builds a dataset of the recipe: "train", "eval" or "eval.NAME". Raises UsageError for any other name.
 
-        By default it is the first to evaluate on, or the training data where there is none.
+        The default is the first evaluation set, or the training data if there is none.
         """
         name = name or next((key_of(each) for each in self.recipe.data.evaluations), "train")
         components = {"train": self.recipe.data.train}
@@ -247,10 +257,10 @@ class TrainedRun:
         seed: int = 0,
         device: str | torch.device = "cpu",
     ) -> list[str]:
-        """The text that a language model writes after each of `prompts`, in the tokens of its data.
+        """Returns the text that a language model generates after each prompt, with the tokenizer of its data.
 
-        For how tokens are drawn see `generation.Sampling`. Raises UsageError for a run of another kind, and where a
-        prompt has what the model has never seen.
+        For the sampling arguments see `generation.Sampling`. Raises UsageError if the run's task is not next-token
+        prediction, or if the data cannot encode a prompt.
         """
         how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, seed=seed)
         return list(self.texts(prompts, how, device=device))
@@ -262,14 +272,14 @@ class TrainedRun:
         *,
         device: str | torch.device = "cpu",
     ) -> Iterator[str]:
-        """Yields what `generate` returns, as it comes."""
+        """Yields the texts of `generate` one by one, each as soon as it is complete."""
         data = self.data()
         check_language(self.task(), data)
         yield from generate(self.model(device=device), data, prompts, how)
 
     @property
     def weights(self) -> str:
-        """The name of the weights: "model", or that of a callback."""
+        """Returns the name of the weights: "model", or a callback's name."""
         if self.chosen is not None:
             return self.chosen
         kept = self._reader.names("callbacks")
@@ -280,7 +290,7 @@ class TrainedRun:
         return "model"
 
     def _state(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state dict that the model asks for."""
+        """Returns a state dict for `model`, from the checkpoint and from weights that it omits."""
         reader = self._reader
         held = chosen_weights(reader, self.weights)
         wanted = {name: reader.aliases.get(name, name) for name in model.state_dict()}
@@ -290,7 +300,7 @@ class TrainedRun:
         return {name: held[kept].fetch() if kept in held else own[name] for name, kept in wanted.items()}
 
     def _left_out(self, model: nn.Module, held: Collection[str]) -> dict[str, Tensor]:
-        """The model's tensors, of which those that the checkpoint has left out are what they were in training."""
+        """Returns the tensors of the model that the checkpoint omits, verified to be the same as in training."""
         given, ranks = self.recipe.checkpoint, Alone(torch.device("cpu"))
         found, aliases = tensors(model)
         if given.init_from:

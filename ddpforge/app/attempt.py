@@ -1,4 +1,4 @@
-"""One attempt at a run: everything is started once and ended once, however it ends."""
+"""Run attempt on one rank: starts every part once, trains, and ends every part once, after a failure too."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ __all__ = ["Attempt", "Outcome", "checkpoints_of"]
 
 log = logging.getLogger("ddpforge")
 
-_WRITING = 2.0  # seconds in which another rank has written status.json, when it was the first to fail
+_WRITING = 2.0  # seconds to wait until the first rank that failed has written status.json
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run, as its `status.json` has it."""
+    """Outcome of a run: the contents of its `status.json`."""
 
     folder: Path
     status: Status
@@ -67,11 +67,11 @@ class Outcome:
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code for the process."""
+        """Returns the exit code for the process."""
         return ExitCode(self.status["exit_code"] or 0)
 
     def sentence(self) -> str:
-        """The outcome for people."""
+        """Returns the outcome in one line: folder, state, step and evaluation metrics."""
         metrics = {name: value for name, value in self.status["metrics"].items() if name.startswith("eval/")}
         numbers = "".join(f", {name} {value:.4g}" for name, value in metrics.items() if value is not None)
         return f"{self.folder}: {self.status['state']} at step {self.status['step']}{numbers}"
@@ -79,19 +79,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Failed:
-    """The end of an attempt that failed on this rank."""
+    """Failure of an attempt on this rank."""
 
     error: BaseException
-    report: Report  # of what caused it
-    speaks: bool  # whether this rank wrote it down
+    report: Report  # about the cause, which may be another rank's
+    speaks: bool  # True if this rank wrote it to the run's folder
     by_another: bool
 
 
 class Attempt:
-    """One attempt at a run on one rank: everything is started once, and ended once, however it ends.
+    """Run attempt on one rank.
 
-    Whatever was started is ended by one stack, in the opposite order: callbacks, trackers, replica and ranks, the
-    verdict, the claim on the folder.
+    One ExitStack ends all parts in reverse order of their start: callbacks, trackers, the replica and the process
+    group, the final status, the lock on the run's folder. It does so after a failure too.
     """
 
     def __init__(
@@ -111,10 +111,14 @@ class Attempt:
         max_time: str | None = None,
         window: Window | None = None,
     ) -> None:
-        """`claims` holds the folder; the attempt takes it over when it runs, and ends the `mirror`, on rank 0.
+        """Stores the parts of an attempt; nothing starts before `run`.
 
-        `build` builds data and model, unless that was done. `allow_change` names what may differ from the run that is
-        resumed. Steps of a `window` are profiled.
+        Args:
+            build: builds data and model, or returns them if they are built already.
+            claims: holds the lock on the run's folder. `run` takes it over.
+            allow_change: recipe keys, or "run", that may differ from the run that is resumed.
+            mirror: on rank 0, the copy of the run's folder to maintain. `run` ends it.
+            window: the steps to profile.
         """
         self.folder, self.opened = folder, opened
         self._chosen, self.recipe, self.snapshot = chosen, chosen.recipe, snapshot
@@ -126,7 +130,7 @@ class Attempt:
         self.trainer: Trainer | None = None
         self._halt = Halt(folder.path, max_time) if world.is_main else NoHalt()
         self._state: State = "failed"
-        self._begun = False  # whether the run's folder knows of this attempt
+        self._begun = False  # True once the run's folder records this attempt
         self._failures = Failures(folder.logs, opened.token, world.all.rank, world.all.size)
         self._watch = _watch(folder, opened.token, self.recipe, world)
         self._failed: _Failed | None = None
@@ -150,19 +154,19 @@ class Attempt:
             try:
                 with leaving.nobody_leaves():
                     trainer, around = self._prepare(life)
-                    # A launcher ends the others of a rank that failed: not mid-word.
+                    # When a rank fails, the launcher stops the others: the handlers let them finish their reports.
                     signals.enter_context(trainer.stop)
                     self._state = trainer.fit(*around)
                     phases.mark(phases.END)
                     trainer.stop.over()
             except BaseException as error:
-                self._tell(error)  # before anything else is ended: other ranks wait for a word
+                self._tell(error)  # before anything else ends: the other ranks wait for this report
                 raise
         return Outcome(self.folder.path, self._status(self._state), self.world.is_main)
 
     # -- up to the first step
     def _prepare(self, life: ExitStack) -> tuple[Trainer, Sequence[Around]]:
-        """A trainer that stands where the run has come to, when everybody is told that training begins."""
+        """Builds and restores the trainer, records the start of the attempt, and returns what `fit` takes."""
         parts, prints = self._build()
         checkpoints = checkpoints_of(self.folder, self.recipe, self.world, self._peers)
         checkpoint = checkpoints.open()
@@ -198,27 +202,28 @@ class Attempt:
         return trainer, list(self._around(parts.size))
 
     def _refuse_another_run(self, checkpoint: Reader, prints: Mapping[str, DataPrint]) -> None:
-        """Raises CheckpointError for a checkpoint of another run, and UsageError for data that has changed since."""
+        """Raises CheckpointError if the checkpoint is of another run, UsageError if the data changed since then."""
         run = checkpoint.facts.run
         if run and run != self.folder.id and "run" not in self._allow_change:
             raise CheckpointError(
-                f"{checkpoint.path} is a checkpoint of another run ({run}), and {self.folder.path} is the run "
+                f"{checkpoint.path} is a checkpoint of the run {run}, but {self.folder.path} is the run "
                 f"{self.folder.id}",
                 hints=[
-                    "move it out of the folder; a new run begins with its weights by checkpoint.init_from",
-                    "or continue it here all the same: --allow-change run",
+                    "move the checkpoint out of the folder; to start a new run from its weights, set "
+                    "checkpoint.init_from",
+                    "or continue from it in this run: --allow-change run",
                 ],
             )
         refuse_changed_data(prints, checkpoint.facts.data, self._allow_change)
 
     def _follow_rows(self, trainer: Trainer, checkpoint: Reader | None) -> None:
-        """Has checkpoints count the rows of metrics.jsonl; logs a warning where some have gone since the last one."""
+        """Makes checkpoints record the number of rows in metrics.jsonl. Logs a warning if rows were lost."""
         record = self._record
         trainer.saving.rows = lambda: record.rows
         before = checkpoint.facts.rows if checkpoint else None
         if before is not None and record.rows < before:
             log.warning(
-                "%s has %d rows up to step %d, and had %d when the checkpoint of that step was saved: rows were lost",
+                "%s has %d rows up to step %d; it had %d when the checkpoint of that step was saved: rows were lost",
                 *(self.folder.metrics, record.rows, trainer.progress.step, before),
             )
 
@@ -229,14 +234,14 @@ class Attempt:
             yield PlanCheck(self.folder, self.world, self.recipe)
 
     def _refuse_nothing_to_do(self, trainer: Trainer) -> None:
-        """Raises UsageError where nothing would be trained, and what was trained is not what is asked for."""
+        """Raises UsageError if the run is already past `train.length`, or finished with a different recipe."""
         step = trainer.progress.step
         if step > trainer.end:
             raise UsageError(
-                f"{self.folder.path} has come to step {step}, and train.length ends at step {trainer.end}",
+                f"{self.folder.path} is at step {step} already, but train.length ends at step {trainer.end}",
                 hints=[
                     "continue it with a longer train.length, or start from scratch with --fresh",
-                    "what it was at an earlier step is in its checkpoints: ddpforge ckpt ls",
+                    "for an earlier step see its checkpoints: ddpforge ckpt ls",
                 ],
             )
         earlier = self.opened.earlier
@@ -245,7 +250,7 @@ class Attempt:
             refuse_finished(self.folder.path, changes, self.opened.edited)
 
     def _begin(self, trainer: Trainer, parts: Dealt, prints: Mapping[str, DataPrint]) -> dict[str, Any]:
-        """Writes down that an attempt begins and starts the trackers; returns what checkpoints say of their origin."""
+        """Records the start of the attempt and starts the trackers. Returns the origin to store in checkpoints."""
         step, strategy = trainer.progress.step, self.recipe.strategy.use
         attempt = self.folder.begin_attempt(step=step, **self.snapshot)
         if self._mirror:
@@ -296,7 +301,7 @@ class Attempt:
             self.folder.write_status(self._status(self._state))
 
     def _raise_cause(self, _: object, error: BaseException | None, __: object) -> None:
-        """Raises what this rank is to say in place of `error`: the cause, with how the run stands."""
+        """Raises the error that this rank shows instead of `error`: the cause, with the run's status attached."""
         if error is None:
             return
         failed = self._tell(error)
@@ -309,20 +314,20 @@ class Attempt:
 
     # -- when something failed
     def _tell(self, error: BaseException) -> _Failed:
-        """Writes down the first failure, on the rank that met it before all others.
+        """Reports `error` to the other ranks and finds its cause; the first rank that failed writes it to the folder.
 
-        What goes wrong here goes to the log: people must hear of `error`, or of the failure of another rank that
-        `error` is no more than a symptom of.
+        Only the first call has an effect. Errors in here are only logged: they must not hide `error`, or the failure of
+        another rank that caused it.
         """
         if self._failed:
             return self._failed
         error = told_of_determinism(explained(error, self.recipe, self.world.data.size))
-        # For the file alone: the command line shows it, or what caused it.
+        # Only into the log file: the command line shows this error, or its cause.
         log.error("training failed: %s", phrase(error), exc_info=error, extra={"in_file_only": True})
         report, is_peers = self._failures.tell(error, exit_code_of(error)), isinstance(error, PeerFailed)
         phases.say_goodbye()
         speaks = False
-        if isinstance(error, OutOfMemory):  # a plan takes a while, and the others are not to wait for it
+        if isinstance(error, OutOfMemory):  # the plan takes a while, and the other ranks must not wait for it
             speaks = self._write_failure("failed", report)
             error = advised(error, self.folder, self.world, self.recipe, self._room)
             report = self._failures.tell(error, exit_code_of(error))
@@ -335,7 +340,10 @@ class Attempt:
         return self._failed
 
     def _write_failure(self, state: State, report: Report, *, again: bool = False) -> bool:
-        """True on the one rank that is the first to know, also where it says it `again`."""
+        """Writes status.json and failure.json if this rank failed first. True on that rank.
+
+        `again`: this rank was the first already and replaces its report.
+        """
         first = again
         try:
             first = again or self._failures.is_first(report)
@@ -348,18 +356,18 @@ class Attempt:
         return first
 
     def _leaves_result(self, report: Report) -> bool:
-        """True where a run that has ended well was asked for what cannot be: that changes nothing about it."""
+        """True if a usage error must not overwrite the status of a finished run."""
         earlier = self.opened.earlier
         refused = report.exit_code == ExitCode.USAGE and not self._begun
         return refused and earlier is not None and earlier["state"] in ("done", "stopped")
 
     def _told(self, failed: _Failed) -> ForgeError:
-        """The error for a rank that failed because another did; one rank shows it."""
+        """Returns the error for a rank that failed because another rank did. Only one rank shows it."""
         cause = failed.report
         file = self.folder.logs / f"rank-{cause.rank}.log"
         words = f"rank {cause.rank} failed first: {cause.error}" if cause.told else str(cause)
-        hints = [f"see {file}" if cause.told else f"where all ranks stood: {self.folder.failure}"]
-        launcher_says = is_launched() and not cause.told  # it has the last word, after what torchrun prints
+        hints = [f"see {file}" if cause.told else f"the state of all ranks: {self.folder.failure}"]
+        launcher_says = is_launched() and not cause.told  # the launcher prints it last, after torchrun's messages
         stands_in = cause.rank == 0 and (failed.speaks or (not cause.told and self.world.all.rank == 1))
         if launcher_says or not (self.world.is_main or stands_in):
             return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_says=launcher_says)
@@ -368,7 +376,7 @@ class Attempt:
         return error
 
     def _attach(self, error: BaseException, status: Status, *, written_here: bool) -> None:
-        """Lets the command line show how the run stands: as the first rank that failed writes it down."""
+        """Attaches the run's status to the exception. Rank 0 waits up to 2 s for the failing rank to write it."""
         deadline = time.monotonic() + (0.0 if written_here or not self.world.is_main else _WRITING)
         with suppress(ForgeError):
             while (written := self.folder.status()) in (None, self.opened.earlier) or written["state"] == "running":
@@ -380,7 +388,7 @@ class Attempt:
         error.outcome = Outcome(self.folder.path, status, self.world.is_main)  # type: ignore[attr-defined]
 
     def _status(self, state: State, report: Report | None = None, *, begun: bool = False) -> Status:
-        """Describes the run for `status.json`; before this attempt trains, as the earlier one left it."""
+        """Returns the contents of `status.json`; before this attempt trains, with the step of the earlier attempt."""
         codes = {"running": None, "done": ExitCode.DONE, "stopped": ExitCode.STOPPED}
         trainer = self.trainer if self._begun or begun else None
         earlier = self.opened.earlier
@@ -398,7 +406,7 @@ class Attempt:
 
 
 def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwatched:
-    """The watch over this rank, where others wait for it."""
+    """Returns the watchdog for this rank; one that does nothing if there is only one rank."""
     if world.all.size == 1:
         return Unwatched()
     train = recipe.train
@@ -414,18 +422,18 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwat
 
 
 def where() -> tuple[str, int]:
-    """The phase that this rank is in, and the step."""
+    """Returns the phase and the step of this rank."""
     place = phases.here()
     return phases.NAMES[place.phase], place.step
 
 
 def length_of(data: Any) -> int | None:
-    """The number of samples; None of a stream."""
+    """Returns the number of samples; None for a stream."""
     return len(data) if hasattr(data, "__len__") else None
 
 
 def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers) -> Checkpoints:
-    """The checkpoints in a run's folder."""
+    """Returns the checkpoints in a run's folder."""
     return Checkpoints(
         folder.checkpoints,
         recipe.checkpoint,
@@ -436,7 +444,7 @@ def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers
 
 
 def trackers_of(parts: Chosen, mirror: Mirror | None, record: JSONLTracker) -> Tracker:
-    """The run's own record, the console, the mirror, and what the recipe asks for."""
+    """Returns metrics.jsonl, console, mirror and the recipe's trackers as one tracker."""
     ours: dict[str, Any] = {"jsonl": record, "console": parts.registry.load("tracker", "console")()}
     ours["console"].where = where
     ours["shown"] = ShownFiles()

@@ -1,7 +1,7 @@
-"""Makes the stages of a run out of what its recipe chooses: builds data and model, deals batches to a rank.
+"""Builds the stages of a run from its recipe: data and model, then the batches of a rank.
 
-Components are built here and in `choose` alone. An error goes into the caller's `Problems`, and the building goes on
-with MISSING in place of the component, so that all errors of a recipe are found in one pass.
+Only this module and `choose` build components. An error goes into the caller's `Problems`. The build continues with
+MISSING in place of the component, so that one pass finds all errors of a recipe.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ T = TypeVar("T")
 
 log = logging.getLogger("ddpforge")
 
-WEIGHTS = 0x1217  # keeps the random numbers of initial weights apart from all others
+WEIGHTS = 0x1217  # mixed into the seed of the initial weights, so that no other RNG has this seed
 
 
 # ---------------------------------------------------------------------------------------------- data and model
 def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
     """Builds data, model and schedules, the same on every rank.
 
-    With `meta` a large model has no memory, if it can be built so: nothing but its shapes is known then.
+    `meta`: build a large model on the meta device if its constructor can. It then has shapes, but no values.
     """
     recipe, registry = chosen.recipe, chosen.registry
     components = {"train": recipe.data.train} if chosen.trains else {}
@@ -99,7 +99,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
             model, size = candidate, count_parameters(candidate)
     with problems.at("task"):
         found = declared(chosen.task, model)
-        usable = [_is_usable(one.module, problems, "task") for one in found.values()]  # to name all that are not
+        usable = [_is_usable(one.module, problems, "task") for one in found.values()]  # a list: report all faults
         if all(usable):
             for one in found.values():
                 make_dense(one.module)
@@ -117,7 +117,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
 
 
 def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
-    """Returns True if a bare model passes its checks; later checks would fail on one that does not."""
+    """True if a bare model passes its checks. Later checks are meaningless for a model that does not."""
     before = len(problems)
     preflight.check(model, problems, preflight.CHECKS["model"], key=key)
     return len(problems) == before
@@ -130,7 +130,7 @@ def _model(chosen: Chosen) -> nn.Module:
 
 
 def _on_meta(chosen: Chosen) -> nn.Module:
-    """Returns the model on the meta device; a small one, and one whose constructor reads values, with its weights."""
+    """Builds the model on the meta device; a small model, or one whose constructor reads values, on the CPU."""
     with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
         model: nn.Module = build_component(chosen.registry, "model", chosen.recipe.model)
         if count_parameters(model).all > SMALL:
@@ -140,7 +140,7 @@ def _on_meta(chosen: Chosen) -> nn.Module:
 
 
 def check_cut(chosen: Chosen, problems: Problems) -> None:
-    """Checks that the strategy can cut the model, which is built without memory, and without data."""
+    """Checks that the strategy can split the model. Builds the model on the meta device, and no data."""
     with problems.at("model"):
         model = _on_meta(chosen)
         with problems.at("train", "blocks"), recipe_faults():
@@ -151,7 +151,7 @@ def check_cut(chosen: Chosen, problems: Problems) -> None:
 
 # ---------------------------------------------------------------------------------------------- steps and schedules
 def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[Order | None, Plan]:
-    """Orders the training data and counts the run's steps, and all that happens every so often."""
+    """Builds the order of the training data, and the plan of steps and cadences."""
     order, plan = MISSING, MISSING
     with problems.at("data", "train"):
         check_data(data)
@@ -160,7 +160,7 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[Order | None, 
         if order is not MISSING:
             opened = _opened(chosen, chosen.recipe.train.global_batch)
             batches = open_data(data, order=order, **opened).steps_per_epoch
-            # A step that draws several batches may reach into the next epoch: an epoch is what has all of its samples.
+            # A step that draws several batches may reach into the next epoch: the epoch ends with that step.
             per_epoch = batches and math.ceil(batches / draws_of(chosen.turns))
             plan = _plan_steps(chosen, per_epoch, order, problems)
     return order, plan
@@ -191,7 +191,7 @@ def _schedules(chosen: Chosen, plan: Plan, problems: Problems) -> dict[str, Sche
 
 
 def _order(chosen: Chosen, data: Any) -> Order | None:
-    """Returns the order of the training data: as the recipe says, or shuffled."""
+    """Builds the recipe's order of the training data; by default shuffled. None for a stream."""
     train, component = chosen.recipe.train, chosen.recipe.data.order
     if is_stream(data):
         if component:
@@ -215,7 +215,7 @@ def _opened(chosen: Chosen, batch: int) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------- one rank's batches
 def deal(built: Built, world: World) -> Dealt:
-    """Deals the data out: this rank's part of the training data, and of each evaluation set."""
+    """Opens this rank's batches of the training data and of each evaluation set."""
     recipe, train, ranks = built.recipe, built.recipe.train, world.data.size
     workers = recipe.data.workers
     fetching: dict[str, Any] = {
@@ -223,7 +223,7 @@ def deal(built: Built, world: World) -> Dealt:
         "workers": 0 if workers == "auto" else workers,
         "prefetch": recipe.data.prefetch,
         "pin": world.device.type == "cuda",
-        # Of several ranks, the watchdogs see one stand still.
+        # With several ranks, the watchdogs detect a rank without progress.
         "patience": train.stall.seconds if train.stall != "off" and world.all.size == 1 else 0.0,
     }
     training = MISSING
@@ -265,7 +265,7 @@ def deal(built: Built, world: World) -> Dealt:
 def check_chosen(chosen: Chosen, problems: Problems) -> None:
     """Raises every error that can be found before ranks join.
 
-    If there is one, data and model are built, too, so that all errors of the recipe come in one pass.
+    If there is one, this builds data and model too, so that one pass reports all errors of the recipe.
     """
     preflight.check(chosen, problems)
     if problems:
@@ -276,7 +276,7 @@ def check_chosen(chosen: Chosen, problems: Problems) -> None:
 
 
 def build_without_ranks(loaded: LoadedRecipe, registry: Registry, *, ranks: int, device: str | None = None) -> Built:
-    """Builds all of a recipe that would train on `ranks` ranks, a large model without memory; raises every error."""
+    """Builds a recipe for `ranks` ranks without joining them, a large model on the meta device. Raises every error."""
     problems = Problems(loaded)
     chosen = choose(loaded, registry, problems, ranks=ranks, device=device)
     preflight.check(chosen, problems)
@@ -287,9 +287,9 @@ def build_without_ranks(loaded: LoadedRecipe, registry: Registry, *, ranks: int,
 
 
 def build_checked(chosen: Chosen, world: World, problems: Problems, *, samples: bool) -> Dealt:
-    """Builds, checks and deals out all that a rank trains with; raises every error.
+    """Builds and checks data and model, and opens the batches of this rank. Raises every error.
 
-    With `samples` the first samples are evaluated as well: of a run that resumes, training has done so.
+    `samples`: also run the first samples through the model. A resumed run has done so before.
     """
     built = build(chosen, problems)
     fits = preflight.check_built(built, problems)
@@ -303,13 +303,16 @@ def build_checked(chosen: Chosen, world: World, problems: Problems, *, samples: 
 def build_alike(
     chosen: Chosen, world: World, peers: Peers, problems: Problems, *, samples: bool
 ) -> tuple[Dealt, Mapping[str, DataPrint]]:
-    """Builds on every rank; raises if ranks built different things. Also returns the fingerprints of the data."""
+    """Builds on every rank. Returns the result and fingerprints of the data; raises if ranks differ."""
     dealt = on_every_rank(peers, lambda: build_checked(chosen, world, problems, samples=samples))
     return dealt, compare_built(dealt, world)
 
 
 def on_every_rank(peers: Peers, action: Callable[[], T]) -> T:
-    """Calls `action` on all ranks. If one fails, all do, with its exit code; those that did not fail point to it."""
+    """Calls `action` on all ranks and returns this rank's result.
+
+    If it fails on a rank, all ranks raise: that rank its own error, the others PeerFailed with its exit code.
+    """
     mine: Exception | None = None
     try:
         result = action()
@@ -320,7 +323,7 @@ def on_every_rank(peers: Peers, action: Callable[[], T]) -> T:
     except RuntimeError:
         failures = []
         if mine is None:
-            raise  # `beginning` finds the failure of the other rank
+            raise  # `beginning` replaces this error with the failure of the other rank
     if mine is not None:
         raise mine
     for rank, failure in enumerate(failures):
@@ -331,15 +334,15 @@ def on_every_rank(peers: Peers, action: Callable[[], T]) -> T:
 
 # ---------------------------------------------------------------------------------------------- in words
 def short_steps(built: Built) -> str:
-    """Returns a note if every step is smaller than `train.global_batch`, as an epoch has no more samples; else ""."""
+    """Returns a note if an epoch has fewer samples than `train.global_batch`, so that each step is smaller; else ""."""
     order, batch = built.order, built.recipe.train.global_batch
     if not isinstance(order, EpochOrder) or order.places >= batch:
         return ""
-    return f"every step has {order.places} samples, not train.global_batch = {batch}: an epoch has no more"
+    return f"every step has {order.places} samples, not train.global_batch = {batch}: an epoch has no more samples"
 
 
 def describe_shares(built: Built) -> list[str]:
-    """Describes how turns or groups share the model's parameters; empty if there are neither."""
+    """Describes which parameters each turn or parameter group trains; empty if the recipe has neither."""
     if not (built.turns or built.recipe.optimizer.groups):
         return []
     return shares(built.recipe.optimizer, built.model, list(built.turns))

@@ -1,4 +1,4 @@
-"""Chooses the components that a recipe names, before data and model are built; needs no torch unless they do."""
+"""Builds the recipe's components that need neither data nor model. Imports torch only if they do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpforge.training.turns import turns_of
 
 __all__ = ["TEACHERS", "choose"]
 
-TEACHERS = 0x7EAC  # keeps the random numbers of models that a task holds apart from all others
+TEACHERS = 0x7EAC  # mixed into the seed of models that a task holds, so that no other RNG has this seed
 
 
 def choose(
@@ -36,7 +36,7 @@ def choose(
 ) -> Chosen:
     """Builds the components of a recipe that need neither data nor model, for `ranks` ranks; see `Chosen`.
 
-    Without `seeds`, models that a task holds have other weights each time, and torch is not imported to seed them.
+    `seeds`: seed torch's RNG before the task is built, for models that the task holds. This imports torch.
     """
     strategy, task, data_ranks, batch, other_layout = MISSING, MISSING, 1, MISSING, ""
     problems.not_imported += [
@@ -54,13 +54,13 @@ def choose(
         if seeds:
             import torch
 
-            torch.manual_seed(mix(loaded.recipe.train.seed, TEACHERS))  # it may hold models
+            torch.manual_seed(mix(loaded.recipe.train.seed, TEACHERS))  # the task may build models
         task = build_component(registry, "task", loaded.recipe.task)
         loaded = with_direction(loaded, task.reports)
     recipe = loaded.recipe
     if trains:
         with problems.at("train", "global_batch"):
-            # The batch of a strategy that is not imported is checked as if each rank saw other data.
+            # If the strategy is not imported, assume that each rank is a data-parallel rank.
             batch = check_world(loaded, ranks if recipe.strategy.use in problems.not_imported else data_ranks)
     return Chosen(
         loaded=loaded,
@@ -92,7 +92,7 @@ def _named(
 
 
 def _turns(task: Task, given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Returns the recipe's turns in the order of the task, if they are the same; preflight finds others."""
+    """Returns the recipe's turns in the task's order; empty if they differ from the task's, which preflight reports."""
     found: dict[str, Any] = {}
     with problems.at("task"):
         names = turns_of(task)

@@ -1,4 +1,4 @@
-"""Evaluates the model of a run, or writes its predictions for every sample."""
+"""Evaluation of a run's model, and its predictions for every sample of a dataset."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ log = logging.getLogger("ddpforge")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation."""
+    """Result of an evaluation."""
 
     step: int
     metrics: dict[str, float]
     is_main: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN: a metric that is not finite is null."""
+        """Returns step and metrics for JSON. JSON has no NaN: a metric that is not finite is None."""
         return {"step": self.step} | {name: x if math.isfinite(x) else None for name, x in self.metrics.items()}
 
 
@@ -68,13 +68,18 @@ def evaluate(
     sets: Sequence[str] = (),
     only: Sequence[str] = (),
 ) -> Evaluation:
-    """Evaluates a run's newest intact checkpoint, its `best`, or that of a `step`, on the recipe's evaluation sets.
+    """Evaluates a checkpoint of a run on the recipe's evaluation sets. Call it on every rank. Writes nothing.
 
-    Called on every rank; the first chooses, which may mean to read all of a checkpoint.
+    The default is the newest intact checkpoint; rank 0 selects it, and may read all of a checkpoint for that. Averaged
+    weights are used if the recipe's callbacks evaluate with them. Builds only the model, evaluation data and callbacks,
+    and reads only weights.
 
-    `only` names those of several `[data.eval.NAME]` to evaluate on. Averaged weights are used where the recipe's
-    callbacks evaluate with them. Only the model, evaluation data and callbacks are built, and only weights are read.
-    Writes nothing.
+    Args:
+        folder: the run's folder.
+        step: evaluate the checkpoint of this step.
+        best: evaluate the best checkpoint by `checkpoint.keep.by`.
+        sets: changes to the recipe, KEY=VALUE.
+        only: the names of the evaluation sets `[data.eval.NAME]` to use; all if empty.
     """
     adopt_slurm()
     refuse_text("only", only)
@@ -97,7 +102,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Prediction:
-    """The result of a prediction: the file, the number of samples in it, and the step of the weights."""
+    """Result of a prediction: the file, the number of samples in it, and the step of the weights."""
 
     file: Path
     samples: int
@@ -105,7 +110,7 @@ class Prediction:
     is_main: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns file, samples and step for JSON."""
         return {"file": str(self.file), "samples": self.samples, "step": self.step}
 
 
@@ -125,10 +130,20 @@ def predict(
 ) -> Prediction:
     """Writes the predictions of a run's model for every sample of a dataset to `out`, in the order of the data.
 
-    Called on every rank; rank 0 writes. Checkpoint, strategy and what is built are those of `evaluate`. `weights` is
-    "model", or the name of a callback that keeps weights of its own; absent: those that evaluations use. `data` is the
-    name of one of the recipe's datasets ("eval", "eval.NAME", "train"), and KEY=VALUE for its options; by default the
-    one evaluation set. `out` appears complete or not at all. Raises UsageError where it exists, unless `force`.
+    Call it on every rank; rank 0 writes. A failure leaves no `out`. Checkpoint and strategy are selected as in
+    `evaluate`.
+
+    Args:
+        folder: the run's folder.
+        out: a .jsonl or .parquet file.
+        step: use the checkpoint of this step.
+        best: use the best checkpoint by `checkpoint.keep.by`.
+        weights: "model", or the name of a callback that keeps its own weights. Default: the weights of evaluations.
+        data: the name of one of the recipe's datasets ("eval", "eval.NAME", "train"), and KEY=VALUE for its options.
+            Default: the evaluation set, if the recipe has exactly one.
+        sets: changes to the recipe, KEY=VALUE.
+        limit: stop after this number of samples.
+        force: replace `out` if it exists. Without it, an existing `out` raises UsageError.
     """
     adopt_slurm()
     refuse_text("data", data)
@@ -155,7 +170,7 @@ def predict(
 
 
 def _write(out: Path, found: Iterable[Sequence[Predicted]], world: World, files: ExitStack) -> int:
-    """Has rank 0 write predictions as they come, all or nothing; returns the number of samples."""
+    """Writes predictions on rank 0 as they arrive; returns the number of samples. A failure leaves no file."""
     tables: list[Table] = []
 
     def add(parts: Sequence[Predicted]) -> None:
@@ -174,7 +189,7 @@ def _write(out: Path, found: Iterable[Sequence[Predicted]], world: World, files:
 def _to_predict(
     folder: RunFolder, data: Sequence[str], sets: Sequence[str]
 ) -> tuple[LoadedRecipe, Registry, list[str]]:
-    """Returns a run's recipe whose one evaluation set is the dataset that `data` names, and the name of that set."""
+    """Returns a run's recipe, set to evaluate on the dataset that `data` names; its registry; the value of `only`."""
     names, options = ([word for word in data if ("=" in word) == with_value] for with_value in (False, True))
     name = _dataset(_load(folder, sets)[0].recipe, names)
     loaded, registry = _load(folder, (*sets, *(f"data.{name}.{option}" for option in options)))
@@ -192,15 +207,15 @@ def _load(folder: RunFolder, sets: Sequence[str]) -> tuple[LoadedRecipe, Registr
 
 
 def check_sets(recipe: Recipe, only: Sequence[str]) -> None:
-    """Raises UsageError unless the recipe has evaluation sets, and every one in `only`."""
+    """Raises UsageError if the recipe has no evaluation set, or lacks one in `only`."""
     known = [name for name in recipe.data.evaluations if name]
     if not recipe.data.evaluations:
-        raise UsageError("the recipe has no [data.eval] to evaluate on")
+        raise UsageError("the recipe has no evaluation set: add [data.eval]")
     for name in only:
         if name not in known:
-            there = [f"there are {', '.join(known)}"] if known else ["its one [data.eval] has no name"]
+            there = [f"it has {', '.join(known)}"] if known else ["its only evaluation set [data.eval] has no name"]
             raise UsageError(
-                f"the recipe has no [data.eval.{name}] to evaluate on", hints=[*did_you_mean(name, known), *there]
+                f"the recipe has no evaluation set [data.eval.{name}]", hints=[*did_you_mean(name, known), *there]
             )
 
 
@@ -214,7 +229,7 @@ def _choose(loaded: LoadedRecipe, registry: Registry, only: Sequence[str]) -> tu
 
 
 def _dataset(recipe: Recipe, names: Sequence[str]) -> str:
-    """The key of the dataset that is named, or of the one to evaluate on; raises UsageError where that is not one."""
+    """Returns the key of the named dataset, by default of the only evaluation set. Raises UsageError if ambiguous."""
     sets = [key_of(name) for name in recipe.data.evaluations]
     known = [*sets, "train"]
     if not names and len(sets) == 1:
@@ -222,9 +237,9 @@ def _dataset(recipe: Recipe, names: Sequence[str]) -> str:
     hints = [f"--data {name}" for name in known]
     if not names:
         what = "no [data.eval]" if not sets else "several evaluation sets"
-        raise UsageError(f"the recipe has {what}, so say what to predict", hints=hints)
+        raise UsageError(f"the recipe has {what}: name the dataset to predict", hints=hints)
     if len(names) > 1:
-        raise UsageError(f"--data names {' and '.join(names)}, and one dataset is predicted at a time", hints=hints)
+        raise UsageError(f"--data names {' and '.join(names)}; expected one dataset", hints=hints)
     if names[0] not in known:
         raise UsageError(
             f"the recipe has no data {names[0]!r}", hints=[*did_you_mean(names[0], known), *hints, "--data path=…"]
@@ -233,7 +248,7 @@ def _dataset(recipe: Recipe, names: Sequence[str]) -> str:
 
 
 def _what_is_used(checkpoint: Path, dealt: Dealt, weights: str | None = None) -> str:
-    """Names the checkpoint, the callbacks whose weights are used, and the samples of each set."""
+    """Describes the checkpoint, the callbacks whose weights are used, and the size of each set."""
     averaging = [weights] if weights else overriding(dealt.callbacks, "evaluating")
     others = f", with the weights of {', '.join(averaging)}" if averaging and weights != "model" else ""
     found = {name: dealt.data[key_of(name)] for name in dealt.evaluation}

@@ -1,4 +1,4 @@
-"""Draws text from a trained language model, token by token."""
+"""Text generation with a trained language model, token by token."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ log = logging.getLogger("ddpforge")
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The way in which tokens are drawn.
+    """Settings for sampling tokens.
 
-    Logits are divided by `temperature`; then only the `top_k` most probable tokens can be drawn, and of these the most
-    probable that have a probability of `top_p` together. A `greedy` one takes the most probable token.
+    Logits are divided by `temperature`. Then all tokens except the `top_k` most probable are excluded. Of these, the
+    most probable tokens stay until their probabilities sum to `top_p` (nucleus sampling). `greedy` takes the most
+    probable token instead of sampling. `tokens` is the number of tokens to generate.
     """
 
     tokens: int = 200
@@ -44,51 +45,52 @@ class Sampling:
             ("top_p", self.top_p, self.top_p is None or 0 < self.top_p <= 1, "more than 0, and 1 at most"),
         ):
             if not fits:
-                greedy = ["to take the most probable token: greedy"] if name == "temperature" else []
+                greedy = ["to always take the most probable token, use greedy"] if name == "temperature" else []
                 raise UsageError(f"{name} = {value}: it must be {wanted}", hints=greedy)
         given = [name for name in ("temperature", "top_k", "top_p") if getattr(self, name) is not None]
         if self.greedy and given:
-            raise UsageError(f"greedy takes the most probable token, and {given[0]} says how to draw one")
+            raise UsageError(f"greedy takes the most probable token; {given[0]} is only for sampling: omit one of them")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Of each token to come next, from float32 logits [V]."""
+        """Returns the probability of each next token, float32 [V], from float32 logits [V]."""
         logits = logits / (1.0 if self.temperature is None else self.temperature)
         if self.top_k is not None and self.top_k < len(logits):
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
         found = logits.softmax(0)
         if self.top_p is not None:
             ordered, places = found.sort(descending=True)
-            before = ordered.cumsum(0) - ordered  # of the tokens that are more probable
+            before = ordered.cumsum(0) - ordered  # the sum over all more probable tokens
             found = found.index_fill(0, places[before >= self.top_p], 0.0)
         return found
 
 
 def check_language(task: Task, data: Any) -> None:
-    """Raises UsageError for a task that is not about the next token, PluginError for data that knows no text."""
+    """Raises UsageError if the task does not predict the next token, PluginError if the data has no tokenizer."""
     if not task.predicts_next_token:
         raise UsageError(
-            f"{name_of(task)} does not predict the next token, so there is no text to draw",
-            hints=["`ddpforge predict` writes what it predicts of every sample"],
+            f"{name_of(task)} does not predict the next token, so it cannot generate text",
+            hints=["`ddpforge predict` writes its predictions for every sample"],
         )
     if not (hasattr(data, "encode") and hasattr(data, "decode")):
         raise PluginError(
-            f"{name_of(data)} does not say what tokens a text is",
-            hints=["let the dataset have `encode(text) -> list[int]` and `decode(tokens) -> str`"],
+            f"{name_of(data)} cannot convert text to tokens",
+            hints=["give the dataset the methods `encode(text) -> list[int]` and `decode(tokens) -> str`"],
         )
 
 
 @torch.no_grad()
 def generate(model: nn.Module, data: Any, prompts: Sequence[str], how: Sampling) -> Iterator[str]:
-    """Yields what the model, in evaluation mode, writes after each prompt: the same for the same seed.
+    """Yields the text that the model, in evaluation mode, generates after each prompt: the same for the same seed.
 
-    A model of transformers generates by itself, and ends where it draws the end of a text. Another one is called with
-    all tokens so far, or as many of the last ones as it takes; one whose modules ask a `Context`, and which treats each
-    position by itself otherwise, with the new ones alone, as long as it takes all.
+    A model of the transformers library generates with its own `generate`, which stops at the end-of-text token. Any
+    other model is called with the last `block_size` tokens. If its modules attend through a `Context`, their keys and
+    values are cached and the model is called with new tokens only, until the text is longer than `block_size`. Apart
+    from attention such a model must treat each position independently. Raises UsageError for an empty prompt.
     """
     encoded = [[int(token) for token in data.encode(prompt)] for prompt in prompts]
     for prompt, tokens in zip(prompts, encoded, strict=True):
         if not tokens:
-            raise UsageError(f"the prompt {prompt!r} is empty, and a model continues a text")
+            raise UsageError(f"the prompt {prompt!r} has no tokens: the model needs a text to continue")
     draw = _by_itself if _is_of_transformers(model) else _drawn
     device = next(model.parameters()).device
     for number, tokens in enumerate(encoded):
@@ -96,21 +98,21 @@ def generate(model: nn.Module, data: Any, prompts: Sequence[str], how: Sampling)
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    """True for a model that generates text as those of transformers do; others may have such a method of their own."""
+    """True if the model has the `generate` of transformers. Other models may have a method of that name."""
     kinds = type(model).__mro__
     return any(kind.__name__ == "GenerationMixin" and kind.__module__.startswith("transformers.") for kind in kinds)
 
 
 def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int) -> list[int]:
-    """The tokens that follow, drawn one by one, on the CPU: devices draw different numbers."""
+    """Returns the tokens that follow `tokens`, sampled one by one on the CPU: RNGs of devices differ."""
     generator = torch.Generator().manual_seed(seed)
     longest = getattr(model, "block_size", None)
     if longest is not None and len(tokens) + how.tokens > longest:
-        log.warning("the model sees the last %d tokens at a time, of %d", longest, len(tokens) + how.tokens)
+        log.warning("the model uses only the last %d tokens at a time, of %d", longest, len(tokens) + how.tokens)
     found: list[int] = []
     cache = _Cache.of(model)
     for _ in range(how.tokens):
-        if cache and (not cache.is_exact or (longest and len(tokens) > longest)):  # positions move from now on
+        if cache and (not cache.is_exact or (longest and len(tokens) > longest)):  # positions shift from here on
             cache = None
         outputs = cache(tokens) if cache else model(tokens[None, -longest:] if longest else tokens[None])
         logits: Tensor = getattr(outputs, "logits", outputs)[0, -1].float().cpu()
@@ -121,27 +123,27 @@ def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int) -> list[i
 
 
 class _Cache(Context):
-    """Keeps the keys and values of all positions so far, for a model that asks it instead of its own context.
+    """Cache of the keys and values of all positions so far, in place of the model's own `Context`.
 
-    It `is_exact` unless the model turns out to look at later positions: what is kept of earlier ones then changes.
+    `is_exact` becomes False if the model attends without a causal mask: cached keys and values are then out of date.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[Any]) -> None:
         self.is_exact = True
         self._model, self._modules = model, modules
         self._past = 0
-        self._kept: list[tuple[Tensor, Tensor]] = []  # by the order in which a pass attends
+        self._kept: list[tuple[Tensor, Tensor]] = []  # in the order of attention calls in a forward pass
         self._attended = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> _Cache | None:
-        """A cache for a model; None where it asks no context, or experts choose among the tokens of a sequence."""
+        """Returns a cache for a model; None if it uses no context, or if experts choose among a sequence's tokens."""
         modules = [module for module in model.modules() if type(getattr(module, "context", None)) is Context]
         chooses = any(isinstance(getattr(module, "experts", None), Experts) for module in model.modules())
         return cls(model, modules) if modules and not chooses else None
 
     def __call__(self, tokens: Tensor) -> Any:
-        """Calls the model with those of `tokens` that it has not seen."""
+        """Calls the model with the part of `tokens` [T] that is not in the cache."""
         own, self._attended = [module.context for module in self._modules], 0
         for module in self._modules:
             module.context = self
@@ -154,15 +156,15 @@ class _Cache(Context):
         return outputs
 
     def length(self, tokens: int) -> int:
-        """All positions so far."""
+        """Returns the number of positions, including the cached ones."""
         return self._past + tokens
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Those that are new."""
+        """Returns the indices of the new positions."""
         return torch.arange(self._past, self._past + tokens, device=device)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Tensor:
-        """Attends from the new positions to all."""
+        """Computes attention from the new positions to all positions."""
         self.is_exact &= causal
         if self._past:
             before = self._kept[self._attended]
@@ -173,12 +175,12 @@ class _Cache(Context):
 
 
 def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int) -> list[int]:
-    """The tokens that `generate` of transformers returns, without the prompt."""
+    """Returns the tokens that `generate` of transformers adds to the prompt."""
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and len(tokens) + how.tokens > longest:
         if how.tokens >= longest:
-            raise UsageError(f"the model takes {longest} tokens, and tokens = {how.tokens} leaves none to the prompt")
-        log.warning("of the %d tokens of a prompt the model sees the last %d", len(tokens), longest - how.tokens)
+            raise UsageError(f"the model takes {longest} tokens; tokens = {how.tokens} leaves no room for the prompt")
+        log.warning("of the %d tokens of a prompt the model uses the last %d", len(tokens), longest - how.tokens)
         tokens = tokens[-(longest - how.tokens) :]
     drawing: dict[str, Any] = {"do_sample": not how.greedy}
     if not how.greedy:

@@ -1,4 +1,4 @@
-"""The agreement of all hosts of a run before it begins: on software and recipe, and on the folder that they share."""
+"""Checks before training that all hosts run the same software and recipe, and share the run's folder."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = ["Apart", "clocks_apart", "compare_clocks", "holds_locks", "refuse_dif
 
 log = logging.getLogger("ddpforge")
 
-_CLOCKS = 3.0  # seconds by which the clocks of hosts may differ without a word
-_CACHED = 5.0  # seconds until a network file system shows a new file everywhere
-_EITHER = ("data.workers", "data.prefetch")  # what machines may set as suits them
+_CLOCKS = 3.0  # seconds; a larger difference between the clocks of hosts is logged
+_CACHED = 5.0  # seconds until a network file system shows a new file on all hosts
+_EITHER = ("data.workers", "data.prefetch")  # keys that may differ between machines
 
 _Sight = Literal["unseen", "locked", "free"]
 
@@ -42,7 +42,7 @@ _Sight = Literal["unseen", "locked", "free"]
 # ---------------------------------------------------------------------------------------------- software and recipe
 @dataclass(frozen=True)
 class _Facts:
-    """A rank's host, the versions of what trains there, and a digest of the recipe and of the code beside it."""
+    """Host of a rank, the versions of its software, and a digest of the recipe and of its local code."""
 
     host: str
     software: Mapping[str, str]
@@ -50,19 +50,19 @@ class _Facts:
 
 
 def refuse_differences(ranks: Ranks, loaded: LoadedRecipe, registry: Registry) -> None:
-    """Raises on every rank unless all run the same versions and recipe; one exchange, which also waits for all."""
+    """Raises on every rank unless all run the same versions and recipe. One exchange, which waits for all ranks."""
     if ranks.size == 1:
         return
     told = ranks.everyone(_Facts(socket.gethostname(), _software(loaded, registry), _digest(loaded)))
     if different := [name for name in _names(told) if len({each.software.get(name) for each in told}) > 1]:
         listed = [f"{name} {_by_host(told, [each.software.get(name, 'none') for each in told])}" for name in different]
-        _raise(ranks, f"ranks do not run the same software: {'; '.join(listed)}", "give all hosts the same environment")
+        _raise(ranks, f"ranks do not run the same software: {'; '.join(listed)}", "use one environment on all hosts")
     if len({each.recipe for each in told}) > 1:
         _compare_recipes(ranks, told, loaded)
 
 
 def _software(loaded: LoadedRecipe, registry: Registry) -> dict[str, str]:
-    """The versions of Python, torch, ddpforge and the distributions whose components the recipe uses."""
+    """Returns the versions of Python, torch, ddpforge and the distributions whose components the recipe uses."""
     used = {name: version(name) or "none" for name in ("torch", "ddpforge")}
     for path, component in loaded.recipe.components().items():
         kind = kind_at(path, loaded.tables)
@@ -76,7 +76,7 @@ def _names(told: Sequence[_Facts]) -> list[str]:
 
 
 def _by_host(told: Sequence[_Facts], values: Sequence[str]) -> str:
-    """Every value with the hosts and ranks that have it."""
+    """Lists every value with its hosts and ranks."""
     found: dict[str, dict[str, list[int]]] = {}
     for rank, (each, value) in enumerate(zip(told, values, strict=True)):
         found.setdefault(value, {}).setdefault(each.host, []).append(rank)
@@ -93,12 +93,12 @@ def _digest(loaded: LoadedRecipe) -> str:
 
 
 def _code(loaded: LoadedRecipe) -> dict[str, str]:
-    """The digests of the files of code that the recipe names, and of their neighbours."""
+    """Returns the digests of the code files that the recipe names, and of the local modules that they import."""
     return {name: sha256(code).hexdigest() for name, code in local_code(loaded).items()}
 
 
 def _compare_recipes(ranks: Ranks, told: Sequence[_Facts], loaded: LoadedRecipe) -> None:
-    """Raises on every rank unless they differ only in what may: how a host fetches data, and from which path."""
+    """Raises on every rank unless recipes differ only in allowed keys: data loading, and absolute paths of data."""
     recipes = ranks.everyone((loaded.tables, _code(loaded)))
     tables, code = recipes[0]
     for rank, (its_tables, its_code) in enumerate(recipes):
@@ -108,7 +108,7 @@ def _compare_recipes(ranks: Ranks, told: Sequence[_Facts], loaded: LoadedRecipe)
             where = _named((told[rank].host, [rank]))
             listed = "\n".join(f"  {each}" for each in dict.fromkeys(found))
             hint = "start all ranks with the same files, flags and environment variables"
-            _raise(ranks, f"the recipe on {where} is not that of rank 0 on {told[0].host}:\n{listed}", hint)
+            _raise(ranks, f"the recipe on {where} differs from that of rank 0 on {told[0].host}:\n{listed}", hint)
 
 
 def _may_differ(change: Change) -> bool:
@@ -117,7 +117,7 @@ def _may_differ(change: Change) -> bool:
 
 
 def _raise(ranks: Ranks, message: str, *hints: str) -> None:
-    """Lets rank 0 say it, and all end."""
+    """Raises on this rank: EnvironmentProblem on rank 0, which shows the message, PeerFailed on the others."""
     raises = EnvironmentProblem if ranks.is_main else partial(PeerFailed, ExitCode.ENVIRONMENT)
     raise raises(message, hints=hints)
 
@@ -125,7 +125,7 @@ def _raise(ranks: Ranks, message: str, *hints: str) -> None:
 # ---------------------------------------------------------------------------------------------- clocks
 @dataclass(frozen=True)
 class Apart:
-    """The clock that is furthest from rank 0's: by how many seconds it is `ahead`, and its rank and both hosts."""
+    """Clock with the largest difference to rank 0's: `ahead` in seconds, its rank and host, rank 0's host (`first`)."""
 
     ahead: float
     rank: int
@@ -138,9 +138,10 @@ class Apart:
 
 
 def clocks_apart(ranks: Ranks, rounds: int = 1) -> Apart:
-    """Returns the clock that is furthest from rank 0's, by the best of a few rounds, each after a barrier.
+    """Returns the clock with the largest difference to rank 0's. Each round reads all clocks after a barrier.
 
-    Ranks leave a barrier at about the same time: no better than that is the difference known.
+    The smallest difference of the rounds counts. Its error is the time between the first and the last rank that leaves
+    the barrier.
     """
     clocks: list[Sequence[tuple[str, float]]] = []
     for _ in range(rounds):
@@ -152,56 +153,56 @@ def clocks_apart(ranks: Ranks, rounds: int = 1) -> Apart:
 
 
 def compare_clocks(ranks: Ranks) -> None:
-    """Logs a warning on rank 0 where hosts have different times. A barrier and a small exchange, or a few."""
+    """Logs a warning on rank 0 if the clocks of hosts differ. Costs one to four barriers and small exchanges."""
     if ranks.size == 1 or abs(clocks_apart(ranks).ahead) <= _CLOCKS:
         return
-    apart = clocks_apart(ranks, rounds=3)  # a rank may have been late
+    apart = clocks_apart(ranks, rounds=3)  # measured again: a rank may have left the barrier late
     if abs(apart.ahead) > _CLOCKS and ranks.is_main:
-        log.warning("%s: logs and a train.length of wall time follow these clocks; set them by chrony or ntpd", apart)
+        log.warning("%s: logs and a train.length in hours depend on these clocks; set them with chrony or ntpd", apart)
 
 
 # ---------------------------------------------------------------------------------------------- the folder
 def share_folder(place: Path, ranks: Ranks) -> None:
-    """Raises on every rank unless all see what rank 0 writes in `place`; says so where locks do not hold there.
+    """Raises on every rank unless all can read a file of rank 0 in `place`. Logs a warning if file locks fail there.
 
-    What rank 0 makes is gone afterwards. Two small exchanges.
+    Removes the file and the folders that it creates. Costs two small exchanges.
     """
     if not holds_locks(place, ranks) and ranks.is_main:
-        log.warning("file locks do not hold in %s: see that no second run trains there", place)
+        log.warning("file locks do not work in %s: make sure that no second process trains there", place)
 
 
 def holds_locks(place: Path, ranks: Ranks) -> bool:
-    """True where all see that what rank 0 writes in `place` is locked; raises on every rank where one sees nothing."""
+    """True if file locks in `place` work across all hosts. Raises on every rank if one cannot see rank 0's file."""
     if ranks.size == 1:
         return True
     with ExitStack() as held:
         name = on_rank_zero(ranks, lambda: held.enter_context(_word(place)))
-        # Rank 0 does not look: a process that closes a file loses its locks of it.
+        # Rank 0 does not look: a process that closes a file loses its locks on that file.
         sight = "locked" if ranks.is_main else _look(place / name)
         told = ranks.everyone((socket.gethostname(), str(place.absolute()), sight))
     blind = [f"rank {rank} on {host} ({path})" for rank, (host, path, sight) in enumerate(told) if sight == "unseen"]
     if blind:
         _raise(
             ranks,
-            f"what rank 0 on {told[0][0]} writes in {told[0][1]} is not seen by {', '.join(blind)}",
-            "all hosts must share the run's folder: --out DIR, or output_dir in the recipe",
-            "start all ranks in the same folder if its path is relative",
+            f"a file that rank 0 on {told[0][0]} wrote in {told[0][1]} is not visible to {', '.join(blind)}",
+            "all hosts must share the run's folder: set --out DIR, or output_dir in the recipe",
+            "if its path is relative, start all ranks in the same folder",
         )
     return all(sight == "locked" for _, _, sight in told)
 
 
 @contextmanager
 def _word(place: Path) -> Iterator[str]:
-    """A file in `place`, locked while it is there; yields its name."""
+    """Creates a locked file in `place` and yields its name; removes it afterwards."""
     made = [folder for folder in (place, *place.parents) if not folder.exists()]
     word = place / f".ddpforge-{secrets.token_hex(8)}"
     try:
         place.mkdir(parents=True, exist_ok=True)
         file = word.open("xb")
     except OSError as error:
-        raise EnvironmentProblem(f"the folder of runs {place} cannot be written: {error}") from error
+        raise EnvironmentProblem(f"cannot write to the folder of runs {place}: {error}") from error
     with file, suppress(OSError):
-        with suppress(OSError):  # who claims the run's folder will say so
+        with suppress(OSError):  # the claim on the run's folder reports this error later
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield word.name
@@ -212,7 +213,7 @@ def _word(place: Path) -> Iterator[str]:
 
 
 def _look(word: Path) -> _Sight:
-    """Tells how this process sees a file that another one has locked."""
+    """Returns if this process sees a file that another process has locked, and if it sees the lock."""
     deadline = time.monotonic() + _CACHED
     while not word.exists():
         if time.monotonic() > deadline:

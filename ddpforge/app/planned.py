@@ -1,4 +1,4 @@
-"""Holds a run against its plan, which `ddpforge plan` makes of its recipe in a process of its own."""
+"""Compares the memory of a run with its plan, which `ddpforge plan` computes in a separate process."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ __all__ = ["PlanCheck", "Room", "advised", "compares"]
 
 log = logging.getLogger("ddpforge")
 
-_SMALL = 1_000_000  # parameters of a model whose memory is nobody's worry
-_MEASURED = 2  # the step of an attempt that is measured: the optimizer's state is there
-_LARGEST = 0.1  # difference that nobody is told of
+_SMALL = 1_000_000  # parameters; "auto" does not check the plan of a smaller model
+_MEASURED = 2  # the step of an attempt that is measured: from then on there is optimizer state
+_LARGEST = 0.1  # relative difference; a larger one is logged
 _LONGEST = 300.0  # seconds that a run waits for its plan when it ends
-_LESS = 0.9  # of a plan that should have fitted and did not
-_PATIENCE = 120.0  # seconds that people wait to hear why a run ended
+_LESS = 0.9  # share of the planned memory to aim for, if a plan that should fit did not
+_PATIENCE = 120.0  # seconds that a failed run waits for the plan
 _NICE = 19
-_FRAGMENTS = 0.1  # of what lives, that the caching allocator of a GPU cannot hand out again
+_FRAGMENTS = 0.1  # share of allocated memory that the CUDA caching allocator loses to fragmentation
 _LAUNCHERS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|(MASTER|GROUP|ROLE|TORCHELASTIC|ACCELERATE)_.*")
 
 
 def compares(recipe: Recipe, size: Size) -> bool:
-    """True if a run is to be held against its plan: the same on every rank."""
-    if recipe.train.compile != "off":  # compiled steps take other memory
+    """True if the run's memory is compared with its plan; the same on every rank."""
+    if recipe.train.compile != "off":  # compiled steps need a different amount of memory
         return False
     return recipe.track.plan == "on" or (recipe.track.plan == "auto" and size.all >= _SMALL)
 
 
 class PlanCheck:
-    """Measures the second step of an attempt, and writes beside it what was planned; told of every step that comes.
+    """Compares the peak memory of an attempt's second step with the plan; writes memory.json.
 
-    On CPUs the bytes are those of all tensors that live at the largest moment of the step, on CUDA the most that the
-    allocator has given out so far; both of the rank that has most. The plan is made by rank 0, in a process that gives
-    way to all others. Where planned and measured differ by more than a tenth, the log says so.
+    The peak is that of the rank with the largest one: on CPUs the bytes of all live tensors, on CUDA
+    `max_memory_allocated` so far. Rank 0 starts the plan in a process of low priority. A difference of more than 10 %
+    is logged as a warning. The trainer calls `before` at every step.
     """
 
     def __init__(self, folder: RunFolder, world: World, recipe: Recipe) -> None:
@@ -73,7 +73,7 @@ class PlanCheck:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the plan where the recipe asks for it; else it is given up."""
+        """Waits for the plan if the recipe has `track.plan = "on"`; otherwise ends the plan's process."""
         self._life.close()
         if self._plan and kind is None and self._recipe.track.plan == "on":
             self._plan.wait(_LONGEST)
@@ -82,7 +82,7 @@ class PlanCheck:
             self._plan.end()
 
     def before(self, step: int) -> None:
-        """The next step is `step`."""
+        """Starts or ends the measurement; called before step `step`."""
         self._begun += 1
         if self._begun == _MEASURED:
             self._measure()
@@ -92,12 +92,12 @@ class PlanCheck:
             self._look()
 
     def close(self, step: int) -> None:
-        """No step follows; the next one would have been `step`."""
+        """Ends the measurement if step 2 was the last; called after training, with the number of the next step."""
         if self._begun == _MEASURED:
             self._compare(step - 1)
 
     def _measure(self) -> None:
-        from ddpforge.training.ledger import Ledger  # it takes a while, and most runs do without
+        from ddpforge.training.ledger import Ledger  # a slow import that most runs do not need
 
         if self._world.device.type == "cpu":
             self._ledger = self._life.enter_context(Ledger(_phase, real=True))
@@ -129,7 +129,7 @@ class PlanCheck:
             return
         said, self._plan = self._plan.said(), None
         if not said:
-            log.warning("the plan to hold this run against failed: see `ddpforge plan %s`", self._folder.resolved)
+            log.warning("no plan to compare memory with: see the error of `ddpforge plan %s`", self._folder.resolved)
             return
         (planned,) = said
         peak, measured = planned["peak"], self._measured["peak"]
@@ -138,7 +138,7 @@ class PlanCheck:
         self._write(planned, difference)
         if difference is not None and abs(difference) > _LARGEST:
             log.warning(
-                "memory: the plan has %s on a rank at the largest moment of a step, and step %d had %s (%s): see %s",
+                "memory: the plan has a peak of %s per rank, but step %d had %s (%s): see %s",
                 *(_size(peak), self._measured["step"], _size(measured), self._measured["of"], self._folder.memory),
             )
 
@@ -146,18 +146,18 @@ class PlanCheck:
         found = {"measured": self._measured, "planned": planned, "difference": difference}
         try:
             disk.replace(self._folder.memory, f"{json.dumps(found, indent=2)}\n".encode())
-        except OSError as error:  # no reason to stop training
+        except OSError as error:  # training continues without memory.json
             log.warning("%s was not written: %s", self._folder.memory, error)
 
 
 class Room:
-    """The memory that tensors may take in this process: what was free when it was made, before there were any."""
+    """Memory that tensors may use in this process. Create it before the first tensor."""
 
     def __init__(self) -> None:
         self._before = psutil.Process().memory_info()
 
     def bytes(self, device: torch.device) -> int:
-        """The bytes that tensors take now and that are free beside them; on a GPU without what the allocator loses."""
+        """Returns the bytes of current tensors plus free memory; on a GPU minus the allocator's fragmentation."""
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             return int((free + torch.cuda.memory_reserved(device)) / (1 + _FRAGMENTS))
@@ -171,31 +171,31 @@ class Room:
 
 
 def advised(error: BaseException, folder: RunFolder, world: World, recipe: Recipe, room: Room) -> BaseException:
-    """Returns `error`, or if it is an OutOfMemory one that says what the plan does: what is needed, and what fits.
+    """Returns `error`; if it is OutOfMemory, with the planned memory need and settings that would fit.
 
-    It stays as it is if no plan can be made. With `track.plan = "off"` none is: a plan takes a gigabyte of the host's
-    memory, which may be the full one, and minutes in which the run's devices wait. The error then names the command.
+    Returns it unchanged if the plan fails. With `track.plan = "off"` it only adds the command that makes the plan.
     """
     if not isinstance(error, OutOfMemory) or not folder.resolved.exists():
         return error
     there = room.bytes(world.device)
+    # A plan takes a gigabyte of host memory, which may be full, and minutes in which the run's devices wait.
     if recipe.track.plan == "off":
         command = f"ddpforge plan {shlex.quote(str(folder.resolved))} --ranks {world.all.size}"
         budget = _size(there).replace(" ", "")
-        hint = f"see what a step needs, and which changes fit: {command} --budget {budget}"
+        hint = f"for the memory of a step and for settings that fit, run: {command} --budget {budget}"
         return _caused(OutOfMemory(error.message, hints=[*error.hints, hint]), error)
-    log.info("memory is full: looking for changes that fit")
+    log.info("memory is full: looking for settings that fit")
     planned = _planned(folder.resolved, world.all.size, there)
     if planned is None or planned["peak"] is None:
         return error
     needed, about = planned["peak"], ""
     if needed <= there / 2:
-        about = ": something else than a planned step has filled it, an evaluation perhaps"
+        about = ": the plan of a step does not explain this; it may be an evaluation"
     elif needed <= there:
-        about = ", of which some is lost in small pieces"
+        about = ", some of it lost to fragmentation"
         planned = _planned(folder.resolved, world.all.size, int(needed * _LESS)) or planned
     said = OutOfMemory(
-        f"{error.message}\nby the plan a step needs {_size(needed)} for tensors on a rank, and there were "
+        f"{error.message}\nby the plan a step needs {_size(needed)} for tensors on a rank; available: "
         f"{_size(there)}{about}",
         hints=[_hint(remedy) for remedy in planned["remedies"]] or error.hints,
     )
@@ -221,7 +221,7 @@ def _hint(remedy: Mapping[str, Any]) -> str:
 
 
 class _Plan:
-    """A plan that is being made; it takes no GPU."""
+    """Process that computes a plan. It uses no GPU."""
 
     def __init__(self, recipe: Path, ranks: int, *options: str) -> None:
         plan = ("-P", "-m", "ddpforge", "plan", str(recipe), "--ranks", str(ranks), "--json")
@@ -230,28 +230,28 @@ class _Plan:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,  # of a few kB, which a pipe holds
+            stdout=subprocess.PIPE,  # the output is a few kB, which fits into the pipe's buffer
             stderr=subprocess.DEVNULL,
             env=alone | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )
 
     def give_way(self) -> None:
-        """Takes from now on what other processes leave of the CPUs."""
-        with suppress(psutil.Error):  # it may have ended
+        """Gives the process the lowest CPU priority."""
+        with suppress(psutil.Error):  # the process may have ended
             psutil.Process(self._process.pid).nice(_NICE)
 
     @property
     def is_over(self) -> bool:
-        """True once it is made, or failed."""
+        """True if the process has ended, with or without a plan."""
         return self._process.poll() is not None
 
     def wait(self, seconds: float) -> None:
-        """Waits until it is over, but not longer than so many seconds."""
+        """Waits for the end of the process, at most `seconds` seconds."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
     def said(self) -> list[dict[str, Any]]:
-        """Returns what it came to, by strategy; nothing where it failed."""
+        """Returns the plans, one per strategy; empty if the process failed."""
         out, _ = self._process.communicate()
         try:
             found: list[dict[str, Any]] = json.loads(out)
@@ -260,7 +260,7 @@ class _Plan:
         return found
 
     def end(self) -> None:
-        """Gives it up."""
+        """Kills the process."""
         self._process.kill()
         self._process.wait()
 

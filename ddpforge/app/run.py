@@ -1,4 +1,4 @@
-"""The story of a run, from a recipe to a trained model."""
+"""Trains a recipe: the steps of a run in their order, from the recipe to the trained model."""
 
 from __future__ import annotations
 
@@ -52,18 +52,24 @@ def run(
     max_time: str | None = None,
     profile: str | None = None,
 ) -> Outcome:
-    """Trains a recipe in the world that the launcher's environment describes; called on every rank.
+    """Trains a recipe with the ranks that the launcher's environment describes. Call it on every rank.
 
-    `source` is a recipe file or the name of a bundled recipe, `out` replaces its `output_dir`, and `fresh` sets an
-    earlier run of this name aside instead of continuing it. After `max_time`, e.g. "4h", it stops as if asked to.
-    The steps of `profile`, e.g. "20..25", are profiled, with a trace and a table in the run's folder.
-    Raises ForgeError for everything that can be expected to go wrong; a RecipeError comes before anything is started.
+    Args:
+        source: a recipe file, or the name of a bundled recipe.
+        sets: changes to the recipe, KEY=VALUE.
+        out: replaces the recipe's `output_dir`.
+        fresh: rename the folder of an earlier run of this name, and start from scratch instead of resuming it.
+        allow_change: recipe keys that may differ from the run that is resumed.
+        max_time: stop after this time, e.g. "4h", with a checkpoint, as after a stop signal.
+        profile: the steps to profile, e.g. "20..25". A trace and a table go into the run's folder.
+
+    Raises ForgeError for all expected failures; a RecipeError is raised before anything starts.
     """
     adopt_slurm()
     refuse_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
     window = Window.parse(profile) if profile else None
-    fresh = fresh and not has_begun()  # ranks that are started again resume what is fresh
+    fresh = fresh and not has_begun()  # restarted ranks resume the run that they began as a fresh one
     room = Room()
 
     registry = Registry.installed()
@@ -77,13 +83,13 @@ def run(
         peers = peers_of(chosen.recipe, world)
         _leave_if_asked(stop, world, peers)
         share_folder(folder.path.parent, peers.ranks)
-        fresh = all(peers.ranks.everyone(fresh))  # a machine that joins later has begun nothing
+        fresh = all(peers.ranks.everyone(fresh))  # on a machine that joins later, `has_begun` is False
         mirror = Mirror.of(folder, chosen.recipe.checkpoint) if world.is_main else None
         on_rank_zero(world.all, lambda: mirror.fetch(fresh=fresh) if mirror else None)
 
         is_new = fresh or not folder.exists()
         build = partial(build_alike, chosen, world, peers, problems, samples=is_new)
-        built = build() if is_new else None  # a new run that cannot be built leaves no folder
+        built = build() if is_new else None  # before the folder: a new run that cannot be built leaves none
         taken = snapshot(chosen.loaded)
         opened = on_rank_zero(
             world.all, lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=allow_change)
@@ -111,34 +117,35 @@ def run(
 
 
 def join(chosen: Chosen) -> World:
-    """Joins the ranks, and sets the strategy up among them."""
+    """Joins the process group, checks that all hosts agree, and sets up the strategy."""
     stall = chosen.recipe.train.stall
     phases.allow(math.inf if stall == "off" else stall.seconds)
     with beginning():
         joined = ranks_join.join(chosen.recipe.train, chosen.strategy)
         leaving.at_once()
         setup_logging(joined.all.rank)
-        # This waits for all. What comes next may be refused on every rank: one that left would end those still joining.
+        # This waits for all ranks. Later checks may raise on every rank, and a rank that leaves while others still
+        # join would make those fail.
         refuse_differences(joined.all, chosen.loaded, chosen.registry)
         compare_clocks(joined.all)
         world = chosen.strategy.setup(chosen.recipe.train, joined)
     if chosen.trains and world.data.size != chosen.batch.data_ranks:
         raise StrategyError(
-            f"strategy `{chosen.recipe.strategy.use}` announced {chosen.batch.data_ranks} ranks that see different "
-            f"data, and its `setup` made it {world.data.size}",
-            hints=["this is a bug in the strategy: `data_ranks` must tell what `setup` will do"],
+            f"strategy `{chosen.recipe.strategy.use}` announced {chosen.batch.data_ranks} data-parallel ranks, "
+            f"but its `setup` made {world.data.size}",
+            hints=["this is a bug in the strategy: `data_ranks` must return the number that `setup` makes"],
         )
     return world
 
 
 def peers_of(recipe: Recipe, world: World) -> Peers:
-    """Connects the ranks for what they exchange apart from training. Called on every rank."""
+    """Connects the ranks for exchanges outside of training steps. Call it on every rank."""
     return Peers.of(world.all, timedelta(seconds=recipe.train.timeout.seconds))
 
 
 def _leave_if_asked(stop: StopRequests, world: World, peers: Peers) -> None:
-    """Raises on all ranks if one was asked to stop already: nothing has begun, so nothing is lost."""
+    """Raises on all ranks if any rank received a stop request before training."""
     if any(peers.ranks.everyone(stop.requested)):
         ranks_join.leave(world)
         raised = Postponed if world.is_main else partial(PeerFailed, ExitCode.STOPPED)
-        raise raised("asked to stop before training began", hints=["nothing is lost: the same command begins again"])
+        raise raised("stopped before training began", hints=["nothing is lost: the same command starts it again"])

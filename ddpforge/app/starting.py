@@ -1,4 +1,4 @@
-"""Starts a recipe's ranks on this machine: checks the recipe first, and tells afterwards what ranks could not."""
+"""Starts a recipe's ranks on this machine: checks the recipe before, and reports failures that ranks could not."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Ranks", "Start", "Started", "check_world", "prepare"]
 
-_MEETING = 600.0  # seconds that torchrun lets machines take to meet
+_MEETING = 600.0  # seconds: torchrun's timeout for a rendezvous
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks to start: `nproc` on each of the `nodes`, by default one per GPU, or one; `flags` go to torchrun."""
+    """Ranks to start: `nproc` on each of `nodes`, by default one per GPU, or one. `flags` are passed to torchrun."""
 
     nproc: int | None = None
     nodes: Nodes = field(default_factory=Nodes)
@@ -44,7 +44,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Started:
-    """The end of a launch; `untold` names a rank that could not say anything."""
+    """Result of a launch; `untold` is the failure of a rank that could not report it."""
 
     ended: Ended
     folder: RunFolder
@@ -53,18 +53,18 @@ class Started:
 
 @dataclass(frozen=True)
 class Start:
-    """A recipe that was checked, and the launcher's command that trains it."""
+    """Checked recipe, and the launcher's command that trains it."""
 
     folder: RunFolder
     command: list[str]
     nproc: int
     nodes: Nodes
     patience: float
-    keeps: bool = True  # False where ranks leave nothing behind
-    variables: Mapping[str, str] = field(default_factory=dict)  # about the other machines
+    keeps: bool = True  # False if ranks write nothing (a dry run)
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variables about the other machines
 
     def run(self) -> Started:
-        """Starts the ranks, and waits for their end."""
+        """Starts the ranks and waits for their end."""
         folder = self.folder
         if self.nodes.endpoint and self.nodes.is_first:
             refuse_held_ports(self.nodes.endpoint)
@@ -84,7 +84,7 @@ class Start:
         return Started(ended, folder, _untold(ended, folder, failure))
 
     def shown(self) -> str:
-        """The command and its variables for a shell."""
+        """Returns the command with its environment variables, as a line for a shell."""
         variables = {name: os.environ.get(name, value) for name, value in variables_for(self.nproc).items()}
         return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(self.command)])
 
@@ -102,9 +102,10 @@ def prepare(
     dry_run: int | None = None,
     as_json: bool = False,
 ) -> Start:
-    """Checks everything that can be checked before a process is started.
+    """Checks everything that can be checked before a process starts, and returns the command to start.
 
-    Raises RecipeError, or whatever else stands in the way.
+    For the arguments see `ddpforge.run`; with `dry_run` the ranks train this number of steps and write nothing. Raises
+    RecipeError, or UsageError for the other arguments.
     """
     seconds_of(max_time)  # raises UsageError
     if profile:
@@ -119,7 +120,7 @@ def prepare(
     nodes = ranks.nodes
     if fresh and nodes.fewest < nodes.most:
         raise UsageError(
-            f"--fresh and --nnodes {nodes.fewest}:{nodes.most}: a machine that joins later would start from scratch",
+            f"--fresh with --nnodes {nodes.fewest}:{nodes.most}: a machine that joins later would start from scratch",
             hints=["give the run another name with --set name=…, or rename the earlier run's folder"],
         )
     arguments = [recipe, *(f"--set={value}" for value in sets), *(f"--allow-change={key}" for key in allow_change)]
@@ -131,7 +132,7 @@ def prepare(
     arguments += ["--json"] if as_json else []
     command = torchrun_command(arguments, nproc=nproc, flags=flags)
     restarts = any("restarts" in flag for flag in flags) or ranks.nodes.fewest < ranks.nodes.most
-    # Where ranks are restarted, the launcher waits for other machines to meet it again, which is no fault.
+    # When ranks are restarted, the launcher waits for a new rendezvous, which is no failure.
     patience = process.PATIENCE + (_MEETING if restarts else 0.0)
     variables = nodes.variables()
     if number := fixed_number(ranks.flags):
@@ -140,12 +141,12 @@ def prepare(
 
 
 def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) -> tuple[RunFolder, int]:
-    """The run's folder and the number of ranks on this machine, of a recipe that can train on all of them."""
+    """Returns the run's folder and the number of ranks on this machine. Raises RecipeError if they do not fit."""
     from ddpforge.recipe import load_recipe
 
     registry = Registry.installed()
     if "torch" not in sys.modules:
-        registry = registry.only_own()  # plugins may import anything, which takes seconds: the ranks check them
+        registry = registry.only_own()  # importing plugins may take seconds: the ranks check them
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     nproc = ranks.nproc or (loaded.recipe.train.device != "cpu" and _gpus()) or 1
     if not any(flag.startswith("--nnodes") for flag in ranks.flags):
@@ -155,13 +156,11 @@ def _checked(recipe: str, ranks: Ranks, sets: Sequence[str], out: str | None) ->
 
 
 def check_world(loaded: LoadedRecipe, nproc: int) -> None:
-    """Raises RecipeError where the batch cannot be dealt to the ranks that see different data.
-
-    Only a strategy knows how many these are, and to import a plugin's may take seconds. A batch that all ranks can
-    share out can be shared out by fewer, which divide them; so a strategy is asked where the batch is refused.
-    """
+    """Raises RecipeError if the global batch cannot be split over the data-parallel ranks."""
     from ddpforge.recipe.load import check_world
 
+    # Only the strategy knows the number of data-parallel ranks, and the import of a plugin's strategy may take seconds.
+    # That number divides `nproc`, so a batch that fits `nproc` ranks fits: build the strategy only if it does not.
     try:
         check_world(loaded, nproc)
     except RecipeError:
@@ -172,7 +171,7 @@ def check_world(loaded: LoadedRecipe, nproc: int) -> None:
 
 
 def _as_written(ended: Ended, folder: RunFolder) -> Ended:
-    """The run's status counts where no rank could say how it ended, and hears of what ranks refused later."""
+    """Uses status.json if no rank reported an exit code; also records a usage error of a later restart."""
     status = folder.status()
     if status is None or ended.code == 0:
         return ended
@@ -185,7 +184,7 @@ def _as_written(ended: Ended, folder: RunFolder) -> Ended:
 
 
 def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) -> ForgeError | None:
-    """The failure of a rank that could not say anything; that of one which nobody watched goes into the status."""
+    """Returns the failure of a rank that could not report it. Records it in the folder if no watchdog has done so."""
     from ddpforge.ranks.failures import told_causes
 
     watched = bool(ended.code and failure and failure["told_by"] == "watch")
@@ -194,8 +193,8 @@ def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) 
             folder.amend_failure(ended.watched, ended.code)
         return ForgeError(ended.watched)
     died = ended.death is not None and failure is not None and failure["rank"] == ended.death.rank
-    if watched and failure and not (died and "without a word" in failure["error"]):
-        return ForgeError(failure["error"], hints=[f"where all ranks stood: {folder.failure}"])
+    if watched and failure and not (died and "without a report" in failure["error"]):
+        return ForgeError(failure["error"], hints=[f"the state of all ranks: {folder.failure}"])
     if ended.death is None or (told_causes(folder.logs) and not watched):
         return None
     killed = _killed(ended.death)
@@ -205,7 +204,7 @@ def _untold(ended: Ended, folder: RunFolder, failure: Mapping[str, Any] | None) 
 
 
 def _killed(death: Death) -> ForgeError:
-    out_of_memory = ["was there not enough memory? `dmesg` says so"] if death.signal == signal.SIGKILL else []
+    out_of_memory = ["the host may have been out of memory: see `dmesg`"] if death.signal == signal.SIGKILL else []
     return ForgeError(f"rank {death.rank} was {death}", hints=out_of_memory)
 
 

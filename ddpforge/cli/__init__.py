@@ -1,4 +1,4 @@
-"""The command line. `--help` imports click and nothing else; a command's module is imported when it is run."""
+"""Command line. `--help` imports only click; a command's module is imported when the command runs."""
 
 import os
 import sys
@@ -11,24 +11,24 @@ from ddpforge import __version__
 from ddpforge.errors import ExitCode, ForgeError, PeerFailed
 
 _COMMANDS = {
-    "run": ("run", "Train a recipe; continues an interrupted run by itself."),
+    "run": ("run", "Train a recipe; resume the run if it was interrupted."),
     "launch": ("launch", "Start several processes on this machine and train a recipe in them."),
     "slurm": ("slurm", "Write a Slurm job's script that trains a recipe, or submit it."),
     "parity": ("parity", "Train a recipe under several strategies and report where they diverge."),
-    "doctor": ("doctor", "Look for what a run would trip over on this machine, or on all of a launcher's."),
+    "doctor": ("doctor", "Find problems for a run on this machine, or on all machines of a launcher."),
     "check": ("check", "Validate a recipe without starting anything."),
     "data": ("data", "Show the first batches of a recipe's data: shapes, ranges, labels, pictures, text."),
     "lr-range": ("trials:lr_range", "Test a range of learning rates in one short training, and suggest one."),
-    "plan": ("plan", "Say what a run needs: memory, communication and time, before a device is touched."),
+    "plan": ("plan", "Predict a run's memory, communication and time without using a device."),
     "batch-size": ("trials:batch_size", "Find the largest micro-batch that fits into memory."),
     "show": ("show", "Print the resolved recipe and where each value came from."),
-    "sweep": ("sweep", "Train a recipe with many values: all of a grid, some at random, or a search."),
+    "sweep": ("sweep", "Train a recipe with many values: a grid, random values, or a search."),
     "runs": ("runs", "List, compare, resume and delete runs."),
     "report": ("report", "Make one HTML page about runs, to read offline or while they train."),
-    "status": ("status", "Print how a run stands, also while it trains."),
+    "status": ("status", "Print the state and progress of a run, also while it trains."),
     "eval": ("evaluate", "Evaluate a run's checkpoint."),
-    "predict": ("predict", "Write what a run's model predicts of every sample of a dataset."),
-    "generate": ("generate", "Print text that a trained language model writes."),
+    "predict": ("predict", "Write the predictions of a run's model for every sample of a dataset."),
+    "generate": ("generate", "Generate text with a trained language model."),
     "export": ("export", "Write a run's weights as plain safetensors."),
     "ckpt": ("ckpt", "List, inspect, verify, compare, export and import checkpoints."),
     "recipes": ("recipes", "List or copy the recipes that come with ddpforge."),
@@ -39,7 +39,7 @@ _COMMANDS = {
 
 
 class _Commands(click.Group):
-    """Commands are stubs, a name and one line, until one of them is called."""
+    """Command group that loads a command's module when it is called; until then a command is a name and one line."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -48,7 +48,7 @@ class _Commands(click.Group):
         return name, _load(name) if name and stub else stub, rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; a mistake on the command line is met with what was probably meant."""
+        """Runs the command. Adds suggestions to the error for a wrong command line."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
@@ -57,7 +57,7 @@ class _Commands(click.Group):
             raise explained(error) from error
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Phrases ddpforge's own errors; everything else is a bug and keeps its traceback."""
+        """Prints ddpforge's own errors as messages. Any other exception is a bug and keeps its traceback."""
         try:
             return super().main(*args, **kwargs)
         except ForgeError as error:
@@ -73,7 +73,7 @@ def _load(name: str) -> click.Command:
 
 
 def complain(error: ForgeError) -> None:
-    """Writes an error the way users see it, to stderr; what all ranks find out alike, one rank on each node writes."""
+    """Prints an error to stderr. If all ranks raise the same error, only one rank on each node prints it."""
     from ddpforge.confidential import redact
     from ddpforge.recipe.report import render
 

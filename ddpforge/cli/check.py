@@ -1,4 +1,4 @@
-"""`ddpforge check`: finds every error in a recipe and starts nothing."""
+"""`ddpforge check`: finds all errors of a recipe without training."""
 
 import json
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ def check(
 ) -> None:
     """Validate RECIPE (a file or a bundled recipe's name) without starting anything.
 
-    This imports the code that the recipe names, which runs what stands at the top of it; a model that the strategy cuts
-    is also built, without memory for weights. What only data and model can tell is found by --build, and by `run`
-    before it trains.
+    This imports the code that the recipe names, which runs its module-level statements. If the strategy splits the
+    model, the model is also built, without memory for weights. Errors that need data and model are found by --build,
+    and by `run` before it trains.
     """
     if builds and not imports:
-        raise UsageError("--build runs the code that --no-import is not to import", hints=["leave one of them out"])
+        raise UsageError("--build imports the recipe's code, which --no-import excludes", hints=["omit one of them"])
     if not as_json:
         click.echo(f"{recipe}: ok, {_check(recipe, sets, ranks, device, builds, imports)}")
         return
@@ -50,22 +50,22 @@ def check(
 
 
 def _check(recipe: str, sets: Sequence[str], ranks: int, device: str | None, builds: bool, imports: bool) -> str:
-    """Describes the run that the recipe amounts to; raises ForgeError when it cannot be run."""
+    """Returns a description of the run; raises ForgeError if the recipe has errors."""
     chosen, problems = choose_and_check(recipe, sets, ranks, device, imports=imports, seeds=builds)
     if not builds and not problems:
         _check_cut(chosen, problems)
     built = _build(chosen, problems) if builds else ""
     problems.raise_if_any()
-    skipped = f"; not imported, nor checked: {', '.join(problems.not_imported)}" if problems.not_imported else ""
+    skipped = f"; not imported and not checked: {', '.join(problems.not_imported)}" if problems.not_imported else ""
     return f"{chosen.batch}{skipped}{built}"
 
 
 def choose_and_check(
     recipe: str, sets: Sequence[str], ranks: int, device: str | None, *, imports: bool = True, seeds: bool = False
 ) -> "tuple[Chosen, Problems]":
-    """Loads a recipe, and finds the problems that so many ranks would have with it before data and model are built.
+    """Loads a recipe for `ranks` ranks, and collects the problems that can be found without data and model.
 
-    With `seeds`, models that a task holds have the weights of a run.
+    `seeds`: models that the task holds get the same weights as in a run.
     """
     from ddpforge import preflight
     from ddpforge.app.choose import choose
@@ -83,7 +83,7 @@ def choose_and_check(
 
 
 def _check_cut(chosen: "Chosen", problems: "Problems") -> None:
-    """Checks that a strategy which cuts the model can do so, without data."""
+    """Checks that the strategy can split the model, if it does so. Needs no data."""
     from ddpforge.training.stages import MISSING
 
     if chosen.strategy is MISSING or chosen.task is MISSING or chosen.recipe.model.use in problems.not_imported:

@@ -1,4 +1,4 @@
-"""`ddpforge ckpt`: which checkpoints there are, what is in them, whether they are intact; other programs' formats."""
+"""`ddpforge ckpt`: lists, inspects, verifies, compares, exports and imports checkpoints."""
 
 import json
 import math
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ddpforge.interop.imports import Imported
     from ddpforge.runs.checkpoints import Row, Tensor
 
-_SHOWN = 20  # lines of a list that is not asked for in full
+_SHOWN = 20  # lines of a list without --json
 
 source_argument = click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path())
 
@@ -30,7 +30,7 @@ source_argument = click.argument("source", metavar="RUN_OR_CHECKPOINT", type=cli
 def ckpt() -> None:
     """List, inspect, verify, compare, export and import checkpoints.
 
-    RUN is a run's folder, its name in runs/, or a folder of checkpoints that belongs to no run.
+    RUN is a run's folder, its name in runs/, or a folder of checkpoints without a run.
     """
 
 
@@ -38,7 +38,7 @@ ckpt.add_command(export)
 
 
 def _say(line: str) -> None:
-    """Prints a line that has names out of files in it."""
+    """Prints a line that may contain text from files, with control characters escaped."""
     click.echo(printable(line))
 
 
@@ -47,10 +47,10 @@ def _say(line: str) -> None:
 @run_argument
 @json_option
 def ls(run: str, as_json: bool) -> None:
-    """List the checkpoints of RUN, newest first, then those that are broken, with the reason.
+    """List the checkpoints of RUN, newest first, then broken ones with the reason.
 
-    Their files are looked at but not read: `ckpt verify` does that. Shown are the metric that decides what is best and
-    those of the evaluation.
+    This checks the sizes of all files, but does not read them: `ckpt verify` does. The metrics shown are those of the
+    evaluation, and the one that decides which checkpoint is best.
     """
     from ddpforge.runs.checkpoints import CheckpointFolder, notable, rows
 
@@ -90,7 +90,7 @@ def _line(row: "Row", names: Sequence[str]) -> list[str]:
 
 
 def _age(created: str) -> str:
-    """Spells the time since `created`."""
+    """Returns the time since `created` in words; "?" if it is not a time."""
     try:
         seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
     except (ValueError, TypeError):
@@ -105,9 +105,9 @@ def _age(created: str) -> str:
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor, too.")
 @json_option
 def inspect(source: str, step: int | None, best: bool, with_tensors: bool, as_json: bool) -> None:
-    """Show what the manifest of RUN_OR_CHECKPOINT says: where the run stood, files, tensors, totals.
+    """Show the manifest of RUN_OR_CHECKPOINT: the run's position, files, tensors, totals.
 
-    RUN_OR_CHECKPOINT is a run (its newest checkpoint, if not --step or --best) or a checkpoint's folder.
+    RUN_OR_CHECKPOINT is a run (its newest checkpoint, unless --step or --best is given) or a checkpoint's folder.
     """
     from ddpforge.checkpoint.manifest import read_manifest
     from ddpforge.runs.checkpoints import describe, find, tensors
@@ -125,7 +125,7 @@ def inspect(source: str, step: int | None, best: bool, with_tensors: bool, as_js
 
 
 def _page(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Facts as lines, each with a name."""
+    """Yields name and text of each line to print."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     yield "checkpoint", facts["path"]
     yield "step", f"{facts['step']:,}, {facts['samples']:,} samples; saved {facts['created']}"
@@ -169,21 +169,21 @@ def _print_tensors(listed: Sequence["Tensor"]) -> None:
 @click.option("--all", "every", is_flag=True, help="All checkpoints of the run.")
 @json_option
 def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
-    """Read every byte of the newest checkpoint, of one, or of all; name each file that is missing or damaged.
+    """Read every byte of the newest checkpoint, of one, or of all; list each file that is missing or damaged.
 
-    Also says which checkpoint a run would resume from. Exit codes: 0 intact, 1 damaged, 2 there is none.
+    For a run, this also prints which checkpoint it would resume. Exit codes: 0 intact, 1 damaged, 2 no checkpoint.
     """
     from ddpforge.checkpoint.manifest import damages
     from ddpforge.errors import UsageError
     from ddpforge.runs.checkpoints import CheckpointFolder, find, is_checkpoint, newest_first
 
     if every and step is not None:
-        raise UsageError("--all and --step each choose checkpoints", hints=["give one of them"])
+        raise UsageError("--all and --step exclude each other", hints=["use one of them"])
     known = {}
     resumes: Path | None = None
     if alone := is_checkpoint(Path(source)):
         if every:
-            raise UsageError(f"{source} is one checkpoint", hints=["leave out --all, or name the run"])
+            raise UsageError(f"{source} is one checkpoint; --all needs a run", hints=["omit --all, or name the run"])
         chosen = [find(source, step=step)]
     else:
         place = CheckpointFolder.find(source)
@@ -210,7 +210,7 @@ def verify(source: str, step: int | None, every: bool, as_json: bool) -> None:
 
 
 def _of_step(folder: Path, order: Sequence[Path], step: int) -> list[Path]:
-    """The checkpoints whose names say that they are of this step."""
+    """Returns the checkpoints with this step in their names; raises UsageError if there is none."""
     from ddpforge.checkpoint.schema import FOLDER
     from ddpforge.errors import UsageError
 
@@ -236,9 +236,9 @@ def _print_damages(path: Path, found: Sequence[Any]) -> None:
 def diff(a: str, b: str, as_json: bool) -> None:
     """Compare two checkpoints: recipe, position, and every tensor of model, optimizer and callbacks.
 
-    A and B are checkpoints' folders, or RUN (the newest), RUN:STEP or RUN:best. Layout and number of ranks do not
-    matter. Exit codes: 0 equal, 1 different, 2 no such checkpoint, 3 one is damaged. Provenance, metrics and recipe
-    keys that cannot change the result are listed but do not count as differences.
+    A and B are checkpoints' folders, or RUN (the newest), RUN:STEP or RUN:best. Their layouts and numbers of ranks may
+    differ. Provenance, metrics and recipe keys that cannot change the result are listed but do not count as
+    differences. Exit codes: 0 equal, 1 different, 2 no such checkpoint, 3 a checkpoint is damaged.
     """
     from ddpforge.interop.compare import compare
     from ddpforge.runs.checkpoints import parse
@@ -270,12 +270,12 @@ def _print_differences(paths: Sequence[Path], found: "Differences") -> None:
         if worst:
             print_table(("", "differing", "max |a-b|", "relative", ""), [_difference(each) for each in worst])
         if len(mine) > len(worst):
-            click.echo(f"  and {len(mine) - len(worst)} more, which differ less; --json lists all")
+            click.echo(f"  and {len(mine) - len(worst)} more with smaller differences; --json lists all")
     click.echo("equal" if found.equal else "different")
 
 
 def _about(found: "Differences") -> Iterable[str]:
-    """Lists differences that do not matter; metrics, which nearly always differ, in one word."""
+    """Yields the differences that do not count. Metrics nearly always differ: yields only their number."""
     metrics = [value for value in found.about if value.name.startswith("metrics.")]
     for value in found.about:
         if value not in metrics:
@@ -285,7 +285,7 @@ def _about(found: "Differences") -> Iterable[str]:
 
 
 def _counted(facts: "Sequence[Value]") -> list[str]:
-    """Lists differences besides tensors; numbers that are alike for many parameters share a line."""
+    """Lists differences of values that are not tensors. Equal differences of several parameters share a line."""
     lines: dict[str, list[str]] = {}
     for value in facts:
         section, colon, rest = value.name.partition(": ")
@@ -304,7 +304,7 @@ def _difference(each: "TensorDifference") -> list[str]:
 
 
 def _finite(value: Any) -> Any:
-    """The same without numbers that JSON cannot hold: these become text."""
+    """Returns `value` with non-finite numbers replaced by text, because JSON has no NaN or infinity."""
     if isinstance(value, dict):
         return {str(key): _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -321,9 +321,9 @@ def _finite(value: Any) -> Any:
     required=True,
     type=click.Path(),
     metavar="RUN_OR_FOLDER",
-    help="A run, by folder or by name in runs/, or a folder of checkpoints, which is made if it is not there.",
+    help="A run's folder, its name in runs/, or a folder of checkpoints, which is created if it does not exist.",
 )
-@click.option("--trust", is_flag=True, help="Load pickles in full: they can run any code that their maker put there.")
+@click.option("--trust", is_flag=True, help="Load pickles without restrictions; a pickle can run any code.")
 @click.option(
     "--map",
     "maps",
@@ -332,18 +332,20 @@ def _finite(value: Any) -> Any:
     help=r"Rename tensors, by a regular expression: --map '^module\.='; repeatable, applied in order.",
 )
 @click.option(
-    "--step", type=click.IntRange(min=0), help="Step number for the checkpoint; default: what SOURCE says, or 0."
+    "--step", type=click.IntRange(min=0), help="Step number for the checkpoint; default: that of SOURCE, or 0."
 )
-@click.option("--samples", type=click.IntRange(min=0), help="The samples trained on; default: what SOURCE says, or 0.")
+@click.option(
+    "--samples", type=click.IntRange(min=0), help="Samples trained on so far; default: those of SOURCE, or 0."
+)
 @json_option
 def import_(
     source: Path, out: str, trust: bool, maps: tuple[str, ...], step: int | None, samples: int | None, as_json: bool
 ) -> None:
-    """Make a checkpoint out of what another program wrote: one that a run resumes from or begins with.
+    """Convert a checkpoint of another program, so that a run can resume from it or begin with its weights.
 
     SOURCE is a safetensors file, a state_dict (.pt, .bin), or a folder of transformers, torch.distributed.checkpoint or
-    DeepSpeed (ZeRO 1 to 3: float32 weights). Optimizer state comes along where SOURCE has it by parameter: from the
-    latter two, which are pickles and need --trust.
+    DeepSpeed (ZeRO 1 to 3: float32 weights). Optimizer state is converted if SOURCE has it by parameter. That is so for
+    the last two formats, which are pickles and need --trust.
     """
     from ddpforge.interop.imports import import_checkpoint
 
@@ -364,8 +366,8 @@ def _print_imported(done: "Imported") -> None:
     if done.aliases:
         _say(f"tied       {', '.join(f'{name} to {other}' for name, other in done.aliases.items())}")
     for line in done.left_out[:_SHOWN]:
-        _say(f"left out   {line}")
+        _say(f"skipped    {line}")
     if len(done.left_out) > _SHOWN:
-        _say(f"left out   {len(done.left_out) - _SHOWN} more; --json lists all")
+        _say(f"skipped    {len(done.left_out) - _SHOWN} more; --json lists all")
     for hint in done.hints:
         _say(f"note       {hint}")

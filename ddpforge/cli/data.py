@@ -1,4 +1,4 @@
-"""`ddpforge data`: look at the batches that a recipe's data becomes, before anything is trained."""
+"""`ddpforge data`: shows the first batches of a recipe's data without training."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ddpforge.data import MicroBatch
     from ddpforge.tools.trials.samples import Leaf, Shown
 
-_LONGEST = 300  # characters of a text that is shown
+_LONGEST = 300  # characters; a longer text is truncated
 
 
 @click.group()
@@ -26,21 +26,21 @@ def data() -> None:
 @sets_options
 @click.option("--split", default="train", show_default=True, metavar="SET", help="train, eval, or eval.NAME.")
 @click.option(
-    "--batches", type=click.IntRange(1, 10_000), default=2, show_default=True, help="How many forward passes' input."
+    "--batches", type=click.IntRange(1, 10_000), default=2, show_default=True, help="Number of batches to show."
 )
 @click.option(
     "-o",
     "--out",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="Draw the pictures of the first batch on a sheet, e.g. sheet.png, with their labels.",
+    help="Draw the images of the first batch with their labels into one picture, e.g. sheet.png.",
 )
 @json_option
 def show(recipe: str, sets: Sequence[str], split: str, batches: int, out: str | None, as_json: bool) -> None:
-    """Print the first batches of RECIPE's data as one process would train on them: in order, transformed and collated.
+    """Print the first batches of RECIPE's data as one process trains on them: in order, transformed and collated.
 
-    Of each tensor: its place in the batch, type, shape and range; how often each label comes; tokens as text, where the
-    dataset can tell what they stand for. Nothing is trained.
+    A batch is the input of one forward pass. For each tensor the output has its name, dtype, shape and range of values,
+    the count of each label, and tokens as text if the dataset can decode them. Nothing is trained.
     """
     from ddpforge.cli.check import choose_and_check
     from ddpforge.tools.trials.samples import describe, first_batches
@@ -95,9 +95,7 @@ def _draw(out: str, micro: "MicroBatch") -> None:
 
     pictures = pictures_of(micro)
     if pictures is None:
-        raise UsageError(
-            "there are no pictures in the batch: no tensor [N, 1 or 3, height, width]", hints=["leave -o out"]
-        )
+        raise UsageError("the batch has no images: expected a tensor [N, 1 or 3, height, width]", hints=["omit -o"])
     draw(Path(out), pictures)
-    moved = "; values were moved to 0 … 1" if scaled(pictures.images)[1] else ""
+    moved = "; values were scaled to 0 … 1" if scaled(pictures.images)[1] else ""
     click.echo(f"{out}: {len(pictures.images)} pictures{moved}", err=True)

@@ -1,4 +1,4 @@
-"""`ddpforge doctor`: finds what a run would trip over on these machines, before it does."""
+"""`ddpforge doctor`: finds problems of these machines that would make a run fail."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 @out_option
 @json_option
 def doctor(recipe: str | None, sets: tuple[str, ...], out: str | None, as_json: bool) -> None:
-    """Look for what RECIPE, or any run, would trip over on this machine; under a launcher, on all of them.
+    """Find problems for RECIPE, or for any run, on this machine; under a launcher, on all of its machines.
 
-    With a launcher, e.g. `torchrun --nproc-per-node 2 -m ddpforge doctor` or `srun python -m ddpforge doctor`, ranks
-    join, compare software, folder and clocks, and measure how fast they talk. Exit code 3 if there is an error.
+    Under a launcher, e.g. `torchrun --nproc-per-node 2 -m ddpforge doctor` or `srun python -m ddpforge doctor`, ranks
+    join, compare software, folder and clocks, and measure the speed of their communication. The exit code is 3 if there
+    is an error.
     """
     adopt_slurm()
 

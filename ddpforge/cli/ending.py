@@ -1,4 +1,4 @@
-"""Ends a process that may be one rank of many: in words, with an exit code, and without hanging."""
+"""Ends a process that may be one of several ranks: prints the error, sets the exit code, and does not hang."""
 
 import json
 import logging
@@ -22,14 +22,14 @@ from ddpforge.ranks.logs import keep_output
 from ddpforge.watchdog.watch import failed, failure_of_another
 
 _WATCH = os.path.join("ddpforge", "strategies", "watch.py")
-_OURS = ("__main__", "click", "contextlib", "ddpforge")  # what a command goes through before a component is called
+_OURS = ("__main__", "click", "contextlib", "ddpforge")  # packages of the frames above the first call of a component
 
 
 @contextmanager
 def ending(*, status: bool = False) -> Iterator[None]:
-    """Runs a command to its end and leaves with the exit code that `errors.ExitCode` gives it.
+    """Runs a command inside and ends the process with an exit code of `errors.ExitCode`.
 
-    With `status`, a failure is also told as one JSON object on stdout, in the form of a run's `status.json`.
+    `status`: print a failure as JSON on stdout too, in the format of a run's `status.json`.
     """
     keep_output()
     try:
@@ -48,13 +48,13 @@ def ending(*, status: bool = False) -> Iterator[None]:
 
 @contextmanager
 def results_alone(wanted: bool) -> Iterator[None]:
-    """Sends everything that components print inside to stderr, where `wanted`: stdout is for one result."""
+    """Redirects the output of components inside to stderr if `wanted`, so that stdout has only the result."""
     if not wanted:
         yield
         return
     sys.stdout.flush()
     stdout = os.dup(1)
-    os.dup2(2, 1)  # also for other processes and for what is not Python
+    os.dup2(2, 1)  # also for subprocesses and native code
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -64,7 +64,7 @@ def results_alone(wanted: bool) -> Iterator[None]:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """The state of the run that `error` ended, as its `status.json` has it."""
+    """Returns the state of the run that `error` ended, in the format of `status.json`."""
     if outcome := getattr(error, "outcome", None):
         return dict(outcome.status)
     return {
@@ -81,9 +81,9 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def _trace(error: Exception) -> str:
-    """The traceback from where a component was called, if one was, to where operations are watched.
+    """Returns the traceback of a component, without ddpforge's frames: above it, and from `strategies/watch.py` on.
 
-    A run's log has all of it.
+    The run's log has the complete traceback.
     """
     trace = error.__traceback__
     while trace and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
@@ -101,13 +101,13 @@ def _exit_code(error: BaseException) -> ExitCode:
 
 
 def _speak_to_the_end() -> None:
-    """A launcher that has seen another rank fail ends this one: it is about to end anyway, when it has said why."""
+    """Ignores SIGTERM from now on: a launcher sends it after another rank failed, and this rank has to report first."""
     if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def leave(code: ExitCode, error: str | None = None) -> NoReturn:
-    """Ends the process at once, for everything is on disk by now."""
+    """Ends the process at once, without cleanup. Everything must be on disk before."""
     failed(code, error)
     record_verdict(code, error=error)
     logging.shutdown()
@@ -117,14 +117,14 @@ def leave(code: ExitCode, error: str | None = None) -> NoReturn:
 
 
 def postpone(*, status: bool) -> None:
-    """Ends the process from any thread, while the main one hangs: it was asked to stop before training began.
+    """Ends the process from any thread after a stop request before training, while the main thread hangs.
 
-    A launcher asks for that where another rank has failed.
+    The request may come from a launcher or a watchdog after another rank failed; then that failure is reported.
     """
     error: ForgeError | None = failure_of_another()
     if error is None or error.exit_code == ExitCode.STOPPED:
-        hint = "nothing is lost: the same command begins again"
-        error = Postponed("asked to stop before training began", hints=[hint])
+        hint = "nothing is lost: the same command starts it again"
+        error = Postponed("stopped before training began", hints=[hint])
     if os.environ.get("RANK", "0") == "0":
         complain(error)
         if status:

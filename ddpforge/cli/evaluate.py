@@ -1,4 +1,4 @@
-"""`ddpforge eval`: evaluate a run's checkpoint; under a launcher this process is one rank."""
+"""`ddpforge eval`: evaluates a run's checkpoint. Under a launcher this process is one rank."""
 
 import json
 
@@ -14,9 +14,7 @@ from ddpforge.watchdog.watch import begin
 @click.command("eval")
 @run_argument
 @checkpoint_options
-@click.option(
-    "--only", metavar="NAME", multiple=True, help="Evaluate on [data.eval.NAME] alone; may be given several times."
-)
+@click.option("--only", metavar="NAME", multiple=True, help="Evaluate only on [data.eval.NAME]; repeatable.")
 @sets_options
 @json_option
 def evaluate(
@@ -24,8 +22,8 @@ def evaluate(
 ) -> None:
     """Evaluate RUN, a run's folder or its name in runs/, on the recipe's [data.eval], or on each [data.eval.NAME].
 
-    `--set` changes the recipe for this evaluation, e.g. data.eval.path=other.txt. Training data is not needed, and
-    no state of the optimizer is loaded.
+    `--set` changes the recipe for this evaluation, e.g. data.eval.path=other.txt. Training data and optimizer state are
+    not loaded.
     """
     with ending():
         adopt_slurm()

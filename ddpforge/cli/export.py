@@ -1,4 +1,4 @@
-"""`ddpforge export`, also `ddpforge ckpt export`: a run's model for other programs."""
+"""`ddpforge export`, also `ddpforge ckpt export`: writes a run's model for other programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "-o",
     "--out",
     type=click.Path(path_type=str),
-    help="The file, or a folder (one that exists, or ends in /); default: a file named after the run.",
+    help="The file, or a folder (an existing one, or a path that ends in /); default: a file named after the run.",
 )
 @checkpoint_options
 @click.option(
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     "--only",
     multiple=True,
     metavar="GLOB",
-    help='Only the tensors with such names, e.g. "*lora_*"; may be given several times.',
+    help='Only tensors whose names match, e.g. "*lora_*"; repeatable.',
 )
-@click.option("--merge", is_flag=True, help="Fold the adapters of the model `lora` into the weights that they adapt.")
+@click.option("--merge", is_flag=True, help="Merge the adapters of the model `lora` into the weights that they adapt.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Convert the weights; default: as they are.")
 @click.option(
     "--max-shard-size",
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     "--format",
     "form",
     type=click.Choice(["safetensors", "transformers", "pt2", "onnx"]),
-    help="What is written; default: by the end of the file's name, else safetensors.",
+    help="Format to write; default: that of the file's suffix, else safetensors.",
 )
-@click.option("--push-to-hub", "repository", metavar="USER/NAME", help="Upload it to the Hugging Face hub as well.")
-@click.option("--private", is_flag=True, help="Make the repository on the hub private, where it is new.")
+@click.option("--push-to-hub", "repository", metavar="USER/NAME", help="Also upload the files to the Hugging Face hub.")
+@click.option("--private", is_flag=True, help="Make the repository on the hub private if it is new.")
 @click.option("--force", is_flag=True, help="Replace the file, or the weights in the folder, if there are any.")
 @json_option
 def export(
@@ -73,12 +73,12 @@ def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the model of RUN_OR_CHECKPOINT (a run's folder, its name in runs/, or a checkpoint's folder) for others.
+    """Write the model of RUN_OR_CHECKPOINT (a run's folder, its name in runs/, or a checkpoint's folder).
 
-    As plain safetensors: parameters and buffers have the names that the bare model gives them; tied parameters are
-    written once. In a folder the files have the names that transformers gives them: model.safetensors, or
-    model-00001-of-00002.safetensors and so on with model.safetensors.index.json. `--format transformers` puts config
-    and tokenizer beside them. A .pt2 (torch.export) or .onnx file is a program for batches of any size.
+    The default is plain safetensors: parameters and buffers have their names in the bare model, and tied parameters are
+    written once. In a folder the files have the names that transformers uses: model.safetensors, or
+    model-00001-of-00002.safetensors and so on with model.safetensors.index.json. `--format transformers` also writes
+    config and tokenizer. A .pt2 (torch.export) or .onnx file is a program for batches of any size.
     """
     from ddpforge.runs.checkpoints import find, is_checkpoint
 
@@ -109,7 +109,7 @@ def export(
 
 
 class _Weights(NamedTuple):
-    """The choices about the tensors that are written."""
+    """Options for the tensors to write."""
 
     weights: str
     only: Sequence[str]
@@ -120,7 +120,7 @@ class _Weights(NamedTuple):
 
 
 def _left_out(checkpoint: Path) -> Mapping[str, Tensor] | None:
-    """The model's tensors, built from the recipe, where the checkpoint holds those alone that were trained."""
+    """Returns the model's state dict, built from the recipe, if the checkpoint omits frozen weights; else None."""
     from ddpforge.app.api import load
     from ddpforge.checkpoint.manifest import read_manifest
     from ddpforge.training.left_out import has_left_out
@@ -129,16 +129,16 @@ def _left_out(checkpoint: Path) -> Mapping[str, Tensor] | None:
 
 
 def _form(form: str | None, out: str | None) -> str:
-    """The format to write; raises UsageError for a name that says another."""
+    """Returns the format to write. Raises UsageError if the file's suffix is of another format."""
     suffix = Path(out).suffix if out and not out.endswith("/") else ""
     if out and suffix in (".pt", ".pth", ".bin", ".ckpt"):
         raise UsageError(
-            f"{out}: what is written is safetensors, which torch.load does not read",
-            hints=[f"-o {Path(out).with_suffix('.safetensors')}; safetensors.torch.load_file reads it"],
+            f"{out}: the file would be safetensors, which torch.load cannot read",
+            hints=[f"use -o {Path(out).with_suffix('.safetensors')}; read it with safetensors.torch.load_file"],
         )
     said = suffix.removeprefix(".") if suffix in (".safetensors", ".pt2", ".onnx") else None
     if form and said and form != said:
-        raise UsageError(f"--format {form} does not go into {out}", hints=["leave one of them out"])
+        raise UsageError(f"--format {form} does not match the file name {out}", hints=["omit one of them"])
     return form or said or "safetensors"
 
 
@@ -146,13 +146,13 @@ def _refuse(form: str, given: Mapping[str, object]) -> None:
     for option, value in given.items():
         if value:
             raise UsageError(
-                f"{option} is for weights alone, and --format {form} writes a whole model",
-                hints=[f"leave {option} out"],
+                f"{option} is only for weights, but --format {form} writes a whole model",
+                hints=[f"omit {option}"],
             )
 
 
 def _hub(repository: str | None, private: bool) -> Hub | None:
-    """The repository to upload to, which is asked for before anything is written."""
+    """Returns the repository for the upload, None without --push-to-hub. Creates it before any file is written."""
     if repository is None:
         return None
     return Hub(repository, private=private)
@@ -161,7 +161,7 @@ def _hub(repository: str | None, private: bool) -> Hub | None:
 def _weights(
     checkpoint: Path, out: str | None, default: str, chosen: _Weights, most: int | None, *, beside: bool
 ) -> Exported:
-    """Writes weights into a file or a folder, and what transformers needs `beside` them."""
+    """Writes weights into a file or a folder; with `beside` also config and tokenizer for transformers."""
     from ddpforge.interop.export import export as write
     from ddpforge.interop.export import export_folder
 
@@ -178,7 +178,7 @@ def _weights(
 
 
 def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) -> Exported:
-    """Writes a program of torch.export or ONNX."""
+    """Writes a torch.export or ONNX program."""
     from ddpforge.app.api import load
     from ddpforge.disk import refuse_existing
     from ddpforge.interop import programs
@@ -196,10 +196,10 @@ def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) 
 
 # ---------------------------------------------------------------------------------------------- the hub
 class Hub:
-    """A repository of models on the hub (HF_ENDPOINT names another), made where it is not there.
+    """Repository of a model on the Hugging Face hub, or on the server in HF_ENDPOINT. It is created if it is missing.
 
-    The token is that of `hf auth login`, or HF_TOKEN. Raises UsageError for a name that is none, and EnvironmentProblem
-    where the hub refuses.
+    The token is that of `hf auth login`, or HF_TOKEN. Raises UsageError for an invalid name, and EnvironmentProblem if
+    the hub rejects a request or cannot be reached.
     """
 
     def __init__(self, name: str, *, private: bool = False) -> None:
@@ -214,7 +214,7 @@ class Hub:
             self._api.create_repo(name, exist_ok=True, private=private)
 
     def push(self, files: Mapping[str, Path], message: str) -> str:
-        """Uploads files, by their names there, in one commit; returns where it can be looked at."""
+        """Uploads `files`, by their names in the repository, in one commit. Returns the URL of the commit."""
         adds = [
             self._hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path)) for name, path in files.items()
         ]
@@ -231,6 +231,6 @@ class Hub:
         except (OSError, self._hub.errors.HTTPError) as error:
             said = next(iter(str(error).splitlines()), type(error).__name__)
             raise EnvironmentProblem(
-                f"the hub refuses {self.name}: {said}",
-                hints=["`hf auth login`, or HF_TOKEN, with a token that may write there", "is the hub within reach?"],
+                f"the request to the hub for {self.name} failed: {said}",
+                hints=["use a token with write access: `hf auth login`, or HF_TOKEN", "check the network connection"],
             ) from error

@@ -1,4 +1,4 @@
-"""`ddpforge generate`: text that a trained language model writes."""
+"""`ddpforge generate`: generates text with a trained language model."""
 
 import json
 from pathlib import Path
@@ -13,21 +13,23 @@ from ddpforge.errors import UsageError
 @click.command()
 @run_argument
 @click.option("-p", "--prompt", metavar="TEXT", help="The text to continue.")
-@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="A file with a prompt a line.")
-@click.option("-n", "--tokens", type=int, default=200, show_default=True, metavar="N", help="Tokens to write.")
-@click.option("--temperature", type=float, metavar="X", help="Below 1 for what is probable, above for what is not.")
-@click.option("--top-k", type=int, metavar="N", help="Draw among the N most probable tokens.")
+@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="A file with one prompt per line.")
+@click.option("-n", "--tokens", type=int, default=200, show_default=True, metavar="N", help="Tokens to generate.")
+@click.option("--temperature", type=float, metavar="X", help="Below 1: more probable tokens; above 1: more variety.")
+@click.option("--top-k", type=int, metavar="N", help="Sample only from the N most probable tokens.")
 @click.option(
-    "--top-p", type=float, metavar="P", help="Draw among the most probable tokens that have the probability P together."
+    "--top-p", type=float, metavar="P", help="Sample only from the most probable tokens with total probability P."
 )
-@click.option("--greedy", is_flag=True, help="Take the most probable token.")
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of what is drawn.")
+@click.option("--greedy", is_flag=True, help="Always take the most probable token.")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed for sampling.")
 @checkpoint_options
 @click.option(
-    "--weights", metavar="NAME", help='"model", or a callback such as ema; default: those that evaluations use.'
+    "--weights", metavar="NAME", help='"model", or a callback such as ema; default: the weights of evaluations.'
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: as the recipe says, else what is here.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Default: the recipe's; for auto, a GPU if available."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 def generate(
     run: str,
     prompt: str | None,
@@ -44,10 +46,9 @@ def generate(
     device: str | None,
     as_json: bool,
 ) -> None:
-    """Print what the language model of RUN, a run's folder or its name in runs/, writes after a prompt.
+    """Generate text after a prompt with the language model of RUN, a run's folder or its name in runs/.
 
-    The same seed gives the same text. A model that sees so many tokens at a time, its block size, continues from the
-    last of them.
+    The same seed gives the same text. If the text exceeds the model's block size, the model uses the last tokens.
     """
     texts = _prompts(prompt, prompts)
 
@@ -70,18 +71,21 @@ def generate(
 
 def _prompts(prompt: str | None, file: Path | None) -> list[str]:
     if (prompt is None) == (file is None):
-        raise UsageError("say what to continue", hints=["--prompt TEXT, or --prompts FILE with a prompt a line"])
+        raise UsageError(
+            "expected exactly one of --prompt and --prompts",
+            hints=["use --prompt TEXT, or --prompts FILE with one prompt per line"],
+        )
     if file is None:
         return [str(prompt)]
     try:
         found = [line for line in file.read_text(encoding="utf-8").splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompts {file} cannot be read as text: {error}") from error
+        raise UsageError(f"--prompts {file}: cannot read the file as text: {error}") from error
     if not found:
-        raise UsageError(f"--prompts {file} holds no prompt")
+        raise UsageError(f"--prompts {file}: the file has no prompt; expected one per line")
     return found
 
 
 def _shown(text: str) -> str:
-    """The text, less what would steer a terminal."""
+    """Returns the text with control characters escaped."""
     return "\n".join(printable(line.replace("\t", "    ")) for line in text.split("\n"))

@@ -1,4 +1,4 @@
-"""Commands and flags of other tools, and what they mean here."""
+"""Commands and flags of other tools, with their equivalents in ddpforge."""
 
 import re
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ _KEYS = {
     **dict.fromkeys(("wandb", "project"), "track.wandb.project=my-project"),
 }
 _OTHERS = {
-    **dict.fromkeys(("config", "cfg", "recipe", "config-file", "c", "f"), "the recipe follows without an option"),
+    **dict.fromkeys(("config", "cfg", "recipe", "config-file", "c", "f"), "write the recipe without an option"),
     **dict.fromkeys(("output", "output-dir", "out-dir", "logdir", "log-dir", "save-dir", "dir"), "write --out DIR"),
     **dict.fromkeys(("dryrun", "fast-dev-run"), "--dry-run 5 trains five steps and keeps nothing"),
     **dict.fromkeys(("overfit-batches", "overfit-one-batch"), "--overfit 1 trains on one batch again and again"),
@@ -60,7 +60,7 @@ _OTHERS = {
 
 
 def explained(error: click.UsageError) -> click.UsageError:
-    """A mistake on the command line, with what was probably meant instead of what is spelt alike."""
+    """Returns the error for a wrong command line, with suggestions for flags and commands of other tools."""
     hints = list(_hints(error))
     if not hints:
         return error
@@ -84,7 +84,7 @@ def _hints(error: click.UsageError) -> Iterator[str]:
     if "unexpected extra argument" in error.message and error.ctx:
         words = next((one for one in error.ctx.command.params if one.name == "words"), None)
         if words:
-            yield f"what follows is {words.make_metavar(error.ctx)}, e.g. optimizer.lr=1e-3"
+            yield f"expected {words.make_metavar(error.ctx)} after the recipe, e.g. optimizer.lr=1e-3"
 
 
 def _of_option(name: str, command: str) -> Iterator[str]:
@@ -96,15 +96,15 @@ def _of_option(name: str, command: str) -> Iterator[str]:
     elif known in _OTHERS:
         yield _OTHERS[known]
     elif known in _KEYS:
-        yield f"values of the recipe are set by KEY=VALUE, e.g. {_KEYS[known]}"
+        yield f"set values of the recipe with KEY=VALUE, e.g. {_KEYS[known]}"
     elif "." in name:
         yield f"write {name}=VALUE"
 
 
 def _recipes(command: str) -> Iterator[str]:
-    """The recipes that are there without writing one."""
+    """Yields a command line for each bundled recipe."""
     from ddpforge.recipe.bundled import titles
 
     for name, title in titles().items():
         yield f"ddpforge {command} {name:<{max(map(len, titles()))}}  {title}"
-    yield "a recipe of your own is a TOML file: ddpforge recipes cp NAME makes one to edit"
+    yield "your own recipe is a TOML file: ddpforge recipes cp NAME makes one to edit"

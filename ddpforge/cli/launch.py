@@ -1,4 +1,4 @@
-"""`ddpforge launch`: check a recipe, start its processes on this machine, and pass their verdict on."""
+"""`ddpforge launch`: checks a recipe, starts its processes on this machine, and returns their exit code."""
 
 import json
 import os
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 @click.command()
 @recipe_argument
 @click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Processes to start; default: one per GPU, or one.")
-@click.option("--nnodes", metavar="N|A:B", help="Machines that train together, each with this command; A:B may vary.")
-@click.option("--node-rank", type=click.IntRange(min=0), help="This machine's number, from 0; not needed.")
-@click.option("--endpoint", metavar="HOST[:PORT]", help="Where the machines meet: one of them, the same for all.")
-@click.option("--run-id", help="A name for the meeting, the same on all machines; default: the run's and the user's.")
+@click.option("--nnodes", metavar="N|A:B", help="Number of machines, each with this command; A:B: from A to B.")
+@click.option("--node-rank", type=click.IntRange(min=0), help="This machine's number, from 0; optional.")
+@click.option("--endpoint", metavar="HOST[:PORT]", help="Rendezvous on one of the machines, the same on all machines.")
+@click.option("--run-id", help="Rendezvous id, the same on all machines; default: the names of run and user.")
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), help="Restart the ranks up to N times after failures; default: never."
 )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     flag_value=0,
     type=click.IntRange(min=0),
     metavar="[STEPS]",
-    help="Print the command that would be run here, and start nothing; with STEPS, train this many as `run` does.",
+    help="Print the command to run, and start nothing; with STEPS, train this number of steps as `run` does.",
 )
 @set_option
 @out_option
@@ -68,9 +68,8 @@ def launch(
 ) -> None:
     """Train RECIPE in several processes on this machine, or on several machines; flags after `--` go to torchrun.
 
-    The recipe is checked before anything is started, options of components in your own files and plugins by the ranks;
-    the exit code is the run's own. What is not said is taken from the variables of SkyPilot and Kubeflow, where there
-    are any.
+    The recipe is checked before anything starts; the ranks check options of components in your own files and plugins.
+    The exit code is that of the run. Missing options are read from the environment variables of SkyPilot and Kubeflow.
     """
     from ddpforge.app.starting import prepare
     from ddpforge.ranks.logs import keep_output
@@ -92,7 +91,7 @@ def launch(
             as_json=as_json,
         )
         if stop.requested:
-            raise Postponed("asked to stop before anything was started", hints=["the same command begins again"])
+            raise Postponed("stopped before anything was started", hints=["the same command starts it again"])
     if dry_run == 0:
         click.echo(start.shown())
         return
@@ -105,7 +104,7 @@ def launch(
 
 
 def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "Ranks":
-    """The ranks that options and variables ask for; flags of torchrun that say where machines meet stand alone."""
+    """Returns the ranks to start, from options, environment variables, or the rendezvous in torchrun's flags."""
     from ddpforge.app.starting import Ranks
     from ddpforge.launchers.nodes import Nodes, announced
     from ddpforge.launchers.torchrun import names_rendezvous
@@ -114,9 +113,7 @@ def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "Ranks":
     if names_rendezvous(flags):
         if twice := [key for key in meeting if given[key] is not None]:
             option = f"--{twice[0].replace('_', '-')}"
-            raise UsageError(
-                f"{option} is here, and a rendezvous among torchrun's flags", hints=["say it in one place"]
-            )
+            raise UsageError(f"{option} and torchrun's flags both set a rendezvous", hints=["use one of them"])
         meet = Nodes()
     else:
         given = announced(os.environ) | {key: value for key, value in given.items() if value is not None}

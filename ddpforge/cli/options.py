@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share."""
+"""Options and arguments of several commands."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -7,20 +7,20 @@ from typing import Any
 
 import click
 
-# Names do as well as paths; the type lets shells complete the latter.
+# Names of runs and recipes are valid too. The type is for shell completion of paths.
 recipe_argument = click.argument("recipe", metavar="RECIPE", type=click.Path())
 run_argument = click.argument("run", metavar="RUN", type=click.Path())
 set_option = click.option(
     *("-s", "--set", "sets"),
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override a value, e.g. train.seed=1, as KEY=VALUE does without this option; repeatable.",
+    help="Set a value of the recipe, e.g. train.seed=1, the same as KEY=VALUE without --set; repeatable.",
 )
 out_option = click.option(
     "-o",
     "--out",
     type=click.Path(file_okay=False),
-    help="Put the run's folder in DIR, not in the recipe's output_dir.",
+    help="Folder for the run's folder, instead of the recipe's output_dir.",
     metavar="DIR",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
@@ -33,26 +33,26 @@ ranks_option = click.option(
     help="Check the batch split for this many ranks.",
 )
 device_option = click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="Check for ranks on this device; default: what is here."
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Check for ranks on this device; default: this machine's."
 )
 imports_option = click.option(
     "--import/--no-import",
     "imports",
     default=True,
-    help="Import the code that the recipe locates by a file or a module, which runs it; without it, its options are "
-    "not checked.",
+    help="Import code that the recipe names by file or module, which runs it. Without it, the options of such "
+    "components are not checked.",
 )
 
 dry_run_option = click.option(
     "--dry-run",
     type=click.IntRange(min=1),
     metavar="STEPS",
-    help="Train this many steps, evaluate on as many batches, say what they cost, and keep nothing: there is no run.",
+    help="Train this number of steps, evaluate as many batches, print their cost, and keep nothing.",
 )
 
 
 class Size(click.ParamType[int]):
-    """A number of bytes, with or without a unit: 5GB, 500 MiB, 4096."""
+    """Number of bytes, with or without a unit: 5GB, 500 MiB, 4096."""
 
     name = "size"
 
@@ -69,7 +69,7 @@ class Size(click.ParamType[int]):
 
 
 def sets_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds `KEY=VALUE…` after the other arguments and `--set KEY=VALUE`; the command is given both as `sets`."""
+    """Adds `KEY=VALUE…` after the other arguments, and `--set KEY=VALUE`. The command receives both as `sets`."""
 
     @wraps(command)
     def merged(*arguments: Any, sets: Sequence[str], words: Sequence[str], **others: Any) -> Any:
@@ -79,7 +79,7 @@ def sets_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assignments(words: Sequence[str]) -> tuple[str, ...]:
-    """`words`, each of which must be KEY=VALUE, or ~KEY; raises click's UsageError for the first that is not."""
+    """Returns `words` as a tuple. Raises click's UsageError for a word that is neither KEY=VALUE nor ~KEY."""
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise click.UsageError(f"Got unexpected extra argument ({word})", click.get_current_context())
@@ -87,13 +87,13 @@ def assignments(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def before_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The assignments among `words`, and the flags for another program after them."""
+    """Splits `words` into the assignments at the beginning, and the flags for another program."""
     first = tuple(takewhile(lambda word: not word.startswith("-"), words))
     return assignments(first), tuple(words[len(first) :])
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options about an earlier run of the same name."""
+    """Adds the options of a run: --fresh, --allow-change, --max-time and --profile."""
     fresh = click.option(
         "--fresh", is_flag=True, help="Start from scratch; the earlier run's folder is renamed, not deleted."
     )
@@ -101,12 +101,12 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--allow-change",
         multiple=True,
         metavar="KEY",
-        help="Resume even though KEY, normally fixed for the life of a run, has changed; repeatable.",
+        help="Resume although KEY has changed, which is normally fixed for a run; repeatable.",
     )
     max_time = click.option(
         "--max-time",
         metavar="DURATION",
-        help="Stop after this long, e.g. 90m or 4h, with a checkpoint and exit code 75: the same command resumes.",
+        help="Stop after this time, e.g. 90m or 4h, with a checkpoint and exit code 75; the same command resumes.",
     )
     profile = click.option(
         "--profile",
@@ -119,5 +119,5 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that choose one of a run's checkpoints; see `runs.checkpoints`."""
     step = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; default: the newest.")
-    best = click.option("--best", is_flag=True, help="The checkpoint that is best by the recipe's checkpoint.keep.by.")
+    best = click.option("--best", is_flag=True, help="The best checkpoint by the recipe's checkpoint.keep.by.")
     return step(best(command))

@@ -1,4 +1,4 @@
-"""`ddpforge parity`: train a recipe under several strategies, and report where they diverge."""
+"""`ddpforge parity`: trains a recipe under several strategies, and reports where they diverge."""
 
 import json
 import math
@@ -26,21 +26,21 @@ _COLUMNS = {"train/loss": "loss", "train/grad_norm": "gradient norm", "weights":
     multiple=True,
     required=True,
     metavar="NAME[:OPTION...][@RANKS],...",
-    help="What to compare, the reference first, e.g. ddp,fsdp,deepspeed:3 or single@1,./mine.py:Mine; repeatable.",
+    help="Strategies to compare, the reference first: ddp,fsdp,deepspeed:3 or single@1,./mine.py:Mine; repeatable.",
 )
 @click.option(
     "-n", "--nproc", type=click.IntRange(1, 1024), help="Processes for each; default: one per GPU, and at least two."
 )
 @click.option(
-    "--steps", type=click.IntRange(1, 2**20), default=20, show_default=True, help="How many steps to train, at most."
+    "--steps", type=click.IntRange(1, 2**20), default=20, show_default=True, help="Maximum number of steps to train."
 )
 @sets_options
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, 1, min_open=True),
     metavar="X",
-    help="Largest relative loss difference that counts as rounding; the other tolerances scale with it; default: by "
-    "train.precision.",
+    help="Largest relative difference of the loss that counts as rounding; the other tolerances scale with it. "
+    "Default: by train.precision.",
 )
 @click.option(
     "-o",
@@ -62,9 +62,9 @@ def parity(
 ) -> None:
     """Train RECIPE under several strategies and compare them with the first.
 
-    All begin with the same weights and see the same samples in the same order. Compared are loss, gradient norm and
-    learning rate at every step, and the weights and the evaluation after the last. Exit codes: 0 the same, 1 they
-    drift apart, 2 usage or recipe, otherwise that of the run that failed.
+    All begin with the same weights and use the same samples in the same order. The comparison covers loss, gradient
+    norm and learning rate at every step, and the weights and the evaluation after the last step. Exit codes: 0 the
+    same, 1 they diverge, 2 usage or recipe, otherwise that of the run that failed.
     """
     from ddpforge.ranks.logs import keep_output
     from ddpforge.tools.parity.runs import RunFailed
@@ -99,7 +99,7 @@ def _processes() -> int:
     return max(2, torch.cuda.device_count())
 
 
-# ---------------------------------------------------------------------------------------------- for people
+# ---------------------------------------------------------------------------------------------- as text
 def _text(report: "ParityReport") -> str:
     reference, *others = report.verdicts
     header = ["strategy", "ranks", *_COLUMNS.values()]
@@ -113,14 +113,14 @@ def _text(report: "ParityReport") -> str:
     allowed = report.tolerances
     lines += [
         "",
-        f"Largest relative differences from `{reference.spec.text}` in {reference.steps} steps. In {report.precision},",
-        f"rounding explains {allowed.loss:.0e} of the loss, {allowed.grad_norm:.0e} of the gradient norm, and"
-        f" {allowed.weights:.0e} of the way that the weights went.",
+        f"Largest relative differences from `{reference.spec.text}` in {reference.steps} steps, in {report.precision}.",
+        f"Expected from rounding: loss {allowed.loss:.0e}, gradient norm {allowed.grad_norm:.0e}, "
+        f"weights {allowed.weights:.0e} (relative to their change in training).",
     ]
     if any(verdict.averages == "weights" for verdict in report.verdicts):
-        lines += ["Where ranks average weights, and not gradients, there is no gradient norm to compare."]
+        lines += ["If ranks average weights instead of gradients, there is no gradient norm to compare."]
     if any(verdict.drift and verdict.spec.ranks != reference.spec.ranks for verdict in others):
-        lines += ["Dropout and BatchNorm differ between numbers of ranks: compare equal numbers, or switch them off."]
+        lines += ["Dropout and BatchNorm depend on the number of ranks: compare equal numbers, or disable them."]
     return "\n".join(lines)
 
 
@@ -146,12 +146,12 @@ def _where(quantity: "Quantity", point: "Point") -> str:
         return f"ended after {point.value:.0f} steps instead of {point.reference:.0f}"
     if quantity.where:
         apart = "" if math.isinf(point.difference) else f" by {point.difference:.1e}"
-        return f"{quantity.name} at step {point.step}{apart}, most of it in {quantity.where}"
+        return f"{quantity.name} at step {point.step}{apart}, mostly in {quantity.where}"
     return f"{quantity.name} at step {point.step} ({_two(point.value, point.reference)})"
 
 
 def _two(value: float | None, reference: float | None) -> str:
-    """Both numbers, with as many digits as it takes to tell them apart."""
+    """Returns both numbers in words, with enough digits to show their difference."""
     if value is None or reference is None:
         return f"{'absent' if value is None else value} instead of {'absent' if reference is None else reference}"
     texts = ((f"{value:.{digits}g}", f"{reference:.{digits}g}") for digits in range(5, 18))

@@ -1,4 +1,4 @@
-"""`ddpforge plan`: what a run needs and how long a step takes, before a device is touched."""
+"""`ddpforge plan`: predicts a run's memory, communication and time without using a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _DEVICES = ("cpu", "h100", "h200", "a100-80", "a100-40", "l40s", "rtx4090", "mi300x")
 
 
-_NOTHING = "no change that was tried makes it fit: use more ranks, or a smaller model"
+_NOTHING = "no setting that was tried makes it fit: use more ranks, or a smaller model"
 
 
 @click.command()
@@ -47,22 +47,24 @@ _NOTHING = "no change that was tried makes it fit: use more ranks, or a smaller 
     help="Plan for this device: its memory, and its published speeds for the estimate of a step's time.",
 )
 @click.option(
-    "--budget", type=Size(), metavar="MEMORY", help="Memory that a rank may take, e.g. 80GiB; default: the device's."
+    "--budget", type=Size(), metavar="MEMORY", help="Memory available to a rank, e.g. 80GiB; default: the device's."
 )
 @click.option(
     "--strategies",
     multiple=True,
     metavar="NAME[:OPTION...][@RANKS],...",
-    help="Plan for these instead of the recipe's own, e.g. ddp,fsdp,fsdp:tensor=2,deepspeed:3; repeatable.",
+    help="Strategies to plan instead of the recipe's, e.g. ddp,fsdp,fsdp:tensor=2,deepspeed:3; repeatable.",
 )
 @click.option(
     "--auto",
     is_flag=True,
     help="Find the largest train.micro_batch that fits under each strategy, without and with activation "
-    "checkpointing, and the fastest of all by the estimate; the global batch stays.",
+    "checkpointing, and the fastest of these by the estimate. The global batch does not change.",
 )
-@click.option("--write", is_flag=True, help="With --auto: set the fastest in the recipe's file.")
-@click.option("--explain", is_flag=True, help="List the ten largest tensors that live at the peak, and who made them.")
+@click.option("--write", is_flag=True, help="With --auto: write the fastest settings into the recipe's file.")
+@click.option(
+    "--explain", is_flag=True, help="List the ten largest tensors at the peak, and the operations that made them."
+)
 @json_option
 def plan(
     recipe: str,
@@ -76,11 +78,11 @@ def plan(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Say what RECIPE needs on each rank, before a device is touched: memory, communication, work, and its time.
+    """Predict the memory, communication, operations and time of RECIPE on each rank, without using a device.
 
-    ddpforge assembles the run and takes a step on tensors without values, among ranks that are not there; memory is
-    that of every tensor at the largest moment of a step. Data is read for one step. Exit codes: 0 it fits, or nobody
-    asked; 1 it does not, and with which changes it would; 2 usage or recipe.
+    ddpforge builds the run and simulates one step without other processes, on tensors without values. Memory is that of
+    all live tensors at the peak of the step. Data is read for one step. Exit codes: 0 it fits, or no budget was given;
+    1 it does not fit: settings that would fit are printed; 2 usage or recipe.
     """
     with uncollected():
         from ddpforge.components.registry import Registry
@@ -90,7 +92,7 @@ def plan(
         from ddpforge.tools.simulation.search import remedies
 
     if write and not auto:
-        raise click.UsageError("--write goes with --auto")
+        raise click.UsageError("--write needs --auto")
     if write:
         _refuse_no_file(Path(recipe))
     registry = Registry.installed()
@@ -107,7 +109,7 @@ def plan(
         _print(found, chosen, explain=explain)
     changes = []
     if not specs and found[0].fits is False:
-        click.echo("looking for changes with which it fits: each is a plan of its own", err=True)
+        click.echo("looking for settings that fit: each needs its own plan", err=True)
         limit = found[0].budget or 0
         changes = remedies(recipe, ranks, registry=registry, budget=limit, sets=sets, device=chosen)
     if as_json:
@@ -218,22 +220,22 @@ def _print(found: Sequence[Forecast], device: Device | None, *, explain: bool) -
 
 
 def short(one: Forecast) -> Iterator[str]:
-    """Yields a plan in two lines: what a rank needs, and what it does in a step."""
+    """Yields a plan in two lines: the memory of a rank, and its operations and communication in a step."""
     held = sorted((one.kinds or one.state).items(), key=lambda pair: -pair[1])
     kinds = ", ".join(f"{kind} {size(count)}" for kind, count in held if count)
     if one.peak is None:
         yield f"plan: not simulated ({one.unsimulated}); by arithmetic a rank holds {kinds}"
         return
-    yield f"plan: {size(one.peak)} on a rank at the largest moment of a step, in {one.phase}: {kinds}"
+    yield f"plan: {size(one.peak)} on a rank at the peak of a step, in {one.phase}: {kinds}"
     sent = size(int(sum((one.wire or {}).values())))
     yield f"plan: a rank computes {one.flops:.4g} floating-point operations in a step, and sends {sent}"
 
 
 def _print_remedies(found: Sequence[Forecast], changes: Sequence[Remedy], *, tried: bool) -> None:
-    """Says with which changes a plan that does not fit would."""
+    """Prints settings with which a plan that does not fit would fit."""
     if not tried or found[0].fits is not False:
         return
-    click.echo("\nit fits with, from the least time by the estimate:" if changes else f"\n{_NOTHING}")
+    click.echo("\nit fits with one of these, the fastest first by the estimate:" if changes else f"\n{_NOTHING}")
     for one in changes:
         click.echo(f"  {' '.join(f'{key}={value}' for key, value in one.sets.items())}: {_size(one.forecast.needs)}")
 
@@ -245,8 +247,8 @@ def _remedy(one: Remedy) -> dict[str, object]:
 def _print_one(one: Forecast, device: Device | None, *, explain: bool) -> None:
     click.echo(f"{one.strategy}, on each of {counted(one.ranks, 'rank')}:")
     if one.unsimulated:
-        click.echo(f"  not simulated ({one.unsimulated}): weights, gradients and optimizer state are arithmetic, and")
-        click.echo("  activations are not counted")
+        click.echo(f"  not simulated ({one.unsimulated}): weights, gradients and optimizer state are computed by")
+        click.echo("  arithmetic, activations are not counted")
     if master := one.state.get("master weights"):
         click.echo(f"  master weights: {size(master)}")
     for name, wire in (one.wire or {}).items():
@@ -263,14 +265,14 @@ def _print_one(one: Forecast, device: Device | None, *, explain: bool) -> None:
     click.echo(f"  checkpoint, of all ranks together: {size(one.checkpoint)}{every}")
     if device and one.needs and one.peak:
         click.echo(
-            f"  needs {size(one.needs)} of {size(one.budget or 0)}: the peak, 10 % for fragments and 1.5 GiB for CUDA, "
-            "cuBLAS and NCCL (an allowance that nobody has measured)"
+            f"  needs {size(one.needs)} of {size(one.budget or 0)}: the peak, 10 % for fragmentation and 1.5 GiB for "
+            "CUDA, cuBLAS and NCCL (an assumption, not measured)"
         )
     if device and one.seconds:
         click.echo(
             f"  a step takes {_time(one)} by the roofline of each operation at the published speeds of {device.name} "
-            f"({device.source}): computing {one.seconds.compute:.3g} s, sending {one.seconds.communication:.3g} s, "
-            "which hides behind computing altogether or not at all"
+            f"({device.source}): computation {one.seconds.compute:.3g} s, communication "
+            f"{one.seconds.communication:.3g} s, which overlap completely or not at all"
         )
     if explain:
         click.echo("  the largest tensors at the peak:")
@@ -303,18 +305,18 @@ def _seconds(value: float) -> str:
 
 # ---------------------------------------------------------------------------------------------- writing into a recipe
 def _refuse_no_file(path: Path) -> None:
-    """Raises UsageError unless a recipe is in a file of its own, into which something can be written."""
+    """Raises UsageError unless the recipe is a file, not a bundled recipe."""
     if not path.is_file():
         raise UsageError(
-            f"{path} is no recipe file, so nothing can be written into it",
+            f"cannot write into {path}: it is not a recipe file",
             hints=[f"copy the bundled recipe first: ddpforge recipes cp {path.name}"],
         )
 
 
 def _set_values(path: Path, values: Mapping[str, str]) -> None:
-    """Sets dotted keys to values that are written as in TOML; the file is replaced whole, or not at all.
+    """Sets dotted keys of a recipe file to values in TOML syntax. Replaces the file atomically.
 
-    Another component's name, `….use`, takes the options of the one that was there with it.
+    A new component name (`….use`) removes the options of the previous component.
     """
     _refuse_no_file(path)
     import tomlkit
@@ -327,6 +329,6 @@ def _set_values(path: Path, values: Mapping[str, str]) -> None:
             place = place.setdefault(name, tomlkit.table())
         value = tomlkit.value(text)
         if key == "use" and place.get(key) != value:
-            place.clear()  # the options are those of another component
+            place.clear()  # the options belong to the previous component
         place[key] = value
     disk.replace(path, tomlkit.dumps(document).encode())

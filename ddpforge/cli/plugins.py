@@ -1,4 +1,4 @@
-"""`ddpforge plugins`: which components are installed, what options one takes; writing a plugin, and testing one."""
+"""`ddpforge plugins`: lists components, shows their options, writes a new plugin, and tests plugins."""
 
 import inspect
 import json
@@ -33,7 +33,7 @@ def plugins() -> None:
 @click.argument("kind", required=False, type=click.Choice(list(KINDS)))
 @json_option
 def list_(kind: str | None, as_json: bool) -> None:
-    """List the components that a recipe can name; imports none of them."""
+    """List the components that a recipe can name, without importing them."""
     entries = Registry.installed().entries(kind)
     providers = Counter((entry.kind, entry.name) for entry in entries)
     clashes = {entry for entry in entries if providers[entry.kind, entry.name] > 1}
@@ -58,12 +58,12 @@ def list_(kind: str | None, as_json: bool) -> None:
 
 @plugins.command()
 @click.argument("name")
-@click.option("--kind", type=click.Choice(list(KINDS)), help="Which kind, where the name does not say.")
+@click.option("--kind", type=click.Choice(list(KINDS)), help="The component's kind, if the name is ambiguous.")
 @json_option
 def show(name: str, kind: str | None, as_json: bool) -> None:
-    """Show what a component is for, its options, and how a recipe asks for it.
+    """Show the documentation of a component, its options, and an example for a recipe.
 
-    NAME is what a recipe writes after `use`: a registered name, package.module:Name or ./file.py:Name.
+    NAME is the value of `use` in a recipe: a registered name, package.module:Name or ./file.py:Name.
     """
     registry = Registry.installed()
     kind = kind or _kind_of(registry, name)
@@ -98,13 +98,13 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
             ],
         )
     if takes_more:
-        click.echo("\nFurther options are passed on as they are.")
+        click.echo("\nOther options are passed to the component unchecked.")
     click.echo(f"\n{example}")
 
 
 def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[OptionRow], bool]":
-    """Reads what a component says of itself, and its options; True if it takes more than these."""
-    from ddpforge.components.options_table import options_table  # with pydantic, which listing does without
+    """Returns a component's docstring, its options, and if it takes other options too."""
+    from ddpforge.components.options_table import options_table  # imports pydantic, which `plugins list` does not need
 
     component = registry.load(kind, name)
     documentation = inspect.getdoc(component.func if isinstance(component, partial) else component) or ""
@@ -127,7 +127,7 @@ def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[Opt
 def new(kind: str, name: str, folder: Path) -> None:
     """Write a complete plugin, with tests that pass, into the new folder NAME.
 
-    NAME is what recipes will call the component: lower-case letters, digits and `_` or `-`.
+    NAME is the component's name in recipes: lower-case letters, digits and `_` or `-`.
     """
     from ddpforge.components.scaffold import write_plugin
 
@@ -145,13 +145,13 @@ def new(kind: str, name: str, folder: Path) -> None:
 @click.argument("target", metavar="DIST_OR_FILE")
 @click.option("--kind", type=click.Choice(list(KINDS)), help="Only components of this kind.")
 @click.option("--name", "names", multiple=True, metavar="NAME", help="Only the component of this name; repeatable.")
-@click.option("--quick", is_flag=True, help="Leave out the checks that start processes.")
+@click.option("--quick", is_flag=True, help="Skip the checks that start processes.")
 @json_option
 def test(target: str, kind: str | None, names: tuple[str, ...], quick: bool, as_json: bool) -> None:
     """Check that the components of a plugin keep the contracts of their kinds.
 
-    DIST_OR_FILE is an installed distribution, or a file: ./parts.py, or ./parts.py:Name for one component of it. Exit
-    codes: 0 all checks passed, 1 some failed, 2 there is nothing to test, 3 a file cannot be imported.
+    DIST_OR_FILE is an installed distribution, or a file: ./parts.py, or ./parts.py:Name for one of its components. Exit
+    codes: 0 all checks passed, 1 some failed, 2 nothing to test, 3 a file cannot be imported.
     """
     from ddpforge.testing import Kit
     from ddpforge.testing.cases import find_cases
@@ -184,7 +184,7 @@ def _print_result(result: "Result") -> None:
 
 
 def _kind_of(registry: Registry, name: str) -> str:
-    """The kind of the component that `name` names; raises UsageError unless there is exactly one."""
+    """Returns the kind of the component `name`. Raises UsageError unless there is exactly one such kind."""
     entries = registry.entries()
     kinds = {entry.kind for entry in entries if name in (entry.name, f"{entry.distribution}:{entry.name}")}
     if len(kinds) == 1:
@@ -193,7 +193,7 @@ def _kind_of(registry: Registry, name: str) -> str:
         hints = [f"ddpforge plugins show {name} --kind {kind}" for kind in sorted(kinds)]
         raise UsageError(f"`{name}` names components of several kinds", hints=hints)
     if ":" in name:
-        raise UsageError(f"of what kind is `{name}`?", hints=[f"add --kind with one of: {', '.join(KINDS)}"])
+        raise UsageError(f"the kind of `{name}` is unknown", hints=[f"add --kind with one of: {', '.join(KINDS)}"])
 
     near = get_close_matches(name, {entry.name for entry in entries})
     its = [entry.name for entry in entries if entry.distribution == name]
@@ -202,13 +202,13 @@ def _kind_of(registry: Registry, name: str) -> str:
         hints=[
             *([f"`{name}` is a distribution with {', '.join(f'`{other}`' for other in its)}"] if its else []),
             *(f"did you mean `{other}`?" for other in near),
-            "`ddpforge plugins list` shows what is installed",
+            "`ddpforge plugins list` shows all installed components",
         ],
     )
 
 
 def _example(kind: str, use: str, options: "Sequence[OptionRow]") -> str:
-    """The lines of a recipe that ask for the component, with the options that it requires."""
+    """Returns lines of a recipe that use the component, with its required options."""
     required = [f"{option.name} = {option.example}" for option in options if option.default is None]
     name = f"use = {json.dumps(use)}"
     spec = KINDS[kind]
@@ -217,7 +217,7 @@ def _example(kind: str, use: str, options: "Sequence[OptionRow]") -> str:
     if spec.listed_in:
         asked = f"{{ {', '.join([name, *required])} }}" if required else json.dumps(use)
         return f"[{table}]\n{spec.listed_in[1]} = [{asked}]"
-    if spec.named_in:  # the key is the name, unless the name cannot be a key
+    if spec.named_in:  # the key is the name if it is valid as a key
         key = use.rpartition(":")[2].replace(".", "_")
         return "\n".join([f"[{table}.{key}]", *([name] if key != use else []), *required])
     return "\n".join([f"[{table}]", name, *required])

@@ -1,4 +1,4 @@
-"""`ddpforge predict`: what a run's model makes of every sample; under a launcher this process is one rank."""
+"""`ddpforge predict`: writes a model's predictions for every sample. Under a launcher this process is one rank."""
 
 import json
 from pathlib import Path
@@ -20,21 +20,21 @@ from ddpforge.watchdog.watch import begin
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The file, ending in .jsonl or .parquet; default: one named after the run, of JSON lines.",
+    help="The .jsonl or .parquet file to write; default: a .jsonl file named after the run.",
 )
 @click.option(
     "--data",
     multiple=True,
     metavar="NAME|KEY=VALUE",
     help='A dataset of the recipe, "train" or "eval.NAME", and KEY=VALUE for its options, e.g. path=new.csv; '
-    "repeatable. Default: the one [data.eval].",
+    "repeatable. Default: the only [data.eval].",
 )
 @checkpoint_options
 @click.option(
-    "--weights", metavar="NAME", help='"model", or a callback such as ema; default: those that evaluations use.'
+    "--weights", metavar="NAME", help='"model", or a callback such as ema; default: the weights of evaluations.'
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N samples.")
-@click.option("--force", is_flag=True, help="Replace the file, if there is one.")
+@click.option("--force", is_flag=True, help="Replace the file if it exists.")
 @sets_options
 @json_option
 def predict(
@@ -49,11 +49,11 @@ def predict(
     sets: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Write what the model of RUN, a run's folder or its name in runs/, predicts of every sample of a dataset.
+    """Write the predictions of the model of RUN, a run's folder or its name in runs/, for every sample of a dataset.
 
-    One row a sample, in the order of the data: its place in there, `index`, and the columns that the recipe's task
-    predicts, e.g. class and probability. `--set` changes the recipe for this, e.g. train.eval_batch=512. Training data
-    is not needed, and no state of the optimizer is loaded.
+    The file has one row per sample, in the order of the data: its position `index`, and the columns that the recipe's
+    task predicts, e.g. class and probability. `--set` changes the recipe for this command, e.g. train.eval_batch=512.
+    Training data and optimizer state are not loaded.
     """
     with ending():
         adopt_slurm()
@@ -78,5 +78,5 @@ def predict(
                 force=force,
             )
         if found.is_main:
-            said = f"{file}: {counted(found.samples, 'sample')}, predicted by the weights of step {found.step:,}"
+            said = f"{file}: {counted(found.samples, 'sample')}, predicted with the weights of step {found.step:,}"
             click.echo(json.dumps(found.as_dict()) if as_json else said)

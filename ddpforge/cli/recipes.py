@@ -1,4 +1,4 @@
-"""`ddpforge recipes` and `ddpforge schema`: the recipes that come with ddpforge, and the JSON Schema of any."""
+"""`ddpforge recipes` and `ddpforge schema`: the bundled recipes, and the JSON Schema of recipes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recipes() -> None:
 @recipes.command("ls")
 @json_option
 def list_recipes(as_json: bool) -> None:
-    """List the bundled recipes; each can be named instead of a file."""
+    """List the bundled recipes. Commands accept their names instead of a file."""
     from ddpforge.recipe.bundled import titles as titles_of
 
     titles = titles_of()
@@ -39,8 +39,8 @@ def list_recipes(as_json: bool) -> None:
 def copy_recipe(name: str, target: Path | None) -> None:
     """Copy the bundled recipe NAME, to edit it.
 
-    TARGET is a file or a folder; default: the current folder. The copy's first line names recipe.schema.json beside it,
-    by which TOML editors check and complete a recipe; where there is none, it is written, too.
+    TARGET is a file or a folder; default: the current folder. The copy's first line names recipe.schema.json in the
+    same folder, with which TOML editors check and complete a recipe. That file is written too if it does not exist.
     """
     from ddpforge.recipe.bundled import bundled, find_recipe
 
@@ -48,7 +48,7 @@ def copy_recipe(name: str, target: Path | None) -> None:
     target = target or Path()
     target = target / source.name if target.is_dir() else target
     if target.exists():
-        raise UsageError(f"{target} exists already", hints=["name another file, or move that one away"])
+        raise UsageError(f"{target} exists already", hints=["name another file, or move this one away"])
     try:
         target.write_bytes(f"#:schema {_SCHEMA}\n\n".encode() + source.read_bytes())
     except OSError as error:
@@ -61,9 +61,9 @@ def copy_recipe(name: str, target: Path | None) -> None:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file, not to stdout.")
 def schema(out: Path | None) -> None:
-    """Print the recipe's JSON Schema, with the components that are installed.
+    """Print the JSON Schema of recipes, with the installed components.
 
-    With `#:schema recipe.schema.json` as its first line, a recipe is checked and completed by TOML editors.
+    TOML editors check and complete a recipe whose first line is `#:schema recipe.schema.json`.
     """
     if out is None:
         click.echo(_text())

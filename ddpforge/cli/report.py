@@ -1,4 +1,4 @@
-"""`ddpforge report`: one HTML file about runs, or the same page served while they train."""
+"""`ddpforge report`: writes an HTML file about runs, or serves the same page while they train."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from ddpforge.errors import EnvironmentProblem, UsageError
     show_default=True,
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write; an earlier one is replaced.",
+    help="The file to write; an existing file is replaced.",
 )
-@click.option("--watch", is_flag=True, help="Write no file: serve the page on this machine, as the runs are now.")
 @click.option(
-    "--port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="For --watch; else one that is free."
+    "--watch", is_flag=True, help="Serve the page on this machine with current data, instead of writing a file."
+)
+@click.option(
+    "--port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="Port for --watch; default: a free one."
 )
 @click.option(
     "--every",
@@ -32,13 +34,13 @@ from ddpforge.errors import EnvironmentProblem, UsageError
     show_default=True,
     metavar="SECONDS",
     type=click.FloatRange(0.5, 3600),
-    help="How often the page of --watch looks for news.",
+    help="Interval in which the page of --watch updates.",
 )
 def report(runs: tuple[str, ...], output: Path, watch: bool, port: int, every: float) -> None:
-    """Make one HTML page about runs: curves, resumes, what was shown, checkpoints, recipes, environment.
+    """Make one HTML page about runs: curves, resumes, shown pictures and texts, checkpoints, recipes, environment.
 
-    RUN is a run's folder, its name in runs/, or a folder of runs such as a sweep's. The page fetches nothing: it can be
-    mailed, kept, and read offline.
+    RUN is a run's folder, its name in runs/, or a folder of runs such as a sweep's. The page needs no other files: it
+    can be mailed, archived, and read offline.
     """
     from ddpforge.runs.overview import named_runs
     from ddpforge.tools.reports import gather, render
@@ -58,8 +60,8 @@ def report(runs: tuple[str, ...], output: Path, watch: bool, port: int, every: f
 
 
 def _serve(page: Callable[[], str], port: int) -> None:
-    """Serves until Ctrl-C."""
-    page()  # what is wrong with the folders is said here, and not to a browser
+    """Serves the page until Ctrl-C."""
+    page()  # raises errors about the folders here, before a browser requests the page
     with server_of(page, port) as server:
         click.echo(f"http://127.0.0.1:{server.server_port}/ until Ctrl-C", err=True)
         with suppress(KeyboardInterrupt):
@@ -68,18 +70,18 @@ def _serve(page: Callable[[], str], port: int) -> None:
 
 # ---------------------------------------------------------------------------------------------- serving
 def server_of(page: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """A server on localhost that makes the page again for whoever asks; port 0 is any that is free.
+    """Returns a server on localhost that renders the page at every request. Port 0 takes a free port.
 
-    Raises EnvironmentProblem where the port is taken.
+    Raises EnvironmentProblem if the port is in use.
     """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            """Answers with the page."""
+            """Sends the page."""
             if self.path != "/":
                 self.send_error(404)
                 return
-            if not _is_local(self.headers.get("Host", "")):  # another site's name that leads here, to read the page
+            if not _is_local(self.headers.get("Host", "")):  # DNS rebinding: another site's name resolves to localhost
                 self.send_error(403)
                 return
             body = page().encode()
@@ -91,13 +93,13 @@ def server_of(page: Callable[[], str], port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Requests are not worth a line each."""
+            """Does nothing: requests are not logged."""
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
         raise EnvironmentProblem(
-            f"port {port} of this machine cannot be used: {error.strerror}", hints=["name another with --port"]
+            f"cannot listen on port {port} of this machine: {error.strerror}", hints=["use another --port"]
         ) from error
 
 

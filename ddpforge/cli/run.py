@@ -1,4 +1,4 @@
-"""`ddpforge run`: train a recipe; under a launcher this process is one rank."""
+"""`ddpforge run`: trains a recipe. Under a launcher this process is one rank."""
 
 import json
 import os
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     "--overfit",
     type=click.IntRange(min=1),
     metavar="BATCHES",
-    help="Train on this many batches again and again, in 200 steps or those of --dry-run, to see that it can learn; "
-    "keep nothing.",
+    help="Train repeatedly on this number of batches, for 200 steps or those of --dry-run, to check that the model can "
+    "learn; keep nothing.",
 )
 @json_option
 def run(
@@ -56,7 +56,7 @@ def run(
     """
     with ending(status=as_json), StopRequests(), stopping_early(lambda: postpone(status=as_json)):
         os.environ.setdefault(STARTED, str(time.time()))
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or what is built on it, waits for its ranks
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or a launcher built on it, waits for its ranks
             stop_with_parent()
         adopt_slurm()
         begin()
@@ -81,24 +81,24 @@ def run(
 
 
 def _then(folder: "RunFolder") -> Iterator[str]:
-    """Yields what can be done with a run that is done."""
+    """Yields the best checkpoint of a finished run, and commands to use next."""
     from ddpforge.runs.checkpoints import choose, keep_of
 
     if by := keep_of(folder).by:
-        with suppress(UsageError):  # of one that was never evaluated
+        with suppress(UsageError):  # the run was never evaluated
             yield f"best by {by}: {choose(folder, best=True)}"
     yield f"next: ddpforge report {folder.path}, or eval, predict and export"
 
 
 def _refuse_kept(**options: object) -> None:
-    """Refuses options about a run's folder where there is none."""
+    """Raises UsageError for options about a run's folder: a trial has none."""
     for name, value in options.items():
         if value:
-            raise UsageError(f"--{name} is about what a run keeps, and a trial keeps nothing", hints=["leave it out"])
+            raise UsageError(f"--{name} is about a run's folder, but a trial has none", hints=["omit it"])
 
 
 def _try(recipe: str, sets: Sequence[str], steps: int | None, batches: int | None, as_json: bool) -> None:
-    """Trains a few steps that leave nothing behind, and says what they showed."""
+    """Trains a few steps without a run's folder, and prints the result."""
     from ddpforge.tools.trials.dry_run import dry_run
     from ddpforge.tools.trials.overfit import overfit
 

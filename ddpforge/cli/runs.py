@@ -1,4 +1,4 @@
-"""`ddpforge runs`: list runs with how they stand and what tells them apart; compare, resume and delete them."""
+"""`ddpforge runs`: lists runs with their states and differences; compares, resumes and deletes them."""
 
 import json
 import time
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ddpforge.runs.folder import RunFolder
     from ddpforge.runs.overview import Comparison, Point, Standing
 
-_WIDEST = 60  # characters of a difference that are shown
+_WIDEST = 60  # characters; a longer difference is truncated
 
 
 @click.group()
 def runs() -> None:
-    """List, compare, resume and delete runs, by their folders alone.
+    """List, compare, resume and delete runs. Only their folders are needed.
 
     RUN is a run's folder, or its name in runs/.
     """
@@ -31,7 +31,7 @@ def runs() -> None:
 @runs.command("ls")
 @click.argument("folders", metavar="[DIR]...", nargs=-1, type=click.Path())
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; repeatable.")
-@click.option("--name", default="*", metavar="GLOB", help="Only runs whose names look like this, e.g. 'digits-*'.")
+@click.option("--name", default="*", metavar="GLOB", help="Only runs whose names match, e.g. 'digits-*'.")
 @click.option(
     *("-w", "--where"),
     multiple=True,
@@ -44,9 +44,9 @@ def runs() -> None:
     default="age",
     metavar="COLUMN",
     show_default=True,
-    help="Sort by age (the latest first), name, state, step, or a metric (the best first).",
+    help="Sort by age (the newest first), name, state, step, or a metric (the best first).",
 )
-@click.option("--reverse", is_flag=True, help="Sort the other way round.")
+@click.option("--reverse", is_flag=True, help="Reverse the order.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Show this metric; repeatable.")
 @json_option
 def ls(
@@ -61,8 +61,8 @@ def ls(
 ) -> None:
     """List the runs in each DIR, by default runs/, at most three folders down.
 
-    The last column has the keys of the recipe in which runs of one model and dataset differ. A run is "killed" where
-    its status says that it trains, and no process does.
+    The last column has the keys of the recipe in which runs of the same model and dataset differ. A run is "killed" if
+    its status is "running" but no process trains it.
     """
     from ddpforge.runs.overview import chosen, differences, find_runs, notable, sorted_by, standing
 
@@ -90,11 +90,11 @@ def _refuse_unknown(states: Iterable[str]) -> None:
 
     for state in states:
         if state not in STATES:
-            raise UsageError(f"there is no state {state!r}", hints=[f"one of {', '.join(STATES)}"])
+            raise UsageError(f"there is no state {state!r}", hints=[f"use one of {', '.join(STATES)}"])
 
 
 def print_runs(shown: "Sequence[Standing]", told: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """A table of runs with these metrics, and how each differs from the others."""
+    """Prints a table of runs with the metrics `names`, and the differences of each run from the others."""
     now = time.time()
     rows = [
         [
@@ -111,12 +111,12 @@ def print_runs(shown: "Sequence[Standing]", told: Sequence[Mapping[str, Any]], n
 
 
 def steps(run: "Standing") -> str:
-    """The step of a run, of how many: 120/345."""
+    """Returns a run's step and total steps: 120/345."""
     return f"{run.step:,}" if run.total_steps is None else f"{run.step:,}/{run.total_steps:,}"
 
 
 def spelled(values: Mapping[str, Any]) -> str:
-    """Values of a recipe as the command line takes them: optimizer.lr=0.01 ~callbacks.ema.decay."""
+    """Returns values of a recipe in the syntax of the command line: optimizer.lr=0.01 ~callbacks.ema.decay."""
     return " ".join(f"~{key}" if value is None else f"{key}={_toml(value)}" for key, value in values.items())
 
 
@@ -136,23 +136,23 @@ def _shortened(text: str) -> str:
     "--picture",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Draw the curves into FILE (.png, .svg, .pdf) and not here; without --curve those of the notable metrics.",
+    help="Draw the curves into FILE (.png, .svg, .pdf) instead of the terminal; without --curve, the main metrics.",
 )
 @json_option
 def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None, as_json: bool) -> None:
-    """Compare each RUN with the others: recipe, code, environment, metrics, and curves where they are asked for.
+    """Compare each RUN with the others: recipe, code, environment, metrics, and curves with --curve.
 
     RUN is a run's folder, its name in runs/, or a folder of runs such as a sweep's.
 
-    Shown are the keys of the resolved recipes that differ, local files with other code, what differs about machines and
-    packages, and all metrics. Curves need the extra `plot`.
+    The output has all metrics, and the differences: keys of the resolved recipes, local files of code, machines and
+    packages. Curves need the extra `plot`.
     """
     from ddpforge.runs.overview import compare as compared
     from ddpforge.runs.overview import curves, named_runs, notable, standing
 
     folders = named_runs(names)
     if len(folders) < 2:
-        raise UsageError("one run alone cannot be compared", hints=["name another one: ddpforge runs compare A B"])
+        raise UsageError("expected two runs or more", hints=["name another run: ddpforge runs compare A B"])
     found = compared(folders)
     wanted = drawn or (notable([standing(folder) for folder in folders]) if picture else ())
     lines = curves(folders, wanted)
@@ -173,7 +173,7 @@ def _print_comparison(found: "Comparison") -> None:
     sections = {"recipe": found.recipe, "code": found.code, "environment": found.environment}
     for title, table in sections.items():
         if not table:
-            click.echo(f"{title}: alike\n")
+            click.echo(f"{title}: same\n")
             continue
         rows = [[key, *("-" if value is None else _toml(value) for value in values)] for key, values in table.items()]
         print_table((title, *found.runs), rows)
@@ -191,20 +191,20 @@ def _draw(curves: "Mapping[str, Mapping[str, Sequence[Point]]]") -> None:
 # ---------------------------------------------------------------------------------------------- rm, resume
 @runs.command("rm")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True, type=click.Path())
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Delete without a question.")
 def rm(names: tuple[str, ...], yes: bool) -> None:
-    """Delete each RUN with its checkpoints, after a question. A run that is being trained is refused."""
+    """Delete each RUN with its checkpoints, after a question. A run that trains now cannot be deleted."""
     from ddpforge.runs.folder import RunFolder
     from ddpforge.runs.overview import standing
 
     folders = list(dict.fromkeys(map(RunFolder.find, names)))
     found = [standing(folder) for folder in folders]
     if busy := [str(run.folder.path) for run in found if run.state in ("running", "starting")]:
-        raise UsageError(f"being trained now: {', '.join(busy)}", hints=["stop it first, e.g. with Ctrl-C"])
+        raise UsageError(f"a process is training {', '.join(busy)}", hints=["stop it first, e.g. with Ctrl-C"])
     for run in found:
         click.echo(f"{printable(str(run.folder.path))}: {run.state} at step {steps(run)}", err=not yes)
     if not yes and not _agreed(f"Delete {counted(len(folders), 'run')} with all checkpoints?"):
-        raise UsageError("nothing was deleted", hints=["--yes deletes without a question"])
+        raise UsageError("nothing was deleted", hints=["to delete without a question, use --yes"])
     for folder in folders:
         folder.delete()
 
@@ -212,19 +212,19 @@ def rm(names: tuple[str, ...], yes: bool) -> None:
 def _agreed(question: str) -> bool:
     try:
         return click.confirm(question, err=True)
-    except click.Abort:  # nobody is there to answer
+    except click.Abort:  # stdin has no answer
         return False
 
 
 @runs.command("resume")
 @run_argument
-@click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Processes to start; default: as many as before.")
+@click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Processes to start; default: the previous number.")
 @sets_options
 @json_option
 def resume(run: str, nproc: int | None, sets: tuple[str, ...], as_json: bool) -> None:
-    """Resume RUN, with the recipe in its folder and as many processes as before.
+    """Resume RUN, with the recipe in its folder and the previous number of processes.
 
-    A run that is done continues with a longer train.length=LENGTH.
+    To continue a finished run, set a longer train.length=LENGTH.
     """
     from ddpforge.cli.launch import launch
     from ddpforge.runs.folder import RunFolder
@@ -236,15 +236,15 @@ def resume(run: str, nproc: int | None, sets: tuple[str, ...], as_json: bool) ->
 
 
 def _ranks(folder: "RunFolder") -> int:
-    """The processes that trained it, all of which this machine is to start."""
+    """Returns the number of processes that trained the run. Raises UsageError if they were on several machines."""
     variables = folder.surroundings().get("environment", {})
     ranks, here = (variables.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if ranks != here:
         raise UsageError(
             f"{folder.path} was trained by {ranks} processes on several machines",
             hints=[
-                f"start them as before, with the recipe {folder.resolved}",
-                "or name the processes for this one: --nproc N",
+                f"start them in the same way, with the recipe {folder.resolved}",
+                "or set the number of processes on this machine: --nproc N",
             ],
         )
     return int(ranks)

@@ -1,4 +1,4 @@
-"""`ddpforge show`: the resolved recipe, where each value came from, and what it amounts to."""
+"""`ddpforge show`: prints the resolved recipe with the origin of each value, and facts about the run."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ddpforge.interfaces import Contract
     from ddpforge.recipe import LoadedRecipe
 
-_WIDEST = 48  # columns before the comments; longer values push theirs to the right
+_WIDEST = 48  # column of the comments; after a longer value the comment is further right
 
 
 @click.command()
@@ -24,16 +24,14 @@ _WIDEST = 48  # columns before the comments; longer values push theirs to the ri
 @ranks_option
 @device_option
 @imports_option
-@click.option(
-    "--plan", "plans", is_flag=True, help="Also print the short form of `ddpforge plan`, which takes some seconds."
-)
+@click.option("--plan", "plans", is_flag=True, help="Also print a short form of `ddpforge plan`; takes some seconds.")
 @json_option
 def show(
     recipe: str, sets: Sequence[str], ranks: int, device: str | None, imports: bool, plans: bool, as_json: bool
 ) -> None:
-    """Print RECIPE resolved, with all defaults, and where each value came from. The output is a recipe too.
+    """Print RECIPE resolved, with all defaults and the origin of each value. The output is a recipe too.
 
-    This imports the code that the recipe names, which runs what stands at the top of it.
+    This imports the code that the recipe names, which runs its module-level statements.
     """
     if not plans:
         click.echo("\n".join(_shown(recipe, sets, ranks, device, imports, as_json)))
@@ -58,7 +56,7 @@ def _shown(
 
     chosen, problems = choose_and_check(recipe, sets, ranks, device, imports=imports)
     problems.raise_if_any()
-    loaded = chosen.loaded  # with what the components declare
+    loaded = chosen.loaded  # includes metric directions declared by the task
     contract = None if chosen.strategy is MISSING else contract_of(chosen.strategy)
     generated = chosen.strategy.generated_config(loaded.recipe.train, ranks) if contract else {}
 
@@ -76,7 +74,7 @@ def _shown(
     if (draws := draws_of(chosen.turns)) > 1:
         yield f"# batches per step: {draws}"
     for use in problems.not_imported:
-        yield f"# not imported, nor are its options checked: {use}"
+        yield f"# not imported, its options are not checked: {use}"
     for name, promise in _promises(contract, ranks) if contract else ():
         yield f"# {loaded.recipe.strategy.use} {name}: {promise}"
     for name, config in generated.items():
@@ -85,7 +83,7 @@ def _shown(
 
 
 def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
-    """The contract in words."""
+    """Yields name and text of each promise in a strategy's contract."""
     spread = f"over {ranks // contract.replicas} of {ranks} ranks" if contract.replicas > 1 else "over all ranks"
     yield "shards", f"{', '.join(contract.shards)}, {spread}" if contract.shards else "nothing: every rank holds all"
     yield "averages over ranks", contract.averages
@@ -97,7 +95,7 @@ def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
 
 
 def _annotated(loaded: "LoadedRecipe") -> str:
-    """The resolved recipe with the origin of every value as a comment behind it."""
+    """Returns the resolved recipe with the origin of every value as a comment after it."""
     from ddpforge.recipe.toml import Source
 
     text = loaded.dumps().rstrip()

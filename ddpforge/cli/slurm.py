@@ -36,21 +36,21 @@ _INDEX = "SLURM_ARRAY_TASK_ID"
     default=120,
     show_default=True,
     metavar="SECONDS",
-    help="Ask the ranks to save this long before the time limit; Slurm may do so a minute earlier.",
+    help="Signal the ranks this long before the time limit, to save; Slurm may do so a minute earlier.",
 )
 @click.option(
-    "--max-requeues", type=click.IntRange(0), default=50, show_default=True, help="Requeue the job this often at most."
+    "--max-requeues", type=click.IntRange(0), default=50, show_default=True, help="Maximum number of requeues."
 )
-@click.option("--array", metavar="INDICES", help="A job array, e.g. 0-7%2; name the run by ${env:SLURM_ARRAY_TASK_ID}.")
-@click.option("--one-task-per-rank", is_flag=True, help="Let srun start every rank, not a launcher on each node.")
+@click.option("--array", metavar="INDICES", help="A job array, e.g. 0-7%2; use ${env:SLURM_ARRAY_TASK_ID} in the name.")
+@click.option("--one-task-per-rank", is_flag=True, help="Start every rank with srun, instead of a launcher per node.")
 @click.option(
     "--setup",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Shell commands that come first: modules, the environment that has ddpforge.",
+    help="Shell commands to run first, e.g. to load modules and to activate the environment of ddpforge.",
 )
-@click.option("--sbatch", multiple=True, metavar="KEY[=VALUE]", help="One more option of sbatch's; repeatable.")
-@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the script there.")
+@click.option("--sbatch", multiple=True, metavar="KEY[=VALUE]", help="A further option of sbatch; repeatable.")
+@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the script to FILE.")
 @click.option("--submit", is_flag=True, help="Submit the job.")
 @set_option
 @out_option
@@ -75,8 +75,8 @@ def slurm(
 ) -> None:
     """Write a Slurm job's script that trains RECIPE, to stdout; flags after `--` go to `ddpforge launch`.
 
-    The recipe is checked for that many ranks first. The job saves before its time is up and when it is preempted, and
-    queues itself again until the run is done.
+    The recipe is checked for the job's number of ranks first. The job saves before its time limit and when it is
+    preempted, and requeues itself until the run is done.
     """
     from ddpforge.launchers.slurm import Job, script
 
@@ -110,7 +110,7 @@ def slurm(
 
 
 def _check(recipe: str, sets: Sequence[str], out: str | None, ranks: int, *, gpus: bool, array: str | None) -> Recipe:
-    """The recipe, which can be trained by so many ranks; the first of an array's."""
+    """Returns the recipe, of an array that of the first job. Raises ForgeError if `ranks` ranks cannot train it."""
     from ddpforge.cli.check import choose_and_check
     from ddpforge.launchers.slurm import indices
     from ddpforge.recipe import load_recipe
@@ -125,17 +125,17 @@ def _check(recipe: str, sets: Sequence[str], out: str | None, ranks: int, *, gpu
         if numbers[1:] and RunFolder.of(load_recipe(recipe, sets=sets).recipe, out).path == first:
             raise UsageError(
                 f"all jobs of --array {array} would train in {first}",
-                hints=[f"name each by its number: --set 'name={first.name}-${{env:{_INDEX}}}'"],
+                hints=[f"use the job's number in its name: --set 'name={first.name}-${{env:{_INDEX}}}'"],
             )
     return chosen.recipe
 
 
 def _name(recipe: str, sets: Sequence[str]) -> str:
-    """A name for all jobs of an array: what the names of two of its runs have in common."""
+    """Returns a name for all jobs of an array: the common beginning and end of two of its runs' names."""
     from ddpforge.recipe import load_recipe
 
     names = []
-    for number in (1111, 2222):  # without a digit in common
+    for number in (1111, 2222):  # no common digit
         with _as_task([number]), suppress(RecipeError):
             names.append(load_recipe(recipe, sets=sets).recipe.name)
     begin = _common(names)
@@ -144,13 +144,13 @@ def _name(recipe: str, sets: Sequence[str]) -> str:
 
 
 def _common(words: Sequence[str]) -> str:
-    """The beginning that all words share."""
+    """Returns the common prefix of all words."""
     return "".join(letters[0] for letters in takewhile(lambda each: len(set(each)) == 1, zip(*words, strict=False)))
 
 
 @contextmanager
 def _as_task(numbers: Sequence[int]) -> Iterator[None]:
-    """Lets recipes see the variable that tells a job of an array which it is."""
+    """Sets Slurm's environment variable with the number of an array's job inside this context."""
     if numbers:
         os.environ[_INDEX] = str(numbers[0])
     try:
@@ -161,31 +161,29 @@ def _as_task(numbers: Sequence[int]) -> Iterator[None]:
 
 
 def _refuse(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: int, gpus: int) -> None:
-    """Refuses what would fail as soon as the job begins, or again and again."""
+    """Raises UsageError for options that would fail when the job begins, or each time."""
     if "--fresh" in more:
-        raise UsageError("--fresh would start from scratch each time that the job is queued again")
+        raise UsageError("--fresh would start from scratch each time that the job is requeued")
     if gpus and ranks > gpus:
         raise UsageError(
-            f"--nproc {ranks}, and a node has {gpus} GPUs: every rank needs one", hints=[f"--nproc {gpus}"]
+            f"--nproc {ranks}, but a node has {gpus} GPUs: every rank needs one", hints=[f"use --nproc {gpus}"]
         )
     device, elsewhere = recipe.train.device, any(re.match("gres|gpus", option) for option in sbatch)
     if device == "cuda" and not gpus and not elsewhere:
         raise UsageError(
-            'the recipe says train.device = "cuda", and no GPUs are asked for', hints=["--gpus-per-node N"]
+            'the recipe has train.device = "cuda", but the job has no GPUs', hints=["set --gpus-per-node N"]
         )
     if device == "cpu" and gpus:
-        raise UsageError(
-            'the recipe says train.device = "cpu": GPUs would be idle', hints=["leave --gpus-per-node out"]
-        )
+        raise UsageError('the recipe has train.device = "cpu": the GPUs would be idle', hints=["omit --gpus-per-node"])
 
 
 def _submit(script: str) -> str:
-    """Hands the script to Slurm, which keeps a copy; returns what `sbatch` said."""
+    """Submits the script and returns the output of `sbatch`. Slurm keeps its own copy of the script."""
     if shutil.which("sbatch") is None:
         raise EnvironmentProblem(
-            "there is no `sbatch` here", hints=["submit the script on a login node: ddpforge slurm … --to job.sh"]
+            "`sbatch` is not installed here", hints=["submit the script on a login node: ddpforge slurm … --to job.sh"]
         )
     done = subprocess.run(["sbatch"], input=script, text=True, capture_output=True, check=False)
     if done.returncode:
-        raise EnvironmentProblem(f"sbatch refused the job: {done.stderr.strip()}")
+        raise EnvironmentProblem(f"sbatch rejected the job: {done.stderr.strip()}")
     return done.stdout

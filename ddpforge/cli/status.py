@@ -1,4 +1,4 @@
-"""`ddpforge status`: print how a run stands, from another terminal."""
+"""`ddpforge status`: prints the state and progress of a run, from any terminal."""
 
 import json
 import time
@@ -18,21 +18,21 @@ _ALIVE = ("new", "starting", "running")
 
 @click.command()
 @run_argument
-@click.option("--watch", is_flag=True, help="Keep printing until the run ends: a line whenever something changes.")
+@click.option("--watch", is_flag=True, help="Print a line at every change until the run ends.")
 @click.option(
     "--every",
     type=click.FloatRange(0.1, 3600),
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often --watch looks.",
+    help="Interval in which --watch reads the folder.",
 )
 @json_option
 def status(run: str, watch: bool, every: float, as_json: bool) -> None:
-    """Print how RUN stands: its state, step, speed, time left, newest metrics and checkpoint.
+    """Print the status of RUN: its state, step, speed, time left, newest metrics and checkpoint.
 
-    RUN is a run's folder, or its name in runs/. The folder is read and nothing else, so this works from any machine
-    that sees it; with --json, one object a line.
+    RUN is a run's folder, or its name in runs/. Only the folder is read, so this works on any machine that has access
+    to it. With --json and --watch, each line is one object.
     """
     from ddpforge.runs.folder import RunFolder
     from ddpforge.runs.overview import standing
@@ -43,7 +43,7 @@ def status(run: str, watch: bool, every: float, as_json: bool) -> None:
 
 
 def followed(look: "Callable[[], Standing]", wait: Callable[[], None]) -> "Iterator[Standing]":
-    """Yields what a look finds, where that is not what the one before it found, until the run has ended."""
+    """Yields the result of `look` whenever it has changed, until the run has ended. Calls `wait` in between."""
     before = None
     while True:
         found = look()
@@ -60,7 +60,7 @@ def _as_dict(run: "Standing") -> dict[str, object]:
 
 
 def _checkpoint(run: "Standing") -> dict[str, object] | None:
-    """The newest one that is complete."""
+    """Returns step and time of the newest complete checkpoint; None if there is none."""
     from ddpforge.checkpoint.retention import committed
 
     found, _ = committed(run.folder.checkpoints)
@@ -71,13 +71,13 @@ def _checkpoint(run: "Standing") -> dict[str, object] | None:
 
 
 def _line(run: "Standing") -> str:
-    """One line: where the run is, and the newest losses."""
+    """Returns state, progress and newest metrics in one line."""
     metrics = [f"{name} {value:.4g}" for name, value in _told(run).items()]
     return "  ".join(printable(part) for part in (_head(run), *metrics))
 
 
 def _page(run: "Standing") -> str:
-    rows = [("last sign of life", f"{age(time.time() - run.changed)} ago")]
+    rows = [("last update", f"{age(time.time() - run.changed)} ago")]
     rows += [(name, f"{value:.6g}") for name, value in run.metrics.items() if value is not None]
     if newest := _checkpoint(run):
         made = _unix(str(newest["created"]))
@@ -102,7 +102,7 @@ def _head(run: "Standing") -> str:
 
 
 def _told(run: "Standing") -> dict[str, float]:
-    """The training loss, what evaluations said, items per second, and the share of time that waits for data."""
+    """Returns the training loss, evaluation metrics, items per second, and the share of time spent waiting for data."""
     wanted = (
         name
         for name in run.metrics
@@ -112,7 +112,7 @@ def _told(run: "Standing") -> dict[str, float]:
 
 
 def _unix(created: str) -> float | None:
-    """Seconds since 1970; None for text that is no time: a manifest may say anything."""
+    """Returns seconds since 1970; None if the text is not a time. A manifest may contain any text."""
     from datetime import datetime
 
     try:

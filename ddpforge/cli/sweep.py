@@ -1,4 +1,4 @@
-"""`ddpforge sweep`: train a recipe with many values, and compare what comes of it."""
+"""`ddpforge sweep`: trains a recipe with many values, and compares the results."""
 
 import json
 import os
@@ -23,22 +23,28 @@ if TYPE_CHECKING:
 @recipe_argument
 @click.argument("words", nargs=-1, required=True, metavar="KEY=VALUES...")
 @set_option
-@click.option("-j", "--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Runs at a time.")
+@click.option("-j", "--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Runs in parallel.")
 @click.option(
     "-n", "--nproc", type=click.IntRange(1, 1024), default=1, show_default=True, help="Processes of each run."
 )
-@click.option("--random", "draws", type=click.IntRange(1, 10_000), metavar="N", help="Draw N runs at random.")
+@click.option("--random", "draws", type=click.IntRange(1, 10_000), metavar="N", help="Train N runs with random values.")
 @click.option(
-    "--optuna", "trials", type=click.IntRange(1, 10_000), metavar="N", help="Let Optuna choose N runs, one by one."
+    "--optuna", "trials", type=click.IntRange(1, 10_000), metavar="N", help="Train N runs, chosen one by one by Optuna."
 )
 @click.option(
-    "--metric", metavar="NAME", help="Sort by it, and search for its best; default: checkpoint.keep.by, else eval/loss."
+    "--metric", metavar="NAME", help="Metric to sort by and to optimize; default: checkpoint.keep.by, else eval/loss."
 )
-@click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less or more is better; default: by its name.")
-@click.option("--no-prune", is_flag=True, help="Let Optuna's runs train to their ends, hopeless ones too.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of what is drawn or searched.")
 @click.option(
-    "-o", "--out", type=click.Path(file_okay=False), metavar="DIR", help="The folder of runs; default: runs/NAME-sweep."
+    "--mode", type=click.Choice(["min", "max"]), help="Better: a smaller or a larger metric; default: by its name."
+)
+@click.option("--no-prune", is_flag=True, help="Do not stop unpromising runs of Optuna early.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of --random and --optuna.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(file_okay=False),
+    metavar="DIR",
+    help="Folder for the runs; default: runs/NAME-sweep.",
 )
 @json_option
 def sweep(
@@ -56,11 +62,11 @@ def sweep(
     out: str | None,
     as_json: bool,
 ) -> None:
-    """Train RECIPE with many values: KEY=A,B,C tries each, KEY=0..4 each number, and several keys every combination.
+    """Train RECIPE with many values: KEY=A,B,C tries each, KEY=0..4 each integer, several keys every combination.
 
-    With --random or --optuna, KEY=1e-4..1e-1 is drawn from, and KEY=1e-4..1e-1:log by its logarithm. KEY=VALUE is set
-    in all runs. The same command resumes a sweep that was stopped: what is done stays, the rest is resumed. Exit
-    codes: 0 all done, 1 some failed, 2 usage or recipe, 75 stopped.
+    With --random or --optuna, values of KEY=1e-4..1e-1 are sampled uniformly, and those of KEY=1e-4..1e-1:log
+    log-uniformly. KEY=VALUE is set in all runs. The same command resumes a stopped sweep: finished runs are kept, the
+    others are resumed. Exit codes: 0 all done, 1 some failed, 2 usage or recipe, 75 stopped.
     """
     from ddpforge.ranks.logs import keep_output
     from ddpforge.tools.sweeps.space import Space
@@ -86,7 +92,7 @@ def sweep(
 
 def _refuse(draws: int | None, trials: int | None) -> None:
     if draws and trials:
-        raise UsageError("--random and --optuna each choose the runs", hints=["give one of them"])
+        raise UsageError("--random and --optuna exclude each other", hints=["use one of them"])
     if "RANK" in os.environ:
         raise UsageError(
             "a sweep starts the processes of its runs", hints=["run it without a launcher, with --nproc N"]
@@ -137,7 +143,7 @@ def _told(metric: str, variant: "Variant", trained: "Trained") -> None:
 
 # ---------------------------------------------------------------------------------------------- the end
 def _varied(difference: Mapping[str, Any], axes: Sequence[str]) -> dict[str, Any]:
-    """The part of it that the sweep has varied."""
+    """Returns the differences in keys that the sweep varies."""
     return {key: value for key, value in difference.items() if any(f"{key}.".startswith(f"{axis}.") for axis in axes)}
 
 
@@ -146,7 +152,7 @@ def _report(plan: "Plan", ended: "Sequence[Trained]", metric: str, as_json: bool
     from ddpforge.runs.overview import differences, sorted_by, standing
 
     fine = [RunFolder(plan.folder / one.name) for one in ended if one.state in ("done", "stopped")]
-    good = [standing(folder) for folder in fine if folder.exists()]  # one may be stopped before it has one
+    good = [standing(folder) for folder in fine if folder.exists()]  # a run may be stopped before it has a folder
     having = any(run.metrics.get(metric) is not None for run in good)
     good = sorted_by(good, metric if having else "name")
     bad = [one for one in ended if one.state not in ("done", "stopped")]

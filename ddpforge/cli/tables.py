@@ -1,4 +1,4 @@
-"""Lays out what commands print: tables, numbers for people, and curves in the terminal or as a picture."""
+"""Output of commands: tables, readable numbers, and curves in the terminal or as a picture."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def printable(text: str) -> str:
-    """Text out of a file, without control characters: names in it must not steer the terminal."""
+    """Returns text with control characters escaped, so that text from files cannot control the terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def size(count: int) -> str:
-    """Bytes for people: 1,234 B, 56.7 MB."""
+    """Returns a number of bytes in words: 1,234 B, 56.7 MB."""
     if count < 10_000:
         return f"{count:,} B"
     value = float(count)
@@ -51,12 +51,12 @@ def size(count: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """1 tensor, 1,234 tensors."""
+    """Returns a count with its noun: 1 tensor, 1,234 tensors."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def span(seconds: float) -> str:
-    """A time for people, in its two largest units: 5s, 3m05s, 2h10m, 4d03h."""
+    """Returns a duration in its two largest units: 5s, 3m05s, 2h10m, 4d03h."""
     rest = max(0, round(seconds))
     for length, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if rest >= length:
@@ -65,7 +65,7 @@ def span(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """The time since something happened, in its largest unit: 90 s, 5 min, 3 h, 4 d."""
+    """Returns a duration in its largest unit: 90 s, 5 min, 3 h, 4 d."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -73,21 +73,21 @@ def age(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """A metric; nothing where it is missing or not finite."""
+    """Returns a metric with four digits; "" if it is None."""
     return "" if value is None else f"{value:.4g}"
 
 
 # ---------------------------------------------------------------------------------------------- curves
-Lines = Mapping[str, Sequence[tuple[float, float]]]  # by run: steps, or what else is on the x axis, and values
+Lines = Mapping[str, Sequence[tuple[float, float]]]  # by run: x (the step, in most plots) and y of each point
 
-_WIDTH, _HEIGHT = 80, 18  # of a plot where no terminal says otherwise
-_MOST = 2000  # points of a line in a picture
-_FEW = 40  # points that are marked each: a single one is no line
-_MARKERS = ("braille", "dot", "x", "sd", "heart")  # in the terminal, beside colours
+_WIDTH, _HEIGHT = 80, 18  # default size of a plot without a terminal
+_MOST = 2000  # maximum points of a line in a picture
+_FEW = 40  # a line with fewer points also has markers, because a single point draws no line
+_MARKERS = ("braille", "dot", "x", "sd", "heart")  # in the terminal, in addition to colours
 
 
 def in_terminal(metric: str, lines: Lines) -> str:
-    """A plot of the lines as text, with colours if it goes to a terminal."""
+    """Returns a plot of the lines as text, with colours if stdout is a terminal."""
     plot = _library("plotext")
     columns = min(shutil.get_terminal_size((_WIDTH, _HEIGHT)).columns, 160)
     plot.clear_figure()
@@ -102,12 +102,12 @@ def in_terminal(metric: str, lines: Lines) -> str:
 
 
 def refuse_without_library() -> None:
-    """Raises EnvironmentProblem where no picture can be drawn."""
+    """Raises EnvironmentProblem if matplotlib is not installed."""
     _library("matplotlib")
 
 
 def as_picture(path: Path, curves: Mapping[str, Lines], *, x: str = "step", logarithmic: bool = False) -> None:
-    """Writes a picture in the format that the file's name tells, one plot for each metric; `x` names their axis."""
+    """Writes a picture with one plot per metric, in the format of the file's suffix. `x` is the label of the x axis."""
     refuse_without_library()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -132,5 +132,5 @@ def _library(name: str) -> ModuleType:
         return import_module(name)
     except ImportError as error:
         raise EnvironmentProblem(
-            f"curves are drawn by {name}, which is not installed", hints=["pip install 'ddpforge[plot]'"]
+            f"curves need {name}, which is not installed", hints=["pip install 'ddpforge[plot]'"]
         ) from error

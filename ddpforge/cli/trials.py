@@ -1,4 +1,4 @@
-"""`ddpforge batch-size` and `ddpforge lr-range`: short trainings that leave nothing behind."""
+"""`ddpforge batch-size` and `ddpforge lr-range`: short trainings without a run's folder."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ddpforge.cli.options import Size, json_option, recipe_argument, sets_option
 @recipe_argument
 @sets_options
 @click.option(
-    "--budget", type=Size(), metavar="MEMORY", help="Memory that a rank may take, e.g. 8GiB; default: all there is."
+    "--budget", type=Size(), metavar="MEMORY", help="Memory available to a rank, e.g. 8GiB; default: all memory."
 )
 @click.option(
-    "-n", "--nproc", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks to try it on, here."
+    "-n", "--nproc", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks on this machine."
 )
 @json_option
 def batch_size(recipe: str, sets: Sequence[str], budget: int | None, nproc: int, as_json: bool) -> None:
-    """Find the largest train.micro_batch with which RECIPE fits into memory; the global batch stays as it is.
+    """Find the largest train.micro_batch with which RECIPE fits into memory; the global batch does not change.
 
-    Each size that divides the batch is tried in a process of its own, for two steps that keep nothing: the largest
-    first, then by bisection. On a GPU, memory is what torch has reserved there; otherwise what the process has.
+    Sizes that divide the batch are tried in separate processes, for two steps each that keep nothing: the largest size
+    first, then by bisection. On a GPU, memory is that reserved by torch; on a CPU, that of the process.
     """
     from ddpforge.tools.trials.batch_size import find_micro_batch
 
-    # What is tried just now ends, too.
+    # SIGTERM raises SystemExit, so that the processes of the current trial end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found = find_micro_batch(recipe, sets=sets, ranks=nproc, budget=budget, told=lambda one: _tell(vars(one)))
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     elif found.micro_batch is None:
-        click.echo("no micro-batch fits: docs/how-to/out-of-memory.md has what else saves memory")
+        click.echo("no micro-batch fits: for other ways to save memory see docs/how-to/out-of-memory.md")
     else:
         accumulation = found.global_batch // (found.micro_batch * found.ranks)
         click.echo(
@@ -49,7 +49,7 @@ def batch_size(recipe: str, sets: Sequence[str], budget: int | None, nproc: int,
 
 
 def _tell(one: dict[str, object]) -> None:
-    """One try, on stderr as it comes."""
+    """Prints the result of one trial to stderr."""
     memory = one["memory"]
     took = f", {memory / 2**30:.2f} GiB" if isinstance(memory, int) else ""
     speed = one["samples_per_second"]
@@ -63,7 +63,7 @@ def _tell(one: dict[str, object]) -> None:
 @click.option("--from", "low", type=float, default=1e-7, show_default=True, metavar="LR", help="The lowest rate.")
 @click.option("--to", "high", type=float, default=10.0, show_default=True, metavar="LR", help="The highest rate.")
 @click.option(
-    "--steps", type=click.IntRange(10, 100_000), default=100, show_default=True, help="Steps, and rates, in between."
+    "--steps", type=click.IntRange(10, 100_000), default=100, show_default=True, help="Steps, each with its own rate."
 )
 @click.option(
     "-o", "--out", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the curve, e.g. into lr.png or lr.svg."
@@ -72,10 +72,10 @@ def _tell(one: dict[str, object]) -> None:
 def lr_range(
     recipe: str, sets: Sequence[str], low: float, high: float, steps: int, out: str | None, as_json: bool
 ) -> None:
-    """Train RECIPE for some steps, each at a higher learning rate, and suggest one where the loss falls fastest.
+    """Train RECIPE with an increasing learning rate, and suggest the rate at which the loss falls fastest.
 
-    The test ends where the loss climbs to four times its lowest value. It keeps nothing, and leaves schedule, callbacks
-    and evaluations out. Under a launcher all ranks take part.
+    The test ends when the loss reaches four times its lowest value. It keeps nothing, and skips schedule, callbacks and
+    evaluations. Under a launcher all ranks take part.
     """
     with ending():
         from ddpforge.cli.tables import refuse_without_library

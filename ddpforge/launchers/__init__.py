@@ -1,1 +1,1 @@
-"""Starting the processes of a run: command lines of launchers, and what became of them."""
+"""Start of a run's processes: command lines of launchers, rendezvous of machines, and exit codes."""

@@ -1,4 +1,4 @@
-"""The first node, as others find it before torchrun does: its port, whether that is a store of torch's, its clock."""
+"""Checks before torchrun's rendezvous: that the first node's ports are free, its store answers, and clocks agree."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from ddpforge.launchers.store import clock_at
 __all__ = ["LOST", "meet", "refuse_held_ports"]
 
 LOST = (
-    "do all nodes have one clock (`date`), and does each reach the others' ports? `ddpforge doctor` under a launcher",
+    "check that the nodes' clocks agree (`date`) and that their ports are open to each other: run `ddpforge doctor` "
+    "under a launcher",
 )
-_MEETING = 600.0  # seconds until the first node must be there, as torchrun has it
-_QUIET = 10.0  # seconds of waiting that need no explanation
+_MEETING = 600.0  # seconds until the first node must answer: torchrun's timeout
+_QUIET = 10.0  # seconds; a longer wait is reported
 _LOOK = 0.5
-_ANSWER = 15.0  # seconds in which a store of torch's has answered
-_APART = 3.0  # seconds by which clocks may differ without a word
+_ANSWER = 15.0  # seconds until a store of torch must answer
+_APART = 3.0  # seconds; a larger difference between clocks is reported
 _ROUNDS = 3
 
 
 def refuse_held_ports(endpoint: str) -> None:
-    """Raises EnvironmentProblem unless this machine, the first node, can take the endpoint's port and the next one.
+    """Raises EnvironmentProblem unless the endpoint's port and the next one are free on this machine, the first node.
 
-    The first is of torch's store, the second of the watch over ranks.
+    torch's store uses the first port, the watchdogs' store uses the second.
     """
     host, _, text = endpoint.rpartition(":")
     for port in (int(text), int(text) + 1):
@@ -42,19 +43,20 @@ def refuse_held_ports(endpoint: str) -> None:
         except (OSError, OverflowError) as error:
             reason = str(error) if isinstance(error, OverflowError) else os.strerror(error.errno or 0)
             raise EnvironmentProblem(
-                f"--endpoint {endpoint}: port {port} of {socket.gethostname()} cannot be taken: {reason}",
+                f"--endpoint {endpoint}: cannot listen on port {port} of {socket.gethostname()}: {reason}",
                 hints=[
-                    f"another program may hold it: `ss -ltnp 'sport = :{port}'` names it",
-                    f"--endpoint {host}:PORT on all nodes; PORT and the next one must be free on the first",
+                    f"if another program uses it, find it with `ss -ltnp 'sport = :{port}'`",
+                    f"set --endpoint {host}:PORT on all nodes; PORT and the next port must be free on the first node",
                 ],
             ) from error
 
 
 def meet(endpoint: str, store: str | None, nodes: str) -> None:
-    """Waits until torch's store answers at the endpoint, and compares this machine's clock with that of the `store`.
+    """Waits until torch's store answers at `endpoint`, and compares this machine's clock with that of `store`.
 
-    Raises EnvironmentProblem where nothing listens there in ten minutes, or something else than a store; and for a
-    clock so far off that an elastic run would take this node for dead.
+    `store` is the address of the watchdogs' store, `nodes` is the value of `--nnodes`. Raises EnvironmentProblem if
+    nothing listens at the endpoint within ten minutes, if another program does, or if the clock is so far off that the
+    nodes of an elastic run would treat each other as dead.
     """
     _find(endpoint, store)
     _refuse_strangers(endpoint)
@@ -63,7 +65,7 @@ def meet(endpoint: str, store: str | None, nodes: str) -> None:
 
 
 def _find(endpoint: str, store: str | None) -> None:
-    """Returns when a program listens at the endpoint; raises EnvironmentProblem where the store's place is taken."""
+    """Waits until a program listens at the endpoint. Raises EnvironmentProblem if none does, or if a port is taken."""
     begin, said = time.monotonic(), False
     while True:
         try:
@@ -73,19 +75,20 @@ def _find(endpoint: str, store: str | None) -> None:
             waited, reason = time.monotonic() - begin, error.strerror or str(error)
             if waited > _MEETING:
                 raise EnvironmentProblem(
-                    f"there was no first node at {endpoint} in {_MEETING / 60:.0f} minutes: {reason}",
-                    hints=["is the launch on that machine running, and the port open between the machines?"],
+                    f"the first node did not answer at {endpoint} within {_MEETING / 60:.0f} minutes: {reason}",
+                    hints=["check that the launch on that machine is running, and that the port is open"],
                 ) from error
             if waited > _QUIET and not said:
                 said = True
-                if store and _answers(store) and not clock_at(store):  # for which the first node has refused to start
+                # Another program has the store's port. The first node did not start for this reason.
+                if store and _answers(store) and not clock_at(store):
                     raise _held(store, endpoint) from error
                 print(f"waiting for the first node at {endpoint} ({reason})", file=sys.stderr, flush=True)
         time.sleep(_LOOK)
 
 
 def _refuse_strangers(endpoint: str) -> None:
-    """Raises EnvironmentProblem unless what listens at the endpoint is a store of torch's."""
+    """Raises EnvironmentProblem unless torch's store listens at the endpoint."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = _place(endpoint)
@@ -104,8 +107,8 @@ def _refuse_strangers(endpoint: str) -> None:
 def _held(place: str, endpoint: str) -> EnvironmentProblem:
     host, port = _place(place)
     return EnvironmentProblem(
-        f"--endpoint {endpoint}: another program holds port {port} of {host}, which does not answer as a launch does",
-        hints=[f"--endpoint {host}:PORT on all nodes; PORT and the next one must be free on {host}"],
+        f"--endpoint {endpoint}: the program on port {port} of {host} is not a launch of ddpforge",
+        hints=[f"set --endpoint {host}:PORT on all nodes; PORT and the next port must be free on {host}"],
     )
 
 
@@ -118,7 +121,7 @@ def _answers(place: str) -> bool:
 
 @contextmanager
 def _deaf_to_cpp() -> Iterator[None]:
-    """Drops what is written to stderr inside: C++ writes pages about a connection that fails."""
+    """Discards output to stderr inside: torch's C++ code writes pages about a failed connection."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -131,7 +134,7 @@ def _deaf_to_cpp() -> Iterator[None]:
 
 
 def _within(limit: float, action: Callable[[], bool]) -> bool:
-    """Returns what `action` returns; False if it has not within `limit` seconds. Raises what it raises."""
+    """Returns the result of `action`, or False if it takes longer than `limit` seconds. Raises its exceptions."""
     found: list[bool] = []
     errors: list[Exception] = []
 
@@ -141,7 +144,7 @@ def _within(limit: float, action: Callable[[], bool]) -> bool:
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=act, name="handshake", daemon=True)  # torch waits without an end for some answers
+    thread = threading.Thread(target=act, name="handshake", daemon=True)  # torch waits for some answers without limit
     thread.start()
     thread.join(limit)
     if errors:
@@ -150,7 +153,7 @@ def _within(limit: float, action: Callable[[], bool]) -> bool:
 
 
 def _clock_of(store: str) -> tuple[str, float] | None:
-    """Returns the name of the store's machine, and by how many seconds its clock is ahead of this one's."""
+    """Returns the name of the store's machine and the seconds its clock is ahead; None if it does not answer."""
     best: tuple[float, str, float] | None = None
     for _ in range(_ROUNDS):
         sent = time.time()
@@ -163,14 +166,14 @@ def _clock_of(store: str) -> tuple[str, float] | None:
 
 
 def _compare(host: str, ahead: float, nodes: Nodes) -> None:
-    """Prints a warning for clocks that differ; raises EnvironmentProblem where an elastic run cannot do with it."""
+    """Prints a warning if clocks differ. Raises EnvironmentProblem if they differ too much for an elastic run."""
     if abs(ahead) <= _APART:
         return
     here = socket.gethostname()
     said = f"the clock of {host} is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} that of {here}"
-    mend = "set both by chrony or ntpd"
+    mend = "synchronize both with chrony or ntpd"
     if not nodes.is_fixed and abs(ahead) > nodes.tolerance - _APART:
-        raise EnvironmentProblem(f"{said}: the nodes would take each other for dead", hints=[mend])
+        raise EnvironmentProblem(f"{said}: the nodes would treat each other as dead", hints=[mend])
     print(f"warning: {said}: {mend}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The machines of a run: how many there are, which one this is, and where they meet."""
+"""Machines of a run: their number, the number of this one, and the endpoint of their rendezvous."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ddpforge.errors import UsageError
 
 __all__ = ["ALONE", "ENDPOINT", "NODES", "Nodes", "announced", "fixed_number", "local_address"]
 
-NODES = "DDPFORGE_NODES"  # the variable that carries `--nnodes` to the ranks
-ENDPOINT = "DDPFORGE_ENDPOINT"  # for a launcher that has to find the first node there
-# One machine needs no name: ranks would look for the one that it has, which may not resolve.
+NODES = "DDPFORGE_NODES"  # the environment variable that passes `--nnodes` to the ranks
+ENDPOINT = "DDPFORGE_ENDPOINT"  # the environment variable with the first node's endpoint, on the other nodes
+# A single machine uses 127.0.0.1: its own host name may not resolve.
 ALONE = ("--standalone", "--local-addr=127.0.0.1")
-PORT = 29500  # torchrun's
+PORT = 29500  # torchrun's default
 
-# torch's rendezvous compares heartbeats by the wall clocks of two nodes. Of a fixed number none may be missing, so a
-# late heartbeat may be as late as clocks may differ. A number that varies waits for a dead node as long as this.
+# torch's rendezvous compares heartbeats by the wall clocks of two nodes. With a fixed number of nodes, all are needed:
+# the limit is long, so that clocks may differ. With a variable number, the others wait this long for a dead node.
 _FIXED = {"keep_alive_interval": 5, "keep_alive_max_attempt": 9}
 _VARIES = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5, "last_call_timeout": 10}
 _RANGE = re.compile(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?")
@@ -29,7 +29,7 @@ _RANGE = re.compile(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?")
 
 @dataclass(frozen=True)
 class Nodes:
-    """`fewest` to `most` machines that meet at `endpoint`, HOST:PORT; `rank` is this one's number, if it has one."""
+    """From `fewest` to `most` machines with a rendezvous at `endpoint`, HOST:PORT; `rank` is this one's, if known."""
 
     fewest: int = 1
     most: int = 1
@@ -38,24 +38,24 @@ class Nodes:
 
     @classmethod
     def of(cls, number: str | int | None, rank: str | int | None, endpoint: str | None) -> Nodes:
-        """Checks what a command line says; raises UsageError where that cannot work."""
+        """Parses the options --nnodes, --node-rank and --endpoint. Raises UsageError if they are invalid."""
         found = _RANGE.fullmatch(str(number or 1))
         fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 0 < fewest <= most:
-            raise UsageError(f"--nnodes {number} is no number of nodes", hints=["expected 2, or 1:3 for one to three"])
+            raise UsageError(f"--nnodes {number} is not a number of nodes", hints=["e.g. 2, or 1:3 for one to three"])
         rank = None if rank is None else int(rank)
         if rank is not None and not 0 <= rank < most:
-            raise UsageError(f"there is no node {rank} of {most}", hints=[f"expected --node-rank 0 to {most - 1}"])
+            raise UsageError(f"--node-rank {rank}: there are {most} nodes", hints=[f"expected 0 to {most - 1}"])
         if most > 1 and endpoint is None:
             raise UsageError(
-                f"{most} nodes need a place to meet, the same on each",
-                hints=["--endpoint HOST, the first node's name or address as the others reach it"],
+                f"{most} nodes need an endpoint for their rendezvous, the same on each",
+                hints=["set --endpoint HOST: the name or address of the first node that the others can reach"],
             )
         return cls(fewest, most, rank, None if endpoint is None or most == 1 else _with_port(endpoint))
 
-    @cached_property  # asked before anything is started
+    @cached_property  # computed before anything starts: afterwards this launch itself answers at the endpoint
     def is_first(self) -> bool:
-        """True for the launch that the others meet: on the endpoint's machine, and no other there was quicker."""
+        """True for the launch that hosts the rendezvous: the first one on the endpoint's machine."""
         if self.endpoint is None or self.rank is not None:
             return not self.rank
         host, _, port = self.endpoint.rpartition(":")
@@ -68,12 +68,12 @@ class Nodes:
 
     @property
     def tolerance(self) -> int:
-        """The seconds by which the rendezvous lets clocks differ; beyond, a node takes another one for dead."""
+        """Returns the allowed difference of clocks in seconds. Above it, torch's rendezvous treats nodes as dead."""
         found = _FIXED if self.is_fixed else _VARIES
         return found["keep_alive_interval"] * (found["keep_alive_max_attempt"] - 1)
 
     def variables(self) -> dict[str, str]:
-        """The variables that this machine's launcher and ranks get: how many nodes there are, and whom to meet."""
+        """Returns environment variables for this machine's launcher and ranks: the number of nodes, the endpoint."""
         if self.endpoint is None:
             return {}
         number = str(self.most) if self.is_fixed else f"{self.fewest}:{self.most}"
@@ -81,18 +81,18 @@ class Nodes:
 
     @property
     def store(self) -> str | None:
-        """The place of the watch's store: the port after the endpoint's; None where there is no endpoint."""
+        """Returns the address of the watchdogs' store, the port after the endpoint's; None without an endpoint."""
         host, _, port = (self.endpoint or "").rpartition(":")
         return f"{host}:{int(port) + 1}" if port else None
 
     def flags(self, run_id: str) -> list[str]:
-        """torchrun's flags."""
+        """Returns torchrun's flags for the rendezvous `run_id`."""
         if self.endpoint is None:
             return [*ALONE]
         number = str(self.most) if self.is_fixed else f"{self.fewest}:{self.most}"
-        # By itself torchrun compares names, and where /etc/hosts has 127.0.1.1 for this one nobody hosts the store.
+        # Set `is_host`: torchrun compares host names, and finds no host if /etc/hosts has 127.0.1.1 for this machine.
         settings = {"is_host": int(self.is_first), **(_FIXED if self.is_fixed else _VARIES)}
-        # And it gives the others this machine's name, which they may not know.
+        # Set the address: torchrun publishes this machine's host name, which others may not resolve.
         address = local_address(self.endpoint, is_first=self.is_first)
         return [
             *(f"--nnodes={number}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={run_id}"),
@@ -101,12 +101,12 @@ class Nodes:
         ]
 
     def worlds(self, nproc: int) -> Sequence[int]:
-        """All numbers of ranks that there may be with `nproc` on each machine."""
+        """Returns all possible world sizes with `nproc` ranks on each machine."""
         return [nodes * nproc for nodes in range(self.fewest, self.most + 1)]
 
 
 def fixed_number(words: Sequence[str]) -> int | None:
-    """The number of nodes in flags of torchrun; None if they name none, or one that may change."""
+    """Returns the number of nodes in torchrun's flags; None if there is none, or if it may change."""
     for word, following in pairwise([*words, ""]):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == "--nnodes":
@@ -116,10 +116,9 @@ def fixed_number(words: Sequence[str]) -> int | None:
 
 
 def local_address(endpoint: str, *, is_first: bool) -> str | None:
-    """Returns the address by which this machine reaches the endpoint, so that the others reach it there.
+    """Returns the address of this machine on its route to the endpoint, at which others reach it; None without a route.
 
-    The first node may know the endpoint's name as 127.0.1.1, its own; the others do not, so it has that name. None
-    where there is no route.
+    On the first node the endpoint's name may resolve to 127.0.1.1. Then this returns the name, for others to resolve.
     """
     host, _, port = endpoint.rpartition(":")
     name = host.strip("[]")
@@ -134,9 +133,9 @@ def local_address(endpoint: str, *, is_first: bool) -> str | None:
 
 
 def announced(environ: Mapping[str, str]) -> dict[str, str]:
-    """The options of `ddpforge launch` that SkyPilot's variables stand for, and torchrun's own, as Kubeflow sets them.
+    """Returns options of `ddpforge launch` from the environment variables of SkyPilot and torchrun (Kubeflow).
 
-    What torchrun reads as PET_NNODES and so on, ours does too: the flags that it is given would hide them.
+    torchrun itself reads PET_NNODES and so on, but flags override them, and `ddpforge launch` always passes flags.
     """
     found = {
         "nproc": environ.get("SKYPILOT_NUM_GPUS_PER_NODE"),
@@ -155,14 +154,14 @@ def announced(environ: Mapping[str, str]) -> dict[str, str]:
         "max_restarts": environ.get("PET_MAX_RESTARTS"),
     }
     if not environ.get("PET_NPROC_PER_NODE", "").isdecimal():
-        del pet["nproc"]  # "auto" or "gpu", which is what we do by ourselves
+        del pet["nproc"]  # "auto" or "gpu": the default of `ddpforge launch`
     if found["nproc"] == "0":
         found["nproc"] = None  # a machine without GPUs
     return {key: value for key, value in [*pet.items(), *found.items()] if value}
 
 
 def default_id(name: str) -> str:
-    """A name for the meeting, which two runs at one endpoint do not share."""
+    """Returns a rendezvous id for the run `name`, so that two runs at one endpoint have different ids."""
     try:
         return f"{name}-{getpass.getuser()}"
     except (KeyError, OSError):  # no such user, as in some containers
@@ -170,7 +169,7 @@ def default_id(name: str) -> str:
 
 
 def is_mine(host: str) -> bool:
-    """True if `host` is a name or an address of this machine; raises UsageError for a name that nobody knows."""
+    """True if `host` is a name or an address of this machine. Raises UsageError if it does not resolve."""
     import psutil
 
     name = host.strip("[]")
@@ -180,15 +179,15 @@ def is_mine(host: str) -> bool:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
     except OSError as error:
         raise UsageError(
-            f"--endpoint {host}: this machine does not know that name ({error.strerror or error})",
-            hints=["give an address as the other machines reach it, or say --node-rank, 0 on the machine itself"],
+            f"--endpoint {host}: this machine cannot resolve that name ({error.strerror or error})",
+            hints=["use an address that the other machines can reach, or set --node-rank: 0 on that machine"],
         ) from error
     mine = {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
     return not addresses.isdisjoint(mine) or any(address.startswith("127.") for address in addresses)
 
 
 def _answers(host: str, port: int) -> bool:
-    """True if somebody is there already: another launch on this machine, which all others meet."""
+    """True if another launch on this machine already listens there; it hosts the rendezvous."""
     try:
         socket.create_connection((host.strip("[]"), port), timeout=1.0).close()
     except OSError:
@@ -201,7 +200,7 @@ def _with_port(endpoint: str) -> str:
     host, port = (endpoint, str(PORT)) if bare else endpoint.rsplit(":", 1)
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or (":" in host and not host.startswith("[")):
         raise UsageError(
-            f"--endpoint {endpoint} is no address",
+            f"--endpoint {endpoint} is not an address",
             hints=["expected HOST or HOST:PORT; an IPv6 address in brackets"],
         )
     return f"{host}:{port}"

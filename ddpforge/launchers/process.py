@@ -1,4 +1,4 @@
-"""Runs a launcher to its end: passes requests to stop on to it, and ends it when it outlives its ranks."""
+"""Runs a launcher to its end: forwards stop requests to it, and kills it if it outlives its ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from ddpforge.launchers.verdict import VERDICT, Ended, Words
 
 __all__ = ["PATIENCE", "launch", "start"]
 
-PATIENCE = 15.0  # seconds that a launcher gets to end after its ranks
-_BLIND = 0.2  # of that, where it has not even noticed: it looks often, unless a store hangs that it has lost touch with
+PATIENCE = 15.0  # seconds for a launcher to end after its ranks
+# Share of PATIENCE for a launcher that has not read its ranks' exit codes. It checks them often, unless it hangs in a
+# connection to a lost store.
+_BLIND = 0.2
 _LOOK = 1.0
-_ENDED = {"Z", "X"}  # as the kernel has it: nobody has asked for the exit code yet, or somebody has
-_PARTING = 15.0  # seconds that a launcher gets to end after ranks that are done, when no other rank is alive
+_ENDED = {"Z", "X"}  # states of /proc/PID/stat: the exit code was not read yet (zombie), or it was
+_PARTING = 15.0  # seconds for a launcher to end after its ranks are done, when no other rank is alive
 _SAVING = 600.0  # seconds for ranks that outlive their launcher
-_TELLING = 10.0  # seconds for the processes beside them
+_TELLING = 10.0  # seconds for their watchdogs
 
 
 def launch(
@@ -49,30 +51,33 @@ def start(
     patience: float = PATIENCE,
     store: AbstractContextManager[Mapping[str, str]] | None = None,
 ) -> Ended:
-    """Runs `command` until it ends, which starts `nproc` ranks on this machine.
+    """Runs a launcher command until it ends, and returns its result, from the reports of its ranks.
 
-    What it prints goes to `output`; by default, where this process prints. `variables` join those of the environment,
-    and so do those of the `store` in which ranks show where they stand, by default one for this machine.
+    SIGTERM, SIGUSR1, SIGHUP and Ctrl-C reach the launcher as one SIGTERM, which it forwards to the ranks: they finish
+    their step and save. A second signal of the same kind kills the launcher and the ranks.
 
-    Launchers flatten every failure to 1, so the ranks also write their codes to a file that only this launch knows.
-    SIGTERM, SIGUSR1, SIGHUP and Ctrl-C each reach the launcher as one SIGTERM, which it passes on to the ranks: they
-    finish their step and save. A second one of the same kills launcher and ranks; so does a launcher's own failure to
-    end within `patience` seconds of its ranks. A launcher that waits for lost machines when all
-    ranks are done is ended too.
+    Args:
+        command: a command that starts `nproc` ranks on this machine.
+        output: receives the output of the command; default: the streams of this process.
+        variables: environment variables to add.
+        patience: seconds after the end of all ranks until the launcher is killed. If all ranks succeeded, it is killed
+            if it only waits for lost machines.
+        store: context manager that provides the variables of the watchdogs' store; default: a store for this machine.
     """
+    # Launchers reduce every failure to exit code 1, so the ranks write their exit codes to a private file.
     with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file, store or store_at(None, here=True) as ours:
         said = Path(file.name)
         environment = {**variables_for(nproc), **os.environ, **ours, **variables, VERDICT: file.name}
         running = _Running(lambda: Words(said, nproc), environment.get(ADDRESS))
         with heard(running.ask):
-            # A session of its own: a terminal would send Ctrl-C to the launcher too, which gives up at the second.
+            # In a new session: otherwise the terminal would send Ctrl-C to the launcher too, which ends at the second.
             running.begin(command, env=environment, start_new_session=True, stdout=output, stderr=output)
             code = running.wait(patience)
         return Words(said, nproc).conclude(code, running.asked)
 
 
 class _Running:
-    """A launcher, and what it was asked."""
+    """Running launcher, and the stop signals that it received."""
 
     def __init__(self, words: Callable[[], Words], store: str | None) -> None:
         self._words, self._store = words, store
@@ -81,11 +86,11 @@ class _Running:
 
     @property
     def asked(self) -> int | None:
-        """The first signal that asked it to stop."""
+        """Returns the first stop signal; None if there was none."""
         return next(iter(self._asked), None)
 
     def ask(self, number: int, _: FrameType | None) -> None:
-        """Handles a signal."""
+        """Handles a stop signal: the first one terminates the launcher, a repeated one kills all."""
         now, before = time.monotonic(), self._asked.get(number)
         if before is None:
             self._asked[number] = now
@@ -95,16 +100,16 @@ class _Running:
             self._kill()
 
     def begin(self, command: Sequence[str], **options: Any) -> None:
-        with _held_back(signal.SIGUSR1, signal.SIGHUP):  # until it has handlers, these would be its end
+        with _held_back(signal.SIGUSR1, signal.SIGHUP):  # without handlers these signals would end the launcher
             self._process = subprocess.Popen(command, **options)
         if self._asked:
             self._process.terminate()
 
     def wait(self, patience: float) -> int:
-        """Its exit code, when its ranks have ended too."""
+        """Returns the launcher's exit code after its ranks have ended too."""
         assert self._process is not None
-        idle: float | None = None  # since when no rank has been alive, after one failed
-        parting: float | None = None  # since when all ranks here are done
+        idle: float | None = None  # time since which no rank is alive, after a failure
+        parting: float | None = None  # time since which all ranks here are done
         while True:
             try:
                 code = self._process.wait(_LOOK)
@@ -125,32 +130,30 @@ class _Running:
         return words.all_done and set(map(_state, words.pids)) <= _ENDED
 
     def _is_quiet(self, parting: float) -> bool:
-        """True if no rank has shown itself for long: torchrun waits five minutes for a machine that was lost.
-
-        The ranks here have been done for `parting` seconds.
-        """
+        """True if no rank of any machine has reported lately. The ranks here have been done for `parting` seconds."""
+        # Without this check torchrun waits five minutes for a lost machine.
         if not self._store or parting < _PARTING:
             return False
         if (answer := clock_at(self._store)) is None:
-            return True  # the store's machine is gone
-        quiet = answer["quiet"]  # None: no rank has been watched yet, so one elsewhere may be busy
+            return True  # the store's machine does not answer any more
+        quiet = answer["quiet"]  # None: no rank has reported yet, so a rank elsewhere may be busy
         return parting > 2 * _PARTING if quiet is None else bool(quiet > _PARTING)
 
     def _left_alone(self) -> str:
-        """The states of its ranks, "Z" for one that it has not looked at since; empty unless all have failed."""
+        """Returns the states of its ranks if all have ended with a failure, else "". "Z": exit code not read yet."""
         words = self._words()
         states = "" if words.all_done else "".join(map(_state, words.pids))
         return states if set(states) <= _ENDED else ""
 
     def _wait_for_ranks(self) -> None:
-        """They may be saving, when a signal has ended their launcher at once; who saw one die may be telling of it."""
+        """Waits for ranks that outlive the launcher, which may be saving, and for watchdogs, which may be reporting."""
         import psutil
 
         psutil.wait_procs(_processes(self._words().pids), timeout=_SAVING)
         psutil.wait_procs(_processes(self._words().watches), timeout=_TELLING)
 
     def _kill(self) -> None:
-        """Ends it and all that it has started, at once."""
+        """Kills the launcher and all its descendants."""
         import psutil
 
         assert self._process is not None
@@ -164,7 +167,7 @@ class _Running:
 
 
 def _processes(pids: Sequence[int]) -> list[Any]:
-    """Those that are alive."""
+    """Returns the processes of `pids` that are alive."""
     import psutil
 
     found = []
@@ -175,12 +178,12 @@ def _processes(pids: Sequence[int]) -> list[Any]:
 
 
 def _is_alive(pid: int) -> bool:
-    """True while the process runs; one that has ended and that nobody has waited for does not."""
+    """True while the process runs. False for a zombie."""
     return _state(pid) not in _ENDED
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter for what a process does; "X" for one that is gone."""
+    """Returns the kernel's letter for the state of a process; "X" if it does not exist."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "X"
@@ -188,7 +191,7 @@ def _state(pid: int) -> str:
 
 @contextmanager
 def _held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """Signals wait, also in what is started here, which lets them in when it is ready."""
+    """Blocks signals, also in a process started inside this context, which unblocks them when it has handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop: which are heard, and when a second one is an order."""
+"""Signals that request a stop: how they are handled, and when a second signal ends the process at once."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["heard", "insists", "listen", "listened", "stop_with_parent"]
 Handler = Callable[[int, FrameType | None], None]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_PDEATHSIG = 1  # of <linux/prctl.h>
-_ONE = 5.0  # seconds in which the same signal is the same request: schedulers send it to whole process trees
+_PDEATHSIG = 1  # from <linux/prctl.h>
+_ONE = 5.0  # seconds in which a repeated signal is the same request: schedulers send it to whole process trees
 
 
 def listened() -> list[signal.Signals]:
-    """The signals, but for those that this process was started to ignore, as nohup does."""
+    """Returns the stop signals, except for signals that this process ignores from its start, as under nohup."""
     return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def insists(number: int, *, since: float | None) -> bool:
-    """True for a signal that came `since` seconds after the first of its kind, if that is a request of its own."""
+    """True if a signal `since` seconds after the first one of its kind is a new request."""
     return since is not None and (number == signal.SIGINT or since > _ONE)
 
 
 def listen(handler: Handler) -> dict[signal.Signals, Any]:
-    """Handles them from now on, also one that came before and was held back; returns the handlers that there were."""
+    """Installs `handler` for the stop signals and unblocks them. Returns the previous handlers."""
     before = {number: signal.signal(number, handler) for number in listened()}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
     return before
@@ -38,7 +38,7 @@ def listen(handler: Handler) -> dict[signal.Signals, Any]:
 
 @contextmanager
 def heard(handler: Handler) -> Iterator[None]:
-    """Handles them in here; Python lets the main thread alone do so."""
+    """Installs `handler` for the stop signals inside this context. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -51,9 +51,9 @@ def heard(handler: Handler) -> Iterator[None]:
 
 
 def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Has a signal sent to this process when the one that started it ends without a word, as by kill -9.
+    """Makes the kernel send a signal to this process when its parent ends, even by kill -9.
 
-    Linux alone can do that: prctl(2), PR_SET_PDEATHSIG.
+    Only on Linux: prctl(2), PR_SET_PDEATHSIG.
     """
     if sys.platform == "linux":
         import ctypes

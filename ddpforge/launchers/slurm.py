@@ -1,4 +1,4 @@
-"""Slurm: the script of a job that trains a recipe and queues itself again, and ranks from the variables of a step."""
+"""Slurm: writes the script of a job that trains a recipe and requeues itself; reads ranks from a step's variables."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ddpforge.errors import EnvironmentProblem, UsageError
 
 __all__ = ["Job", "adopt_slurm", "indices", "script", "seconds"]
 
-_PORTS, _MANY = 20_000, 12_000  # from there on so many: below those that Linux hands out, above those of a launch
+_PORTS, _MANY = 20_000, 12_000  # first port and their number: below Linux's ephemeral ports, above those of a launch
 
-# What the script decides, and by which option; `sbatch` would take the last of two.
+# sbatch options that the script sets, with the ddpforge option for each; `sbatch` would use the last of two values.
 _OURS = {
     **{"nodes": "--nodes", "N": "--nodes", "time": "--time", "t": "--time", "array": "--array", "a": "--array"},
     **{"gpus-per-node": "--gpus-per-node", "gpus": "--gpus-per-node", "G": "--gpus-per-node", "signal": "--signal"},
@@ -28,8 +28,8 @@ _OURS = {
 _TIME = re.compile(r"(?:(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>\d+)(?::(?P<s>\d+))?)?)|(?P<plain>\d+(?::\d+){0,2})")
 
 _HEAD = """
-    # Who wants this job to stop signals this shell before the time is up, and the ranks when the job is preempted. They
-    # are told once, and by USR1: srun passes that on, while TERM makes it kill them. They save, and leave with 75.
+    # Slurm signals this shell before the time limit, and the ranks when the job is preempted. This shell sends the
+    # ranks one USR1: srun forwards USR1, but kills the ranks at TERM. The ranks save and exit with 75.
     asked=
     step=
     stop() {
@@ -41,19 +41,19 @@ _HEAD = """
     }
     trap stop USR1 TERM
 
-    # Queues this job again, where it can resume: a job that was cancelled is not RUNNING any more, and stays away.
+    # Requeues this job, which then resumes. A cancelled job is not RUNNING any more, and is not requeued.
     again() {
         if [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_requeues" ]; then
-            echo "not queued again, which was done $max_requeues times: submit the job again to continue" >&2
+            echo "not requeued: the limit of $max_requeues requeues is reached; submit the job again to continue" >&2
         elif [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
-            echo "queued again"
+            echo "requeued the job"
             scontrol requeue "$job" && exit 0
         fi
         exit 75
     }
 """
 _TAIL = """
-    # Until Python hears it, USR1 would be a task's end: it waits, where coreutils are of 2019 (8.31) or later.
+    # USR1 would end a task before Python handles it. It is blocked until then, with coreutils 8.31 (2019) or later.
     wait_for_python=$(env --block-signal=USR1 echo env --block-signal=USR1 2>/dev/null)
     if [ -z "$asked" ]; then
         srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=600 $wait_for_python bash -c task &
@@ -64,7 +64,7 @@ _TAIL = """
         code=$?
     fi
 
-    # 75: a checkpoint was saved. Beyond 128 a signal has ended them, so early that nothing was to be saved yet.
+    # 75: a checkpoint was saved. Above 128: a signal ended the ranks before there was anything to save.
     if [ "${code:-75}" -eq 75 ]; then again; fi
     if [ -n "$asked" ] && [ "$code" -gt 128 ]; then again; fi
     exit "$code"
@@ -77,10 +77,19 @@ _RENDEZVOUS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job: `ranks` processes on each of `nodes` nodes, of `cores` CPU cores each; a GPU each where there are `gpus`.
+    """Slurm job that trains a recipe.
 
-    `arguments` are those of `ddpforge launch` or `run`: recipe and options. `time` is Slurm's, and `signal` is how many
-    seconds before its end ranks are asked to save. Lines of `setup` come first; `sbatch` are more of its options.
+    name: the job's name.
+    arguments: recipe and options of `ddpforge launch`, or of `ddpforge run` with `task_per_rank`.
+    nodes, ranks, gpus: the number of nodes, and of ranks and GPUs on each node.
+    cores: CPU cores per rank.
+    time: the job's time limit, in Slurm's format.
+    signal: seconds before the time limit at which ranks receive a request to save.
+    array: Slurm's array of job numbers, as "0-7%2".
+    max_requeues: how often the job may requeue itself.
+    task_per_rank: start each rank as a Slurm task, without torchrun.
+    setup: lines of shell to run first.
+    sbatch: further options of `sbatch`, without dashes.
     """
 
     name: str
@@ -98,27 +107,27 @@ class Job:
     sbatch: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Raises UsageError for what contradicts another option, or leaves no time to train."""
+        """Raises UsageError if options contradict each other, or leave no time to train."""
         for option in self.sbatch:
             key = option.partition("=")[0]
             if key in _OURS or key.startswith("-"):
                 hint = f"use {_OURS[key]}" if _OURS.get(key) else "write it without dashes, --sbatch exclusive"
-                raise UsageError(f"--sbatch {option}: the script says that itself", hints=[hint])
+                raise UsageError(f"--sbatch {option}: the script sets this option itself", hints=[hint])
         if self.time and (limit := seconds(self.time)) is not None and limit <= self.signal:
             raise UsageError(
-                f"--time {self.time} is {limit} s, and ranks are to be asked to save {self.signal} s before its end",
-                hints=["give the job more time, or a smaller --signal"],
+                f"--time {self.time} is {limit} s, but ranks have to save {self.signal} s before its end",
+                hints=["use a longer --time, or a smaller --signal"],
             )
 
 
 def seconds(time: str) -> int | None:
-    """A time as Slurm writes it: MINUTES, MM:SS, H:MM:SS, D-H, D-H:MM or D-H:MM:SS; None if it is without limit."""
+    """Returns the seconds in MINUTES, MM:SS, H:MM:SS, D-H, D-H:MM or D-H:MM:SS (Slurm's formats); None for no limit."""
     if time.lower() in ("infinite", "unlimited"):
         return None
     found = _TIME.fullmatch(time)
     if found is None:
         raise UsageError(
-            f"--time {time} is no time of Slurm's", hints=["e.g. --time 4:00:00, 1-12:00:00, or minutes: 90"]
+            f"--time {time} is not a time in Slurm's format", hints=["e.g. --time 4:00:00, 1-12:00:00, or minutes: 90"]
         )
     if plain := found["plain"]:
         numbers = [int(number) for number in plain.split(":")]
@@ -129,12 +138,12 @@ def seconds(time: str) -> int | None:
 
 
 def indices(array: str) -> list[int]:
-    """The numbers of an array's jobs, as `0-7%2`, `1,3` or `0-15:4` give them."""
+    """Returns the job numbers in Slurm's array format: `0-7%2`, `1,3` or `0-15:4`."""
     found: list[int] = []
     for part in array.partition("%")[0].split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
         if match is None:
-            raise UsageError(f"--array {array} is no list of numbers", hints=["e.g. --array 0-7, 1,3,5 or 0-7%2"])
+            raise UsageError(f"--array {array} is not a list of numbers", hints=["e.g. --array 0-7, 1,3,5 or 0-7%2"])
         first, last, step = (int(number) if number else None for number in match.groups())
         assert first is not None
         found += range(first, first + 1 if last is None else last + 1, step or 1)
@@ -142,7 +151,7 @@ def indices(array: str) -> list[int]:
 
 
 def script(job: Job, command: Sequence[str]) -> str:
-    """The text of a job's script; `command` is the command that wrote it."""
+    """Returns the text of a job's script; `command` is the command line that generates it."""
     parts = [
         f"#!/bin/bash\n{_directives(job)}",
         f"# Written by: {shlex.join(command)}",
@@ -156,7 +165,7 @@ def script(job: Job, command: Sequence[str]) -> str:
 
 
 def _directives(job: Job) -> str:
-    """Says what the job needs; what people add comes last, as `sbatch` takes the last of two."""
+    """Returns the #SBATCH lines. The user's own come last, because `sbatch` uses the last of two values."""
     tasks, cores = (job.ranks, job.cores) if job.task_per_rank else (1, job.ranks * job.cores)
     said = [f"job-name={job.name}", f"nodes={job.nodes}", f"ntasks-per-node={tasks}", f"cpus-per-task={cores}"]
     said += [f"gpus-per-node={job.gpus}"] if job.gpus else []
@@ -169,14 +178,14 @@ def _directives(job: Job) -> str:
 def _settings(job: Job) -> str:
     number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if job.array else '"$SLURM_JOB_ID"'
     lines = [f"max_requeues={job.max_requeues}", f"job={number}"]
-    if not job.task_per_rank and job.nodes > 1:  # this script runs on the first node; a launch takes two ports
+    if not job.task_per_rank and job.nodes > 1:  # the script runs on the first node; a launch uses two ports
         lines += ['export head="$SLURMD_NODENAME:$((10000 + 2 * (SLURM_JOB_ID % 5000)))"']
     return "\n".join(lines)
 
 
 def _task(job: Job) -> str:
-    """The function that each task of the step runs; it is in the environment of all of them."""
-    # An environment that `setup` enters has a ddpforge of its own.
+    """Returns the shell function that each task of the step runs; it is exported to their environment."""
+    # The environment that `setup` activates has its own ddpforge.
     forge = ["ddpforge"] if job.setup.strip() else [sys.executable, "-P", "-m", "ddpforge"]
     if job.task_per_rank:
         threads = 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"'
@@ -191,11 +200,11 @@ def _function(*lines: str, joint: str = "\n    ") -> str:
 
 # ---------------------------------------------------------------------------------------------- in a step
 def adopt_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Sets what torchrun would set, in a step of several tasks; True if it did.
+    """Sets torchrun's environment variables in a Slurm step (`srun`) of several tasks; True if it did.
 
-    A launcher's own variables win. A step is what `srun` starts: SLURM_NTASKS would be the whole job's. Raises
-    EnvironmentProblem where tasks could not find each other: several that each train alone would be no run.
+    Does nothing if a launcher has set RANK. Raises EnvironmentProblem if Slurm's variables do not name the other tasks.
     """
+    # Of the step: SLURM_NTASKS is that of the whole job.
     size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "RANK" in environ or "SLURM_PROCID" not in environ or size == 1:
         return False
@@ -212,7 +221,7 @@ def adopt_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
         }
     except (KeyError, IndexError, ValueError) as error:
         raise EnvironmentProblem(
-            f"this is one of {size} tasks of a Slurm step, whose variables do not say how to find the others ({error})",
+            f"this is one of {size} tasks of a Slurm step, but its variables do not name the other tasks ({error})",
             hints=["start one `ddpforge launch` on each node, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"],
         ) from error
     environ.update(found)
@@ -220,7 +229,7 @@ def adopt_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def _tasks(counts: str) -> list[int]:
-    """Tasks by node: "2(x3),1" is [2, 2, 2, 1]."""
+    """Returns the number of tasks of each node: "2(x3),1" is [2, 2, 2, 1]."""
     found: list[int] = []
     for part in counts.split(","):
         number, _, times = part.partition("(x")
@@ -229,12 +238,12 @@ def _tasks(counts: str) -> list[int]:
 
 
 def _first(nodes: str) -> str:
-    """The first of a list of hosts: "n[01-02,5],m3" begins with n01."""
+    """Returns the first host of a list in Slurm's format: n01 of "n[01-02,5],m3"."""
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).partition(",")[0]
 
 
 def _reachable(node: str) -> str:
-    """The node's name where it resolves; else the address that Slurm itself uses, as names there may be aliases."""
+    """Returns the node's name if it resolves, else Slurm's address of it: node names may be aliases."""
     try:
         socket.getaddrinfo(node, None)
         return node
@@ -242,11 +251,11 @@ def _reachable(node: str) -> str:
         shown = subprocess.run(["scontrol", "show", "node", "-o", node], capture_output=True, text=True)
         if found := re.search(r"NodeAddr=(\S+)", shown.stdout):
             return found[1]
-        raise ValueError(f"nobody knows the node {node}") from None
+        raise ValueError(f"the node {node} has no known address") from None
 
 
 def _port(environ: MutableMapping[str, str]) -> int:
-    """The same on all tasks of a step, and another one for every other step, and for a job that is started again."""
+    """Returns a port: the same on all tasks of a step, but not for other steps and restarts of the job."""
     attempt = int(environ.get("SLURM_RESTART_COUNT", "0")) % 7
     step = int(environ.get("SLURM_STEP_ID", "0"))
     return _PORTS + (int(environ["SLURM_JOB_ID"]) * 97 + step * 7 + attempt) % _MANY

@@ -1,9 +1,9 @@
-"""A small store of the launcher's: who beside a rank writes where that stands, and reads where the others do.
+"""TCP store on the launcher through which watchdogs exchange the status of ranks.
 
-It lives in the launcher, so it answers while ranks hang, freeze or die. One line of JSON asks, one answers:
-`{"attempt": …, "row": {…}}` writes a rank's row, `"alarm": true` calls everybody, `"ask": true` reads all rows, and
-`"cause": {…}` says which rank failed: the first one counts, and every answer has it. `{"clock": true}` reads the clock
-of the store's machine, and for how many seconds no rank has written.
+It runs in the launcher, so it answers while ranks hang, freeze or die. Request and reply are a line of JSON each.
+`{"attempt": …, "row": {…}}` writes a rank's row, `"alarm": true` calls all watchdogs, `"ask": true` reads all rows.
+`"cause": {…}` reports the failed rank: the first report counts, and every reply has it. `{"clock": true}` reads the
+clock of the store's machine and the seconds since the last row.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any
 __all__ = ["ADDRESS", "Attempts", "clock_at", "serving", "store_at"]
 
 ADDRESS = "DDPFORGE_STORE"
-LONGEST = 1 << 16  # bytes of a question
+LONGEST = 1 << 16  # bytes of a request
 _WAIT = 5.0  # seconds
-MOST = 8  # attempts; ranks of older ones are gone
+MOST = 8  # attempts; the ranks of older attempts have ended
 
 
 class Attempts:
-    """The newest attempts: of each the rows, by rank, whether a rank has called the others, and what failed first."""
+    """Newest attempts: for each its rows by rank, whether the watchdogs are called, and the first failure."""
 
     def __init__(self) -> None:
         self._attempts: dict[str, tuple[dict[int, Any], list[str], list[Any]]] = {}
         self._lock = threading.Lock()
-        self._heard: float | None = None  # when the newest row came
+        self._heard: float | None = None  # time of the newest row
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Takes what `question` tells, and answers it; raises KeyError or TypeError for what is none."""
+        """Stores the contents of a request and returns the reply. Raises KeyError or TypeError if it is invalid."""
         if "clock" in question:
             quiet = None if self._heard is None else time.monotonic() - self._heard
             return {"clock": time.time(), "host": socket.gethostname(), "quiet": quiet}
@@ -62,14 +62,14 @@ class _Server(socketserver.ThreadingTCPServer):
     attempts: Attempts
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nobody needs to know of a rank that went while it was answered."""
+        """Ignores the error: the rank has ended during the reply, or the request was invalid."""
 
 
 class _Talk(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        """Answers one line after the other; ends at the first that is none."""
+        """Replies to one line after the other; ends at the first invalid one."""
         while line := self.rfile.readline(LONGEST):
             with suppress(BrokenPipeError, ConnectionResetError):
                 answer = self.server.attempts.answer(json.loads(line))
@@ -77,7 +77,7 @@ class _Talk(socketserver.StreamRequestHandler):
 
 
 def clock_at(address: str) -> dict[str, Any] | None:
-    """Returns what the store at HOST:PORT answers about its clock; None where none answers within seconds."""
+    """Returns the clock reply of the store at HOST:PORT; None if no store replies within 5 s."""
     host, _, port = address.rpartition(":")
     with (
         suppress(OSError, ValueError),
@@ -93,7 +93,10 @@ def clock_at(address: str) -> dict[str, Any] | None:
 
 @contextmanager
 def store_at(address: str | None, *, here: bool) -> Iterator[Mapping[str, str]]:
-    """The variables with which ranks find a store: one for this machine, or that at `address`, which may be `here`."""
+    """Yields the environment variables of a store for watchdogs. Serves one unless `address` is on another machine.
+
+    Without an `address` the store is for this machine only. `here`: serve the store at `address` in this process.
+    """
     if address and not here:
         yield {ADDRESS: address}
         return
@@ -102,14 +105,14 @@ def store_at(address: str | None, *, here: bool) -> Iterator[Mapping[str, str]]:
         try:
             port = life.enter_context(serving("", int(address.rpartition(":")[2])) if address else serving())
             variables[ADDRESS] = address or f"127.0.0.1:{port}"
-        except OSError as error:  # ranks then write files for each other
-            print(f"warning: the watch over ranks has no store at {address}: {error}", file=sys.stderr)
+        except OSError as error:  # the watchdogs then use files
+            print(f"warning: cannot serve the watchdogs' store at {address}: {error}", file=sys.stderr)
         yield variables
 
 
 @contextmanager
 def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
-    """Serves until it is left; yields the port."""
+    """Serves a store inside this context; yields its port."""
     with _Server((host, port), _Talk) as server:
         server.attempts = Attempts()
         threading.Thread(target=server.serve_forever, name="store of the watch", daemon=True).start()

@@ -1,6 +1,7 @@
-"""The command that starts ranks by torchrun, and torchrun as a launch needs it.
+"""Command that starts ranks with torchrun, and a program that runs torchrun with changes.
 
-It ignores signals that are not meant for it, prints nothing of its own, and restarts no ranks in vain.
+The program ignores signals that only its parent handles, suppresses torchrun's own output, and does not restart ranks
+if that cannot help.
 """
 
 from __future__ import annotations
@@ -26,61 +27,61 @@ from ddpforge.launchers.verdict import VERDICT, Words, is_final, record_death
 
 __all__ = ["NO_GPUS", "main", "names_rendezvous", "torchrun_command", "use_agent", "variables_for"]
 
-NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that are to compute on the CPU whatever the recipe's parts think
-_GRACE = 5.0  # seconds in which ranks notice by themselves
-_HOOKS = ("_monitor_workers", "_restart_workers", "_shutdown")  # torch documents them for classes that extend its agent
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that must compute on the CPU
+_GRACE = 5.0  # seconds for ranks to end by themselves
+_HOOKS = ("_monitor_workers", "_restart_workers", "_shutdown")  # documented by torch for subclasses of its agent
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 
 
 def torchrun_command(arguments: Sequence[str], *, nproc: int, flags: Sequence[str] = ()) -> list[str]:
-    """The command that runs `ddpforge run ARGUMENTS` in `nproc` processes on this machine.
+    """Returns the command that runs `ddpforge run ARGUMENTS` in `nproc` processes on this machine.
 
-    `flags` go to torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html); without a rendezvous among them the
-    machine stands alone.
+    `flags` are for torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html). If they name no rendezvous, this
+    is the only machine.
     """
     alone = [] if names_rendezvous(flags) else ALONE
-    # -P: a file random.py in the current folder is not the standard library's.
+    # -P: a file random.py in the current folder must not replace that of the standard library.
     torchrun = [sys.executable, "-P", "-u", "-m", "ddpforge.launchers.torchrun"]
     torchrun += [*alone, f"--nproc-per-node={nproc}", *flags, "--no-python"]
     return [*torchrun, sys.executable, "-P", "-u", "-m", "ddpforge", "run", *arguments]
 
 
 def names_rendezvous(flags: Sequence[str]) -> bool:
-    """True if flags of torchrun say where machines meet."""
+    """True if torchrun's flags name a rendezvous."""
     wanted = ("--rdzv", "--master", "--nnodes", "--standalone")
     return any(flag.startswith(wanted) for flag in flags)
 
 
 def variables_for(nproc: int) -> dict[str, str]:
-    """The variables that `nproc` ranks on this machine get where the environment does not say otherwise."""
+    """Returns default environment variables for `nproc` ranks on this machine."""
     return {
         "OMP_NUM_THREADS": str(share_of_cores(nproc)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for the last checkpoint; torchrun's own 30 are short for it
-        # The store that torchrun would share keeps the addresses of dead ranks: those restarted would wait for them.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for the last checkpoint; torchrun's 30 s are too short
+        # torchrun's shared store keeps the addresses of dead ranks: restarted ranks would wait for them.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # Where a node goes first, the store's warnings are pages of C++ frames; ranks and launcher say what it means.
+        # If a node ends first, the store's warnings are pages of C++ frames; ranks and launcher report the cause.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 
 
 # ---------------------------------------------------------------------------------------------- in torchrun itself
 def _let_pass(number: int, frame: FrameType | None) -> None:
-    """Handles a signal; unlike SIG_IGN, the ranks do not inherit it."""
+    """Ignores a signal. Unlike SIG_IGN, the ranks do not inherit this handler."""
 
 
 def _listen_to_the_launch_alone() -> None:
-    """Schedulers signal every process of a job; the one that has started this passes on what concerns it."""
+    """Ignores SIGUSR1 and SIGHUP. Schedulers send them to every process of a job; the parent handles them."""
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, _let_pass)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGHUP))
 
 
 def use_agent() -> bool:
-    """Has torchrun run an agent that reads the ranks' exit codes; False if this torch has not the names for that.
+    """Makes torchrun use an agent that reads the ranks' exit codes. False if this torch version has no such hooks.
 
-    torchrun's own agent then starts ranks again after every failure, as often as `--max-restarts` allows.
+    In that case torchrun's own agent restarts ranks after every failure, at most `--max-restarts` times.
     https://docs.pytorch.org/docs/stable/elastic/agent.html#extending-the-agent
     """
     import torch.distributed.launcher.api as launcher
@@ -98,31 +99,29 @@ def _extended(base: Any) -> Any:
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
     class Agent(base):  # type: ignore[misc]
-        _closed: float | None = None  # since when the rendezvous is
+        _closed: float | None = None  # time since which the rendezvous is closed
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            """Restarts ranks at once where a node has left; raises ChildFailedError where no restart can help."""
+            """Restarts ranks at once if a node has left. Raises ChildFailedError if no restart can help."""
             result: RunResult = super()._monitor_workers(worker_group)
             codes = [failure.exitcode for failure in result.failures.values()] if result.is_failed() else []
             if codes and set(codes) == {ExitCode.STOPPED} and _is_elastic(worker_group) and not _halted(codes):
-                self._restart_workers(worker_group)  # here, so that torchrun counts no failure
+                self._restart_workers(worker_group)  # restarted here, so that torchrun does not count a failure
                 return RunResult(WorkerState.HEALTHY)
             if ExitCode.STOPPED in codes or is_final(codes):
                 name: str = worker_group.spec.get_entrypoint_name()  # type: ignore[no-untyped-call]
                 raise ChildFailedError(name, result.failures)
             if result.state == WorkerState.SUCCEEDED:
-                # The agents now part. C++ complains if one leaves earlier than another, and means nothing.
+                # The agents now disconnect. C++ code warns if one does so before another, which is harmless.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             if result.state == WorkerState.HEALTHY and (worker_group.group_world_size or 1) > 1:
                 self._leave_a_dead_meeting(worker_group)
             return result
 
         def _leave_a_dead_meeting(self, group: WorkerGroup) -> None:
-            """Ends ranks that wait for those of a node whose launcher has ended; raises RendezvousClosedError.
-
-            A launcher that fails closes the rendezvous for all. Ranks that have begun notice by themselves, and may be
-            saving.
-            """
+            """Kills ranks that wait for a node whose launcher has ended, and raises RendezvousClosedError."""
+            # A launcher that fails closes the rendezvous for all. Ranks that have begun detect that by themselves, and
+            # may be saving.
             if _have_begun(group.spec.local_world_size) or not group.spec.rdzv_handler.is_closed():
                 self._closed = None
                 return
@@ -132,7 +131,7 @@ def _extended(base: Any) -> Any:
                 raise RendezvousClosedError
 
         def _shutdown(self, *signals: signal.Signals, **options: Any) -> None:
-            if signals:  # asked to stop; a second signal would raise here, and end ranks that are saving
+            if signals:  # a stop request: a second signal would raise an exception here, and kill ranks that are saving
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
                     signal.signal(number, _let_pass)
             super()._shutdown(*signals, **options)
@@ -154,7 +153,7 @@ def _halted(codes: list[int]) -> bool:
 
 
 def main() -> None:
-    """Runs torchrun with this process' arguments; a traceback would only repeat that a rank has failed."""
+    """Runs torchrun with the arguments of this process. Prints no traceback for the failure of a rank."""
     if VERDICT in os.environ:
         stop_with_parent()
         _listen_to_the_launch_alone()
@@ -166,15 +165,15 @@ def main() -> None:
         from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
         from torch.distributed.run import main as torchrun
 
-    if VERDICT in os.environ and "LOGLEVEL" not in os.environ:  # torchrun's own variable
-        logging.disable(logging.ERROR)  # ranks say why they end, and nobody else knows better
+    if VERDICT in os.environ and "LOGLEVEL" not in os.environ:  # LOGLEVEL is torchrun's own variable
+        logging.disable(logging.ERROR)  # the ranks report the cause of their end
     use_agent()
     try:
         if endpoint := os.environ.get(ENDPOINT):
             meet(endpoint, os.environ.get(ADDRESS), os.environ[NODES])
         torchrun()
     except ChildFailedError as error:
-        rank, failure = next(iter(error.failures.items()))  # the first that it saw; later ones it has ended itself
+        rank, failure = next(iter(error.failures.items()))  # the first failure; torchrun itself killed the later ones
         if failure.exitcode < 0:
             record_death(rank, -failure.exitcode)
         sys.exit(1)
@@ -182,10 +181,10 @@ def main() -> None:
         sys.exit(1)
     except RendezvousClosedError:
         said = "the launcher of another node ended before all ranks had joined"
-        _end(EnvironmentProblem(said, hints=["its output says why"]))
+        _end(EnvironmentProblem(said, hints=["see the output of that launcher"]))
     except (RendezvousError, DistError) as error:
-        said = str(error.__cause__ or error).strip().partition("\n")[0]  # what follows are frames of C++
-        _end(EnvironmentProblem(f"the nodes lost each other, or never met: {said}", hints=LOST))
+        said = str(error.__cause__ or error).strip().partition("\n")[0]  # the further lines are C++ frames
+        _end(EnvironmentProblem(f"the rendezvous of the nodes failed: {said}", hints=LOST))
     except EnvironmentProblem as error:
         _end(error)
 
@@ -196,7 +195,7 @@ def _end(error: EnvironmentProblem) -> NoReturn:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(ExitCode.ENVIRONMENT)  # a thread may still wait in C++, which would abort a process that cleans up
+    os._exit(ExitCode.ENVIRONMENT)  # a normal exit could abort: a thread may still wait in C++ code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The end of a launch, from what its ranks and its launcher said: each a line in a file that only they know."""
+"""Result of a launch, from the reports of its ranks and its launcher: lines of JSON in a private file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = [
     *("record_begun", "record_death", "record_halt", "record_start", "record_verdict", "record_watch"),
 ]
 
-VERDICT = "DDPFORGE_VERDICT"  # the variable that names the file
-STARTED = "DDPFORGE_STARTED"  # when the launch began, in seconds since 1970: ranks may be started again
+VERDICT = "DDPFORGE_VERDICT"  # the environment variable with the path of the file
+STARTED = "DDPFORGE_STARTED"  # the environment variable with the start of the launch, in seconds since 1970
 
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that a signal ended, before any other had failed."""
+    """Rank that was ended by a signal before any other rank failed."""
 
     rank: int
     signal: int
@@ -37,59 +37,63 @@ class Death:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a launch: 0, or the exit code of the first rank that failed; and what only a launcher can know."""
+    """Result of a launch. `code` is 0, or the exit code of the first rank that failed."""
 
     code: int
     death: Death | None = None
-    ranks: frozenset[int] = frozenset()  # those that said how they ended
-    told: bool = False  # whether `code` is a rank's own
-    error: str | None = None  # of the first rank that failed and said why
-    watched: str | None = None  # the failure of a rank that was starting, and could not say it
+    ranks: frozenset[int] = frozenset()  # ranks that reported their own end
+    told: bool = False  # True if a rank reported `code`; otherwise it is the launcher's
+    error: str | None = None  # the first error that a rank reported
+    watched: str | None = None  # the failure of a starting rank, reported by a watchdog
 
 
 def is_launched() -> bool:
-    """True in a rank that `start` has started, which says in the end what ranks could not."""
+    """True in a rank that `process.start` has started. That launch reports failures that ranks cannot."""
     return VERDICT in os.environ
 
 
 def record_start() -> None:
-    """Called by a rank that begins, once it hears requests to stop."""
+    """Records the process of a rank; called by the rank once it handles stop signals."""
     _record({"rank": _rank(), "pid": os.getpid()})
 
 
 def record_watch(pid: int) -> None:
-    """Called by a rank with a process beside it, which may have the last word."""
+    """Records the watchdog process of a rank; called by the rank."""
     _record({"rank": _rank(), "watch": pid})
 
 
 def record_begun() -> None:
-    """Called by a rank when the run's folder is its own."""
+    """Records that the run's folder is locked for this run; called by a rank."""
     _record({"rank": _rank(), "begun": True})
 
 
 def has_begun() -> bool:
-    """True where ranks of this launch have had the run's folder before, and were started again since."""
+    """True if ranks of this launch have had the run's folder before, and this is a restart."""
     if path := os.environ.get(VERDICT):
         return any("begun" in word for word in _words(Path(path)))
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def record_verdict(code: int, *, spoke: bool = True, error: str | None = None, by_watch: bool = False) -> None:
-    """Called by a rank that ends: tells the launch, if there is one, how, and whether it could say why.
+    """Records the exit code of a rank for the launch; called by a rank that ends, or by its watchdog.
 
-    `by_watch`: called by the process beside it, about the rank that failed first; the launch is to say it.
+    Args:
+        code: the exit code.
+        spoke: True if the rank itself has reported the cause.
+        error: the cause.
+        by_watch: a watchdog reports the first failure, and the launch has to print it.
     """
     word: dict[str, Any] = {"rank": _rank(), "code": int(code), "spoke": spoke}
     _record(word | ({"error": error} if error else {}) | ({"by_watch": True} if by_watch else {}))
 
 
 def record_halt() -> None:
-    """Called by a rank that stops because the whole run is to: no launcher is to start it again."""
+    """Records that the whole run stops, so that no launcher restarts it; called by a rank."""
     _record({"rank": _rank(), "halt": True})
 
 
 def record_death(rank: int, signal: int) -> None:
-    """Called by the launcher that has seen it."""
+    """Records the signal that ended a rank; called by the launcher."""
     _record({"rank": rank, "signal": signal})
 
 
@@ -108,53 +112,55 @@ def _words(path: Path) -> list[dict[str, Any]]:
 
 
 class Words:
-    """All that was said so far in a launch of `nproc` ranks on this machine."""
+    """All reports so far in a launch of `nproc` ranks on this machine."""
 
     def __init__(self, path: Path, nproc: int) -> None:
         self._all = _words(path)
         starts = [number for number, word in enumerate(self._all) if "pid" in word]
-        # Ranks that are restarted say everything again; only the last attempt counts.
+        # Restarted ranks report everything again; only the last attempt counts.
         self._last = self._all[starts[-nproc] :] if len(starts) >= nproc else self._all
         self._nproc = nproc
 
     @property
     def pids(self) -> list[int]:
-        """The processes of all ranks that began."""
+        """Returns the processes of all ranks that have begun."""
         return [word["pid"] for word in self._all if "pid" in word]
 
     @property
     def watches(self) -> list[int]:
-        """The processes beside ranks."""
+        """Returns the processes of all watchdogs."""
         return [word["watch"] for word in self._all if "watch" in word]
 
     @property
     def codes(self) -> list[int]:
-        """The exit codes of the last attempt's ranks, in the order in which they ended."""
+        """Returns the exit codes of the last attempt's ranks, in the order in which they ended."""
         return [word["code"] for word in self._last if "code" in word]
 
     @property
     def all_done(self) -> bool:
-        """True when every rank ended well."""
+        """True if every rank ended with code 0."""
         return self.codes[-self._nproc :] == [0] * self._nproc
 
     @property
     def begun(self) -> bool:
-        """True when ranks have had the run's folder: what they do is not to be cut short."""
+        """True if ranks have had the run's folder. Such ranks must not be killed, because they may be saving."""
         return any("begun" in word for word in self._last)
 
     @property
     def halted(self) -> bool:
-        """True when ranks were to stop for good."""
+        """True if the whole run stops, so that a restart is not wanted."""
         return any("halt" in word for word in self._last)
 
     def conclude(self, code: int, asked: int | None) -> Ended:
-        """The end of the launch, whose launcher ended with `code`, negative for a signal.
+        """Returns the result of the launch.
 
-        `asked` is the first signal that asked it to stop: before any rank began, nothing is lost, and the next start is
-        as good as this one.
+        Args:
+            code: the exit code of the launcher, negative for a signal.
+            asked: the first stop signal that the launch received. If no rank has begun, the result is STOPPED, except
+                after SIGINT: nothing is lost.
         """
         if code == 0 or self.all_done:
-            return Ended(0)  # whatever an earlier attempt or the launcher itself came to
+            return Ended(0)  # failures of earlier attempts or of the launcher itself do not count
         failed = [word for word in self._last if word.get("code")]
         return Ended(
             failed[0]["code"] if failed else self._unsaid(code, asked),
@@ -173,5 +179,5 @@ class Words:
 
 
 def is_final(codes: Sequence[int]) -> bool:
-    """True where to start ranks again cannot help: the recipe is wrong, or training diverges, as it will again."""
+    """True if a restart cannot help: the recipe is wrong, or training diverges and would again."""
     return any(code in (ExitCode.USAGE, ExitCode.DIVERGED) for code in codes)

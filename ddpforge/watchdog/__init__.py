@@ -1,1 +1,1 @@
-"""A process beside every rank, which sees it stand still, freeze or die, and says who the others wait for."""
+"""Watchdogs: a process per rank that detects if the rank hangs, freezes or dies, and reports the rank at fault."""

@@ -1,4 +1,4 @@
-"""Rows about ranks, and the place where the processes beside the ranks show them: the launcher's store, or files."""
+"""Status rows of ranks, and the board through which watchdogs exchange them: the launcher's store, or files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ if TYPE_CHECKING:
 __all__ = ["Board", "Row", "described", "here", "within"]
 
 T = TypeVar("T")
-_WAIT = 2.0  # seconds that a store, or a disk, may take
+_WAIT = 2.0  # seconds: timeout of the store and of the disk
 _MOST = 1 << 20  # bytes of a row
-_AGAIN = 5.0  # seconds for which a store that did not answer is left alone
-_FIRST = "failure-first"  # the file that says what failed first
-_IN_NAME = "phase-rank-name-"  # begins the name of a file that has a row in its name
-_PLAIN = ' ,[]":'  # what needs no quoting in a name
+_AGAIN = 5.0  # seconds until the next try of a store that did not answer
+_FIRST = "failure-first"  # the file with the first failure
+_IN_NAME = "phase-rank-name-"  # prefix of an empty file that has a row in its name
+_PLAIN = ' ,[]":'  # characters that need no quoting in a name
 _LONGEST = 255
 
 
 class Row(NamedTuple):
-    """The place of a rank, and for how many seconds it has been there.
+    """Status of a rank: its phase and step, and the seconds since its last heartbeat.
 
-    `at` is the line of Python where its main thread stands; `cut_off` is for how many seconds the process beside it
-    has not reached the launcher's store; `answers` says that the row was written because everybody was called; `left`
-    that the rank has lost touch with the others, and said so; `time` is when, since 1970.
+    marks: the number of heartbeats so far.
+    at: the current Python line of its main thread.
+    cut_off: seconds for which its watchdog has not reached the launcher's store.
+    answers: the row was written after a call for status.
+    left: the rank has reported its own end, and needs no watchdog.
+    time: when the row was written, in seconds since 1970.
     """
 
     rank: int
@@ -54,7 +57,7 @@ class Row(NamedTuple):
 
     @classmethod
     def read(cls, found: Any) -> Row:
-        """The row in what JSON has made of it; raises TypeError, or ValueError, for anything else."""
+        """Returns the row in an object from JSON. Raises TypeError or ValueError if it is not a row."""
         row = cls(**found)
         if not all(
             isinstance(number, int | float) for number in (row.rank, row.step, row.marks, row.seconds, row.time)
@@ -63,11 +66,11 @@ class Row(NamedTuple):
         return row
 
     def as_of(self, time: float) -> Row:
-        """The same at a later time, as far as is known."""
+        """Returns the row as it would be at a later `time` without a new heartbeat."""
         return self._replace(seconds=self.seconds + max(0.0, time - self.time), time=max(time, self.time))
 
     def place(self) -> str:
-        """The place in words."""
+        """Returns phase and step in words, as "forward of step 3"."""
         return f"{self.phase} of step {self.step}" if self.step else self.phase
 
     def __str__(self) -> str:
@@ -77,14 +80,14 @@ class Row(NamedTuple):
 
 
 def here(rank: int) -> Row:
-    """The row of this process, which is a rank that still speaks."""
+    """Returns the row of this process, a rank that reports its own failure."""
     place = phases.here()
     where = (rank, os.uname().nodename, os.getpid(), phases.NAMES[place.phase], place.step, place.marks, 0.0)
     return Row(*where, left=True, time=time.time())
 
 
 def described(cause: Report, rows: Sequence[Row], waited_for: Sequence[int] = ()) -> dict[str, Any]:
-    """The contents of `failure.json`."""
+    """Returns the contents of `failure.json`."""
     mine = next((row for row in rows if row.rank == cause.rank), None)
     return {
         **cause.facts(),
@@ -98,19 +101,21 @@ def described(cause: Report, rows: Sequence[Row], waited_for: Sequence[int] = ()
 
 
 class Board:
-    """Shows the row of one rank, and reads those of the others; nothing here hangs or raises.
+    """Publishes the row of one rank and reads the rows of the others. No method hangs or raises.
 
-    `store` is HOST:PORT of the launcher's, or empty. `attempt` is that of the rows which count; `seldom` is how many
-    seconds lie between two files of a rank that gets on.
+    Args:
+        logs: the folder for files; without it there are none.
+        attempt: the token of this attempt; rows of other attempts are ignored.
+        store: HOST:PORT of the launcher's store, or empty.
+        seldom: seconds between two files of a rank that makes progress.
     """
 
     def __init__(
         self, logs: str, attempt: str, store: str, seldom: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # Without a folder there are no files.
         self._logs, self._attempt, self._store, self._seldom, self._clock = logs, attempt, store, seldom, clock
         self._talk: Any = None
-        self._asks_again = clock()  # when, after the store was out of reach
+        self._asks_again = clock()  # time of the next try after the store did not answer
         self._written = clock()
         self._reached: float | None = None
         self._shown: tuple[int, int] | None = None
@@ -119,17 +124,17 @@ class Board:
 
     @property
     def place(self) -> str | None:
-        """The folder of rows and words, where there is no store."""
+        """Returns the folder of the files if there is no store, else None."""
         return None if self._store else self._logs
 
     @property
     def cut_off(self) -> float:
-        """Seconds since the store was last reached; 0 where it has just been, or never was."""
+        """Returns the seconds since the store was last reached; 0 if that was just now, or never."""
         since = 0.0 if self._reached is None else self._clock() - self._reached
         return since if since > _WAIT else 0.0
 
     def show(self, row: Row) -> None:
-        """Shows a rank's row to the others: to the store at once, in a file when it stands still, and now and then."""
+        """Publishes a rank's row: to the store always; to a file now and then, or if the rank makes no progress."""
         self._ask(row=row._asdict())
         now, new = self._clock(), (row.step, row.marks) != self._shown
         if row.answers or (new and (row.seconds > 1 or now - self._written > self._seldom)):
@@ -137,17 +142,17 @@ class Board:
             self._on_disk(lambda: self._write(row))
 
     def call(self) -> None:
-        """Calls everybody to show where they stand."""
+        """Calls all watchdogs to publish the status of their ranks."""
         self._alarm = True
         self._ask(alarm=True)
         self._on_disk(lambda: open(self._path("failure-alarm"), "a").close())
 
     def called(self) -> bool:
-        """True when somebody has."""
+        """True if any watchdog or rank has called for status."""
         return self._alarm or bool(self._on_disk(lambda: os.path.exists(self._path("failure-alarm"))))
 
     def rows(self) -> dict[int, Row]:
-        """The newest row of every rank that has shown one."""
+        """Returns the newest row of every rank that has published one."""
         found: dict[int, Row] = {}
         asked = self._ask(ask=True) or {}
         for row in [*asked.get("rows", ()), *(self._on_disk(self._files) or ())]:
@@ -161,14 +166,14 @@ class Board:
         return found
 
     def tell(self, cause: Mapping[str, Any]) -> bool:
-        """Tells everybody what failed first; False where that was another one, or could not be told."""
+        """Publishes the first failure. False if another was published before, or if this one could not be."""
         self._ask(cause=cause)
         if not self._store:
             self._on_disk(lambda: self._leave_word(cause))
         return bool(self.cause() == cause)
 
     def cause(self) -> Any:
-        """Returns the first failure, as `tell` was given it; None before one is known."""
+        """Returns the first failure that any rank has published with `tell`; None if there is none yet."""
         if self._cause is None and not self._store:
             self._cause = self._on_disk(lambda: json.loads(Path(self._path(_FIRST)).read_bytes()))
         return self._cause
@@ -179,7 +184,7 @@ class Board:
         with open(part, "w") as file:
             json.dump(cause, file)
         try:
-            os.link(part, self._path(_FIRST))  # complete, and only if there is none
+            os.link(part, self._path(_FIRST))  # atomic: the file is complete, and never replaces another
         finally:
             os.unlink(part)
 
@@ -195,7 +200,7 @@ class Board:
             with open(f"{path}.tmp", "w") as file:
                 json.dump({"attempt": self._attempt, "row": row._asdict()}, file)
             os.replace(f"{path}.tmp", path)
-        except OSError:  # on a full disk there still is room for a name
+        except OSError:  # a full disk can still create an empty file
             open(self._path(self._as_name(row)), "w").close()
 
     def _files(self) -> list[Any]:
@@ -214,7 +219,7 @@ class Board:
         return found
 
     def _as_name(self, row: Row) -> str:
-        """A row as the name of a file, without a host, and with the end of the line."""
+        """Returns a row as a file name, without the host, and with only the last 80 characters of `at`."""
         short = row._replace(host="", at=row.at[-80:], seconds=int(row.seconds), time=int(row.time))
         values = [self._attempt, *(int(x) if isinstance(x, bool) else x for x in short)]
         return f"{_IN_NAME}{quote(json.dumps(values, separators=(',', ':')), safe=_PLAIN)}"[:_LONGEST]
@@ -222,7 +227,7 @@ class Board:
     def _of_name(self, name: str) -> dict[str, Any]:
         attempt, *values = json.loads(unquote(name.removeprefix(_IN_NAME)))
         if attempt != self._attempt:
-            raise ValueError("of an earlier attempt")
+            raise ValueError("the row is of an earlier attempt")
         row = Row(*values)
         flags = {"frozen": bool(row.frozen), "answers": bool(row.answers), "left": bool(row.left)}
         return {**row._asdict(), **flags}
@@ -249,14 +254,14 @@ class Board:
 
 
 def _contents(path: str) -> bytes:
-    """The contents of a small file; `disk.read_plain` needs more than the standard library, all that is here."""
+    """Reads a small file. Uses only the standard library, unlike `disk.read_plain`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         return file.read(_MOST)
 
 
 def within(seconds: float, action: Callable[[], T]) -> T | None:
-    """Runs `action` in a thread of its own; None where it fails, or takes longer: a disk may never answer."""
+    """Runs `action` in its own thread. None if it fails or takes longer than `seconds`: a disk may hang."""
     found: list[T] = []
 
     def run() -> None:

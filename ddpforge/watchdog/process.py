@@ -1,4 +1,4 @@
-"""The process of a rank, seen from the one beside it: where it stands, its stacks, its end."""
+"""Process of a rank as its watchdog observes it: its heartbeats, its stacks, its end."""
 
 from __future__ import annotations
 
@@ -14,65 +14,68 @@ from ddpforge.ranks.phases import Place
 
 __all__ = ["STACKS", "Process"]
 
-STACKS = signal.SIGRTMIN + 7  # has faulthandler write stacks; one that nobody else uses
-_DUMP = 1.5  # seconds in which a process, and what it has forked, write their stacks
-_LOOK = 0.03  # seconds between two looks at what they have written
-_FATAL = "Fatal Python error: "  # with which faulthandler begins
+STACKS = signal.SIGRTMIN + 7  # faulthandler writes stacks at this signal; no other code uses it
+_DUMP = 1.5  # seconds in which a process and its forked processes write their stacks
+_LOOK = 0.03  # seconds between two checks of the stacks written so far
+_FATAL = "Fatal Python error: "  # the beginning of faulthandler's output after a crash
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 class Process:
-    """A rank's process. It writes its place into `words`, and its stacks, at the signal STACKS, to the file `stacks`.
+    """Process of a rank; the watchdog, which uses this class, is its child.
 
-    `main` is the identity of the thread that trains; this process is its child.
+    Args:
+        pid: the rank's process.
+        words: shared memory into which it writes its heartbeats.
+        stacks: the descriptor of a file into which it writes its stacks at the signal STACKS.
+        main: the identity of the thread that trains.
     """
 
     def __init__(self, pid: int, words: memoryview[int], stacks: int, main: int) -> None:
         self.pid, self._words, self._stacks, self._main = pid, words, stacks, main
         self._end = select.poll()
-        with suppress(OSError):  # a kernel that knows no such descriptors
+        with suppress(OSError):  # an old kernel has no pidfd_open
             self._end.register(os.pidfd_open(pid), select.POLLIN)  # readable when the process has ended
 
     def ended(self, wait: float) -> bool:
-        """Waits for its end, for as many seconds at most."""
+        """True if the process has ended; waits for that at most `wait` seconds."""
         return bool(self._end.poll(wait * 1000)) or os.getppid() != self.pid
 
     def place(self) -> Place:
-        """The place where it stands."""
+        """Returns its last heartbeat."""
         return Place.of(self._words)
 
     def frozen(self) -> bool:
-        """True while it is stopped, as by SIGSTOP or a debugger."""
+        """True while the process is stopped, as by SIGSTOP or a debugger."""
         return (_stat(self.pid) or ["?"])[0] in "Tt"
 
     def death(self) -> str:
-        """The way it ended, as far as the kernel still tells: whoever started it may have asked first."""
+        """Returns how the process ended. That is unknown if its parent has already read the exit status."""
         found = _stat(self.pid) or []
         status = int(found[49]) if len(found) > 49 and found[0] == "Z" else 0
         if number := status & 127:
             name = signal.Signals(number).name if number in signal.Signals.__members__.values() else ""
             memory = ", as for lack of memory," if number == signal.SIGKILL else ""
             return f"was killed by signal {number}{f' ({name})' if name else ''}{memory}"
-        return f"ended by itself with code {status >> 8}" if status else "ended without a word: killed, or crashed,"
+        return f"ended by itself with code {status >> 8}" if status else "ended without a report: killed, or crashed,"
 
     def stacks(self) -> str:
-        """The stacks of its threads, and of those of its loader processes; a frozen one must be woken for that.
-
-        It is not stopped for them: a program that wraps it, as nsenter and sudo do, would stop with it, for ever.
-        """
+        """Returns the stacks of all threads of the process and of its loader processes; "" if it is frozen."""
+        # The process is not stopped (SIGSTOP) for this: a program that wraps it, as nsenter and sudo do, would stop
+        # with it for ever. A frozen process would have to be continued to write its stacks.
         if self.frozen():
             return ""
-        begin = os.fstat(self._stacks).st_size  # what it wrote when it was asked before
+        begin = os.fstat(self._stacks).st_size  # after the stacks of earlier requests
         deadline = time.monotonic() + _DUMP
-        for pid in [self.pid, *_children(self.pid)]:  # one after the other: all of them write to one file
+        for pid in [self.pid, *_children(self.pid)]:  # one after the other, because all write to the same file
             if _listens(pid) and time.monotonic() < deadline:
                 if pid != self.pid:
-                    os.write(self._stacks, f"\nprocess {pid}, which it has forked:\n".encode())
+                    os.write(self._stacks, f"\nprocess {pid}, forked by the rank:\n".encode())
                 self._written(pid, deadline)
         return os.pread(self._stacks, 1 << 24, begin).decode(errors="replace")
 
     def _written(self, pid: int, deadline: float) -> None:
-        """Has a process write its stacks, and waits until it has."""
+        """Makes a process write its stacks, and waits for the end of the output."""
         before = size = os.fstat(self._stacks).st_size
         _send(pid, STACKS)
         while time.monotonic() < deadline and (size == before or size != os.fstat(self._stacks).st_size):
@@ -80,18 +83,18 @@ class Process:
             time.sleep(_LOOK)
 
     def last_stacks(self) -> str:
-        """The stacks that it wrote when it aborted or crashed; empty where it did neither."""
+        """Returns the stacks that the process wrote when it aborted or crashed; "" if it did neither."""
         found = os.pread(self._stacks, 1 << 24, 0).decode(errors="replace")
         return found[found.rfind(_FATAL) :] if _FATAL in found else ""
 
     def line(self, stacks: str) -> str:
-        """The line on which the main thread stands, e.g. "faults.py:12 in load"."""
+        """Returns the current line of the main thread in `stacks`, e.g. "faults.py:12 in load"."""
         _, _, mine = stacks.partition(f"{self._main:#018x} ")
         found = _FRAME.search(mine.partition("\n\n")[0])
         return f"{'/'.join(found[1].split('/')[-3:])}:{found[2]} in {found[3]}" if found else ""
 
     def end(self) -> None:
-        """Ends it, with the loader processes that it has forked."""
+        """Kills the process and its loader processes."""
         children = list(_children(self.pid))
         for pid in [self.pid, *children]:
             _send(pid, signal.SIGKILL)
@@ -103,14 +106,14 @@ def _send(pid: int, number: int) -> None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on."""
+    """Returns the fields of /proc/PID/stat from the state on; None if there is no such process."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return None
 
 
 def _listens(pid: int) -> bool:
-    """True if a process has somebody to answer STACKS, which else ends it."""
+    """True if a process has a handler for STACKS. Without one, the signal would end it."""
     with suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("SigCgt:"):
@@ -119,7 +122,7 @@ def _listens(pid: int) -> bool:
 
 
 def _children(parent: int) -> Iterator[int]:
-    """The processes that a rank has forked, and theirs; what went a way of its own (another process group) is not."""
+    """Yields the descendants of a process in its process group, without this process."""
     group = (_stat(parent) or [])[2:3]
     found: dict[int, list[str]] = {}
     for name in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""Tells of a rank that stood still, froze or died: in the run's folder, and on the screen."""
+"""Reports a rank that hung, froze or died, in the run's folder and on stderr."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Told"]
 
 
 class Told:
-    """Writes for one rank of an attempt; what a disk refuses is told on the screen all the same."""
+    """Reporter of one rank of an attempt. It prints to stderr even if the disk fails."""
 
     def __init__(self, folder: RunFolder, failures: Failures, status: Status) -> None:
         self._folder, self._failures, self._status = folder, failures, status
 
     def keep_stacks(self, stacks: str) -> None:
-        """Into a file in `logs`."""
+        """Writes stacks into a file in `logs`."""
         with suppress(OSError):
             if stacks:
                 disk.replace(self._folder.logs / f"stacks-rank-{self._failures.rank}.txt", stacks.encode(), waits=False)
 
     def tell(self, found: Blame, rows: Mapping[int, Row]) -> None:
-        """Writes failure.json and status.json, and says where all ranks stand; nothing where another one has."""
+        """Writes failure.json and status.json, and prints the status of all ranks. Only the first reporter does so."""
         cause = Report(self._failures.token, found.ranks[0], found.sentence, ExitCode.FAILED, symptom=False, told=False)
         try:
             if not self._failures.is_first(cause):
@@ -46,19 +46,19 @@ class Told:
         with suppress(ForgeError):
             self._write_status(cause, min(row.step for row in table) - 1)
         with suppress(OSError):
-            self._failures.tell_of(cause)  # at last: rank 0 may know more about the run, and writes that then
-        if silent and len(rows) > 1:  # else ranks say it, or a launcher
+            self._failures.tell_of(cause)  # last: rank 0 may then replace the status with a more complete one
+        if silent and len(rows) > 1:  # otherwise the ranks or the launcher print it
             self._say(cause, found, rows)
 
     def tell_end(self, why: str) -> None:
-        """Records the exit code, and says why where nobody else does."""
+        """Records the exit code for the launcher, and the reason `why` in the rank's log file."""
         code = next((report.exit_code for report in self._failures.told().values() if not report.symptom), 1)
         record_verdict(code, spoke=False)
         with suppress(OSError), disk.open_plain(self._folder.logs / f"rank-{self._failures.rank}.log", "ab") as file:
-            file.write(f"ended, for a rank has failed: {why}\n".encode())
+            file.write(f"ended because a rank has failed: {why}\n".encode())
 
     def someone_failed(self) -> bool:
-        """True when a rank is known that failed first."""
+        """True if the first failure is known."""
         return self._failures.someone_failed()
 
     def _write_status(self, cause: Report, step: int) -> None:
@@ -76,7 +76,7 @@ class Told:
 
 
 def told_by(settings: Mapping[str, str], rank: int, size: int) -> Told:
-    """The one for a rank, from what the process beside it was told."""
+    """Returns the reporter of a rank, from the settings of its watchdog."""
     folder = RunFolder(Path(settings["folder"]))
     status = Status(
         state="failed",

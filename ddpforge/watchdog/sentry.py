@@ -1,4 +1,4 @@
-"""Decides when a rank has stood too long in one place, and what is done about it."""
+"""Decides when a rank has made no progress for too long, and what to do then."""
 
 from __future__ import annotations
 
@@ -18,90 +18,90 @@ _MULTIPLES = {START: 6, EVAL: 3, SAVE: 6, END: 6}
 
 
 class Limits(NamedTuple):
-    """The seconds for which a rank may stand in one place."""
+    """Maximum seconds between two heartbeats of a rank."""
 
     stall: float
     compiles: bool = False
-    grace: float = _GRACE  # for a rank to notice by itself that another one has failed
+    grace: float = _GRACE  # seconds for a rank to end by itself after another rank has failed
 
     def of(self, phase: int, *, first: bool) -> float:
-        """The limit in a phase, and in the first step of an attempt, which may have to compile."""
+        """Returns the limit in seconds in a phase; `first`: in the first step of an attempt, which may compile."""
         return self.stall * max(_MULTIPLES.get(phase, 1), (6 if self.compiles else 3) if first else 1)
 
     @property
     def look(self) -> float:
-        """Seconds between two looks."""
+        """Returns the seconds between two looks."""
         return min(1.0, self.stall / 8)
 
 
 class Watched(Protocol):
-    """A rank's process, see `process.Process`."""
+    """Process of a rank, see `process.Process`."""
 
     pid: int
 
     def ended(self, wait: float) -> bool:
-        """Waits for its end."""
+        """True if the process has ended; waits for that at most `wait` seconds."""
 
     def place(self) -> Place:
-        """The place where it stands."""
+        """Returns its last heartbeat."""
 
     def frozen(self) -> bool:
-        """True while it is stopped."""
+        """True while the process is stopped."""
 
     def death(self) -> str:
-        """The way it ended."""
+        """Returns how the process ended."""
 
     def stacks(self) -> str:
-        """The stacks of all its threads."""
+        """Returns the stacks of all its threads."""
 
     def last_stacks(self) -> str:
-        """The stacks that it wrote when it crashed."""
+        """Returns the stacks that it wrote when it crashed."""
 
     def line(self, stacks: str) -> str:
-        """The line on which its main thread stands."""
+        """Returns the current line of its main thread."""
 
     def end(self) -> None:
-        """Ends it."""
+        """Kills the process."""
 
 
 class Shown(Protocol):
-    """A place where ranks' rows are shown, see `board.Board`."""
+    """Board on which watchdogs publish status rows, see `board.Board`."""
 
     @property
     def cut_off(self) -> float:
-        """Seconds for which the store has been out of reach."""
+        """Returns the seconds since the store was last reached."""
 
     def show(self, row: Row) -> None:
-        """Shows a row to the others."""
+        """Publishes a row."""
 
     def call(self) -> None:
-        """Calls everybody to show where they stand."""
+        """Calls all watchdogs to publish the status of their ranks."""
 
     def called(self) -> bool:
-        """True when somebody has."""
+        """True if any watchdog or rank has called for status."""
 
     def rows(self) -> dict[int, Row]:
-        """The newest row of every rank."""
+        """Returns the newest row of every rank."""
 
 
 class Teller(Protocol):
-    """Writes down what is found in the run's folder, see `report.Told`."""
+    """Reporter of failures, see `report.Told`."""
 
     def someone_failed(self) -> bool:
-        """True when a rank is known that failed first."""
+        """True if the first failure is known."""
 
     def keep_stacks(self, stacks: str) -> None:
-        """Writes this rank's stacks down."""
+        """Writes this rank's stacks to a file."""
 
     def tell(self, found: Blame, rows: Mapping[int, Row]) -> None:
-        """Tells of a failure, unless another one was told first."""
+        """Reports a failure, unless another one was reported before."""
 
     def tell_end(self, why: str) -> None:
-        """Says that this rank is ended for another's failure."""
+        """Records that this rank is killed because another one failed."""
 
 
 class Sentry:
-    """Watches one rank: `look` at every moment, until that says that nothing is left to be watched."""
+    """Watches one rank. The caller repeats `look` until it returns True."""
 
     def __init__(
         self,
@@ -119,15 +119,15 @@ class Sentry:
         self._limits, self._clock, self._sleep = limits, clock, sleep
         self._host = os.uname().nodename
         self._place, self._since, self._looked = process.place(), clock(), clock()
-        self._failed: float | None = None  # since when it is known that a rank has
+        self._failed: float | None = None  # time at which the failure of a rank became known
 
     def look(self) -> bool:
-        """True when this was the last look."""
+        """Checks the rank once. True if there is nothing more to watch."""
         place, now = self._process.place(), self._clock()
         if place[:3] != self._place[:3]:
             self._since = now
         elif (gap := now - self._looked) > 3 * self._limits.look + 2:
-            self._since += gap  # nobody ran, this process neither: a job that was suspended
+            self._since += gap  # this process did not run either: the whole job was suspended
         self._place, self._looked = place, now
         row = self._row()
         self._board.show(row)
@@ -137,7 +137,7 @@ class Sentry:
         return self._outlives_another()
 
     def died(self) -> None:
-        """Its process has ended; where it could not say why, that is said now."""
+        """Reports the end of the rank's process if the rank could not report it; called after that end."""
         if not self._process.place().left and not self._teller.someone_failed():
             stacks = self._process.last_stacks()
             self._teller.keep_stacks(stacks)
@@ -171,7 +171,7 @@ class Sentry:
         return self._clock() - self._since > limits.of(self._place.phase, first=first)
 
     def _others_get_on(self, mine: Row) -> bool:
-        """True while this rank waits for one that may still be where it is."""
+        """True while this rank waits for a rank that is behind and within its time limit."""
         rows = {**self._board.rows(), self._rank: mine}
         least = min((row.step, row.marks) for row in rows.values())
         behind = [row for row in rows.values() if (row.step, row.marks) == least]
@@ -182,7 +182,7 @@ class Sentry:
         return any(row.seconds < limit for row, limit in limits.items())
 
     def _stands_still(self, place: Place) -> bool:
-        """True where this rank has not moved on while its stacks were written: others are not called in vain."""
+        """True if the rank made no heartbeat while its stacks were written: then the others must be called."""
         if not place.left:
             self._process.stacks()
         now = self._process.place()
@@ -193,7 +193,7 @@ class Sentry:
         return False
 
     def _outlives_another(self) -> bool:
-        """Ends the rank where it has not noticed, in time, that another one has failed."""
+        """Kills the rank if it has not ended in time after the failure of another rank. True if it was killed."""
         if self._failed is None and self._teller.someone_failed():
             self._failed = self._clock()
         if self._failed is None or self._process.place().left:
@@ -207,30 +207,31 @@ class Sentry:
         self._process.end()
         return True
 
-    # -- everybody is called
+    # -- all watchdogs are called
     def _answer(self) -> None:
-        """Calls everybody; says where this rank stands and, if nobody has, who the others wait for; ends the rank."""
+        """Publishes this rank's status, reports the rank at fault if no other watchdog has, and kills this rank."""
         self._board.call()
         left, frozen = self._process.place().left, self._process.frozen()
         mine = self._row(frozen=frozen, answers=True)
         stacks = "" if left else self._process.stacks()
         self._teller.keep_stacks(stacks)
         if self._process.place()[:3] == (NAMES.index(mine.phase), mine.step, mine.marks):
-            mine = mine._replace(at=self._process.line(stacks))  # else that would be the line of another moment
+            mine = mine._replace(at=self._process.line(stacks))  # after a new heartbeat the line would not fit the row
         self._board.show(mine)
         rows = self._gather(mine)
         found = blame(rows, self._size)
         if self._board.cut_off:
-            self._sleep(3.0)  # those that still reach the store know better
+            self._sleep(3.0)  # watchdogs that still reach the store have more rows: they report first
         self._teller.tell(found, rows)
         if left:
             return
-        self._sleep(0.5 if self._rank in found.ranks else 0.0)  # nobody may take the others' end for the cause
+        # The rank at fault is killed last, so that no rank reports the end of another rank as the cause.
+        self._sleep(0.5 if self._rank in found.ranks else 0.0)
         self._teller.tell_end(str(mine))
         self._process.end()
 
     def _gather(self, mine: Row) -> dict[int, Row]:
-        """Waits a moment for the answers of all ranks."""
+        """Waits some seconds for the answers of all ranks; returns the newest rows."""
         deadline = self._clock() + 3 * self._limits.look + 3.0
         while True:
             rows = {**self._board.rows(), self._rank: mine}

@@ -1,7 +1,7 @@
-"""The process beside a rank: `python -S -E sidecar.py SETTINGS`, which ends with its rank.
+"""Watchdog program of a rank: `python -S -E sidecar.py SETTINGS`. It ends when its rank ends.
 
-A second process, because nothing in one that is frozen, or whose threads all wait for the interpreter's lock, can
-notice that. It begins with nothing but the standard library, for there is one beside every rank.
+It is a separate process because a frozen process, or one whose threads all wait for the interpreter's lock, cannot
+detect its own state. It imports only the standard library at first, because every rank has one.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Early", "main"]
 
-_SEEN = 15.0  # seconds in which all ranks have looked
-_ALIKE = 4.0  # seconds in which ranks find out for themselves what is wrong with a recipe that all of them read
+_SEEN = 15.0  # seconds in which all ranks have read the files
+_ALIKE = 4.0  # seconds in which every rank finds an error of the recipe by itself
 
 
 class Early:
-    """A teller (see `sentry.Teller`) for a rank that starts, process `pid`; it needs no more than the standard library.
+    """Reporter (see `sentry.Teller`) for a rank that starts, process `pid`. It uses only the standard library.
 
-    Where another rank has failed it asks this one to stop: `ranks.signals.stopping_early` hears that wherever it waits.
+    If another rank has failed, it sends SIGTERM to this one. `ranks.signals.stopping_early` handles that signal.
     """
 
     def __init__(self, board: Board, rank: int, pid: int) -> None:
@@ -52,7 +52,8 @@ class Early:
         os.environ["RANK"] = str(rank)
 
     def someone_failed(self) -> bool:
-        """True when a rank is known that failed first; where that has said why, others may be about to say the same."""
+        """True if the first failure is known. Then sends SIGTERM to this rank once, unless it is the failed rank."""
+        # If the failing rank has reported the cause itself, wait: this rank may be about to report the same cause.
         cause = self._board.cause()
         if cause is None:
             return False
@@ -66,10 +67,10 @@ class Early:
         return True
 
     def keep_stacks(self, stacks: str) -> None:
-        """There is no folder for them; the line on which a rank stands is told."""
+        """Does nothing: there is no folder yet. The row of the rank has its current line."""
 
     def tell(self, found: Blame, rows: Mapping[int, Row]) -> None:
-        """Tells the other ranks and the launcher which rank failed; prints where all stand, and the error."""
+        """Reports the failed rank to the other ranks and to the launcher; prints the status of all, and the error."""
         error = f"rank {found.ranks[0]} {found.sentence}"
         cause = {"rank": found.ranks[0], "error": error, "code": 1, "by": self._rank}
         if not self._board.tell(cause) and self._board.cause():
@@ -81,9 +82,10 @@ class Early:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def tell_end(self, why: str) -> None:
-        """Records the exit code of the rank that failed as that of this one, which is ended.
+        """Records the exit code of the failed rank as that of this one, which is killed.
 
-        Of what every rank finds out alike, as of a recipe, rank 0 alone speaks: where it did not find out, this does.
+        Only rank 0 shows an error that every rank finds, such as an error of the recipe. If rank 0 is killed before it
+        finds the error, this prints it.
         """
         cause = self._board.cause() or {}
         code = cause.get("code", 1)
@@ -92,41 +94,41 @@ class Early:
             print(f"error: rank {cause['rank']} failed first: {cause['error']}", file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Clears the place up where ranks without a store meet, once the others have seen what there is to be seen."""
+        """Removes the folder through which ranks without a store communicate, after the others have read it."""
         if (logs := self._board.place) is None:
             return
         if self._board.cause():
             for stream in (1, 2):
-                os.close(stream)  # a program that reads them waits for their end
+                os.close(stream)  # otherwise a program that reads them would wait for this process
             time.sleep(_SEEN)
         shutil.rmtree(logs, ignore_errors=True)
 
 
 class Late:
-    """A teller that is imported when there is something to tell: that needs what ddpforge needs."""
+    """Reporter that imports `report.Told` when it is first needed, because that import is expensive."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
         self._told: Told | None = None
 
     def someone_failed(self) -> bool:
-        """Looks for the mark that the first failure leaves; a disk that hangs has none."""
+        """True if the file of the first failure exists. False if the disk hangs."""
         path = f"{self._settings['folder']}/logs/failure-cause"
         return bool(within(2.0, lambda: os.path.exists(path)))
 
     def keep_stacks(self, stacks: str) -> None:
-        """See `Told`; so are the others."""
+        """Calls `Told.keep_stacks`."""
         within(3.0, lambda: self._teller().keep_stacks(stacks))
 
     def tell(self, found: Blame, rows: Mapping[int, Row]) -> None:
-        """Tells."""
+        """Calls `Told.tell`."""
         within(5.0, lambda: self._teller().tell(found, rows))
 
     def leave(self) -> None:
-        """Everything stays in the run's folder."""
+        """Does nothing: all files stay in the run's folder."""
 
     def tell_end(self, why: str) -> None:
-        """Tells."""
+        """Calls `Told.tell_end`."""
         within(3.0, lambda: self._teller().tell_end(why))
 
     def _teller(self) -> Told:
@@ -139,7 +141,7 @@ class Late:
 
 
 def main(settings: Mapping[str, Any]) -> None:
-    """Watches until the rank has ended, or has been ended."""
+    """Watches the rank until it has ended or was killed."""
     words = memoryview(mmap.mmap(settings["words"], WORDS * 8)).cast("q")
     process = Process(settings["pid"], words, settings["stacks"], settings["main"])
     limits = Limits(settings["stall"] or float("inf"), settings["compiles"], settings["grace"])

@@ -1,4 +1,4 @@
-"""Starts the process beside a rank, and lets it see where the rank stands."""
+"""Starts the watchdog of a rank and gives it access to the rank's heartbeats."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from ddpforge.watchdog.process import STACKS
 
 __all__ = ["Unwatched", "Watch", "begin", "beginning", "failed", "failure_of_another", "over"]
 
-# What two starts of ranks do not share; torchrun takes another port for every attempt.
+# Variables that identify one start of the ranks; torchrun takes a new port for every attempt.
 _ATTEMPT = (
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 _STALL = 600.0  # seconds: the recipe's default, until the recipe is read
-_GRACE = 6.0  # seconds in which a rank that starts ends by itself when another one has failed
-_PATIENCE = 1.5  # seconds in which the cause of a failure is told
-_ANSWER = 15.0  # seconds in which those that were called say who is at fault
-_OLD = 15.0  # seconds
+_GRACE = 6.0  # seconds for a starting rank to end by itself after another rank has failed
+_PATIENCE = 1.5  # seconds in which the failing rank reports the cause
+_ANSWER = 15.0  # seconds in which the called watchdogs report the rank at fault
+_OLD = 15.0  # seconds; older files are of an earlier start
 _LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Unwatched:
-    """A rank without others: whoever started it sees what becomes of it."""
+    """No watchdog: the run has a single rank."""
 
     def __enter__(self) -> Self:
         return self
@@ -54,17 +54,23 @@ class Unwatched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing was started."""
+        """Does nothing."""
 
     def call(self) -> None:
-        """There is nobody to call."""
+        """Does nothing."""
 
 
 class Watch(Unwatched):
-    """While entered, a process beside this one watches where the rank stands, see `sidecar`.
+    """Context manager that runs a watchdog process for this rank, see `sidecar`.
 
-    `folder` is the run's, `attempt` the token of this attempt, `stall` the seconds for which a rank may stand in one
-    place (0: for ever), `compiles` whether the first step has to compile.
+    Args:
+        folder: the run's folder.
+        attempt: the token of this attempt.
+        rank: this rank.
+        size: the number of ranks.
+        strategy: the name of the strategy, for status.json.
+        stall: maximum seconds between two heartbeats; 0 for no limit.
+        compiles: True if the first step has to compile.
     """
 
     def __init__(
@@ -91,24 +97,24 @@ class Watch(Unwatched):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The attempt has ended, and has said how."""
+        """Ends the watchdog; the attempt has reported its own end."""
         phases.say_goodbye()
         self._beside.end()
 
     def call(self) -> None:
-        """Has the processes beside all ranks say where those stand, and find the one that the others wait for."""
+        """Calls the watchdogs of all ranks to publish their status and to find the rank that the others wait for."""
         _board(self._settings).call()
 
 
 class _Beside:
-    """The process beside this one, started with `settings`, and the memory that both share."""
+    """Watchdog process, started with `settings`, and the memory that it shares with this process."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._words, self._stacks = os.memfd_create("ddpforge-words"), os.memfd_create("ddpforge-stacks")
         os.truncate(self._words, phases.WORDS * 8)
         phases.share(memoryview(mmap.mmap(self._words, phases.WORDS * 8)).cast("q"))
         faulthandler.register(STACKS, file=self._stacks, all_threads=True)
-        self._keeps_last = not faulthandler.is_enabled()  # else the user has said where they go
+        self._keeps_last = not faulthandler.is_enabled()  # otherwise the user has chosen a file for crash stacks
         if self._keeps_last:
             faulthandler.enable(file=self._stacks, all_threads=True)  # at SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL
         mine = {"pid": os.getpid(), "main": threading.get_ident(), "path": sys.path, "batch": runs_as_batch()}
@@ -121,7 +127,7 @@ class _Beside:
         record_watch(self._process.pid)
 
     def end(self) -> None:
-        """Ends the watch, but not the rank."""
+        """Ends the watchdog, but not the rank."""
         self._process.kill()
         self._process.wait()
         faulthandler.unregister(STACKS)
@@ -133,7 +139,7 @@ class _Beside:
 
 # ---------------------------------------------------------------------------------------------- before there is a run
 class _Starting:
-    """The watch over a rank from its first line until its attempt is watched."""
+    """Watchdog of a rank from its first line until the watchdog of its attempt starts."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings, self._beside = settings, _Beside(settings)
@@ -144,16 +150,17 @@ class _Starting:
             logs, rank = Path(self.settings["logs"]), self.settings["rank"]
             with suppress(OSError):
                 (logs / f"phase-rank-{rank}.json").unlink(missing_ok=True)
-                logs.rmdir()  # by the last rank
+                logs.rmdir()  # succeeds on the last rank
 
 
-_starting: list[_Starting] = []  # at most one, of this process
+_starting: list[_Starting] = []  # at most one per process
 
 
 def begin() -> None:
-    """Starts to watch this process, if it is one rank of many, at its first line: before imports, and before it joins.
+    """Starts the watchdog of this process if it is one of several ranks. Call it before imports and before joining.
 
-    Ranks meet at the launcher's store; without one, in a folder of this machine's, where all of them are here.
+    Watchdogs communicate through the launcher's store. Without a store, they use a folder on this machine if all ranks
+    are on it; otherwise there is no watchdog.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or _starting or "RANK" not in os.environ:
@@ -168,13 +175,13 @@ def begin() -> None:
 
 
 def over() -> None:
-    """Ends the watch over the start: nothing is left to be watched, or the attempt's own watch begins."""
+    """Ends the watchdog of the start: the start is over, or the watchdog of the attempt begins."""
     while _starting:
         _starting.pop().end()
 
 
 def failed(code: int, error: str | None) -> None:
-    """Tells the other ranks, which may wait for this one to join them, that it ends with `code`; it has said why."""
+    """Reports to the other ranks, which may wait for this one to join, that it ends with `code` because of `error`."""
     phases.say_goodbye()
     if _starting and code:
         rank = _starting[0].settings["rank"]
@@ -186,12 +193,13 @@ def failure_of_another() -> PeerFailed | None:
     if not _starting:
         return None
     board = _board(_starting[0].settings)
-    board.rows()  # an answer has the cause
+    board.rows()  # the store's reply includes the cause
     return _peer_failed(cause) if (cause := board.cause()) else None
 
 
 def _peer_failed(cause: Mapping[str, Any]) -> PeerFailed:
-    """Returns the error for this rank: rank 0 alone says what all ranks find out alike, as of a recipe."""
+    """Returns the error for this rank after the failure `cause` of another rank."""
+    # Every rank finds an error of the recipe; then only rank 0 shows it.
     said = not cause.get("told") or cause["code"] != ExitCode.USAGE
     return PeerFailed(
         ExitCode(cause["code"]), f"rank {cause['rank']} failed first: {cause['error']}", launcher_says=said
@@ -200,9 +208,9 @@ def _peer_failed(cause: Mapping[str, Any]) -> PeerFailed:
 
 @contextmanager
 def beginning() -> Iterator[None]:
-    """Raises the failure of another rank in place of what it causes here, while ranks start.
+    """Replaces a lost connection by the failure of the rank that caused it, while ranks start.
 
-    A rank that did not come is found when the others have waited `train.timeout` for it.
+    A missing rank is detected after the others have waited `train.timeout` for it.
     """
     try:
         yield
@@ -215,16 +223,16 @@ def beginning() -> Iterator[None]:
 
 
 def _cause() -> Any:
-    """Returns the first failure, as far as the processes beside the ranks find it out."""
+    """Returns the first failure that the ranks or their watchdogs report; None if there is none in time."""
     if not _starting:
         return None
-    phases.say_goodbye()  # this rank is not what the others wait for
+    phases.say_goodbye()  # this rank is not at fault
     board = _board(_starting[0].settings)
     for patience in (_PATIENCE, _ANSWER):
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             board.called()
-            board.rows()  # an answer has the cause
+            board.rows()  # the store's reply includes the cause
             if cause := board.cause():
                 return cause
             time.sleep(0.1)
@@ -238,7 +246,7 @@ def _board(settings: Mapping[str, Any]) -> Board:
 
 
 def _meeting_place(name: str, *, alone: bool) -> str:
-    """A folder of this user's in which the ranks of this machine find each other; empty where there can be none."""
+    """Returns a folder of this user through which ranks on this machine communicate; "" if there can be none."""
     place = Path(tempfile.gettempdir()) / f"ddpforge-{os.getuid()}-{sha256(name.encode()).hexdigest()[:16]}"
     try:
         if not alone:
@@ -249,7 +257,7 @@ def _meeting_place(name: str, *, alone: bool) -> str:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             return ""
         for old in place.iterdir():
-            if time.time() - old.stat().st_mtime > _OLD:  # of an earlier start, which was killed
+            if time.time() - old.stat().st_mtime > _OLD:  # from an earlier start that was killed
                 old.unlink(missing_ok=True)
     except OSError:
         return ""
@@ -258,7 +266,7 @@ def _meeting_place(name: str, *, alone: bool) -> str:
 
 @contextmanager
 def _left_to_the_rank() -> Iterator[None]:
-    """Has a process that is started here never get the signals that tell a rank to stop."""
+    """Blocks the stop signals of ranks in a process that is started inside this context."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RANK)
     try:
         yield

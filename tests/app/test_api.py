@@ -167,9 +167,9 @@ def test_what_cannot_be_loaded_is_told_in_words(run: Path) -> None:
     assert "has no checkpoint of step 3" in refused(UsageError, lambda: ddpforge.load(run, checkpoint=3))
     newest = ddpforge.load(run)
     assert "contains no weights called 'swa'" in refused(UsageError, lambda: ddpforge.load(run, weights="swa"))
-    assert "chooses one of a run" in refused(UsageError, lambda: ddpforge.load(newest.checkpoint, checkpoint="best"))
+    assert "only for a run" in refused(UsageError, lambda: ddpforge.load(newest.checkpoint, checkpoint="best"))
     said = refused(UsageError, lambda: ddpforge.load(run, checkpoint="last"))  # type: ignore[arg-type]
-    assert "checkpoint='last': there are" in said
+    assert "checkpoint='last': expected" in said
     text = newest.folder.resolved.read_text()
     try:
         newest.folder.resolved.write_text(text.replace("./code/net.py:Tied", "./code/net.py:Other"))
@@ -207,7 +207,7 @@ def test_launch_trains_on_several_processes_and_returns_the_outcome(ranks: list[
 @pytest.mark.parametrize("nproc", [0, -1])
 def test_no_processes_are_no_launch(ranks: list[int], nproc: int) -> None:
     said = refused(UsageError, lambda: ddpforge.launch("run.toml", nproc=nproc))
-    assert said == f"nproc={nproc}: there must be 1 process or more | leave it out for one per GPU"
+    assert said == f"nproc={nproc}: expected 1 process or more | omit it for one process per GPU"
     assert ranks == []
 
 
@@ -259,7 +259,7 @@ def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.M
     assert ranks == []
     monkeypatch.setattr(process, "start", lambda *_, **__: Ended(3))
     error = refused(ForgeError, lambda: ddpforge.launch("run.toml", nproc=2, sets=["name=new"]))
-    assert error == "the ranks ended with exit code 3 before training; they have said why"
+    assert error == "the ranks ended with exit code 3 before training; see their messages on stderr"
     monkeypatch.setattr(process, "start", lambda *_, **__: Ended(137, Death(1, 9)))
     assert refused(ForgeError, lambda: ddpforge.launch("run.toml", nproc=2, sets=["name=new"])).startswith(
         "rank 1 was ended by signal 9 (SIGKILL)"

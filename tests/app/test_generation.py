@@ -84,10 +84,10 @@ def test_what_can_be_drawn() -> None:
     ("how", "said"),
     [
         ({"tokens": 0}, "tokens = 0: it must be 1 or more"),
-        ({"temperature": 0.0}, "it must be more than 0 | to take the most probable token: greedy"),
+        ({"temperature": 0.0}, "it must be more than 0 | to always take the most probable token, use greedy"),
         ({"top_k": 0}, "top_k = 0"),
         ({"top_p": 1.5}, "top_p = 1.5"),
-        ({"greedy": True, "top_k": 3}, "greedy takes the most probable token, and top_k says"),
+        ({"greedy": True, "top_k": 3}, "greedy takes the most probable token; top_k is only"),
     ],
 )
 def test_what_makes_no_sense_is_refused(how: Any, said: str) -> None:
@@ -100,8 +100,8 @@ def test_the_most_probable_token_is_taken_and_the_context_is_cut_aloud(caplog: p
     assert drawn("78", "123456", model=model, tokens=3, greedy=True) == ["901", "789"]
     assert model.seen == [2, 3, 4, 4, 4, 4]
     assert caplog.messages == [
-        "the model sees the last 4 tokens at a time, of 5",
-        "the model sees the last 4 tokens at a time, of 9",
+        "the model uses only the last 4 tokens at a time, of 5",
+        "the model uses only the last 4 tokens at a time, of 9",
     ]
 
 
@@ -182,7 +182,7 @@ def test_a_model_in_which_earlier_tokens_depend_on_later_ones_sees_all_each_time
 def test_what_is_no_language_model_is_refused() -> None:
     assert "does not predict the next token" in refused(UsageError, lambda: check_language(Classification(), Letters()))
     assert "encode(text)" in refused(PluginError, lambda: check_language(LanguageModelling(), [1]))
-    assert "is empty" in refused(UsageError, lambda: drawn("1", ""))
+    assert "has no tokens" in refused(UsageError, lambda: drawn("1", ""))
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -225,4 +225,7 @@ def test_the_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     for arguments in ([], ["--prompt", "a", "--prompts", "prompts.txt"]):
-        assert "say what to continue" in CliRunner().invoke(main, ["generate", "bytes", *arguments]).output
+        assert (
+            "expected exactly one of --prompt and --prompts"
+            in CliRunner().invoke(main, ["generate", "bytes", *arguments]).output
+        )

@@ -67,7 +67,7 @@ def test_another_version_on_one_host_is_named_with_host_and_ranks(monkeypatch: p
     first, *others = ends(3, check)
     assert first == (
         "ranks do not run the same software: torch 2.14.1 on nodea (rank 0), 2.10.0 on nodeb (ranks 1, 2)"
-        " | give all hosts the same environment"
+        " | use one environment on all hosts"
     )
     assert others == ["rank 0 says it"] * 2
 
@@ -92,7 +92,7 @@ def test_another_recipe_on_one_rank_is_shown_key_by_key() -> None:
     host = socket.gethostname()
     first, *others = compared(same, same, other)
     assert first == (
-        f"the recipe on {host} (rank 2) is not that of rank 0 on {host}:\n  train.seed: 1 → 2\n"
+        f"the recipe on {host} (rank 2) differs from that of rank 0 on {host}:\n  train.seed: 1 → 2\n"
         '  checkpoint.every: "5ep" → "7st" | start all ranks with the same files, flags and environment variables'
     )
     assert others == ["rank 0 says it"] * 2
@@ -162,7 +162,7 @@ def test_locks_that_do_not_hold_are_mentioned(tmp_path: Path, caplog: pytest.Log
     """Threads stand in for hosts: locks are a process's."""
     assert ends(2, lambda ranks: checks.share_folder(tmp_path, ranks)) == ["", ""]
     assert [record.message for record in caplog.records] == [
-        f"file locks do not hold in {tmp_path}: see that no second run trains there"
+        f"file locks do not work in {tmp_path}: make sure that no second process trains there"
     ]
 
 
@@ -181,7 +181,7 @@ def test_a_folder_that_one_host_has_for_itself_is_refused(
             return f"{type(error).__name__}: {error.message}"
         return "shared"
 
-    said = f"what rank 0 on nodea writes in {runs} is not seen by rank 1 on nodeb ({runs})"
+    said = f"a file that rank 0 on nodea wrote in {runs} is not visible to rank 1 on nodeb ({runs})"
     assert hosts.in_ranks("ab", check) == [f"EnvironmentProblem: {said}", f"PeerFailed: {said}"]
     assert os.listdir(runs) == os.listdir(tmp_path / "disk of b") == []
 
@@ -189,5 +189,5 @@ def test_a_folder_that_one_host_has_for_itself_is_refused(
 def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = ends(2, lambda ranks: checks.share_folder(tmp_path / "file/runs", ranks))
-    assert said[0].startswith(f"the folder of runs {tmp_path}/file/runs cannot be written: ")
+    assert said[0].startswith(f"cannot write to the folder of runs {tmp_path}/file/runs: ")
     assert said[1] == "rank 0 says it"

@@ -113,7 +113,7 @@ def test_a_difference_of_more_than_a_tenth_is_told(recipe: Path, ddpforge: Run) 
     said = ddpforge("run", recipe.name)
     found = memory(recipe.parent)
     assert found["measured"]["peak"] - found["planned"]["peak"] == pytest.approx(40e6, rel=0.05)
-    assert re.search(r"memory: the plan has .* on a rank at the largest moment of a step, and step 2 had", said.stderr)
+    assert re.search(r"memory: the plan has a peak of .* per rank, but step 2 had", said.stderr)
 
 
 def test_what_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -> None:
@@ -177,7 +177,7 @@ def test_full_memory_names_what_is_needed_what_there_is_and_what_would_fit(told:
     error = told(8_000_000)
     first, second = error.message.splitlines()
     assert first == "memory is full: torch's words"
-    assert re.fullmatch(r"by the plan a step needs [\d.]+ MB for tensors on a rank, and there were 8.0 MB", second)
+    assert re.fullmatch(r"by the plan a step needs [\d.]+ MB for tensors on a rank; available: 8.0 MB", second)
     changes = [re.fullmatch(r"set (.*): ([\d.]+) MB by the plan", hint).groups() for hint in error.hints]  # type: ignore[union-attr]
     assert changes[0][0].startswith("train.micro_batch = ")
     assert any("train.activation_checkpointing = true" in change for change, _ in changes)
@@ -188,7 +188,7 @@ def test_full_memory_names_what_is_needed_what_there_is_and_what_would_fit(told:
 @pytest.mark.full
 def test_memory_that_no_planned_step_fills_is_explained_by_arithmetic_alone(told: Callable[[int], Any]) -> None:
     error = told(10**12)
-    assert error.message.endswith("something else than a planned step has filled it, an evaluation perhaps")
+    assert error.message.endswith("the plan of a step does not explain this; it may be an evaluation")
     assert error.hints == ("by arithmetic",)
 
 
@@ -198,7 +198,7 @@ def test_full_memory_starts_no_plan_unless_asked_and_names_the_command_that_does
     monkeypatch.setattr(subprocess, "Popen", None)
     error = full(recipe, 8_000_000, "track.plan=off")
     assert (error.message, error.hints[0]) == ("memory is full: torch's words", "by arithmetic")
-    command = error.hints[1].removeprefix("see what a step needs, and which changes fit: ")
+    command = error.hints[1].removeprefix("for the memory of a step and for settings that fit, run: ")
     assert shlex.split(command) == [
         *("ddpforge", "plan", str(recipe.parent / "a run/recipe.resolved.toml"), "--ranks", "1"),
         *("--budget", "8.0MB"),

@@ -173,11 +173,11 @@ def test_code_that_is_not_to_run_is_not_imported() -> None:
     sets = ("--set", "model={use='./evil.py:Net', wide=3}", "--set", "strategy.use=./evil.py:ddp")
     shown = _check("digits", "--no-import", *sets)
     assert (shown.exit_code, Path("ran").exists()) == (0, False), shown.output
-    assert "not imported, nor checked: ./evil.py:Net, ./evil.py:ddp" in shown.stdout
+    assert "not imported and not checked: ./evil.py:Net, ./evil.py:ddp" in shown.stdout
     seen = CliRunner().invoke(main, ["show", "digits", "--no-import", *sets])
     assert (seen.exit_code, Path("ran").exists()) == (0, False), seen.output
     assert "wide = 3" in seen.stdout
-    assert "# not imported, nor are its options checked: ./evil.py:Net" in seen.stdout
+    assert "# not imported, its options are not checked: ./evil.py:Net" in seen.stdout
     assert _check("digits", "--no-import", "--set", "train.sync_batchnorm=true", "--device", "cpu").exit_code == 2
     assert _check("digits", "--no-import", "--build").exit_code == 2
     assert _check("digits", *sets).exit_code == 2

@@ -133,7 +133,7 @@ def test_a_folder_of_checkpoints_needs_no_run(tmp_path: Path) -> None:
 
     assert [row["step"] for row in said("ls", "alone")["checkpoints"]] == [5]
     call("inspect", "alone", "--step", "5")
-    assert "belongs to no run" in call("--help").stdout
+    assert "folder of checkpoints without" in call("--help").stdout
     assert "is not a run" in call("inspect", "alone", "--best", code=2).stderr
 
 
@@ -228,7 +228,7 @@ def test_inspect_counts_the_parts_of_a_tensor(run: RunFolder) -> None:
         (["inspect", "digits", "--step", "9"], "it has checkpoints of step 1, 2, 3"),
         (["inspect", "digits", "--step", "1", "--best"], "give one of them"),
         (["verify", "digits", "--step", "9"], "it has checkpoints of step 1, 2, 3"),
-        (["verify", "digits", "--step", "1", "--all"], "give one of them"),
+        (["verify", "digits", "--step", "1", "--all"], "use one of them"),
         (["diff", "digits", "digits:9"], "it has checkpoints of step 1, 2, 3"),
         (["diff", "digits", "digits:newest"], "'newest' is neither a step nor `best`"),
         (["diff", "digits", "nothing"], "there is no run 'nothing'"),
@@ -411,7 +411,7 @@ def test_a_report_says_what_became_of_the_source() -> None:
 
     assert "1 float32, 1 bfloat16 tensors, 12 B" in text
     assert "optimizer  none" in text
-    assert "left out   optimizer: optimizer state by number" in text
+    assert "skipped    optimizer: optimizer state by number" in text
     assert r"--map '^module\.='" in text
     assert said("import", "x.pt", "-o", "out", "--map", r"^module\.=")["hints"] == []
 
@@ -450,7 +450,7 @@ def test_a_pickle_is_refused_with_2_and_what_to_do() -> None:
         stderr = call("import", "x.pt", "-o", "out", code=2).stderr
         assert "can run any code" in stderr
         assert "add --trust" in stderr
-        assert call("import", "x.pt", "-o", "out", "--trust").stdout.count("left out   x: not a tensor") == 1
+        assert call("import", "x.pt", "-o", "out", "--trust").stdout.count("skipped    x: not a tensor") == 1
     finally:
         del sys.modules["odd"]
     assert "needs a package that is not installed" in call("import", "x.pt", "-o", "out", "--trust", code=2).stderr

@@ -171,4 +171,4 @@ def test_a_recipe_without_evaluation_data_is_a_mistake(folder: Path, ddpforge: C
     ddpforge("run", "plain.toml")
     refused = ddpforge("eval", "plain", nproc=2, fails=True)
     assert refused.codes == [ExitCode.USAGE] * 2
-    assert refused.stderr.count("the recipe has no [data.eval] to evaluate on") == 1
+    assert refused.stderr.count("the recipe has no evaluation set: add [data.eval]") == 1

@@ -152,6 +152,6 @@ def test_a_size_that_is_none_is_a_usage_error(size: str) -> None:
 
 @pytest.mark.parametrize("file", ["model.pt", "model.pth", "model.bin", "model.ckpt"])
 def test_what_torch_load_would_read_is_not_promised(file: str) -> None:
-    with pytest.raises(UsageError, match="what is written is safetensors"):
+    with pytest.raises(UsageError, match="the file would be safetensors"):
         call("digits", "--out", file)
     assert not Path(file).exists()

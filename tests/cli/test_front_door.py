@@ -129,12 +129,15 @@ def test_what_was_mistyped_is_recognised(arguments: list[str], hint: str) -> Non
         (["run", "digits", "--resume"], "the same command resumes a stopped run"),
         (["run", "digits", "--nproc", "2"], "ddpforge launch RECIPE --nproc N"),
         (["launch", "digits", "--gpus", "2"], "write --nproc N"),
-        (["run", "digits", "--lr", "1e-3"], "values of the recipe are set by KEY=VALUE, e.g. optimizer.lr=1e-3"),
+        (["run", "digits", "--lr", "1e-3"], "set values of the recipe with KEY=VALUE, e.g. optimizer.lr=1e-3"),
         (["run", "digits", "--optimizer.lr=1e-3"], "write optimizer.lr=VALUE"),
         (["run"], "ddpforge run digits "),
-        (["check"], "a recipe of your own is a TOML file: ddpforge recipes cp NAME"),
-        (["run", "--config", "r.toml"], "the recipe follows without an option"),
-        (["check", "digits", "optimizer.lr", "1e-3"], "what follows is [KEY=VALUE]..., e.g. optimizer.lr=1e-3"),
+        (["check"], "your own recipe is a TOML file: ddpforge recipes cp NAME"),
+        (["run", "--config", "r.toml"], "write the recipe without an option"),
+        (
+            ["check", "digits", "optimizer.lr", "1e-3"],
+            "expected [KEY=VALUE]... after the recipe, e.g. optimizer.lr=1e-3",
+        ),
     ],
 )
 def test_what_people_type_from_habit_is_answered(arguments: list[str], hint: str) -> None:

@@ -121,7 +121,7 @@ def folder() -> RunFolder:
     folder.create(text="", resolved="", local_files={})
     status = {
         **{"state": "failed", "exit_code": 1, "step": 7, "samples": 9, "world_size": 2, "strategy": "ddp"},
-        **{"metrics": {"train/loss": 1.0}, "error": "rank 1: process 4711 on node ended without a word"},
+        **{"metrics": {"train/loss": 1.0}, "error": "rank 1: process 4711 on node ended without a report"},
     }
     folder.write_status(status)  # type: ignore[arg-type]
     return folder
@@ -140,7 +140,7 @@ def test_a_rank_that_a_signal_ended_is_named_with_the_signal(launcher: Launcher,
     result = invoke("digits", "--nproc", "2")
     assert result.exit_code == 1
     assert "error: rank 1 was ended by signal 9 (SIGKILL)" in result.stderr
-    assert "not enough memory" in result.stderr
+    assert "out of memory" in result.stderr
     assert status(folder)["error"] == "rank 1 was ended by signal 9 (SIGKILL)"
     assert (status(folder)["step"], status(folder)["metrics"]) == (7, {"train/loss": 1.0})
 
@@ -208,20 +208,20 @@ def test_an_endpoint_whose_port_is_held_is_refused_before_ranks_are_started(laun
         port = held.getsockname()[1]
         result = invoke("digits", "--nnodes", "2", "--node-rank", "0", "--endpoint", f"127.0.0.1:{port}")
     assert result.exit_code == ExitCode.ENVIRONMENT
-    assert f"port {port} of {socket.gethostname()} cannot be taken: Address already in use" in result.stderr
+    assert f"cannot listen on port {port} of {socket.gethostname()}: Address already in use" in result.stderr
     assert launcher.started == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--nnodes", "2"], "2 nodes need a place to meet"),
+        (["--nnodes", "2"], "2 nodes need an endpoint"),
         (
             ["--nnodes", "1:5", "--node-rank", "0", "--endpoint", "a", "-n", "1"],
             "cannot be dealt out evenly to 3 ranks",
         ),
         ([*NODES, "-n", "3"], "cannot be dealt out evenly to 6 ranks"),
-        ([*NODES, "--", "--nnodes=2"], "--nnodes is here, and a rendezvous among torchrun's flags"),
+        ([*NODES, "--", "--nnodes=2"], "--nnodes and torchrun's flags both set a rendezvous"),
         (["--nnodes", "1:2", "--node-rank", "0", "--endpoint", "a", "-n", "1", "--fresh"], "would start from scratch"),
         (["--max-time", "5ep"], "--max-time 5ep is no wall time"),
     ],

@@ -185,7 +185,7 @@ def test_the_example_is_a_part_of_a_recipe(site: Path, arguments: list[str], exa
 
 
 def test_show_says_when_any_option_is_passed_on(site: Path) -> None:
-    assert "Further options are passed on as they are.\n" in printed("show", "open", "--kind", "model")
+    assert "Other options are passed to the component unchecked.\n" in printed("show", "open", "--kind", "model")
 
 
 def test_show_takes_unregistered_code_and_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_show_asks_for_the_kind_where_the_name_does_not_say(site: Path) -> None:
         "ddpforge plugins show open --kind model",
     )
 
-    with pytest.raises(UsageError, match=r"of what kind is `torch\.optim:SGD`") as caught:
+    with pytest.raises(UsageError, match=r"the kind of `torch\.optim:SGD` is unknown") as caught:
         call("show", "torch.optim:SGD")
     assert "optimizer" in caught.value.hints[0]
 

@@ -171,7 +171,7 @@ def test_what_is_predicted_is_chosen() -> None:
     assert "several evaluation sets" in complaint()
     assert "--data eval.test" in complaint()
     assert "did you mean `eval.test`?" in complaint(data=["eval.tset"])
-    assert "one dataset is predicted at a time" in complaint(data=["eval.test", "train"])
+    assert "expected one dataset" in complaint(data=["eval.test", "train"])
     assert "splt" in complaint(data=["eval.test", "splt=train"], kind=ForgeError)
 
 

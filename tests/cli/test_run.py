@@ -134,7 +134,7 @@ def test_a_length_that_was_passed_already_is_refused(ddpforge: Callable[..., Ran
     ddpforge("run", "tiny.toml", "--set", "train.length=4st")
     refused = ddpforge("run", "tiny.toml", "--set", f"train.length={length}", nproc=2, fails=True)
     assert refused.codes == [ExitCode.USAGE] * 2
-    assert "runs/tiny has come to step 4, and train.length ends at step 1" in refused.stderr
+    assert "runs/tiny is at step 4 already, but train.length ends at step 1" in refused.stderr
     assert (status()["state"], status()["step"], attempts()) == ("done", 4, 1)
 
 
@@ -381,7 +381,7 @@ def test_a_file_where_the_folder_should_be_is_an_environment_problem(ddpforge: C
     Path("taken").write_text("")
     refused = ddpforge("run", "tiny.toml", "--out", "taken/below", nproc=2, fails=True)
     assert refused.codes == [ExitCode.ENVIRONMENT] * 2
-    assert "the folder of runs taken/below cannot be written" in refused.stderr
+    assert "cannot write to the folder of runs taken/below" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

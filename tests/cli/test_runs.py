@@ -70,8 +70,8 @@ def test_runs_are_compared_side_by_side() -> None:
     assert lines[:4] == [
         ["recipe", "runs/a", "runs/b"],
         ["optimizer.lr", "0.1", "0.01"],
-        ["code:", "alike"],
-        ["environment:", "alike"],
+        ["code:", "same"],
+        ["environment:", "same"],
     ]
     assert ["train/loss", "0.0125", "0.00125"] in lines
     told = json.loads(invoke("runs", "compare", "a", "b", "--json", "--curve", "train/loss").stdout)
@@ -112,7 +112,7 @@ def test_one_run_alone_is_not_compared() -> None:
     made(Path("runs/a"))
     refused = invoke("runs", "compare", "a", "runs/a")
     assert refused.exit_code == ExitCode.USAGE
-    assert "one run alone" in refused.stderr
+    assert "expected two runs" in refused.stderr
 
 
 # ---------------------------------------------------------------------------------------------- rm
@@ -124,7 +124,7 @@ def test_a_run_is_deleted_after_a_question_with_all_that_it_has() -> None:
     assert "runs/a: done at step 10/10" in refused.stderr
     assert "Delete 2 runs with all checkpoints?" in refused.stderr
     nobody = invoke("runs", "rm", "a")
-    assert (nobody.exit_code, "--yes deletes without a question" in nobody.stderr) == (ExitCode.USAGE, True)
+    assert (nobody.exit_code, "to delete without a question, use --yes" in nobody.stderr) == (ExitCode.USAGE, True)
     assert len(list(Path("runs").iterdir())) == 3
 
     assert invoke("runs", "rm", "a", "runs/b", answer="y\n").exit_code == 0
@@ -137,7 +137,7 @@ def test_a_run_in_use_is_not_deleted_nor_are_those_named_beside_it() -> None:
     with trained(made(Path("runs/b"), state="running")):
         refused = invoke("runs", "rm", "a", "b", "--yes")
     assert refused.exit_code == ExitCode.USAGE
-    assert "being trained now: runs/b" in refused.stderr
+    assert "a process is training runs/b" in refused.stderr
     assert sorted(path.name for path in Path("runs").iterdir()) == ["a", "b"]
 
 

@@ -117,13 +117,13 @@ def test_jobs_of_an_array_train_runs_of_their_own() -> None:
     [
         (["--nodes=3"], "cannot be dealt out evenly to 3 ranks"),
         (["--set=train.lenght=1ep"], "unknown key `lenght` in [train]"),
-        (["--time=tomorrow"], "--time tomorrow is no time of Slurm's"),
-        (["--time=2"], "--time 2 is 120 s, and ranks are to be asked to save 120 s before its end"),
-        (["--array=a-b"], "--array a-b is no list of numbers"),
-        (["--sbatch=nodes=3"], "the script says that itself\n  = help: use --nodes"),
+        (["--time=tomorrow"], "--time tomorrow is not a time in Slurm's format"),
+        (["--time=2"], "--time 2 is 120 s, but ranks have to save 120 s before its end"),
+        (["--array=a-b"], "--array a-b is not a list of numbers"),
+        (["--sbatch=nodes=3"], "the script sets this option itself\n  = help: use --nodes"),
         (["--sbatch=--exclusive"], "write it without dashes"),
-        (["--gpus-per-node=2", "--nproc=4"], "--nproc 4, and a node has 2 GPUs"),
-        (["--set=train.device=cuda"], "no GPUs are asked for\n  = help: --gpus-per-node N"),
+        (["--gpus-per-node=2", "--nproc=4"], "--nproc 4, but a node has 2 GPUs"),
+        (["--set=train.device=cuda"], "the job has no GPUs\n  = help: set --gpus-per-node N"),
         (["--set=train.device=cpu", "--gpus-per-node=2"], "GPUs would be idle"),
         (["--", "--fresh"], "--fresh would start from scratch each time"),
         (["cnn"], "Got unexpected extra argument (cnn)"),
@@ -147,11 +147,11 @@ def test_a_script_goes_to_a_file_and_to_sbatch(tmp_path: Path, monkeypatch: pyte
 
     sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n")
     result = invoke("digits", "--submit")
-    assert (result.exit_code, "sbatch refused the job: invalid partition" in result.stderr) == (3, True)
+    assert (result.exit_code, "sbatch rejected the job: invalid partition" in result.stderr) == (3, True)
 
     monkeypatch.setenv("PATH", str(tmp_path))
     result = invoke("digits", "--submit")
-    assert (result.exit_code, "there is no `sbatch` here" in result.stderr) == (3, True)
+    assert (result.exit_code, "`sbatch` is not installed here" in result.stderr) == (3, True)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_the_others_learn_that_memory_is_full_before_a_plan_says_what_fits(tmp_p
     assert "by the plan" in failure["error"]
 
 
-DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a word: killed, or crashed"
+DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a report: killed, or crashed"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,9 @@ DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a word: killed, or cr
         ("killed", 0, 2, DIED),
         ("aborts", 1, 3, DIED),
         pytest.param("stopped", 1, 2, "was frozen, as by SIGSTOP", marks=pytest.mark.full),
-        pytest.param("hangs", 1, 2, "stood in callbacks of step 3 for . s at .*faults.py", marks=pytest.mark.slow),
+        pytest.param(
+            "hangs", 1, 2, "made no progress in callbacks of step 3 for . s at .*faults.py", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_rank_that_cannot_speak_is_named_by_the_others(
@@ -252,7 +254,9 @@ def test_a_rank_that_hangs_while_it_starts_is_named_with_its_line(
     env = {"IMPORT": "hangs"} if imports else {}
     ended = ddpforge("run", "run.toml", WAITS_LITTLE, env=env, nproc=2, fails=True)
     assert ended.codes == [1, -signal.SIGKILL]
-    assert re.search(r"^error: rank 1 stood in start for \d+ s at .*nodata.py:\d+ in fail", ended.stderr, re.M)
+    assert re.search(
+        r"^error: rank 1 made no progress in start for \d+ s at .*nodata.py:\d+ in fail", ended.stderr, re.M
+    )
     assert ended.stderr.count("error: ") == 1
     assert "Traceback" not in ended.stderr
 
@@ -262,11 +266,11 @@ def test_ranks_that_are_asked_to_stop_while_one_hangs_in_the_start_stop(
 ) -> None:
     ended = ddpforge("run", "run.toml", env={"IMPORT": "asked"}, nproc=2, fails=True)
     assert ended.codes == [ExitCode.STOPPED] * 2
-    assert "error: asked to stop before training began" in ended.stderr
+    assert "error: stopped before training began" in ended.stderr
     assert "Traceback" not in ended.stderr
     alone = ddpforge("run", "run.toml", "--set=data.train.how=asked", nproc=1, fails=True)
     assert alone.codes == [ExitCode.STOPPED]
-    assert "error: asked to stop before training began" in alone.stderr
+    assert "error: stopped before training began" in alone.stderr
 
 
 def test_the_error_of_a_recipe_that_one_rank_alone_finds_is_shown(
@@ -344,4 +348,4 @@ def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Pat
         assert f"error: {status['error']}" in ended.stderr.splitlines()[-2:]  # and a hint
         assert json.loads(ended.stdout) == status
     assert "in on_step" in (tmp_path / "runs/run/logs/stacks-rank-0.txt").read_text()  # where it waited
-    assert "ended, for a rank has failed: rank 0 on " in (tmp_path / "runs/run/logs/rank-0.log").read_text()
+    assert "ended because a rank has failed: rank 0 on " in (tmp_path / "runs/run/logs/rank-0.log").read_text()

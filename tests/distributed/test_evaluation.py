@@ -158,7 +158,7 @@ def test_one_of_the_sets_may_be_asked_for(tmp_path: Path, evaluate: Callable[...
 
     refused = evaluate("--only", "fwe", fails=True)
     assert refused.codes == [ExitCode.USAGE] * 2
-    assert refused.stderr.count("the recipe has no [data.eval.fwe] to evaluate on") == 1
+    assert refused.stderr.count("the recipe has no evaluation set [data.eval.fwe]") == 1
     assert "did you mean `few`?" in refused.stderr
 
 

@@ -125,12 +125,12 @@ class Expected(NamedTuple):
 
 KINDS = {
     # By which signal, only the kernel knows, until whoever started the rank has asked it.
-    "killed": Expected(r"(was killed by signal 9 \(SIGKILL\)|ended without a word)", "forward", 4, 0.0),
+    "killed": Expected(r"(was killed by signal 9 \(SIGKILL\)|ended without a report)", "forward", 4, 0.0),
     "frozen": Expected("was frozen, as by SIGSTOP, in forward of step 4", "forward", 4),
-    "gil": Expected("stood in forward of step 4", "forward", 4),
-    "data": Expected("stood in data of step 4", "data", 4),
-    "eval": Expected("stood in eval of step 5", "eval", 5, 3 * STALL),
-    "save": Expected("stood in save of step 5", "save", 5, 6 * STALL),
+    "gil": Expected("made no progress in forward of step 4", "forward", 4),
+    "data": Expected("made no progress in data of step 4", "data", 4),
+    "eval": Expected("made no progress in eval of step 5", "eval", 5, 3 * STALL),
+    "save": Expected("made no progress in save of step 5", "save", 5, 6 * STALL),
 }
 TENSOR = f'{FSDP}\ntensor = 2\nplan = {{ "layers.0" = "columns", "layers.3" = "rows" }}'
 STRATEGIES = {"ddp": DDP, "fsdp": FSDP, "tensor": TENSOR, "zero3": ZERO[3], "pipeline": 'use = "pipeline"'}
@@ -272,15 +272,17 @@ def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
     assert all(codes)
     assert seconds < STALL + 10
     error = told(tmp_path, "status")["error"]
-    assert re.match(r"rank 1 (on nodeb lost touch with the first host|did not answer \(process \d+ on nodeb\))", error)
+    assert re.match(
+        r"rank 1 (on nodeb lost its connection to the first host|did not answer \(process \d+ on nodeb\))", error
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "rank", "said"),
     [
-        ("cut a", 1, "on nodeb lost touch with the first host"),
-        ("cut b", 1, "on nodeb lost touch with the first host"),
+        ("cut a", 1, "on nodeb lost its connection to the first host"),
+        ("cut b", 1, "on nodeb lost its connection to the first host"),
         ("killed", 1, KINDS["killed"].said),
         ("frozen", 0, KINDS["frozen"].said),
     ],

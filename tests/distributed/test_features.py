@@ -286,7 +286,7 @@ def test_full_memory_ends_a_run_with_what_to_change(bench: Bench, tmp_path: Path
     assert ranks.codes == [1]
     assert "memory is full: " in ranks.stderr
     assert "by the plan" not in ranks.stderr  # which would take memory, of which there is none
-    assert re.search(r"help: see what a step needs, .*: ddpforge plan runs/run/recipe.resolved.toml", ranks.stderr)
+    assert re.search(r"help: for the memory of a step .*: ddpforge plan runs/run/recipe.resolved.toml", ranks.stderr)
     assert "help: set train.micro_batch = 4: the global batch stays" in ranks.stderr
     assert "Traceback" not in ranks.stderr
     assert "OutOfMemory: memory is full" in bench.status("run")["error"]

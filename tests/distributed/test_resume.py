@@ -232,7 +232,7 @@ def test_a_stopped_run_may_end_where_it_was_stopped_and_is_evaluated_then_but_no
 
     refused = bench("run", length=f"{reached - 1}st", train='eval_every = "30st"', more=stop, fails=True)
     assert set(refused.codes) == {ExitCode.USAGE}
-    assert f"has come to step {reached}, and train.length ends at step {reached - 1}" in refused.stderr
+    assert f"is at step {reached} already, but train.length ends at step {reached - 1}" in refused.stderr
     assert RunFolder(tmp_path / "runs/run").status()["state"] == "stopped"  # type: ignore[index]
 
     bench("run", length=f"{reached}st", train='eval_every = "30st"', more=stop)

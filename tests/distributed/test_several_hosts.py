@@ -190,7 +190,7 @@ def test_hosts_that_do_not_know_each_others_names_meet_by_address_and_both_show_
     launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
     for code, said in [launch.ended(timeout=120) for launch in launches]:
         assert code == 3, said
-        assert "is not seen by rank 1 on nodeb" in said
+        assert "is not visible to rank 1 on nodeb" in said
         assert said.count("error:") == 1, said
         assert "frame #" not in said
         assert "Traceback" not in said

@@ -61,7 +61,7 @@ def test_an_endpoint_whose_port_or_the_next_one_is_held_is_refused_on_the_first_
     held = port + later
     with (
         socket.create_server(("127.0.0.1", held)),
-        pytest.raises(EnvironmentProblem, match=f"port {held} of .* cannot be taken: Address already in use"),
+        pytest.raises(EnvironmentProblem, match=f"cannot listen on port {held} of .*: Address already in use"),
     ):
         refuse_held_ports(f"node01:{port}")
 
@@ -71,7 +71,7 @@ def test_another_program_at_the_endpoint_is_named_by_nodes_that_would_wait_for_i
     monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     monkeypatch.setattr(meeting, "_ANSWER", 1.0)
-    with stranger(answer) as held, pytest.raises(EnvironmentProblem, match=f"another program holds port {held}"):
+    with stranger(answer) as held, pytest.raises(EnvironmentProblem, match=f"the program on port {held}"):
         meet(f"127.0.0.1:{held}", None, "2")
 
 
@@ -81,7 +81,7 @@ def test_a_launch_whose_second_port_is_held_is_not_waited_for(monkeypatch: pytes
     monkeypatch.setattr(meeting, "_LOOK", 0.01)
     with stranger() as free:
         pass
-    with stranger(b"no\n") as held, pytest.raises(EnvironmentProblem, match=f"another program holds port {held}"):
+    with stranger(b"no\n") as held, pytest.raises(EnvironmentProblem, match=f"the program on port {held}"):
         meet(f"127.0.0.1:{free}", f"127.0.0.1:{held}", "2")
 
 
@@ -93,7 +93,7 @@ def test_an_endpoint_where_nothing_listens_is_an_error_in_the_end(
     monkeypatch.setattr(meeting, "_LOOK", 0.15)
     with stranger() as held:
         pass
-    with pytest.raises(EnvironmentProblem, match=f"no first node at 127.0.0.1:{held}"):
+    with pytest.raises(EnvironmentProblem, match=f"the first node did not answer at 127.0.0.1:{held}"):
         meet(f"127.0.0.1:{held}", None, "2")
     assert capsys.readouterr().err == f"waiting for the first node at 127.0.0.1:{held} (Connection refused)\n"
 
@@ -118,6 +118,9 @@ def test_clocks_that_differ_are_named_with_both_hosts(
         monkeypatch.setattr(meeting.socket, "gethostname", lambda: "nodea")
         meet(endpoint, place, "2")
         said = capsys.readouterr().err
-        assert said == "warning: the clock of nodea is 20.0 s ahead of that of nodea: set both by chrony or ntpd\n"
-        with pytest.raises(EnvironmentProblem, match=r"20.0 s ahead of .* would take each other for dead"):
+        assert (
+            said
+            == "warning: the clock of nodea is 20.0 s ahead of that of nodea: synchronize both with chrony or ntpd\n"
+        )
+        with pytest.raises(EnvironmentProblem, match=r"20.0 s ahead of .* would treat each other as dead"):
             meet(endpoint, place, "1:2")  # where a node that is taken for dead is not missed

@@ -74,15 +74,15 @@ def test_worlds_are_all_that_there_may_be() -> None:
 @pytest.mark.parametrize(
     ("number", "rank", "endpoint", "complaint"),
     [
-        ("0", None, "a", "--nnodes 0 is no number of nodes"),
-        ("3:2", None, "a", "--nnodes 3:2 is no number"),
-        ("two", None, "a", "--nnodes two is no number"),
-        ("2", 2, "a", "there is no node 2 of 2"),
-        ("2", 0, None, "2 nodes need a place to meet"),
-        ("2", 0, "a:http", "--endpoint a:http is no address"),
-        ("2", 0, "a:70000", "--endpoint a:70000 is no address"),
-        ("2", 0, ":29500", "is no address"),
-        ("2", 0, "fe80::1", "is no address"),
+        ("0", None, "a", "--nnodes 0 is not a number of nodes"),
+        ("3:2", None, "a", "--nnodes 3:2 is not a number"),
+        ("two", None, "a", "--nnodes two is not a number"),
+        ("2", 2, "a", "--node-rank 2: there are 2 nodes"),
+        ("2", 0, None, "2 nodes need an endpoint"),
+        ("2", 0, "a:http", "--endpoint a:http is not an address"),
+        ("2", 0, "a:70000", "--endpoint a:70000 is not an address"),
+        ("2", 0, ":29500", "is not an address"),
+        ("2", 0, "fe80::1", "is not an address"),
     ],
 )
 def test_what_cannot_work_is_refused(number: str, rank: int | None, endpoint: str | None, complaint: str) -> None:
@@ -131,7 +131,7 @@ def test_a_second_launch_on_one_machine_meets_the_first() -> None:
 
 @pytest.mark.usefixtures("network")
 def test_a_name_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(UsageError, match="--endpoint node99: this machine does not know that name"):
+    with pytest.raises(UsageError, match="--endpoint node99: this machine cannot resolve that name"):
         is_mine("node99")
 
 

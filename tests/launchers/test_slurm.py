@@ -92,7 +92,7 @@ def test_a_job_is_queued_again_before_its_time_is_up_but_not_for_ever(slurm: Slu
             job.begin()
     assert job.wait() == "FAILED"
     assert job.facts["ExitCode"] == "75:0"
-    assert "not queued again, which was done 1 times" in (tmp_path / "out.txt").read_text()
+    assert "not requeued: the limit of 1 requeues is reached" in (tmp_path / "out.txt").read_text()
 
 
 @pytest.mark.full

@@ -123,7 +123,7 @@ def test_preempted(slurm: Slurm, folder: Path, flags: tuple[str, ...]) -> None:
 def test_out_of_time_twice_in_a_row(slurm: Slurm, folder: Path) -> None:
     job = submitted(slurm, folder, "--time=2", "--signal=20")
     for attempt in (1, 2):
-        says(job, folder, "queued again", times=attempt)
+        says(job, folder, "requeued the job", times=attempt)
         job.wait("PENDING", timeout=60)
         if attempt == 1:
             job.begin()
@@ -136,7 +136,7 @@ def test_asked_to_stop_while_it_starts(slurm: Slurm, folder: Path, flags: tuple[
     job = submitted(slurm, folder, *flags)
     until(lambda: f"{job.number}.0" in slurm.run("squeue", "--steps", "-h", "-o", "%i"), 20)
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)  # ranks are about to import torch
-    says(job, folder, "queued again")
+    says(job, folder, "requeued the job")
     job.wait("PENDING", timeout=60)
     finishes(job, folder)
     assert job.restarts == 1

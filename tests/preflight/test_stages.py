@@ -83,18 +83,18 @@ def test_an_evaluation_needs_no_training_data_optimizer_schedule_or_tracker() ->
 def test_an_evaluation_may_be_on_some_of_the_sets() -> None:
     assert evaluated("two").stage.data.keys() == {"eval.two"}
     recipe = load_recipe("run.toml", sets=SETS).recipe
-    with pytest.raises(UsageError, match=r"no \[data\.eval\.tow\] to evaluate on") as caught:
+    with pytest.raises(UsageError, match=r"no evaluation set \[data\.eval\.tow\]") as caught:
         check_sets(recipe, ["tow"])
-    assert caught.value.hints == ("did you mean `two`?", "there are one, two")
+    assert caught.value.hints == ("did you mean `two`?", "it has one, two")
 
 
 @pytest.mark.usefixtures("parts")
 def test_a_set_that_has_no_name_cannot_be_named() -> None:
     recipe = load_recipe("run.toml", sets=["data.eval.use=./mine.py:Data"]).recipe
-    with pytest.raises(UsageError, match=r"no \[data\.eval\.one\] to evaluate on") as caught:
+    with pytest.raises(UsageError, match=r"no evaluation set \[data\.eval\.one\]") as caught:
         check_sets(recipe, ["one"])
-    assert caught.value.hints == ("its one [data.eval] has no name",)
-    with pytest.raises(UsageError, match=r"the recipe has no \[data\.eval\] to evaluate on"):
+    assert caught.value.hints == ("its only evaluation set [data.eval] has no name",)
+    with pytest.raises(UsageError, match=r"the recipe has no evaluation set: add \[data\.eval\]"):
         check_sets(load_recipe("run.toml").recipe, [])
 
 

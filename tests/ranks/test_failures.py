@@ -103,14 +103,16 @@ def test_where_nobody_tells_everybody_is_called_and_one_says_who_is_at_fault(
     zero, _, two = ranks(tmp_path, 3)
     zero.tell(LOST, 1)
     called: list[str] = []
-    found = Report("this", 1, "stood in data of step 15 for 9 s; the others waited for it", 1, False, told=False)
+    found = Report(
+        "this", 1, "made no progress in data of step 15 for 9 s; the others waited for it", 1, False, told=False
+    )
 
     def answer(_: float) -> None:
         two.tell_of(found)
 
     cause = zero.explain(lambda: called.append("called"), answer)
     assert cause == found
-    assert str(cause) == "rank 1 stood in data of step 15 for 9 s; the others waited for it"
+    assert str(cause) == "rank 1 made no progress in data of step 15 for 9 s; the others waited for it"
     assert called == ["called"]
 
 

@@ -329,9 +329,9 @@ def test_a_file_that_grew_a_checkpoint_of_another_run_and_rows_that_were_lost_ar
     rows = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
     (other / "metrics.jsonl").write_text("".join(rows[1:]))
     resumed = ddpforge("run", "run.toml", "name=other", "train.length=4st")
-    assert "metrics.jsonl has 2 rows up to step 3, and had 3" in resumed.stderr
+    assert "metrics.jsonl has 2 rows up to step 3; it had 3" in resumed.stderr
 
     (stranger,) = (run / "checkpoints").glob("step-000000006-*")
     stranger.rename(other / "checkpoints" / stranger.name)
     refused = ddpforge("run", "run.toml", "name=other", "train.length=20st", fails=True)
-    assert f"{stranger.name} is a checkpoint of another run" in refused.stderr
+    assert f"{stranger.name} is a checkpoint of the run " in refused.stderr

@@ -23,7 +23,7 @@ def found(*rows: Row, size: int = 0) -> Blame:
 def test_the_rank_with_the_fewest_marks_is_where_the_others_cannot_go_on() -> None:
     assert found(row(0), row(1, "data", 48, at="faults.py:3 in load"), row(2)) == (
         [1],
-        "stood in data of step 15 for 9 s at faults.py:3 in load; the others waited for it",
+        "made no progress in data of step 15 for 9 s at faults.py:3 in load; the others waited for it",
     )
 
 
@@ -71,11 +71,11 @@ def test_a_rank_that_has_lost_touch_waited_for_another() -> None:
 @pytest.mark.parametrize(
     ("rows", "ranks", "sentence"),
     [
-        ([row(0)], [1], "did not answer, and was never heard of: its host may be gone"),
+        ([row(0)], [1], "did not answer and never reported: its host may be down"),
         (
             [row(0), row(1, "data", answers=False)],
             [1],
-            "did not answer (process 101 on node1), last heard of in data of step 15",
+            "did not answer (process 101 on node1); its last report was from data of step 15",
         ),
         (
             [row(0, "data", 3), row(1, frozen=True, at="")],
@@ -85,7 +85,7 @@ def test_a_rank_that_has_lost_touch_waited_for_another() -> None:
         (
             [row(0, "data", 3), row(1, cut_off=8.0)],
             [1],
-            f"on node1 lost touch with the first host 8 s ago: it stood in backward of step 15 for 9 s at {ENGINE}",
+            f"on node1 lost its connection to the first host 8 s ago, in backward of step 15 for 9 s at {ENGINE}",
         ),
     ],
     ids=["unknown", "silent", "frozen", "cut off"],
@@ -103,14 +103,14 @@ def test_a_store_that_was_out_of_reach_for_a_moment_is_no_fault() -> None:
 def test_several_may_be_waited_for() -> None:
     assert found(row(0), row(1, "data", 4, at="a.py:1 in x"), row(2, "data", 4, at="a.py:1 in x")) == (
         [1, 2],
-        "stood in data of step 15 for 9 s at a.py:1 in x; as did rank 2; the others waited",
+        "made no progress in data of step 15 for 9 s at a.py:1 in x; as did rank 2; the others waited",
     )
 
 
 def test_where_none_is_behind_nobody_is_said_to_be() -> None:
     assert found(row(0), row(1)) == (
         [0, 1],
-        f"and all others stood in backward of step 15 for 9 s at {ENGINE}: none is behind",
+        f"and all others made no progress in backward of step 15 for 9 s at {ENGINE}: none is behind",
     )
 
 

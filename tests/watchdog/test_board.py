@@ -180,7 +180,7 @@ def test_ranks_find_a_store_here_or_elsewhere_or_do_without(capsys: pytest.Captu
             pass
         with serving("", 0) as taken, store_at(f"node7:{taken}", here=True) as without:
             assert without == {}
-    assert f"no store at node7:{taken}: " in capsys.readouterr().err
+    assert f"cannot serve the watchdogs' store at node7:{taken}: " in capsys.readouterr().err
 
 
 def test_the_process_beside_a_rank_begins_with_the_standard_library_alone() -> None:

@@ -39,7 +39,7 @@ def test_stacks_of_a_rank_and_of_loader_processes_do_not_mix() -> None:
         process = Process(rank, words, stacks, threading.get_ident())
         for _ in range(2):  # asked twice, each time the stacks of that moment
             found = process.stacks()
-            own, *loaders = found.split("which it has forked:\n")
+            own, *loaders = found.split("forked by the rank:\n")
             assert "in in_the_rank" in own
             assert "in_a_loader" not in own
             assert len(loaders) == 4

@@ -197,7 +197,7 @@ def test_the_rank_that_is_behind_is_named_and_all_are_ended() -> None:
     (_, found), *more = job.told
     assert not more
     assert found.ranks == [1]
-    assert found.sentence.startswith("stood in data of step 5 for 8")
+    assert found.sentence.startswith("made no progress in data of step 5 for 8")
     assert sorted(job.ended) == [0, 1, 2]
     assert sorted(job.late) == [0, 1, 2]
 

@@ -17,7 +17,7 @@ from ddpforge.watchdog.blame import Blame
 from ddpforge.watchdog.board import Row
 from ddpforge.watchdog.sidecar import Early
 
-HUNG = Blame([1], "stood in import; the others waited for it")
+HUNG = Blame([1], "made no progress in import; the others waited for it")
 ROWS = {rank: Row(rank, f"node{rank}", 100 + rank, "start", 0, 1, 9.0) for rank in range(2)}
 
 
@@ -91,7 +91,7 @@ def test_the_rank_that_the_others_wait_for_is_told_and_shown_unless_another_fail
 ) -> None:
     board = Told()
     of(board).tell(HUNG, ROWS)
-    error = "rank 1 stood in import; the others waited for it"
+    error = "rank 1 made no progress in import; the others waited for it"
     assert board.first == {"rank": 1, "error": error, "code": 1, "by": 0}
     assert words(verdict) == [{"rank": 0, "code": 1, "spoke": False, "error": error, "by_watch": True}]
     assert capsys.readouterr().err == f"  {ROWS[0]}\n  {ROWS[1]}  <-\n"
@@ -105,8 +105,8 @@ def test_without_a_launch_the_error_is_printed_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DDPFORGE_VERDICT")
-    of(Told()).tell(Blame([0], "stood in import"), {0: ROWS[0]})
-    assert capsys.readouterr().err == "error: rank 0 stood in import\n"
+    of(Told()).tell(Blame([0], "made no progress in import"), {0: ROWS[0]})
+    assert capsys.readouterr().err == "error: rank 0 made no progress in import\n"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_hosts_that_share_no_folder_are_sick(hosts: Hosts, tmp_path: Path, monke
     found, nothing = hosts.in_ranks("ab", look)
     assert nothing is None
     (sick,) = [finding for finding in found if finding["level"] == "error"]
-    assert "is not seen by rank 1 on nodeb" in sick["what"]
+    assert "is not visible to rank 1 on nodeb" in sick["what"]
     assert "--out DIR" in sick["fix"]
     (loopback,) = [finding for finding in found if "to itself" in finding["what"]]
     assert loopback["hosts"] == ["nodeb"]

@@ -90,7 +90,7 @@ def test_a_dry_run_leaves_an_earlier_run_as_it_is(ddpforge: Callable[..., Ranks]
 def test_what_is_about_a_run_is_refused(ddpforge: Callable[..., Ranks], option: str) -> None:
     refused = ddpforge("run", "tiny.toml", "--dry-run", "1", option, fails=True)
     assert refused.codes == [2]
-    assert "a trial keeps nothing" in refused.stderr
+    assert "a trial has none" in refused.stderr
 
 
 def test_one_batch_is_learnt_by_heart(ddpforge: Callable[..., Ranks]) -> None:
@@ -202,4 +202,4 @@ def test_where_there_are_no_pictures_none_are_drawn(tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, ["data", "show", "tiny.toml", "-o", "sheet.png"])
     assert refused.exit_code == 2
     assert "  0  float32 [64, 64]  4,096 not finite" in refused.stdout
-    assert "there are no pictures in the batch" in refused.stderr
+    assert "the batch has no images" in refused.stderr
