@@ -125,7 +125,7 @@ def test_broken_checkpoints_are_listed_with_the_reason(run: RunFolder) -> None:
     assert "COMMIT is damaged" in rows[1]["problem"]
     text = call("ls", "runs/digits").stdout
     assert text.count("broken: ") == 2
-    assert "it has 0 bytes, and the manifest says" in text
+    assert "it has 0 bytes; the manifest lists" in text
 
 
 def test_a_folder_of_checkpoints_needs_no_run(tmp_path: Path) -> None:
