@@ -65,7 +65,7 @@ def test_batches_that_are_no_columns_of_tensors_are_tried(
         (["task={use='./mine.py:Odd', how='detached'}"], "does not depend on any trainable parameter"),
         (["task={use='./mine.py:Odd', how='float'}"], "returns a float for the loss, not a tensor"),
         (["task={use='./mine.py:Odd', how='floats'}"], "metric `it` is a float, and must be a Total"),
-        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is no single number: it is of shape [3], []"),
+        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is not a single number: it has the shape [3], []"),
         (["task={use='./mine.py:Odd', how='list'}"], "metrics returns a list (a float), not a dict of totals"),
         (["task={use='./mine.py:Odd', how='mean'}"], "returns a mean over the batch"),
         (["task={use='./mine.py:Odd', how='rows'}"], "metric `it` returns Rows, and nothing finishes it"),
