@@ -246,7 +246,7 @@ def test_a_damaged_manifest_is_an_error_in_words(run: RunFolder, caplog: pytest.
 
     stderr = call("inspect", str(path_of(run, 3)), code=3).stderr
 
-    assert "manifest.json is damaged: its sha256 is not the one that COMMIT names" in stderr
+    assert "manifest.json is damaged: its sha256 is not the one in COMMIT" in stderr
     assert said("inspect", "digits")["step"] == 2, "the newest that can be read"
     assert "passed over: the checkpoint file" in caplog.text
 

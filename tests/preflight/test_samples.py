@@ -215,7 +215,7 @@ def test_random_numbers_are_what_they_were(parts: Callable[..., Staged]) -> None
 def test_a_stream_without_a_sample_is_told(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE.replace("range(16))", "range(0))"))
     found = told(parts("data.eval={use='./mine.py:Stream'}"), strict=True)
-    assert "the iterable dataset Stream holds no sample" in "".join(found.values())
+    assert "the iterable dataset Stream yields no sample" in "".join(found.values())
 
 
 def test_every_evaluation_set_is_tried_by_its_name(parts: Callable[..., Staged]) -> None:

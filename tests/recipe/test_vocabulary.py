@@ -122,7 +122,8 @@ def test_an_option_that_went_with_its_component_is_remembered(load: Load, valid:
     with pytest.raises(RecipeError) as caught:
         load('extends = "base.toml"\n[optimizer]\nuse = "sgd"\n', base=valid)
     (problem,) = caught.value.problems
-    assert problem.hints[0] == '`optimizer.lr = 0.001` is an option of "adamw", and was removed with it; set it again here'
+    said = '`optimizer.lr = 0.001` is an option of "adamw", and was removed with it; set it again here'
+    assert problem.hints[0] == said
 
 
 def test_a_foreign_name_for_a_required_key_is_one_problem(load: Load, valid: str) -> None:
