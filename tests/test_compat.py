@@ -371,7 +371,7 @@ def test_a_queue_sends_an_error_in_the_place_of_what_cannot_be_sent(
     (one, word), (number, error) = queue.get(timeout=30), queue.get(timeout=30)
     assert (one, word, number) == (1, "word", 7)
     assert isinstance(error, PluginError)
-    assert "could not hand a micro-batch over" in error.message
+    assert "could not send a micro-batch" in error.message
     queue.close()
 
 

@@ -1,4 +1,4 @@
-"""Brings all of a checkpoint or nothing of it to the disk: contents, hashes, name, hint, in this order."""
+"""Atomic commit of a checkpoint to the disk: first its contents, then hashes, final name and `latest.json`."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ log = logging.getLogger("ddpforge")
 
 
 def describe(facts: Facts, state: RankState, flat: Flat) -> Manifest:
-    """A manifest that lacks only files and tensors; raises CheckpointError for what JSON cannot hold."""
+    """Returns the manifest without files and tensors; raises CheckpointError if JSON cannot hold a value."""
     versions = {"ddpforge": __version__, "torch": torch.__version__, "python": platform.python_version()}
     metrics = {
         name: safetensors_writer.to_scalar(x, f"the metric {name}", (int, float)) for name, x in facts.metrics.items()
@@ -58,16 +58,16 @@ def describe(facts: Facts, state: RankState, flat: Flat) -> Manifest:
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is being written: `temporary` is the folder to fill, which becomes `final`."""
+    """Unfinished checkpoint: `temporary` is the folder to fill; `publish` renames it to `final`."""
 
     temporary: Path
     final: Path
 
     @classmethod
     def begin(cls, folder: Path, step: int) -> "Draft":
-        """Makes the folder to fill, and the one that it is in."""
+        """Creates the temporary folder, and `folder` if it is missing."""
         if not folder.is_dir():
-            log.warning("%s is not there: it is made again, and what may have been in it is gone", folder)
+            log.warning("%s does not exist: a new one is created; checkpoints that were in it are lost", folder)
             disk.make_folder(folder)
             disk.sync_folder(folder.parent)
         final = _unused(folder, step)
@@ -76,19 +76,22 @@ class Draft:
         return draft
 
     def publish(self, manifest: Manifest) -> Path:
-        """Seals the folder, when all that the manifest lists is in it, and gives it its name."""
+        """Writes the manifest and its hash, renames the folder to `final` and returns that path.
+
+        All files that the manifest lists must already be in the folder.
+        """
         text = manifest.dumps()
         if len(text) > MOST_TEXT:
             raise CheckpointError(
-                f"the checkpoint of step {manifest.step} has a manifest of {len(text):,} bytes: too many"
+                f"the checkpoint of step {manifest.step} has a manifest of {len(text):,} bytes, which is too large"
             )
         disk.write_new(self.temporary / MANIFEST, [text])
         commit = Commit(manifest_sha256=hashlib.sha256(text).hexdigest())
         disk.write_new(self.temporary / COMMIT, [commit.model_dump_json().encode()])
         disk.sync_folder(self.temporary)
         hint = json.dumps({"dir": self.final.name, "step": manifest.step})
-        disk.remove(self._hint)  # of an attempt that was killed here
-        disk.write_new(self._hint, [hint.encode()])  # a disk that is full must say so before there is a checkpoint
+        disk.remove(self._hint)  # an attempt that was killed here may have left one
+        disk.write_new(self._hint, [hint.encode()])  # before the rename: a full disk must fail before the commit
 
         disk.rename(self.temporary, self.final)
         disk.sync_folder(self.final.parent)
@@ -101,21 +104,21 @@ class Draft:
         return self.final.with_name(f".{LATEST}.tmp")
 
     def discard(self) -> None:
-        """Removes what was not published. What cannot be removed now is removed when the run starts again."""
+        """Removes the unpublished files. Files that cannot be removed now are removed at the next start of the run."""
         with suppress(OSError):
             disk.remove(self._hint)
             disk.remove(self.temporary)
 
 
 def _unused(folder: Path, step: int) -> Path:
-    """A name for the step that no checkpoint has: saving a step twice must not overwrite the first."""
+    """Returns a path for the step that does not exist yet, so that a second save does not overwrite the first."""
     while (path := folder / f"step-{step:09d}-{secrets.token_hex(2)}").exists():
         pass
     return path
 
 
 def unwritten(folder: Path, step: int, needed: int, error: OSError) -> CheckpointError:
-    """The error for a disk that refuses `needed` bytes."""
+    """Returns the error for a failed write of `needed` bytes."""
     return CheckpointError(
         f"the checkpoint of step {step} could not be written to {folder}: "
         f"{error.strerror or error}; it takes {needed:,} bytes and {_free(folder):,} are free",
@@ -124,5 +127,5 @@ def unwritten(folder: Path, step: int, needed: int, error: OSError) -> Checkpoin
 
 
 def _free(folder: Path) -> int:
-    """Bytes left on the disk that holds, or was to hold, the folder."""
+    """Returns the free bytes on the disk of `folder`, which need not exist."""
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, flattened into tensors and JSON, and unflattened again."""
+"""Flattens the contents of a checkpoint into tensors and JSON, and unflattens them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,16 +24,21 @@ Parts = Part | Sequence[Part]
 Plain = bool | int | float | str | None
 Held = dict[Section, dict[str, list[Part]]]
 
-SHARED = ""  # owns, among the parameters' optimizer state, what belongs to no parameter: none can have this name
+SHARED = ""  # owner of optimizer state that belongs to no parameter; no parameter can have this name
 
 
 @dataclass(kw_only=True)
 class Facts:
-    """A checkpoint's facts about its run, beside the state of the model, of the optimizer and of callbacks.
+    """Facts about the run in a checkpoint: everything except the state of model, optimizer and callbacks.
 
-    `position` (in the data) and `loop` (loss scale, skipped steps) are JSON. `recipe` is the resolved recipe's text;
-    `lineage` tells which recipes led here. `run` is the run's id, `data` has the fingerprints of its datasets, and
-    `rows` are those that its metrics.jsonl had; earlier versions wrote none of these.
+    Args:
+        position: position in the data, as JSON
+        loop: loss scale and skipped steps, as JSON
+        recipe: text of the resolved recipe
+        lineage: the recipes of this run so far
+        run: id of the run; "" in checkpoints of earlier versions
+        data: fingerprints of the datasets; empty in checkpoints of earlier versions
+        rows: number of rows of metrics.jsonl at this checkpoint; None in checkpoints of earlier versions
     """
 
     step: int
@@ -52,12 +57,12 @@ class Facts:
 
 @dataclass(kw_only=True)
 class RankState:
-    """One rank's contribution to a checkpoint, by the names that `CanonicalState` has.
+    """One rank's contribution to a checkpoint, under the names of `CanonicalState`.
 
-    A `Part` (or several, of one tensor) is what this rank holds: all ranks' parts must make up the tensor. Where
-    several ranks hold the same elements (`replicas`), they share the work of writing them, and so they do with a
-    tensor, which every rank holds alike; all replicas must have the same names. Numbers that several ranks have must
-    be the same. Names that other ranks have may be missing here.
+    A `Part`, or several parts of one tensor, are the elements that this rank holds. The parts of all ranks must make
+    up the whole tensor. A plain tensor must be identical on every rank. Ranks that hold the same elements (`replicas`)
+    divide the writing; all replicas must have the same names. A number must be equal on all ranks that have it. A rank
+    may lack names that other ranks have.
     """
 
     model: Mapping[str, Tensor | Parts]
@@ -71,13 +76,13 @@ class RankState:
         state: CanonicalState[Tensor | Part],
         callbacks: Mapping[str, Mapping[str, Tensor | Part | Plain]] = MappingProxyType({}),
     ) -> "RankState":
-        """A contribution made of a replica's state and that of callbacks."""
+        """Builds the contribution from the state of a replica and of the callbacks."""
         optimizer = {**state.optimizer, SHARED: state.shared} if state.shared else state.optimizer
         return cls(model=state.model, optimizer=optimizer, callbacks=callbacks, aliases=state.aliases)
 
 
 class Flat(NamedTuple):
-    """A rank's state, flattened: what it holds of tensors by section and "<owner>/<key>", and what else is there."""
+    """Flattened state of a rank: `held` has its parts of tensors by section and "<owner>/<key>"; the rest is JSON."""
 
     held: Held
     optimizer: OptimizerScalars
@@ -85,22 +90,22 @@ class Flat(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The peculiarities of the optimizer's state, or of that of callbacks."""
+    """Rules for flattening the state of the optimizer, or of callbacks."""
 
-    what: str  # names a value in an error
-    numbers: bool  # 0-d tensors are kept as numbers in the manifest
-    plain: tuple[type, ...]  # types that may stand beside tensors
-    cut: Callable[[str, str], tuple[str, str, str]]  # a tensor's name into owner, slash and key
+    what: str  # template for the name of a value in an error
+    numbers: bool  # True: 0-d tensors are stored as numbers in the manifest
+    plain: tuple[type, ...]  # allowed types in addition to tensors
+    cut: Callable[[str, str], tuple[str, str, str]]  # splits a tensor's name into owner, slash and key
 
 
-# A parameter's name may hold slashes, the keys of its state do not; for callbacks it is the other way round.
+# A parameter's name may contain slashes, the keys of its state do not. For callbacks it is the reverse.
 OPTIMIZER = Kind("{1} in the optimizer state of {0}", True, (bool, int, float, NoneType), str.rpartition)
 CALLBACKS = Kind("{1} in the state of callback {0}", False, (bool, int, float, str, NoneType), str.partition)
 
 
 # ---------------------------------------------------------------------------------------------- flat
 def flatten(state: RankState, *, rank: int, ranks: int) -> Flat:
-    """Flattens a rank's state; raises CheckpointError naming whatever cannot be saved."""
+    """Flattens a rank's state; raises CheckpointError with the name of a value that cannot be saved."""
     mine = partial(_held, rank=rank, ranks=ranks)
     model: dict[str, list[Part]] = {}
     for name, value in state.model.items():
@@ -117,7 +122,7 @@ def flatten(state: RankState, *, rank: int, ranks: int) -> Flat:
 
 
 def _held(value: object, what: str, *, rank: int, ranks: int) -> list[Part] | None:
-    """The parts that `value` stands for; None if it is no tensor. Raises CheckpointError if it cannot be saved."""
+    """Returns the parts of `value`; None if it is not a tensor. Raises CheckpointError if it cannot be saved."""
     if isinstance(value, Tensor):
         safetensors_writer.check(value, what)
         return [Part.whole(value, replica=rank, replicas=ranks)]
@@ -129,14 +134,14 @@ def _held(value: object, what: str, *, rank: int, ranks: int) -> list[Part] | No
     for part in found:
         safetensors_writer.check(part.tensor, what)
         if (part.shape, part.tensor.dtype) != (found[0].shape, found[0].tensor.dtype):
-            raise CheckpointError(f"{what} cannot be saved: its parts are of different tensors")
+            raise CheckpointError(f"{what} cannot be saved: its parts differ in dtype or in the shape of the tensor")
     return found
 
 
 def _split(
     owners: Mapping[str, Mapping[str, object]], kind: Kind, mine: Callable[[object, str], list[Part] | None]
 ) -> tuple[dict[str, list[Part]], dict[str, dict[str, Scalar]]]:
-    """Tensors by "<owner>/<key>", and the rest, which names every owner, even one that has nothing there."""
+    """Returns tensors by "<owner>/<key>", and other values by owner and key; the latter includes every owner."""
     found: dict[str, list[Part]] = {}
     rest: dict[str, dict[str, Scalar]] = {owner: {} for owner in owners}
     numbers = _on_host(x for values in owners.values() for x in values.values()) if kind.numbers else {}
@@ -154,7 +159,8 @@ def _split(
 
 
 def _on_host(values: Iterable[object]) -> dict[int, Tensor]:
-    """The 0-d tensors that are on a device, by their ids, in one copy for each kind: a fused Adam has one a weight."""
+    """Returns the 0-d device tensors on the host, by id, with one copy for each device and dtype."""
+    # A fused Adam has one such tensor for each weight: single copies would be slow.
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for x in values:
         if type(x) is Tensor and not x.ndim and _is_away(x):
@@ -167,7 +173,7 @@ def _is_away(tensor: Tensor) -> bool:
 
 
 def own_part(held: Held) -> Held:
-    """This rank's part of the writing: its own parts, and its share of those that several ranks hold alike."""
+    """Returns the parts that this rank writes: its own, and its share of parts that several ranks hold."""
     alike: dict[tuple[int, int, str], dict[tuple[Section, str, int], Part]] = defaultdict(dict)
     for section, found in held.items():
         for name, parts in found.items():
@@ -192,7 +198,7 @@ def own_part(held: Held) -> Held:
 def unflatten(
     rest: Mapping[str, Mapping[str, Scalar]], found: Mapping[str, X], kind: Kind
 ) -> dict[str, dict[str, X | safetensors_writer.Value]]:
-    """The inverse of `flatten`; raises ValueError or KeyError for what `flatten` cannot have made."""
+    """Undoes `flatten`; raises ValueError or KeyError if `flatten` cannot have made the input."""
     owners: dict[str, dict[str, X | safetensors_writer.Value]] = {
         owner: {key: safetensors_writer.from_scalar(x) for key, x in values.items()} for owner, values in rest.items()
     }
@@ -203,7 +209,7 @@ def unflatten(
 
 
 def facts_of(manifest: Manifest) -> Facts:
-    """The facts about the run in a manifest."""
+    """Returns the facts about the run in a manifest."""
     return Facts(
         step=manifest.step,
         samples=manifest.samples,

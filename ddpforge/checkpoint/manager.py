@@ -1,4 +1,4 @@
-"""The checkpoints of a run as all its ranks see them: saved while training goes on, found again, and pruned."""
+"""Checkpoints of a run on all ranks: saves them during training, opens them on resume, and prunes them."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -28,12 +28,13 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves, finds and prunes checkpoints in a folder that every rank can read.
 
-    `peers` connects the threads that write, `ranks` those that train. All methods are collective, except `pending`,
-    `ready`, `reserve`, `before_update` and `finish`.
+    All methods are collective, except `pending`, `ready`, `reserve`, `before_update` and `finish`.
+    `keep_every` is the recipe's `checkpoint.keep.every` in steps. The caller sets it as soon as it is known.
 
-    `before_commit` is called on rank 0 before a checkpoint counts: what it builds on must be on the disk first.
-
-    `keep_every` is the recipe's `checkpoint.keep.every` in steps, once that is known.
+    Args:
+        peers: communication of the writer threads
+        ranks: communication of the training threads
+        before_commit: called on rank 0 before a checkpoint is committed, to bring files that it depends on to the disk
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class Checkpoints:
 
     # -- saving
     def save(self, facts: Facts, state: RankState) -> None:
-        """Begins to write a checkpoint; `wait` tells how it went, and nothing of that is raised here.
+        """Begins to write a checkpoint. Call `wait` for its result; errors of the write are raised there, not here.
 
-        With `checkpoint.background`, a thread writes, and the state may change as soon as this returns, but for weights
-        and what the optimizer keeps of them: see `before_update`. Otherwise all is written when this returns. A save
-        whose outcome was not taken yet is waited for first, see `wait`.
+        With `checkpoint.background`, a thread writes. The state may then change as soon as this returns, except trained
+        weights and their optimizer state: see `before_update`. Without it, the write has ended when this returns.
+        If an earlier save is still pending, this first calls `wait` for it, and raises its error.
         """
         if self.pending:
             self.wait()
@@ -82,18 +83,18 @@ class Checkpoints:
         if not background:
             self._write(save, saving)
             return
-        # A daemon: a process that has failed must not be kept alive. What it leaves unfinished is no checkpoint.
+        # A daemon thread does not keep a failed process alive. An unfinished write does not count as a checkpoint.
         name = f"checkpoint writer of rank-{self._peers.rank}"
         Thread(target=self._write, args=(save, saving), name=name, daemon=True).start()
 
     def reserve(self, state: RankState) -> None:
-        """Takes memory to copy such a state from GPUs, in a thread, so that the first save need not wait for it."""
+        """Allocates host memory for a copy of `state` from GPUs, in a thread, so that the first save is faster."""
         if self._settings.background and not self.pending:
-            with suppress(CheckpointError):  # that `save` will raise
+            with suppress(CheckpointError):  # the save will raise it
                 self._staging.reserve(own_part(flatten(state, rank=self._peers.rank, ranks=self._peers.size).held))
 
     def before_update(self) -> None:
-        """To be called before an update, or whatever else changes weights: they are copied to the end first."""
+        """Finishes the copy of the weights. Call it before each update, and before any other change of weights."""
         self._staging.before_update()
 
     @property
@@ -102,23 +103,23 @@ class Checkpoints:
         return self._saving is not None
 
     def ready(self) -> bool:
-        """True when `wait` would not block, as far as this rank is concerned."""
+        """True if `wait` would return at once on this rank."""
         return self._saving is not None and self._saving.done()
 
     def wait(self) -> Path:
-        """The path of the checkpoint that `save` began, once it is complete.
+        """Waits for the checkpoint that `save` began, and returns its path.
 
-        Raises CheckpointError on every rank when any rank could not do its part.
+        Raises CheckpointError on every rank if any rank failed to write its part.
         """
         if self._saving is None:
             raise RuntimeError("no checkpoint is being saved")
-        wait([self._saving])  # may be interrupted: then it is still pending
+        wait([self._saving])  # if this is interrupted, the save stays pending
         saving, self._saving = self._saving, None
         return saving.result()
 
     def _write(self, save: Writer, outcome: "Future[Path]") -> None:
         try:
-            self.finish()  # else the disk would need room for both, what goes and what comes
+            self.finish()  # otherwise the disk would need room for the new checkpoint and the removed ones
             self._staging.wait()
             path = save.write()
             if self._peers.rank == 0:
@@ -129,7 +130,7 @@ class Checkpoints:
             outcome.set_result(path)
 
     def finish(self) -> None:
-        """Waits until what newer checkpoints made superfluous is gone; nobody else waits for that."""
+        """Waits until superseded checkpoints are deleted from the disk. Failures are logged."""
         removals, self._removals = self._removals, []
         for removal in removals:
             try:
@@ -138,7 +139,7 @@ class Checkpoints:
                 log.warning("older checkpoints were not removed: %s", error)
 
     def _prune(self, path: Path) -> None:
-        """Puts away what the new checkpoint makes superfluous, provided that it can be read back."""
+        """Starts to remove checkpoints that `checkpoint.keep` does not keep, if the new one can be read back."""
 
         def remove(put_away: Path) -> None:
             self._removals.append(self._remover.submit(disk.remove, put_away))
@@ -151,24 +152,24 @@ class Checkpoints:
             defect = None if isinstance(error, CheckpointError) else error
             log.warning("older checkpoints were not removed: %s", error, exc_info=defect)
 
-    # -- what there is
+    # -- existing checkpoints
     def open(self, path: Path | None = None) -> Reader | None:
-        """The checkpoint at `path`, or the newest intact one; None where there is none at all.
+        """Opens the checkpoint at `path`, or the newest intact one; returns None if the folder has no checkpoint.
 
-        Damaged ones that the newest would have been are named in a warning. Raises CheckpointError when the
-        folder has checkpoints and all are damaged: that run must not silently start from scratch.
+        Logs a warning for each damaged checkpoint that is newer. Raises CheckpointError if all are damaged, so that
+        the run does not silently start from scratch.
         """
         if self._saving is not None:
-            wait([self._saving])  # what is half-written is about to be cleared away
+            wait([self._saving])  # `_choose` removes half-written checkpoints
         self.finish()
         if self._peers.rank != 0:
             self._help_to_verify()
         chosen = self._on_main(lambda: self._choose(path))
-        # A rank alone has just verified all of it; others have only their shares, and may see another disk.
+        # A single rank has just verified every byte. Several ranks verified one share each, and may see other disks.
         return None if chosen is None else Reader(chosen, verify=self._peers.size > 1)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """True when the metric that `keep.by` names beats that of every checkpoint in the folder."""
+        """True if the metric `keep.by` is better in `metrics` than in every checkpoint of the folder."""
 
         def look() -> bool:
             found, _ = retention.committed(self.folder, self._known)
@@ -185,20 +186,20 @@ class Checkpoints:
             path, skipped = retention.newest(self.folder, self._verify)
         finally:
             if self._peers.size > 1:
-                self._peers.ranks.broadcast(None)  # there is nothing more to verify
+                self._peers.ranks.broadcast(None)  # ends `_help_to_verify` on the other ranks
 
         for _, reason in skipped:
             log.warning("passed over: %s", reason)
         if path is None and skipped:
             raise CheckpointError(
-                f"none of the checkpoints in {self.folder} is intact; the newest: {skipped[0][1]}",
+                f"no checkpoint in {self.folder} is intact; the newest: {skipped[0][1]}",
                 hints=["start from scratch with --fresh, which keeps this folder under another name"],
             )
         return path
 
-    # One rank would take as many times as long as there are ranks, and the others would wait in vain.
+    # All ranks verify a share each: if rank 0 verified alone, the other ranks would only wait.
     def _verify(self, path: Path) -> None:
-        """On rank 0: raises CheckpointError unless what each rank has looked at is intact."""
+        """Raises CheckpointError if any rank finds damage in its share. Called on rank 0."""
         if self._peers.size == 1:
             retention.verify(path)
             return
@@ -208,13 +209,13 @@ class Checkpoints:
             raise CheckpointError(message, hints=hints)
 
     def _help_to_verify(self) -> None:
-        """On the other ranks: looks at a share of each checkpoint that rank 0 considers."""
+        """Verifies a share of each checkpoint that rank 0 considers. Called on the other ranks."""
         nothing: Path | None = None
         while (path := self._peers.ranks.broadcast(nothing)) is not None:
             self._look_together(path)
 
     def _look_together(self, path: Path) -> _Flaw | None:
-        """The first flaw that a rank has found in its share."""
+        """Verifies this rank's share; returns the flaw that the lowest rank found, or None."""
         rank, ranks = self._peers.rank, self._peers.size
         mine, _ = self._peers.together(lambda: _flaw(path, rank, ranks), lambda: None)
         return next((flaw for flaw in self._peers.ranks.everyone(mine) if flaw), None)

@@ -1,4 +1,4 @@
-"""Reading, trusting and verifying what a checkpoint says it contains, without torch."""
+"""Reads and checks the manifest of a checkpoint, and verifies its files against it. Needs no torch."""
 
 import hashlib
 import sys
@@ -43,10 +43,10 @@ class _Header(BaseModel):
 
 # ---------------------------------------------------------------------------------------------- reading
 def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
-    """The manifest of the checkpoint `path`, after checking that it is committed and has all its files.
+    """Returns the manifest of the checkpoint `path`, after a check that it is committed and has all its files.
 
-    Costs a look at each file's size, or, with `verify`, a read of every byte. Raises CheckpointError naming
-    what is missing, damaged or too new.
+    Reads only the size of each file; with `verify`, every byte. Raises CheckpointError with the name of the file if
+    one is missing or damaged, or if the format is too new.
     """
     manifest = read_sealed(path)
     check_files(path, manifest)
@@ -57,7 +57,7 @@ def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
 
 
 def check_meaning(path: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError for what no run writes, though its form is right: a manifest may come from anybody."""
+    """Raises CheckpointError for values that no run writes. A manifest of another origin may hold them."""
     flaw = position_flaw(manifest.position)
     for name in ("position", "loop", "lineage", "data"):
         if flaw is None and _depth(getattr(manifest, name)) > _DEEPEST:
@@ -88,17 +88,17 @@ def _depth(value: object) -> int:
 
 
 def read_sealed(path: Path) -> Manifest:
-    """The manifest, after checking that it is the one that was committed; the other files are not looked at."""
+    """Returns the manifest, after a check that COMMIT has its hash; reads no other files."""
     return parse_manifest(path, sealed(path)[0])
 
 
 def sealed(path: Path) -> tuple[bytearray, str]:
-    """The manifest's text and sha256, after checking that it is the one that was committed."""
+    """Returns the manifest's text and sha256, after a check that COMMIT has this hash."""
     commit = parse(Commit, path / COMMIT, read_text(path / COMMIT))
     content = read_text(path / MANIFEST)
     digest = hashlib.sha256(content).hexdigest()
     if digest != commit.manifest_sha256:
-        raise damaged(path / MANIFEST, f"its sha256 is not the one that {COMMIT} names")
+        raise damaged(path / MANIFEST, f"its sha256 is not the one in {COMMIT}")
     return content, digest
 
 
@@ -118,30 +118,30 @@ def parse_manifest(path: Path, content: bytes | bytearray) -> Manifest:
 
 
 def read_text(path: Path) -> bytearray:
-    """The contents of a JSON file that may be anything."""
+    """Reads an untrusted JSON file; raises CheckpointError if it is too large."""
     file = PlainFile(path)
     if file.size > MOST_TEXT:
-        raise damaged(path, f"it has {file.size} bytes, more than any file of its kind")
+        raise damaged(path, f"it has {file.size} bytes, too many for a file of its kind")
     return file.read(0, file.size)
 
 
 def parse(model: type[_Model], path: Path, content: bytes | bytearray) -> _Model:
-    """The JSON object in a file."""
+    """Parses the content of the JSON file `path`, strictly; raises CheckpointError if it does not fit `model`."""
     return untrusted.parse(TypeAdapter(model), path, content)
 
 
 # ---------------------------------------------------------------------------------------------- checking
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError unless all files are there with their sizes, and every tensor is in one of them."""
+    """Raises CheckpointError unless all files exist with the right size, and contain all tensors."""
     for name, entry in manifest.files.items():
         check_size(path / name, entry)
     check_listed(path, manifest)
 
 
 def check_size(path: Path, entry: FileEntry) -> None:
-    """Raises CheckpointError unless the file is there and as long as it was."""
+    """Raises CheckpointError unless the file exists with the size in its entry."""
     if (size := untrusted.size_of(path)) != entry.bytes:
-        raise damaged(path, f"it has {size} bytes, and the manifest says {entry.bytes}")
+        raise damaged(path, f"it has {size} bytes; the manifest lists {entry.bytes}")
 
 
 def check_listed(path: Path, manifest: Manifest) -> None:
@@ -154,19 +154,19 @@ def check_listed(path: Path, manifest: Manifest) -> None:
 
 
 class Placed(NamedTuple):
-    """An entry of a safetensors file: the chunk that it is, and of which tensor."""
+    """Entry of a safetensors file: its chunk, and the tensor of that chunk."""
 
     tensor: TensorEntry
     chunk: Chunk
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunk's contents."""
+        """Returns the size of the chunk's contents in bytes."""
         return self.chunk.region.numel * DTYPES[self.tensor.dtype].itemsize
 
     @property
     def claim(self) -> Claim:
-        """The claim that the file's header must agree with."""
+        """Returns the dtype and shape that the file's header must have for this entry."""
         return Claim(self.tensor.dtype, held_shape(self.tensor.shape, self.chunk.region))
 
 
@@ -174,7 +174,7 @@ class Placed(NamedTuple):
 def layout(manifest: Manifest) -> dict[str, dict[str, Placed]]:
     """Lists the entries of each safetensors file.
 
-    Raises ValueError unless every tensor is there exactly once, and no larger than the files that it is in.
+    Raises ValueError unless the chunks of every tensor cover it exactly once, and fit into their files.
     """
     found: dict[str, dict[str, Placed]] = defaultdict(dict)
     for section, tensors in manifest.tensors.items():
@@ -184,30 +184,30 @@ def layout(manifest: Manifest) -> dict[str, dict[str, Placed]]:
             for chunk in tensor.chunks:
                 placed = Placed(tensor, chunk)
                 if found[chunk.file].setdefault(chunk.entry, placed) is not placed:
-                    raise ValueError(f"{name} ({section}) and another are both {chunk.entry} of {chunk.file}")
+                    raise ValueError(f"{name} ({section}) and another share the entry {chunk.entry} of {chunk.file}")
 
     for file, entries in found.items():
         if sum(placed.nbytes for placed in entries.values()) > (size := manifest.files[file].bytes):
-            raise ValueError(f"{file} cannot hold all that is said to be in its {size} bytes")
+            raise ValueError(f"{file} has {size} bytes: too few for its entries")
     return found
 
 
 def _problem(manifest: Manifest, tensor: TensorEntry) -> object:
-    """Describes the flaw of an entry; something false if it has none."""
+    """Describes the flaw of an entry; returns a false value if there is none."""
     if tensor.dtype not in DTYPES:
-        return f"there is no type {tensor.dtype!r}"
+        return f"unknown dtype {tensor.dtype!r}"
     for chunk in tensor.chunks:
         whole_file = isinstance(manifest.files[chunk.file], OtherFile)
         hashes = 0 if whole_file else -(-Placed(tensor, chunk).nbytes // BLOCK)
         if normal(tensor.shape, chunk.region) != chunk.region or len(chunk.hashes) != hashes:
-            return f"{chunk.entry} of {chunk.file} is not as ddpforge writes it"
+            return f"{chunk.entry} of {chunk.file} has a region or hashes that ddpforge does not write"
     if [chunk.region for chunk in tensor.chunks] == [whole(tensor.shape)]:
         return None
     return flaw(tensor.shape, [chunk.region for chunk in tensor.chunks])
 
 
 def layout_of(path: Path, manifest: Manifest) -> dict[str, dict[str, Placed]]:
-    """The `layout` of the checkpoint `path`; raises CheckpointError naming the manifest."""
+    """Returns the `layout` of the checkpoint `path`; raises CheckpointError if the manifest is flawed."""
     try:
         return layout(manifest)
     except ValueError as error:
@@ -215,9 +215,9 @@ def layout_of(path: Path, manifest: Manifest) -> dict[str, dict[str, Placed]]:
 
 
 def verify_contents(path: Path, manifest: Manifest, *, rank: int = 0, ranks: int = 1) -> None:
-    """Raises CheckpointError unless every byte of the files is the one that was written.
+    """Raises CheckpointError unless every byte of the files is as written.
 
-    With `ranks`, looks at every so many-th block only: `ranks` ranks together look at all.
+    With `ranks`, verifies only every `ranks`-th block, starting at block `rank`: all ranks together verify all blocks.
     """
     found, begin = layout_of(path, manifest), 0
     for file, entry in manifest.files.items():
@@ -230,7 +230,7 @@ def verify_contents(path: Path, manifest: Manifest, *, rank: int = 0, ranks: int
 
 
 def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed], blocks: range = range(sys.maxsize)) -> None:
-    """Raises CheckpointError unless the bytes of one file, or those of some of its `blocks`, are those written."""
+    """Raises CheckpointError unless the bytes of one file, or of its `blocks` with these numbers, are as written."""
     if isinstance(entry, OtherFile):
         check_sha256(path, entry)
         return
@@ -245,12 +245,12 @@ def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed], bloc
 
 
 def claims_of(entries: Mapping[str, Placed]) -> dict[str, Claim]:
-    """The manifest's claims about the entries of one file."""
+    """Returns the dtype and shape that the manifest lists for each entry of one file."""
     return {name: placed.claim for name, placed in entries.items()}
 
 
 def check_sha256(path: Path, entry: OtherFile) -> None:
-    """Raises CheckpointError unless the file is the one that was written."""
+    """Raises CheckpointError unless the file has the sha256 of its entry."""
     try:
         digest = disk.sha256(path)
     except OSError as error:
@@ -268,25 +268,25 @@ def _verify_blocks(file: PlainFile, begin: int, placed: Placed, numbers: Iterabl
 
 
 def read_block(file: PlainFile, begin: int, chunk: Chunk, number: int, buffer: memoryview) -> None:
-    """Fills `buffer` with a chunk's block; raises CheckpointError unless it has the hash that the manifest says."""
+    """Fills `buffer` with a chunk's block; raises CheckpointError unless it has the hash in the manifest."""
     digest = disk.xxh3()
     file.read_into(begin, buffer, digest.update)
     if digest.hexdigest() != chunk.hashes[number]:
-        raise damaged(file.path, f"the contents of {chunk.entry} are not those that were written (block {number})")
+        raise damaged(file.path, f"the contents of {chunk.entry} are not as written (block {number})")
 
 
 # ---------------------------------------------------------------------------------------------- every byte
 class Damage(NamedTuple):
-    """A file of a checkpoint that is missing, or not what was written."""
+    """File of a checkpoint that is missing or damaged."""
 
     file: str
     problem: str
 
 
 def damages(path: Path) -> list[Damage]:
-    """All damage to the checkpoint `path`; nothing when it is intact to the last byte.
+    """Returns all damage to the checkpoint `path`; empty if every byte is intact.
 
-    Where the manifest itself cannot be trusted nothing is known of the other files, so that is all there is to say.
+    If the manifest itself is damaged, returns only that, because the other files cannot be checked without it.
     """
     try:
         manifest = read_sealed(path)
@@ -307,5 +307,5 @@ def damages(path: Path) -> list[Damage]:
 
 
 def _reason(error: CheckpointError) -> str:
-    """The error's message, without the name of the file."""
+    """Returns the error's message without the name of the file."""
     return error.message.rpartition(" is damaged: ")[2]

@@ -39,11 +39,11 @@ T = TypeVar("T")
 
 
 class Reader:
-    """An open checkpoint, of any format and layout.
+    """Open checkpoint of any format and layout.
 
-    With `verify`, every block of a file (64 MiB) that a read touches is checked against its hash, once. Beside what
-    it fills, the reader needs memory for one block in each thread that reads. Everything raises CheckpointError naming
-    the file that is missing, damaged, not what the manifest says, or too new.
+    With `verify`, each 64 MiB block of a file is checked against its hash at the first read that touches it. In
+    addition to the target tensors, the reader needs memory for one block in each thread that reads. Every method
+    raises CheckpointError with the name of the file if it is missing, damaged, too new, or contradicts the manifest.
     """
 
     def __init__(self, path: Path, *, verify: bool = True, manifest: Manifest | None = None) -> None:
@@ -51,27 +51,27 @@ class Reader:
         self.manifest = manifest or read_manifest(path)
         self._verify = verify
         self._layout = layout_of(path, self.manifest)
-        self._begins: dict[str, dict[str, int]] = {}  # of each entry, in the files that were opened
+        self._begins: dict[str, dict[str, int]] = {}  # offset of each entry, for each file that was opened
         self._verified: set[tuple[str, str, int]] = set()  # file, entry, number of the block
         self._opening = threading.Lock()
-        self._files = lru_cache(_MOST_OPEN)(PlainFile)  # one that is dropped is closed after the last read of it
+        self._files = lru_cache(_MOST_OPEN)(PlainFile)  # a file that is dropped is closed after its last read
         self._spare = _Spare()
 
-    # -- beside tensors
+    # -- facts and state
     @property
     def facts(self) -> Facts:
-        """The checkpoint's facts about its run."""
+        """Returns the checkpoint's facts about its run."""
         return facts_of(self.manifest)
 
     @property
     def aliases(self) -> dict[str, str]:
-        """The further names of tied parameters, and under which name each is stored."""
+        """Maps each further name of a tied parameter to the name that it is stored under."""
         return self.manifest.aliases
 
     def state(self) -> CanonicalState[SavedTensor]:
-        """The model and its optimizer; tensors are unread."""
+        """Returns the state of model and optimizer; tensors are not read yet."""
         optimizer = self._guarded(lambda: unflatten(self.manifest.optimizer, self._saved("optimizer"), OPTIMIZER))
-        # No number of an optimizer is a string: the manifest was read strictly.
+        # Optimizer state holds no strings: the schema of the manifest does not allow them.
         numbers = cast(Mapping[str, Mapping[str, SavedTensor | Tensor | int | float | bool | None]], optimizer)
         shared = numbers.get(SHARED, {})
         owned = {owner: entry for owner, entry in numbers.items() if owner != SHARED}
@@ -84,7 +84,7 @@ class Reader:
         )
 
     def callbacks(self) -> dict[str, dict[str, SavedTensor | Plain]]:
-        """The state of callbacks by name and key; tensors are unread."""
+        """Returns the state of callbacks by name and key; tensors are not read yet."""
         kept = self._guarded(lambda: unflatten(self.manifest.callbacks, self._saved("callbacks"), CALLBACKS))
         return cast(dict[str, dict[str, SavedTensor | Plain]], kept)
 
@@ -99,31 +99,31 @@ class Reader:
 
     # -- tensors
     def names(self, section: Section) -> list[str]:
-        """The section's tensors: "<parameter>", "<parameter>/<key>" of the optimizer, "<callback>/<key>"."""
+        """Lists a section's tensors: "<parameter>", "<parameter>/<key>" of the optimizer, "<callback>/<key>"."""
         return list(self.manifest.tensors.get(section, {}))
 
     def shape(self, section: Section, name: str) -> Shape:
-        """The shape of the whole tensor."""
+        """Returns the shape of the whole tensor."""
         return self._entry(section, name).shape
 
     def dtype(self, section: Section, name: str) -> torch.dtype:
-        """The dtype that the tensor was saved in."""
+        """Returns the dtype of the saved tensor."""
         return cast(torch.dtype, getattr(torch, self._entry(section, name).dtype))
 
     def read(self, section: Section, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """Returns the whole tensor, on the CPU."""
         entry = self._entry(section, name)
         for chunk in entry.chunks:
-            self._open(chunk.file)  # before memory is taken on the manifest's word
+            self._open(chunk.file)  # check the file before allocating the size in the untrusted manifest
         tensor = torch.empty(entry.shape, dtype=self.dtype(section, name))
         self.read_into(section, name, whole(entry.shape), tensor)
         return tensor
 
     def read_into(self, section: Section, name: str, region: Region, target: Tensor) -> None:
-        """Fills `target`, on any device, with a region of a tensor; it has the tensor's dtype and the region's size.
+        """Fills `target` with a region of a tensor.
 
-        Boxes and pieces are read into a tensor of their own size, a range into one whose elements, in row-major order,
-        it becomes.
+        `target` may be on any device. It must have the tensor's dtype, and the shape of the region. A range has no
+        shape: it fills the elements of a target with as many elements, in row-major order.
         """
         for simple, part in pieces(region, target):
             self._read_simple(section, name, simple, part)
@@ -131,20 +131,20 @@ class Reader:
     def _read_simple(self, section: Section, name: str, region: Simple, target: Tensor) -> None:
         entry = self._entry(section, name)
         if (found := dtype_name(target.dtype)) != entry.dtype:
-            raise CheckpointError(f"{name} ({section}) of {self.path} is {entry.dtype}, and is to be read into {found}")
+            raise CheckpointError(f"{name} ({section}) of {self.path} is {entry.dtype}; it cannot be read into {found}")
         try:
             region, target = _arranged(entry.shape, region, target.detach())
         except ValueError as error:
-            raise CheckpointError(f"{name} ({section}) of {self.path} cannot be read like this: {error}") from error
+            raise CheckpointError(f"{name} ({section}) of {self.path} cannot be read: {error}") from error
 
         filled = sum(self._read_chunk(entry, chunk, region, target) for chunk in entry.chunks)
         if filled != region.numel:
-            raise damaged(self.path / MANIFEST, f"{filled} of {region.numel} numbers of {name} ({section}) are there")
+            raise damaged(self.path / MANIFEST, f"it lists {filled} of {region.numel} elements of {name} ({section})")
 
     def finish(self) -> None:
-        """Verifies the files that no tensor was read from, and closes all.
+        """Closes all files; with `verify`, checks the files first that no tensor was read from.
 
-        After every tensor was read, every byte is verified.
+        If all tensors were read before, every byte of the checkpoint has then been verified.
         """
         if self._verify:
             for file in self.manifest.files.keys() - self._begins.keys():
@@ -152,7 +152,7 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Closes all files, which take their place on the disk until then, removed or not; reads open them again."""
+        """Closes all files; later reads open them again. A removed file takes disk space until it is closed."""
         self._files.cache_clear()
 
     def _entry(self, section: Section, name: str) -> TensorEntry:
@@ -162,7 +162,7 @@ class Reader:
             raise CheckpointError(f"the checkpoint {self.path} has no tensor {name} ({section})") from None
 
     def _open(self, file: str) -> dict[str, int]:
-        """Checks a file's header; returns the offset of each entry."""
+        """Checks a file's header at the first call; returns the offset of each entry."""
         with self._opening:
             if file not in self._begins:
                 entry = self.manifest.files[file]
@@ -180,11 +180,11 @@ class Reader:
 
     # -- from a file into a tensor
     def _read_chunk(self, entry: TensorEntry, chunk: Chunk, region: Simple, target: Tensor) -> int:
-        """Copies what a chunk has of the region into the target; returns the number of elements."""
+        """Copies the elements of the region that are in this chunk into the target; returns their number."""
         shape, source = entry.shape, chunk.region
         if not overlaps(shape, source, region):
             return 0
-        if source == region and target.is_contiguous():  # both have the same order: boxes do not matter
+        if source == region and target.is_contiguous():  # both have the same element order: treat them as ranges
             shape, target = (region.numel,), line(target)
             source = region = whole(shape)
 
@@ -205,7 +205,7 @@ class Reader:
         return filled
 
     def _read_range(self, block: "_Block", held: Range, region: Range, target: Tensor) -> int:
-        """Reads straight into the target where that is possible."""
+        """Copies the overlap of two ranges, if possible by reading into the target directly; returns its size."""
         start, stop = max(held.start, region.start), min(held.stop, region.stop)
         if start >= stop:
             return 0
@@ -218,7 +218,7 @@ class Reader:
         return stop - start
 
     def _load(self, block: "_Block", dtype: torch.dtype) -> Tensor:
-        """All of a block, until this thread loads the next."""
+        """Returns the contents of a block; they are overwritten when this thread loads the next block."""
         if len(self._spare.memory) < block.nbytes:
             self._spare.memory = torch.empty(block.nbytes, dtype=torch.uint8)
         loaded = self._spare.memory[: block.nbytes]
@@ -226,7 +226,7 @@ class Reader:
         return loaded.view(dtype)
 
     def _fill(self, block: "_Block", memory: Tensor, skip: int) -> None:
-        """Fills memory with the bytes of a block behind the first `skip`."""
+        """Fills memory with the bytes of a block after the first `skip` bytes."""
         view = memoryview(memory.view(torch.uint8).numpy().data)
         file = self._file(block.chunk.file)
         if self._known(block):
@@ -236,14 +236,14 @@ class Reader:
             self._verified.add(block.key)
 
     def _known(self, block: "_Block") -> bool:
-        """True when the block's hash need not be checked (again)."""
+        """True if the block's hash need not be checked, or was checked before."""
         whole_file = isinstance(self.manifest.files[block.chunk.file], OtherFile)
         return not self._verify or whole_file or block.key in self._verified
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """A tensor of an open checkpoint: a `SavedTensor`."""
+    """Tensor of an open checkpoint: a `SavedTensor`."""
 
     reader: Reader = field(repr=False)
     section: Section
@@ -251,32 +251,32 @@ class Saved:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the whole tensor."""
+        """Returns the shape of the whole tensor."""
         return self.reader.shape(self.section, self.name)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it was saved in."""
+        """Returns the dtype of the saved tensor."""
         return self.reader.dtype(self.section, self.name)
 
     def read(self) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """Returns the whole tensor, on the CPU."""
         return self.reader.read(self.section, self.name)
 
     def read_into(self, region: Region, target: Tensor) -> None:
-        """Fills `target`, on any device, with a region of the tensor."""
+        """Fills `target`, on any device, with a region of the tensor; see `Reader.read_into`."""
         self.reader.read_into(self.section, self.name, region, target)
 
 
 class _Spare(threading.local):
-    """Memory for a block, of each thread its own."""
+    """Memory for a block, separate for each thread."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 
 class _Block(NamedTuple):
-    """A stretch of a file that has a hash of its own."""
+    """Block of a file with its own hash."""
 
     chunk: Chunk
     number: int
@@ -289,11 +289,11 @@ class _Block(NamedTuple):
 
 
 def _arranged(shape: Shape, region: Simple, target: Tensor) -> tuple[Simple, Tensor]:
-    """The same in a form in which a range goes with a line of elements, and a box with a tensor of its size."""
+    """Returns region and target in matching forms: a range with a 1-d target, or a box with a target of its size."""
     form = normal(shape, region)
     assert not isinstance(form, Pieces)
     if target.numel() != form.numel:
-        raise ValueError(f"{region} is {form.numel} numbers, and the target holds {target.numel()}")
+        raise ValueError(f"{region} has {form.numel} elements, and the target has {target.numel()}")
     if isinstance(form, Range):
         if target.is_contiguous():
             return form, line(target)
@@ -301,5 +301,5 @@ def _arranged(shape: Shape, region: Simple, target: Tensor) -> tuple[Simple, Ten
             return form, target
         form = region if isinstance(region, Box) else Box((0,) * len(shape), shape)
     if tuple(target.shape) != form.size:
-        raise ValueError(f"the target has the shape {list(target.shape)}, which is not that of {region}")
+        raise ValueError(f"the target has the shape {list(target.shape)}, which does not match {region}")
     return form, target

@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a folder, the one to resume from, and those that may go. Needs no torch."""
+"""Finds the checkpoints of a folder, selects the one to resume from, and prunes old ones. Needs no torch."""
 
 import json
 import math
@@ -20,23 +20,23 @@ _MOST_HINT = 1 << 16  # bytes
 
 
 class Committed(NamedTuple):
-    """A committed checkpoint."""
+    """Committed checkpoint and its manifest."""
 
     path: Path
     manifest: Manifest
 
 
 class Known:
-    """The manifests that were parsed before, without their tensors, so that none is parsed twice.
+    """Cache of parsed manifests, without tensors and without the state of optimizer and callbacks.
 
-    They are known by the checkpoint's name and the manifest's hash, which are looked at every time.
+    The key is the checkpoint's name and the manifest's hash. Every lookup reads the manifest's bytes to compute it.
     """
 
     def __init__(self) -> None:
         self._manifests: dict[str, tuple[str, Manifest]] = {}
 
     def manifest(self, path: Path) -> Manifest:
-        """The manifest of a checkpoint, after the checks that `read_manifest` makes."""
+        """Returns the reduced manifest of a checkpoint, after the same checks as in `read_manifest`."""
         content, digest = sealed(path)
         known = self._manifests.get(path.name)
         if known is not None and known[0] == digest:
@@ -46,7 +46,7 @@ class Known:
         return self._manifests[path.name][1]
 
     def read(self, path: Path) -> Manifest:
-        """All of the manifest, as `read_manifest` has it, which is known from now on."""
+        """Reads and returns the full manifest, as `read_manifest` does, and adds it to the cache."""
         return self._parse(path, *sealed(path))
 
     def _parse(self, path: Path, content: bytearray, digest: str) -> Manifest:
@@ -62,12 +62,13 @@ class Known:
 
 
 def committed(folder: Path, known: Known | None = None) -> tuple[list[Committed], list[tuple[Path, str]]]:
-    """The complete checkpoints in `folder`, newest first, and the others with what is wrong with each.
+    """Returns the complete checkpoints in `folder`, newest first, and the other ones with a reason for each.
 
-    Newer means: of a later step; of the same step, written later. Files' times play no part, since copying a
-    folder changes them. Contents are not read; `newest` does that. Manifests come without tensors and the state of
-    optimizer and callbacks.
+    Of two checkpoints, the one of the later step is newer; at the same step, the one created later according to its
+    manifest. Manifests are checked, contents are not (see `newest`). The returned manifests lack tensors and the state
+    of optimizer and callbacks.
     """
+    # Modification times of files are not used: copying a folder changes them.
     return _opened(folder.glob("step-*"), known or Known())
 
 
@@ -83,9 +84,9 @@ def _opened(paths: Iterable[Path], known: Known) -> tuple[list[Committed], list[
 
 
 def check_folder(folder: Path) -> None:
-    """Raises CheckpointError when there is something at `folder` that is no folder, or cannot be looked into.
+    """Raises CheckpointError if `folder` exists but cannot be listed, e.g. a link to a disk that is not mounted.
 
-    What cannot be seen is not absent: a link to a disk that is not mounted, say, is no reason to start from scratch.
+    Otherwise the run would silently start from scratch.
     """
     try:
         os.listdir(folder)
@@ -94,7 +95,7 @@ def check_folder(folder: Path) -> None:
             where = f"{folder} → {folder.readlink()}" if folder.is_symlink() else str(folder)
             raise CheckpointError(
                 f"the folder of checkpoints cannot be read: {where}: {error.strerror or error}",
-                hints=["mend it, mount what it is on, or start from scratch with --fresh, which moves it aside"],
+                hints=["repair it, mount its disk, or start from scratch with --fresh, which moves it aside"],
             ) from error
 
 
@@ -104,14 +105,14 @@ def verify(path: Path) -> None:
 
 
 def newest(folder: Path, verify: Callable[[Path], None] = verify) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint that is intact to the last byte, and those passed over for it, with reasons.
+    """Returns the newest checkpoint that is intact to the last byte, and the damaged ones skipped, with reasons.
 
-    Those come newest first; broken ones that are older than the chosen one are left out.
+    Damaged checkpoints of earlier steps than the returned one are not opened and not listed.
     """
     check_folder(folder)
     skipped: list[tuple[Path, str]] = []
     newest_first = sorted(folder.glob("step-*"), key=_step, reverse=True)
-    for _, of_one_step in groupby(newest_first, key=_step):  # older ones need not be opened
+    for _, of_one_step in groupby(newest_first, key=_step):  # opens no checkpoint of earlier steps than needed
         found, broken = _opened(of_one_step, Known())
         skipped += broken
         for path, _ in found:
@@ -125,7 +126,7 @@ def newest(folder: Path, verify: Callable[[Path], None] = verify) -> tuple[Path 
 
 
 def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Committed]) -> bool:
-    """True when `metrics` beat those of all in `found`; a metric that is missing or not finite never does."""
+    """True if the metric `keep.by` in `metrics` is better than in all of `found`; False if missing or not finite."""
     if (
         not keep.best
         or keep.by is None
@@ -137,9 +138,10 @@ def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Committ
 
 
 def best(found: list[Committed], keep: KeepSection) -> list[Committed]:
-    """Those of `found` (newest first) whose metric is finite, best first; of equals the newer first.
+    """Returns the checkpoints of `found` with a finite metric `keep.by`, best first.
 
-    There are none where neither `keep.mode` nor the metric's name tells what is better.
+    `found` must be sorted newest first; of equal ones, the newer comes first. Returns [] if neither `keep.mode` nor the
+    metric's name defines whether lower or higher is better.
     """
     if (by := keep.by) is None or _lower(keep) is None:
         return []
@@ -155,11 +157,14 @@ def prune(
     known: Known | None = None,
     remove: Callable[[Path], None] = disk.remove,
 ) -> list[Path]:
-    """Removes the checkpoints that `keep` does not keep, and returns their paths; `remove` may free their bytes later.
+    """Removes the checkpoints that `keep` does not keep, and returns their paths.
 
-    `every` is `keep.every` in steps; step 0 is no such step. Only complete checkpoints count as kept, so that a broken
-    one never costs an intact one its place; broken ones are left for a person to look at. The one that `latest.json`
-    names always stays.
+    Incomplete checkpoints are neither counted nor removed. The checkpoint in `latest.json` is never removed.
+
+    Args:
+        every: `keep.every` in steps; step 0 is not kept for it
+        known: cache of manifests
+        remove: deletes the renamed folder; may do so later
     """
     found, _ = committed(folder, known)
     milestones = [each for each in found if every and each.manifest.step and each.manifest.step % every == 0]
@@ -174,7 +179,7 @@ def prune(
 
 
 def clean(folder: Path) -> None:
-    """Removes what a killed process left half-written or half-removed; call it before any process writes."""
+    """Removes half-written and half-removed checkpoints of a killed process. Call it before any process writes."""
     for path in (*folder.glob(".*.tmp"), *folder.glob(".trash-*")):
         with _removing(path):
             disk.remove(path)
@@ -190,10 +195,10 @@ def _removing(path: Path) -> Iterator[None]:
 
 def _open(path: Path, read: Callable[[Path], Manifest]) -> Manifest:
     if path.is_symlink() or not FOLDER.fullmatch(path.name):
-        raise CheckpointError(f"{path} is not a checkpoint: it is a link, or not named step-<number>-<suffix>")
+        raise CheckpointError(f"{path} is not a checkpoint: it is a link, or its name is not step-<number>-<suffix>")
     manifest = read(path)
     if manifest.step != _step(path):
-        raise CheckpointError(f"{path} is the checkpoint of step {manifest.step}, and its name says otherwise")
+        raise CheckpointError(f"{path} is the checkpoint of step {manifest.step}, but its name has another step")
     return manifest
 
 
@@ -203,7 +208,7 @@ def _step(path: Path) -> float:
 
 
 def _badness(value: float, keep: KeepSection) -> float:
-    """The metric `keep.by`, turned round where more of it is better."""
+    """Returns `value` of the metric `keep.by`, negated if higher is better."""
     return value if _lower(keep) else -value
 
 
@@ -215,4 +220,4 @@ def _latest(folder: Path) -> str | None:
     try:
         return str(json.loads(disk.read_plain(folder / LATEST, _MOST_HINT))["dir"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # a hint only: absent before the first save, and anyone may have edited it
+        return None  # only a hint: it is missing before the first save, and may have been edited

@@ -1,8 +1,10 @@
-"""Tensors as the bytes of safetensors files, and numbers as JSON: neither can run code when it is read.
+"""Writes tensors as safetensors files and numbers as JSON. Reading either cannot run code.
 
-Writing is done here, because the safetensors library copies all tensors to the host before it writes the first, and
-neither hashes nor fsyncs what it wrote. For reading see `untrusted` and `reader`.
+For reading see `untrusted` and `reader`.
 """
+
+# Not the safetensors library: it copies all tensors to the host before it writes the first, and neither hashes nor
+# fsyncs the file.
 
 import json
 import math
@@ -21,20 +23,20 @@ from ddpforge.checkpoint.untrusted import BLOCK, DTYPES
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces.regions import Part, held_shape
 
-_ALIGNMENT = 64  # bytes of a cache line: copies from and to memory that begins at others take a quarter longer
+_ALIGNMENT = 64  # bytes of a cache line: copies from or to unaligned memory take a quarter longer
 
 Value = Tensor | bool | int | float | str | None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as manifests spell it: "float32"."""
+    """Returns the dtype as spelled in manifests, e.g. "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def check(tensor: Tensor, what: str) -> None:
     """Raises CheckpointError unless the tensor is a plain array of a dtype that safetensors can hold."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
-        problem = f"a {type(tensor).__name__}, which is more than an array of numbers"
+        problem = f"a {type(tensor).__name__}, not a plain tensor"
     elif tensor.is_meta or tensor.layout is not torch.strided:
         problem = "on the meta device" if tensor.is_meta else "not dense"
     elif dtype_name(tensor.dtype) not in DTYPES:
@@ -48,7 +50,7 @@ def check(tensor: Tensor, what: str) -> None:
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is fetched when its turn to be written has come."""
+    """Tensor that `fetch` returns when it is to be written."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,22 +58,22 @@ class LazyTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's contents."""
+        """Returns the size of the tensor's contents in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @classmethod
     def of(cls, tensor: Tensor) -> "LazyTensor":
-        """A tensor that is there already."""
+        """Wraps a tensor that is in memory already."""
         return cls(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor)
 
     @classmethod
     def of_part(cls, part: Part) -> "LazyTensor":
-        """A part, in the shape that it is stored in."""
+        """Wraps a part, with the shape that it is stored in."""
         return cls(dtype_name(part.tensor.dtype), held_shape(part.shape, part.simple_region), lambda: part.tensor)
 
 
 def write_file(path: Path, sources: Mapping[str, LazyTensor]) -> tuple[TensorFile, dict[str, tuple[str, ...]]]:
-    """Writes a safetensors file; returns what the manifest says of it, and the hashes of each entry's blocks."""
+    """Writes a safetensors file; returns its entry for the manifest, and the hashes of each tensor's blocks."""
     size, hashes = disk.write_new(path, stream(sources, {"format": "pt"}))
     blocks = iter(hashes)
     header = next(blocks)
@@ -80,14 +82,14 @@ def write_file(path: Path, sources: Mapping[str, LazyTensor]) -> tuple[TensorFil
 
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file with these tensors."""
+    """Yields the bytes of a safetensors file with these tensors, as `stream` does."""
     return stream({name: LazyTensor.of(tensor) for name, tensor in tensors.items()}, metadata)
 
 
 def stream(sources: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: the header, then tensor by tensor, each in blocks of `BLOCK` bytes.
+    """Yields the bytes of a safetensors file: the header, then the tensors one by one in blocks of `BLOCK` bytes.
 
-    Fetches one block at a time from a GPU, and makes one tensor at a time contiguous.
+    Copies one block at a time from a GPU, and makes one tensor at a time contiguous.
     """
     names = _order(sources)
     yield _header({name: sources[name] for name in names}, metadata)
@@ -99,12 +101,13 @@ def stream(sources: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> It
 
 
 def line(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's elements in one dimension, side by side (`view(-1)` of one element may keep its stride)."""
+    """Returns a contiguous tensor as a 1-d view with stride 1."""
+    # `view(-1)` of a single element may keep another stride.
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _order(sources: Mapping[str, LazyTensor]) -> list[str]:
-    """Wide types first, so that all are aligned; else in the order given, in which they will be read."""
+    """Sorts names by item size, largest first, so that all tensors are aligned; equal ones keep their order."""
     return sorted(sources, key=lambda name: -DTYPES[sources[name].dtype].itemsize)
 
 
@@ -118,13 +121,13 @@ def _header(sources: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> b
         offset = end
 
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # the data starts aligned, too
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # aligns the begin of the data
     return len(text).to_bytes(8, "little") + text
 
 
 # ---------------------------------------------------------------------------------------------- numbers
 def to_scalar(value: object, what: str, plain: tuple[type, ...]) -> Scalar:
-    """The JSON form of a 0-d tensor or a value of a `plain` type; raises CheckpointError for all else."""
+    """Returns the JSON form of a 0-d tensor or a value of a `plain` type; raises CheckpointError for other values."""
     if isinstance(value, Tensor):
         check(value, what)
         return Number(dtype=dtype_name(value.dtype), value=_finite(value.item()))
@@ -138,13 +141,13 @@ def to_scalar(value: object, what: str, plain: tuple[type, ...]) -> Scalar:
 
 
 def from_scalar(scalar: Scalar) -> Value:
-    """Undoes `to_scalar`; raises ValueError for what it cannot have returned."""
+    """Undoes `to_scalar`; raises ValueError if `to_scalar` cannot have returned `scalar`."""
     if not isinstance(scalar, Number):
         return scalar
     if scalar.dtype == "float":
         return float(scalar.value)
     if scalar.dtype not in DTYPES:
-        raise ValueError(f"there is no tensor of type {scalar.dtype!r}")
+        raise ValueError(f"unknown dtype {scalar.dtype!r} of a number")
     value = float(scalar.value) if isinstance(scalar.value, str) else scalar.value
     try:
         return torch.tensor(value, dtype=getattr(torch, scalar.dtype))

@@ -1,15 +1,15 @@
-"""The schemas of a checkpoint's JSON files, in every format that there has been.
+"""Schemas of a checkpoint's JSON files, for all formats.
 
     step-000001200-7f3a/
       COMMIT                   {"manifest_sha256": ...}
       manifest.json            this module's `Manifest`
-      shard-00000-of-00008.safetensors …  and rank-00000.json …: what each rank wrote
-      model.safetensors        where the recipe asks for it: the whole model, for other tools
+      shard-00000-of-00008.safetensors …  and rank-00000.json …: one pair of files per rank
+      model.safetensors        the whole model, for other tools; only with `checkpoint.layout = "full"`
 
-The manifest lists the files. In format 1, and in what early versions wrote of format 2, they are `model.safetensors`,
+The manifest lists the files. In format 1, and in early checkpoints of format 2, they are `model.safetensors`,
 `optimizer.safetensors` and `callbacks.safetensors`.
 
-COMMIT holds the manifest's hash and the manifest those of everything else: one flipped bit anywhere is found.
+COMMIT contains the manifest's hash, and the manifest the hashes of all other files, so that any flipped bit is found.
 """
 
 import re
@@ -23,7 +23,7 @@ from ddpforge.interfaces.regions import Box, Range, whole
 
 FORMAT, VERSION = "ddpforge", 2
 MANIFEST, COMMIT, MODEL = "manifest.json", "COMMIT", "model.safetensors"
-LATEST = "latest.json"  # beside the checkpoints: names the one written last
+LATEST = "latest.json"  # in the folder of checkpoints: has the name of the newest one
 FOLDER = re.compile(r"step-(\d{9,})-[0-9a-f]{4}")
 
 MOST_TEXT = 1 << 28  # bytes of JSON: about a million chunks
@@ -31,24 +31,24 @@ MOST_TEXT = 1 << 28  # bytes of JSON: about a million chunks
 
 def _plain_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(f"the file name {name!r} would leave the folder or hide in it; expected a plain name")
+        raise ValueError(f"the file name {name!r} leaves the folder or is hidden; expected a plain name")
     return name
 
 
 def _possible(shape: tuple[int, ...]) -> tuple[int, ...]:
     if prod(filter(None, shape)) >= 1 << 63:
-        raise ValueError("no tensor can be as large as this")
+        raise ValueError("a tensor cannot have this many elements")
     return shape
 
 
 class Table(BaseModel):
-    """A JSON object with exactly these members."""
+    """JSON object with exactly the declared members."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Commit(Table):
-    """The contents of COMMIT."""
+    """Contents of COMMIT."""
 
     manifest_sha256: str
 
@@ -61,14 +61,14 @@ SECTIONS: tuple[Section, ...] = get_args(Section)
 
 
 class TensorFile(Table):
-    """A safetensors file of the checkpoint, with the XXH3-128 of its header; its contents' hashes are in the chunks."""
+    """Safetensors file of the checkpoint, with the XXH3-128 of its header; the chunks have the hashes of the data."""
 
     bytes: Natural
     header_xxh3: str
 
 
 class OtherFile(Table):
-    """A file that no tensor is read from, or any file of format 1."""
+    """File that no tensor is read from, or any file of format 1."""
 
     bytes: Natural
     sha256: str
@@ -78,7 +78,9 @@ FileEntry = TensorFile | OtherFile
 
 
 class Chunk(Table):
-    """A region of a tensor, as the entry of a file. `hashes` are the XXH3-128 of each 64 MiB, and of the rest."""
+    """Region of a tensor, stored as an entry of a file. `hashes`: XXH3-128 of each block of 64 MiB; the last may be
+    shorter.
+    """
 
     file: str
     entry: str
@@ -87,7 +89,7 @@ class Chunk(Table):
 
 
 class TensorEntry(Table):
-    """A tensor: its chunks hold each of its elements once."""
+    """Tensor whose chunks hold each of its elements exactly once."""
 
     dtype: str
     shape: Shape
@@ -95,9 +97,9 @@ class TensorEntry(Table):
 
 
 class Number(Table):
-    """A number that JSON alone would not give back: a 0-d tensor, or ("float") a float that is not finite.
+    """Number that JSON cannot represent: a 0-d tensor, or a float that is not finite (its dtype is "float").
 
-    `value` is text where the number is not finite.
+    `value` is text if the number is not finite.
     """
 
     dtype: str
@@ -111,7 +113,7 @@ Tensors = dict[Section, dict[str, TensorEntry]]
 
 
 class _Facts(Table):
-    """The fields that manifests of all formats have in common."""
+    """Fields of manifests of all formats."""
 
     format: Literal["ddpforge"] = "ddpforge"
     version: int
@@ -132,10 +134,10 @@ class _Facts(Table):
 
 
 class Manifest(_Facts):
-    """Everything about a checkpoint but the tensors' contents.
+    """Contents of a checkpoint except the data of tensors.
 
     `tensors` has the sections "model" (by parameter or buffer name), "optimizer" ("<parameter>/<key>") and
-    "callbacks" ("<callback>/<key>"); `optimizer` and `callbacks` hold what those have besides tensors.
+    "callbacks" ("<callback>/<key>"). `optimizer` and `callbacks` hold their values that are not stored as tensors.
     """
 
     version: Literal[2] = 2
@@ -146,17 +148,17 @@ class Manifest(_Facts):
     rows: Natural | None = None
 
     def dumps(self) -> bytes:
-        """The manifest as JSON."""
+        """Returns the manifest as JSON."""
         return self.model_dump_json(indent=1).encode()
 
     def metric(self, name: str) -> float:
-        """The metric's value; NaN where there is none."""
+        """Returns the metric's value; NaN if there is none."""
         value = self.metrics.get(name)
         return float(value.value if isinstance(value, Number) else "nan" if value is None else value)
 
 
 class RankManifest(Table):
-    """The part of a manifest that one rank knows: what it wrote."""
+    """One rank's part of a manifest: the shard that it wrote, and its values that are not tensors."""
 
     format: Literal["ddpforge"] = "ddpforge"
     version: Literal[2] = 2
@@ -175,14 +177,14 @@ class _FirstTensor(Table):
 
 
 class FirstManifest(_Facts):
-    """Format 1: every tensor whole in one file, under its own name, and every file hashed as a whole."""
+    """Manifest of format 1: each tensor is whole in one file, under its own name, and each file has one hash."""
 
     version: Literal[1]
     files: dict[FileName, OtherFile]
     tensors: dict[Section, dict[str, _FirstTensor]]
 
     def upgraded(self) -> Manifest:
-        """The same as today's format says it."""
+        """Returns the same manifest in the current format."""
         tensors: Tensors = {
             section: {
                 name: TensorEntry(
@@ -207,5 +209,5 @@ def position_flaw(position: Mapping[str, object]) -> str | None:
         numbers = value if isinstance(value, list) and key in kinds else [value] if key in kinds else []
         wanted = (int,) if key == "left_out" else (int, float)
         if not all(isinstance(x, wanted) and type(x) is not bool and 0 <= x < 1 << 63 for x in numbers):
-            return f"position.{key} holds what no run has"
+            return f"position.{key} holds a value that no run writes"
     return None

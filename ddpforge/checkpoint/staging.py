@@ -1,4 +1,4 @@
-"""A copy of what a rank is about to write, in host memory that every save uses again."""
+"""Copies a rank's part of a checkpoint to host memory, which all saves reuse."""
 
 import functools
 import logging
@@ -20,32 +20,31 @@ log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: of any dtype, and of a cache line
 
-_HINT = "save without a copy, while training waits: checkpoint.background = false"
+_HINT = "set checkpoint.background = false: it saves without a copy, while training waits"
 
 
 class Staging:
-    """Host memory for one copy, page-locked where there is something on a GPU, if the machine allows it.
+    """Host memory for one copy; page-locked if tensors are on a GPU and the machine allows it.
 
-    The memory is taken at the first copy, or by `reserve`, and grows when more is to be copied; each copy overwrites
-    the one before. GPUs copy on streams of their own, see
-    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams; the host in a thread.
+    The first copy, or `reserve`, allocates the memory. It grows if a later copy is larger. Each copy overwrites
+    the previous one. GPUs copy on separate streams, see
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams; the host copies in a thread.
     """
 
     def __init__(self) -> None:
         self._memory: _Memory | None = None
         self._reserving: Thread | None = None
-        self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the newest copies
-        self._live: list[Part] = []  # what may still be being copied, and must not change nor be freed
+        self._ends: dict[torch.device, torch.cuda.Event] = {}  # ends of the newest copies
+        self._live: list[Part] = []  # a GPU may still copy them: they must neither change nor be freed
         self._host = ThreadPoolExecutor(1, "copy for a checkpoint")
-        self._copied: Future[None] | None = None  # what lies on the host
+        self._copied: Future[None] | None = None  # the copy of tensors in host memory
 
     def reserve(self, held: Held) -> None:
-        """Takes memory for copies of `held` in a thread, if something is on a GPU: locking a gigabyte takes half a
-        second.
-        """
+        """Allocates memory for a copy of `held` in a thread, if a part is on a GPU."""
+        # Page-locking takes half a second per gigabyte.
         parts = [part for _, _, part in _each(held)]
         if _gpus(parts):
-            # Where there is not enough, the first copy says so.
+            # If there is not enough memory, the first copy raises the error.
             def take() -> None:
                 with suppress(CheckpointError):
                     self._bytes(_size(parts), locked=True)
@@ -54,18 +53,18 @@ class Staging:
             self._reserving.start()
 
     def copy(self, held: Held) -> Held:
-        """The same parts in host memory, which are there once `wait` has returned.
+        """Begins a copy to host memory; returns the parts of the copy, which are complete when `wait` has returned.
 
-        All may change as soon as this returns, as far as a GPU is asked to on its current stream; but for what only
-        updates change, trained weights and their optimizer state: these are copied under the passes that follow, and
-        `before_update` is to be called. Raises CheckpointError when there is not enough memory.
+        When this returns, operations on the current stream of a GPU may change the tensors, except trained weights and
+        their optimizer state. Those are copied during the next forward and backward passes: call `before_update`
+        before they change. Raises CheckpointError if there is not enough memory.
         """
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
         parts = [part for _, _, part in _each(held)]
         gpus = _gpus(parts)
-        self._finish_on_host()  # a copy that nobody has waited for, because its save failed
+        self._finish_on_host()  # a failed save may not have waited for its copy
         pieces = dict(zip(map(id, parts), _pieces(self._bytes(_size(parts), locked=bool(gpus)), parts), strict=True))
 
         def fill(chosen: Iterable[Part]) -> None:
@@ -90,7 +89,7 @@ class Staging:
         }
 
     def before_update(self) -> None:
-        """Has GPUs finish their copies before what they are asked for next; the host finishes its own."""
+        """Makes the current stream of each GPU wait for its copy, and waits for the copy on the host."""
         self._finish_on_host()
         if self._live:
             for gpu, end in self._ends.items():
@@ -103,7 +102,7 @@ class Staging:
             self._copied = None
 
     def wait(self) -> None:
-        """Waits until all that was copied is there; for a thread that does not train."""
+        """Waits until the copy is complete. Called in the thread that writes, not in the one that trains."""
         if (copied := self._copied) is not None:
             copied.result()
         for end in self._ends.values():
@@ -111,14 +110,14 @@ class Staging:
 
     def _bytes(self, size: int, *, locked: bool) -> Tensor:
         if self._memory is None or size > len(self._memory.bytes) or (locked and not self._memory.asked):
-            self.wait()  # a copy that nobody has waited for, because its save failed
-            self._memory = None  # first of all: there may be no room for both
+            self.wait()  # a failed save may not have waited for its copy
+            self._memory = None  # free it first: there may be no room for both
             self._memory = _Memory(size, locked=locked)
         return self._memory.bytes
 
 
 def _each(held: Held) -> Iterator[tuple[str, str, Part]]:
-    """Section, name and part of all there is."""
+    """Yields section, name and part of all tensors."""
     for section, named in held.items():
         for name, parts in named.items():
             yield from ((section, name, part) for part in parts)
@@ -129,10 +128,10 @@ def _gpus(parts: Iterable[Part]) -> set[torch.device]:
 
 
 def _only_updated(held: Held) -> set[int]:
-    """The ids of parts that only updates change: the optimizer state of a weight, and weights that have some.
+    """Returns the ids of parts that only updates change: weights with optimizer state, and that state.
 
-    Not buffers, nor what belongs to callbacks, nor the optimizer's state of no weight, as PowerSGD's memory: these
-    change in passes and between steps.
+    Excludes buffers, tensors of callbacks, and optimizer state that belongs to no weight (such as PowerSGD's memory):
+    these also change in passes or between steps.
     """
     owners = {OPTIMIZER.cut(name, "/")[0] for name in held["optimizer"]} - {SHARED}
     return {
@@ -144,7 +143,7 @@ def _only_updated(held: Held) -> set[int]:
 
 @contextmanager
 def _aside(gpus: Iterable[torch.device]) -> Iterator[None]:
-    """Has GPUs copy on streams of their own, once they have done what they were asked for until now."""
+    """Makes the copy streams of the GPUs current; each first waits for the work queued on its current stream."""
     with ExitStack() as stack:
         for gpu in gpus:
             _stream_for_copies(gpu).wait_stream(torch.cuda.current_stream(gpu))
@@ -158,7 +157,7 @@ def _stream_for_copies(gpu: torch.device) -> torch.cuda.Stream:
 
 
 def _end() -> torch.cuda.Event:
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # whoever waits sleeps
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: a waiting thread sleeps
 
 
 def _size(parts: Iterable[Part]) -> int:
@@ -170,7 +169,7 @@ def _aligned(count: int) -> int:
 
 
 def _pieces(memory: Tensor, parts: list[Part]) -> Iterator[Tensor]:
-    """A place in memory for each part."""
+    """Yields a view of `memory` for each part, with the part's dtype and shape."""
     begin = 0
     for part in parts:
         source = part.tensor
@@ -179,13 +178,13 @@ def _pieces(memory: Tensor, parts: list[Part]) -> Iterator[Tensor]:
 
 
 class _Memory:
-    """Bytes in host memory."""
+    """Bytes in host memory, page-locked if `locked` and if CUDA allows it."""
 
     def __init__(self, size: int, *, locked: bool) -> None:
         try:
             self.bytes = torch.empty(size, dtype=torch.uint8)
         except RuntimeError as error:
-            raise CheckpointError(f"there is no host memory for a copy of {size:,} bytes", hints=[_HINT]) from error
+            raise CheckpointError(f"not enough host memory for a copy of {size:,} bytes", hints=[_HINT]) from error
         # Not `pin_memory=True`, which takes up to twice the size: a power of two.
         self.asked = locked
         if locked and size:
@@ -193,16 +192,16 @@ class _Memory:
             if code := int(_cuda().cudaHostRegister(address, size, 1)):
                 log.warning(
                     "%s bytes of host memory could not be page-locked (CUDA error %d): copies for checkpoints take "
-                    "longer; `ulimit -l` says how much may be",
+                    "longer; `ulimit -l` prints the limit",
                     *(f"{size:,}", code),
                 )
                 _forget_error()
                 return
-            weakref.finalize(self, _unlock, address).atexit = False  # then the driver does it
+            weakref.finalize(self, _unlock, address).atexit = False  # at exit the driver does it
 
 
 def _forget_error() -> None:
-    """CUDA keeps an error until it has been reported, be it by the next kernel, which has nothing to do with it."""
+    """Clears CUDA's last error. Otherwise the next kernel, which is unrelated, would report it."""
     with suppress(RuntimeError, AssertionError):
         torch.zeros((), device="cuda")
 

@@ -1,8 +1,7 @@
-"""Reading the files of a checkpoint without trusting them: plain files, honest headers, hashed contents.
+"""Reads files of a checkpoint without trust: regular files only, checked headers, hashed contents. Needs no torch."""
 
-The safetensors library would refuse a lying header, too, but it neither reads into memory that is there already nor
-says where in the file a tensor lies, which partial and verified reads need. Needs no torch.
-"""
+# The safetensors library also rejects a wrong header. But it cannot read into existing memory, and does not return
+# the offsets of tensors, which partial and verified reads need.
 
 import gc
 import os
@@ -18,15 +17,15 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from ddpforge import disk
 from ddpforge.errors import CheckpointError
 
-BLOCK = 64 << 20  # bytes: of larger contents every block has its own hash. Part of the format
+BLOCK = 64 << 20  # bytes: each block of this size has its own hash. Part of the format
 
-_STRIDE = 1 << 20  # bytes: what was just read is still in the processor's cache when it is hashed
-_LIMIT = 100_000_000  # bytes of a header, as in the safetensors library
+_STRIDE = 1 << 20  # bytes of one read: small enough to be still in the processor's cache when it is hashed
+_LIMIT = 100_000_000  # maximum bytes of a header, as in the safetensors library
 _Parsed = TypeVar("_Parsed")
 
 
 class Dtype(NamedTuple):
-    """A dtype: its name in safetensors, and the bytes of an element."""
+    """Dtype: its name in safetensors, and the bytes of an element."""
 
     code: str
     itemsize: int
@@ -49,20 +48,21 @@ DTYPES = {
 
 
 class Damaged(CheckpointError):
-    """A file of a checkpoint is missing, or not what was written."""
+    """Error for a file of a checkpoint that is missing or damaged."""
 
 
 def damaged(path: Path, reason: str) -> Damaged:
-    """The error for one file of a checkpoint."""
+    """Returns the error for one file of a checkpoint."""
     return Damaged(
         f"the checkpoint file {path} is damaged: {reason}",
-        hints=["resume without naming a checkpoint: the newest one that is intact is used"],
+        hints=["resume without naming a checkpoint: then the newest intact one is used"],
     )
 
 
 # ---------------------------------------------------------------------------------------------- any file
 def size_of(path: Path) -> int:
-    """Bytes of a regular file. A link could lead out of the folder, a pipe could block for ever."""
+    """Returns the size of a regular file in bytes; raises CheckpointError for any other file."""
+    # A link could lead out of the folder, and a pipe could block forever.
     try:
         return disk.plain_size(path)
     except disk.NotPlain as error:
@@ -72,12 +72,10 @@ def size_of(path: Path) -> int:
 
 
 class PlainFile:
-    """A regular file of a checkpoint, open for reading as long as somebody holds this object; `size` is in bytes.
+    """Regular file of a checkpoint, open for reading until this object is freed; `size` is in bytes."""
 
-    All reads share one descriptor: the kernel then sees that they follow each other and reads ahead of them, in large
-    pieces, which are also copied faster once they are in memory.
-    """
-
+    # All reads share one descriptor: the kernel then recognizes sequential reads and reads ahead in large pieces,
+    # which are also copied faster from its cache.
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._reading():
@@ -88,9 +86,9 @@ class PlainFile:
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_into(self, start: int, buffer: memoryview, seen: Callable[[memoryview], None] = lambda _: None) -> None:
-        """Fills the buffer with the bytes from `start` on; calls `seen` with each piece while it is in a cache.
+        """Fills the buffer with the bytes from `start` on; calls `seen` with each piece right after its read.
 
-        Several threads may do so.
+        Thread-safe.
         """
         done = 0
         while done < len(buffer):
@@ -103,7 +101,7 @@ class PlainFile:
             done += count
 
     def read(self, start: int, count: int) -> bytearray:
-        """`count` bytes, from `start` on."""
+        """Reads `count` bytes from `start` on."""
         buffer = bytearray(count)
         self.read_into(start, memoryview(buffer))
         return buffer
@@ -119,7 +117,7 @@ class PlainFile:
 
 
 def parse(adapter: TypeAdapter[_Parsed], path: Path, content: bytes | bytearray) -> _Parsed:
-    """The JSON in a file, strictly; an error names the place."""
+    """Parses the JSON `content` of the file `path`; raises CheckpointError with the place of the first error."""
     try:
         with uncollected():
             return adapter.validate_json(content)
@@ -131,7 +129,8 @@ def parse(adapter: TypeAdapter[_Parsed], path: Path, content: bytes | bytearray)
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Does not look for garbage where many objects are made and none is garbage: it takes up to 3/4 of the time."""
+    """Disables garbage collection inside the context."""
+    # For code that makes many objects and no garbage: collections would take up to 3/4 of its time.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +142,7 @@ def uncollected() -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------- safetensors
 class Claim(NamedTuple):
-    """A manifest's claim about one entry in a safetensors file."""
+    """Dtype and shape that a manifest lists for one entry of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -161,19 +160,19 @@ _HEADER = TypeAdapter(dict[str, _Entry | dict[str, str]])
 
 
 def places(file: PlainFile, claims: Mapping[str, Claim], hashed: str | None) -> dict[str, int]:
-    """Finds the offset at which each claimed entry of a safetensors file begins.
+    """Returns the offset of each claimed entry in a safetensors file.
 
-    Raises CheckpointError unless the header has this hash (None: do not look), its entries are exactly the claimed
-    ones, and they fill the file from the header's end to the last byte: then whoever checks all of them has checked
-    the whole file.
+    Raises CheckpointError unless the header has the hash `hashed` (None: not checked), its entries are exactly the
+    claimed ones, and they fill the file without gaps from the header's end to the last byte. A caller that verifies
+    all entries has then verified the whole file.
     """
     path, size = file.path, file.size
     length = int.from_bytes(file.read(0, 8), "little") if size >= 8 else size
     if length > min(size - 8, _LIMIT):
-        raise damaged(path, f"it begins with a header of {length} bytes, and the file has {size}")
+        raise damaged(path, f"its header would have {length} bytes, but the file has {size}")
     content = file.read(0, 8 + length)
     if hashed is not None and disk.xxh3(content).hexdigest() != hashed:
-        raise damaged(path, "its header is not the one that was written")
+        raise damaged(path, "its header is not as written")
 
     header = parse(_HEADER, path, content[8:])
     entries = {name: entry for name, entry in header.items() if isinstance(entry, _Entry)}
@@ -185,10 +184,10 @@ def places(file: PlainFile, claims: Mapping[str, Claim], hashed: str | None) -> 
     for name, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
         start, stop = entry.data_offsets
         if start != end or stop - start != prod(entry.shape) * DTYPES[claims[name].dtype].itemsize:
-            raise damaged(path, f"its header says that {name} lies in the bytes {start} to {stop} of the data")
+            raise damaged(path, f"its header puts {name} at the wrong bytes, {start} to {stop} of the data")
         end = stop
     if 8 + length + end != size:
-        raise damaged(path, f"its header says that it has {8 + length + end} bytes, and it has {size}")
+        raise damaged(path, f"according to its header it has {8 + length + end} bytes, but it has {size}")
     return {name: 8 + length + entry.data_offsets[0] for name, entry in entries.items()}
 
 
@@ -202,5 +201,5 @@ def _check_claims(path: Path, entries: Mapping[str, _Entry], claims: Mapping[str
         if (entry.dtype, entry.shape) != (DTYPES[claim.dtype].code, claim.shape):
             raise damaged(
                 path,
-                f"{name} is {entry.dtype} {list(entry.shape)}, and the manifest says {claim.dtype} {list(claim.shape)}",
+                f"{name} is {entry.dtype} {list(entry.shape)}; the manifest lists {claim.dtype} {list(claim.shape)}",
             )

@@ -1,4 +1,4 @@
-"""A safetensors file of a checkpoint's weights, as other programs read it."""
+"""Writes weights of a checkpoint to a safetensors file that other programs can read."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ __all__ = ["sources", "write_weights"]
 def write_weights(path: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple[int, str]:
     """Writes a new safetensors file, one tensor at a time; returns its size and sha256.
 
-    The further names of tied tensors become metadata, as by safetensors' own `save_model`.
+    The further names of tied tensors become metadata, as in `save_model` of safetensors.
     """
     digest = hashlib.sha256()
 
@@ -30,7 +30,7 @@ def write_weights(path: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping
 
 
 def sources(reader: Reader, section: Section, owner: str = "") -> dict[str, LazyTensor]:
-    """A section's tensors, unread; with an owner, that owner's only, without its name."""
+    """Returns a section's tensors, not read yet; with `owner`, only its tensors, named without the prefix."""
     prefix = owner and f"{owner}/"
     return {
         name.removeprefix(prefix): LazyTensor(

@@ -1,4 +1,4 @@
-"""Divides the writing of tensors that several ranks hold alike among them."""
+"""Divides the writing of tensors that several ranks hold among these ranks."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -13,30 +13,30 @@ _SMALLEST = 1 << 20  # bytes: less is not worth a cut
 
 
 class Extent(NamedTuple):
-    """The size of a tensor."""
+    """Size of a tensor."""
 
     numel: int
     itemsize: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its contents."""
+        """Returns the size of its contents in bytes."""
         return self.numel * self.itemsize
 
 
 def deal(extents: Mapping[K, Extent], *, rank: int, ranks: int, smallest: int = _SMALLEST) -> dict[K, Range]:
-    """The elements of each tensor that `rank` writes; all ranks together write every element once.
+    """Returns the elements of each tensor that `rank` writes; all ranks together write every element once.
 
-    Every rank computes the same from the same extents. The tensors are laid end to end in the order of their names and
-    cut into as many equal pieces as there are ranks. A cut that is less than `smallest` bytes from an end of a tensor
-    moves there, so that small tensors stay whole.
+    The tensors are concatenated in the order of their names and cut into `ranks` equal pieces. A cut that is less than
+    `smallest` bytes from an end of a tensor moves there, so that small tensors stay whole. All ranks must pass the
+    same extents.
     """
     names = sorted(extents)
     ends = list(accumulate(extents[name].nbytes for name in names))
     total = ends[-1] if ends else 0
 
     def cut(number: int) -> int:
-        """The first element of the piece that rank `number` writes."""
+        """Returns the first byte of the piece that rank `number` writes."""
         position = total * number // ranks
         if not 0 < position < total:
             return position
@@ -60,7 +60,7 @@ def deal(extents: Mapping[K, Extent], *, rank: int, ranks: int, smallest: int = 
 
 
 def divide(parts: Mapping[K, Part], *, rank: int, ranks: int) -> dict[K, list[Part]]:
-    """Divides parts that `ranks` ranks hold alike, whole tensors too; returns the pieces that `rank` writes."""
+    """Divides parts that `ranks` ranks hold, including whole tensors; returns the pieces that `rank` writes."""
     extents = {name: Extent(part.tensor.numel(), part.tensor.itemsize) for name, part in parts.items()}
     dealt = deal(extents, rank=rank, ranks=ranks)
     return {

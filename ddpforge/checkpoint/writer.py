@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank writes what it holds, all at once; rank 0 makes one checkpoint of it."""
+"""Writes a checkpoint: all ranks write their shards at the same time, then rank 0 merges and commits them."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -37,24 +37,24 @@ from ddpforge.ranks.writers import OutOfTouch, Peers
 
 X = TypeVar("X")
 
-_SHARED = ("all ranks must see the run's folder: keep it on a disk that their machines share",)
+_SHARED = ("all ranks must see the run's folder: put it on a disk that all machines share",)
 
 
 def write(folder: Path, facts: Facts, state: RankState, peers: Peers, *, full: bool = False) -> Path:
-    """Adds a checkpoint to `folder` and returns its path; called on every rank, with what each has.
+    """Adds a checkpoint to `folder` and returns its path. Every rank must call it, with its own `state`.
 
-    It appears complete or not at all. When any rank fails, all raise CheckpointError with its number and its reason;
-    the checkpoints that were there are never touched. Of `facts` those of rank 0 count. With `full`, the checkpoint
-    also has one file with the whole model, for other tools.
+    The checkpoint appears complete or not at all. If any rank fails, all ranks raise CheckpointError with its number
+    and its reason. Existing checkpoints are never changed. Only the `facts` of rank 0 are used. With `full`, the
+    checkpoint also has one file with the whole model, for other tools.
     """
     return Writer(folder, facts, state, peers, full=full).write()
 
 
 class Writer:
-    """A checkpoint to be written, and what this rank does for it: fill, and on rank 0 begin and publish.
+    """Write of one checkpoint: every rank fills the folder; rank 0 also creates and publishes it.
 
-    What is wrong with a state is found when this is made and raised by `write`, on all ranks. Where `copy` begins a
-    copy of what this rank writes, that must be there when `write` is called.
+    The constructor checks the state, but `write` raises its errors, on all ranks. `copy` begins a copy of the parts
+    that this rank writes and returns it; the copy must be complete when `write` is called.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Writer:
             self._problem = error
 
     def write(self) -> Path:
-        """Does it, with all the other ranks; returns the checkpoint's path."""
+        """Writes the checkpoint together with all other ranks; returns its path."""
         try:
             _, draft = self._peers.together(self._check, self._begin)
             _, final = self._peers.together(lambda: self._fill(self._folder / draft), self._publish)
@@ -108,9 +108,9 @@ class Writer:
         return self._draft.temporary.name
 
     def _fill(self, draft: Path) -> None:
-        """Writes this rank's shard and what is to be known of it."""
+        """Writes this rank's shard and its record (`RankManifest`)."""
         if not draft.is_dir():
-            raise CheckpointError(f"there is no folder {draft}, which rank 0 has made", hints=_SHARED)
+            raise CheckpointError(f"rank 0 created the folder {draft}, but this rank cannot see it", hints=_SHARED)
         rank = self._peers.rank
         shard = f"shard-{rank:05d}-of-{self._peers.size:05d}.safetensors"
         with self._disk():
@@ -127,7 +127,7 @@ class Writer:
             disk.sync_folder(draft)
 
     def _publish(self) -> str:
-        """Merges what the ranks wrote, and proves that together it is everything, once."""
+        """Merges the records of all ranks, checks that every element was written exactly once, and commits."""
         assert self._draft is not None
         assert self._manifest is not None
         draft = self._draft.temporary
@@ -146,15 +146,15 @@ class Writer:
             return self._draft.publish(manifest).name
 
     def _out_of_touch(self, error: Exception) -> CheckpointError:
-        """The error to raise when the ranks can no longer talk to each other."""
+        """Returns the error to raise if the ranks can no longer communicate."""
         what = f"the checkpoint of step {self._step}"
         if self._draft is None:
-            return CheckpointError(f"{what}: rank {self._peers.rank} is out of touch with rank 0 ({error})")
+            return CheckpointError(f"{what}: rank {self._peers.rank} lost the connection to rank 0 ({error})")
         if self._draft.final.exists():
-            return CheckpointError(f"{what} is complete, but not all ranks could be told ({error})")
+            return CheckpointError(f"{what} is complete, but not all ranks could be informed ({error})")
         ranks = range(self._peers.size)
         absent = [f"rank {rank}" for rank in ranks if not (self._draft.temporary / _record(rank)).exists()]
-        return CheckpointError(f"{what} was not saved: {', '.join(absent) or 'a rank'} is out of touch ({error})")
+        return CheckpointError(f"{what} was not saved: no connection to {', '.join(absent) or 'a rank'} ({error})")
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class Writer:
         try:
             yield
         except Damaged as error:
-            message = f"what a rank wrote is not what rank 0 sees: {error.message}"
+            message = f"rank 0 does not see a file as another rank wrote it: {error.message}"
             raise CheckpointError(message, hints=_SHARED) from error
 
 
@@ -179,7 +179,7 @@ def _record(rank: int) -> str:
 # ---------------------------------------------------------------------------------------------- on rank 0
 @uncollected()
 def _merged(draft: Path, manifest: Manifest, ranks: int) -> Manifest:
-    """The manifest of what all ranks wrote; raises CheckpointError where they contradict each other."""
+    """Merges the records of all ranks into the manifest; raises CheckpointError if they contradict each other."""
     found: dict[str, FileEntry] = {}
     merged = _Merged()
     for rank in range(ranks):
@@ -200,14 +200,14 @@ def _merged(draft: Path, manifest: Manifest, ranks: int) -> Manifest:
 
 
 def _with_model(draft: Path, manifest: Manifest) -> Manifest:
-    """Writes the whole model from the shards, one tensor at a time; returns the manifest with that file."""
+    """Writes the whole model from the shards, one tensor at a time; returns the manifest with the new file."""
     with closing(Reader(draft, manifest=manifest)) as reader:
         size, digest = write_weights(draft / MODEL, sources(reader, "model"), reader.aliases)
     return manifest.model_copy(update={"files": {**manifest.files, MODEL: OtherFile(bytes=size, sha256=digest)}})
 
 
 class _Merged:
-    """The records of all ranks, merged into one."""
+    """Merged records of all ranks."""
 
     def __init__(self) -> None:
         self.optimizer: OptimizerScalars = {}
@@ -216,14 +216,14 @@ class _Merged:
         self._chunks: dict[tuple[Section, str], list[Chunk]] = {}
 
     def tensors(self) -> Tensors:
-        """All tensors with all their chunks."""
+        """Returns all tensors with all their chunks."""
         found: Tensors = {section: {} for section in SECTIONS}
         for (section, name), (dtype, shape) in self._kinds.items():
             found[section][name] = TensorEntry(dtype=dtype, shape=shape, chunks=tuple(self._chunks[section, name]))
         return found
 
     def add(self, record: RankManifest) -> None:
-        """Adds what one rank wrote."""
+        """Adds the record of one rank; raises CheckpointError if it contradicts an earlier one."""
         for section, found in record.tensors.items():
             for name, entry in found.items():
                 kind = self._kinds.setdefault((section, name), (entry.dtype, entry.shape))
@@ -257,14 +257,14 @@ Entries = dict[tuple[Section, str], list[tuple[str, Part]]]
 
 
 def nbytes(held: Held) -> int:
-    """Bytes of all parts."""
+    """Returns the size of all parts in bytes."""
     return sum(part.tensor.nbytes for section in held.values() for parts in section.values() for part in parts)
 
 
 def write_shard(path: Path, held: Held) -> tuple[TensorFile, Tensors]:
-    """Writes the file `path`; returns what a manifest says of it, and of the tensors as far as they are in it.
+    """Writes the file `path`; returns its manifest entry, and the manifest entries of its tensors' chunks.
 
-    A whole tensor is stored under its own name and in its own shape, as other tools expect it.
+    A whole tensor is stored under its own name and in its own shape, as other tools expect.
     """
     entries = _named(held)
     sources = {entry: LazyTensor.of_part(part) for stored in entries.values() for entry, part in stored}
@@ -274,8 +274,8 @@ def write_shard(path: Path, held: Held) -> tuple[TensorFile, Tensors]:
 
 @uncollected()
 def _named(held: Held) -> Entries:
-    """The parts that are stored, each under a name of its own."""
-    taken = {"__metadata__"}  # means something else in a safetensors file
+    """Returns the parts to store, each under a unique name."""
+    taken = {"__metadata__"}  # reserved in a safetensors file
     return {
         (section, name): [(_unused(_entry_name(name, part), taken), part) for part in parts if _is_stored(part)]
         for section, named in held.items()
@@ -298,12 +298,12 @@ def _described(held: Held, entries: Entries, file: str, hashes: Mapping[str, tup
 
 
 def _is_stored(part: Part) -> bool:
-    """A part without elements needs no place, unless that is all there is of the tensor."""
+    """False for a part without elements, unless the tensor itself has none."""
     return bool(part.simple_region.numel) or part.region == whole(part.shape)
 
 
 def _entry_name(name: str, part: Part) -> str:
-    """The tensor's own name, or for a part of it one that says which."""
+    """Returns the tensor's own name; for a part of it, the name with its region."""
     region = part.simple_region
     if region == whole(part.shape):
         return name
@@ -314,7 +314,7 @@ def _entry_name(name: str, part: Part) -> str:
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    """The name, or one like it that no other entry has; from now on it is taken."""
+    """Returns the name, with added quotes if it is taken, and adds it to `taken`."""
     while name in taken:
         name += "'"
     taken.add(name)

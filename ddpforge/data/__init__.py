@@ -1,4 +1,4 @@
-"""From a dataset to the micro-batches of one rank: their order, how they are fetched and moved to the device."""
+"""Micro-batches of one rank from a dataset: sample order, fetching, and the move to the device."""
 
 from ddpforge.data.fetching import Batches, check_data, fetch_some, open_data
 from ddpforge.data.nests import to_device

@@ -1,4 +1,4 @@
-"""Batches out of samples, for datasets that have no `collate` of their own."""
+"""Collates samples to batches, with the dataset's `collate` or torch's default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["collate_of"]
 
 
 def collate_of(data: Any) -> Callable[[Sequence[Any]], Any]:
-    """The dataset's own `collate`, or torch's `default_collate`, which then says whose samples do not fit together."""
+    """Returns the dataset's `collate`, or torch's `default_collate` with an error that names the dataset."""
     return getattr(data, "collate", None) or partial(_stacked, type(data).__name__)
 
 

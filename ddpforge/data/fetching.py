@@ -26,10 +26,10 @@ __all__ = ["Batches", "check_data", "fetch_some", "open_data"]
 
 
 class _Fetcher(Dataset[MicroBatch]):
-    """A dataset whose items are whole micro-batches; runs in the training process or in a loader's.
+    """Dataset whose items are whole micro-batches; runs in the training process or in a loader process.
 
-    In training it `tells_steps`: the dataset is told epochs and steps, before the first sample of each. In evaluation
-    it is told epochs alone.
+    Calls `set_epoch` of the inner dataset before the first sample of each epoch. With `tells_steps` (in training), also
+    calls `set_step` before the first sample of each step.
     """
 
     def __init__(self, data: Any, seed: int, *, once: bool, tells_steps: bool) -> None:
@@ -70,7 +70,10 @@ class _Fetcher(Dataset[MicroBatch]):
 
 
 class _Told(Dataset[Any]):
-    """A dataset in a loader process, which returns expected errors: raised there, they would come as tracebacks."""
+    """Dataset in a loader process that returns expected errors instead of raising them.
+
+    An error raised in a loader process would arrive as a traceback.
+    """
 
     def __init__(self, inner: Dataset[MicroBatch]) -> None:
         self.inner = inner
@@ -83,7 +86,7 @@ class _Told(Dataset[Any]):
 
 
 class _ToldStream(IterableDataset[Any]):
-    """The same of a stream."""
+    """Iterable dataset in a loader process that returns expected errors instead of raising them."""
 
     def __init__(self, inner: IterableDataset[MicroBatch]) -> None:
         self.inner = inner
@@ -96,9 +99,10 @@ class _ToldStream(IterableDataset[Any]):
 
 
 class _Loaded(Iterable[MicroBatch]):
-    """The micro-batches that loader processes fetch; raises the errors that they return.
+    """Micro-batches from loader processes; raises the errors that the processes return.
 
-    Raises EnvironmentProblem where none comes for `patience` seconds (0: waits for ever), and where the system refuses.
+    Raises EnvironmentProblem if no micro-batch comes for `patience` seconds (0: waits forever), or if the system lacks
+    resources for loader processes.
     """
 
     def __init__(self, loader: Iterable[MicroBatch | ForgeError], workers: int, patience: float) -> None:
@@ -118,22 +122,22 @@ class _Loaded(Iterable[MicroBatch]):
                 try:
                     raise found
                 finally:
-                    del found  # it would hold this frame, and with it loader processes
+                    del found  # its traceback would keep this frame alive, and with it the loader processes
             yield found
 
     def _explained(self, error: RuntimeError) -> Exception:
-        """The error for people, of what a DataLoader says itself."""
+        """Returns a readable error for a DataLoader's RuntimeError."""
         if self.patience and "timed out" in str(error):
-            hints = ["see what the dataset waits for, or raise train.stall", "data.workers = 0 shows where it hangs"]
+            hints = ["find out why the dataset waits, or raise train.stall", "data.workers = 0 shows where it hangs"]
             words = f"no micro-batch came from {self.workers} loader processes for {self.patience:.0f} s (train.stall)"
             return EnvironmentProblem(words, hints=hints)
         if lacks_resources(error):
-            return explained(error, "loader processes and this one lost touch")
+            return explained(error, "this process lost the connection to its loader processes")
         return error
 
 
 class _Requests(Iterable[Request]):
-    """A DataLoader's sampler must be an object that can be iterated again, for every evaluation."""
+    """Sampler of requests, which can be iterated again for every evaluation."""
 
     def __init__(self, dealer: Dealer, start: int, stop: int | None) -> None:
         self.bounds = (start, stop)
@@ -145,34 +149,37 @@ class _Requests(Iterable[Request]):
 
 @dataclass(frozen=True)
 class Batches:
-    """The micro-batches of one rank, fetched by so many `workers`, each of which keeps `prefetch` of them ready.
+    """Micro-batches of one rank.
 
-    `steps_per_epoch` is None for a stream that does not know its length.
+    Args:
+        steps_per_epoch: None for a stream of unknown length
+        workers: number of loader processes; 0 to fetch in this process
+        prefetch: number of micro-batches that each loader process keeps ready
     """
 
     steps_per_epoch: int | None
     _data: Any
     _terms: Terms
-    _order: Order | None  # None for a stream that does not know its length
+    _order: Order | None  # None for a stream of unknown length
     workers: int
     prefetch: int
     _pin: bool
-    _patience: float = 0.0  # seconds that loader processes may take for a micro-batch; 0: for ever
-    # By `first`, and not taken over yet: the micro-batch, and where the next come from.
+    _patience: float = 0.0  # maximum seconds to wait for loader processes; 0: forever
+    # Fetched by `first` and not yet used by `training`: the micro-batch, and the iterator of the next ones.
     _begun: list[tuple[MicroBatch, Iterator[MicroBatch]]] = field(default_factory=list)
-    _kept: list[Iterable[MicroBatch]] = field(default_factory=list)  # a loader for evaluations, whose processes wait
+    _kept: list[Iterable[MicroBatch]] = field(default_factory=list)  # loader whose processes wait for evaluations
 
     def fewest(self, steps: int | None) -> tuple[int, int]:
-        """The sizes of the smallest micro-batch, on any rank, of a full step and of the last step of an epoch.
+        """Returns the smallest micro-batch size on any rank, in a full step and in the last step of an epoch.
 
-        Both are the same in a run of `steps` that does not come to the end of an epoch, or where that is not known.
+        Both are equal if a run of `steps` steps does not reach the end of an epoch, or if the end is not known.
         """
         sizes = self._dealer().sizes(steps) if self._order else (self._terms.global_batch,) * 2
         full, last = map(self._terms.share.fewest, sizes)
         return full, last
 
     def training(self, start: int) -> Iterator[MicroBatch]:
-        """From step `start` on, without end, epoch after epoch."""
+        """Yields the micro-batches from step `start` on, epoch after epoch, without end."""
         if self._begun and start == 0:
             micro, source = self._begun.pop()
             return chain([micro], source)
@@ -180,14 +187,14 @@ class Batches:
         return iter(self._loader(start, one_epoch=False))
 
     def first(self) -> MicroBatch:
-        """The first micro-batch of training, fetched once: `training(0)` then begins with the same."""
+        """Returns the first micro-batch of training; `training(0)` then starts with it and does not fetch it again."""
         if not self._begun:
             source = iter(self._loader(0, one_epoch=False))
             self._begun.append((next(source), source))
         return self._begun[0][0]
 
     def evaluation(self) -> Iterable[MicroBatch]:
-        """All samples once, in their own order; loader processes wait for the next time, unless they read a stream."""
+        """Returns all samples once, in the given order. Keeps loader processes for the next call, except of streams."""
         if not self.workers or is_stream(self._data):
             return self._loader(0, one_epoch=True)
         if not self._kept:
@@ -226,7 +233,7 @@ class Batches:
 
 
 class _Mapped(Iterable[MicroBatch]):
-    """Fetches like a DataLoader without loader processes, less its bookkeeping per batch."""
+    """Replacement for a DataLoader without loader processes, with less overhead per batch."""
 
     def __init__(self, fetcher: _Fetcher, requests: _Requests) -> None:
         self.fetcher, self.requests = fetcher, requests
@@ -248,9 +255,11 @@ def open_data(
     pin: bool,
     patience: float = 0.0,
 ) -> Batches:
-    """Deals `data` (see `interfaces.Data`) out to this rank, by default in its own order; raises as `check_data`.
+    """Opens `data` (see `interfaces.Data`) for this rank; without `order`, in dataset order.
 
-    Raises EnvironmentProblem where this machine has nothing that loader processes need.
+    Raises:
+        PluginError: `data` is no dataset (see `check_data`), or has fewer samples than one global batch
+        EnvironmentProblem: this machine lacks resources for loader processes
     """
     check_data(data)
     if workers:
@@ -261,7 +270,7 @@ def open_data(
     if steps == 0:
         samples = len(data)
         raise PluginError(
-            f"{type(data).__name__} holds {samples} sample{'s' * (samples != 1)}, less than one global batch of "
+            f"{type(data).__name__} has {samples} sample{'s' * (samples != 1)}, fewer than one global batch of "
             f"{global_batch}",
             hints=['lower train.global_batch, or set train.last_batch = "keep"'],
         )
@@ -270,11 +279,11 @@ def open_data(
 
 
 def fetch_some(data: Any, places: Iterable[int], *, seed: int, workers: int) -> Iterator[tuple[int, Any]]:
-    """Fetches single samples of a dataset with a length, each as a batch of one, as training fetches them.
+    """Yields index and batch of single samples of a map-style dataset, fetched as in training.
 
-    Where `workers` fetch in training, a loader process does so here: what a dataset opens at its first sample must not
-    be open before such processes are forked.
+    With `workers` > 0, one loader process fetches.
     """
+    # A dataset may open files at its first sample. They must not be open before loader processes are forked.
     requests = [Request([place], 0, 0, 1, 1, True, 0, 0) for place in places]
     fetcher = _Fetcher(data, seed, once=True, tells_steps=True)
     if not workers:
@@ -291,18 +300,18 @@ def fetch_some(data: Any, places: Iterable[int], *, seed: int, workers: int) -> 
 
 
 def check_data(data: Any) -> None:
-    """Raises PluginError for what is not a dataset, or has no samples."""
+    """Raises PluginError if `data` is not a dataset, or has no samples."""
     if is_stream(data) and (loader := loader_in(data)) is not None:
         inside = "" if loader is data else f", which {type(data).__name__} reads,"
         raise PluginError(
-            f"a {type(loader).__name__}{inside} is a loader, not a dataset: it would decide by itself which samples "
-            "come when, alike in every epoch",
-            hints=["give the dataset that the loader reads; batches, order and workers are keys of the recipe"],
+            f"a {type(loader).__name__}{inside} is a loader, not a dataset: it would choose batches and order itself, "
+            "the same in every epoch",
+            hints=["give the dataset that the loader reads; set batches, order and workers in the recipe"],
         )
     if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise PluginError(
             f"{type(data).__name__} is not a dataset: it has neither __len__ and __getitem__ nor __iter__",
-            hints=["see `ddpforge.interfaces.Data` for what a dataset offers"],
+            hints=["see `ddpforge.interfaces.Data` for the methods of a dataset"],
         )
     if isinstance(data, PartedData):
         _check_parts(data)

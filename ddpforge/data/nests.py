@@ -1,4 +1,4 @@
-"""Batches and samples are nests of tensors: taking them apart, moving them, and telling whether two are the same."""
+"""Nested batches and samples (pytrees of tensors): takes them apart, moves them, and compares them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["close", "digest", "is_object", "leaves", "may_hold", "take", "to_dev
 
 
 def leaves(nest: Any) -> Iterator[Any]:
-    """Yields everything that is not a container, in order."""
+    """Yields all leaves (values that are not containers), in order."""
     if isinstance(nest, Mapping):
         for key in nest:
             yield from leaves(nest[key])
@@ -30,7 +30,7 @@ def leaves(nest: Any) -> Iterator[Any]:
 
 
 def may_hold(batch: Any, samples: int) -> bool:
-    """False where tensors and lists are there, and none of so many samples."""
+    """False if the batch has tensors or lists, and none has the length `samples`; always True for objects."""
     lengths = [*_lengths(batch)]
     return samples in lengths or not lengths or any(map(is_object, leaves(batch)))
 
@@ -48,10 +48,10 @@ def _lengths(nest: Any) -> Iterator[int]:
 
 
 def take(batch: Any, start: int, stop: int, samples: int) -> Any:
-    """The samples from `start` up to `stop` of a batch of `samples`; what does not run over samples stays as it is.
+    """Returns the samples from `start` to `stop` (exclusive) of a batch of `samples` samples.
 
-    A list is one of samples if it has as many items, all of one form, such as images of different sizes. Raises
-    ValueError where there are objects with samples of their own, such as a batch of graphs.
+    Tensors of another length are not cut. A list is cut if it has `samples` items of one form, e.g. images of
+    different sizes. Raises ValueError for an object that contains samples, such as a batch of graphs.
     """
     if isinstance(batch, Tensor):
         return batch[start:stop] if _runs_over(batch, samples) else batch
@@ -69,13 +69,13 @@ def take(batch: Any, start: int, stop: int, samples: int) -> Any:
 
 
 def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """New values in a mapping of the same class, as torch's default_collate has it; in a dict where it takes none."""
+    """Puts values into a mapping of the same class, as torch's default_collate does; into a dict if it cannot."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return values
     try:
         filled = copy.copy(mapping)
         filled.update(values)
-    except (TypeError, RuntimeError):  # some are of a size that cannot change
+    except (TypeError, RuntimeError):  # e.g. a mapping of fixed size
         return values
     return filled
 
@@ -85,7 +85,7 @@ def _runs_over(leaf: Any, samples: int) -> bool:
 
 
 def _has_samples(items: Sequence[Any]) -> bool:
-    """True if the items of a list are samples, one each, and not columns that each run over samples."""
+    """True if each item of a list is one sample; False if each item is a column of all samples."""
     tensors = [leaf for leaf in leaves(items) if isinstance(leaf, Tensor)]
     of_one_form = len({*map(_form, items)}) == 1
     return not tensors or (of_one_form and not all(_runs_over(leaf, len(items)) for leaf in tensors))
@@ -102,11 +102,11 @@ def _form(item: Any) -> tuple[Any, ...]:
 
 
 def digest(nest: Any) -> str:
-    """The same for equal nests, in every process."""
+    """Returns a hash of the leaves, which is equal for equal nests in every process."""
     found = hashlib.sha256()
     for leaf in leaves(nest):
         if not isinstance(leaf, Tensor) and (hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__")):
-            leaf = np.asarray(leaf)  # pictures are arrays in disguise
+            leaf = np.asarray(leaf)  # e.g. PIL images
             leaf = torch.from_numpy(leaf.copy()) if leaf.dtype.kind in "biufc" else leaf.tolist()
         if is_object(leaf) and (inside := tuple(leaf) if isinstance(leaf, tuple) else getattr(leaf, "__dict__", None)):
             found.update(f"{type(leaf).__name__} {digest(inside)}".encode())
@@ -116,13 +116,13 @@ def digest(nest: Any) -> str:
         else:
             text = repr(leaf)
             if " at 0x" in text:
-                text = ""  # a place in memory, which is another one in every process
+                text = ""  # an address in memory, which differs between processes
             found.update(f"{type(leaf).__name__} {text}".encode())
     return found.hexdigest()
 
 
 def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
-    """True if two values (tensors, numbers, text) are the same up to rounding."""
+    """True if two values (tensors, numbers, text) are equal up to rounding."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape:
             return False
@@ -133,10 +133,10 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same nest of tensors on `device`; copies from pinned memory do not wait.
+    """Returns the same nest of tensors on `device`; copies from pinned memory are asynchronous.
 
-    An object whose class has a method `to(device)`, such as a batch of graphs, moves by it. A GPU copies on a stream of
-    its own, under the passes before: they are still computed when the next batch is asked for. See
+    An object whose class has a method `to(device)`, such as a batch of graphs, is moved by that method. Copies to a GPU
+    use a separate stream and overlap with earlier forward and backward passes, see
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
     """
     if device.type != "cuda":
@@ -147,7 +147,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     here.wait_stream(aside)
     for leaf in leaves(moved):
         if isinstance(leaf, Tensor):
-            leaf.record_stream(here)  # its memory is not given to another copy while `here` reads it
+            leaf.record_stream(here)  # its memory is not reused for another copy while `here` reads it
     return moved
 
 
@@ -160,9 +160,9 @@ def _moved(batch: Any, device: torch.device, here: torch.cuda.Stream | None = No
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if _moves_itself(batch):
-        # The tensors of an object are not known: their memory could not be kept for the stream that reads them.
+        # The tensors in an object are unknown, so `record_stream` cannot protect them: copy on the stream that reads.
         with torch.cuda.stream(here) if here and is_object(batch) else contextlib.nullcontext():
-            return copy.copy(batch).to(device, **_options_of_to(batch))  # some change themselves
+            return copy.copy(batch).to(device, **_options_of_to(batch))  # some work in place
     if isinstance(batch, Mapping):
         return _like(batch, {key: _moved(value, device, here) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -177,12 +177,12 @@ def _moves_itself(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """True for what moves to a device as a whole, and is no nest of tensors: a batch of graphs, packed sequences."""
+    """True for an object with a method `to`, but no tensor or mapping: a batch of graphs, packed sequences."""
     return _moves_itself(value) and not isinstance(value, Tensor | Mapping)
 
 
 def _options_of_to(batch: Any) -> Mapping[str, Any]:
-    """The arguments that the method `to` of an object takes beside the device."""
+    """Returns the keyword arguments for an object's `to`: `non_blocking=True` if it accepts that."""
     try:
         parameters = inspect.signature(batch.to).parameters.values()
     except ValueError:  # written in C

@@ -1,7 +1,8 @@
-"""The samples that a rank sees, as arithmetic on the step.
+"""Computes the samples of a rank from the step number alone.
 
-An order (see `interfaces.Order`) says which samples form a step; the number of ranks decides who computes a sample,
-never that. Nothing is stored for a resume, and nothing is padded, repeated or lost at uneven ends.
+An order (see `interfaces.Order`) defines the samples of each step. They do not depend on the number of ranks, which
+only decides the rank that computes a sample. A resume needs no stored state. At an incomplete last step no sample
+counts twice or is lost.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from ddpforge.interfaces import EpochOrder, Order
 
 __all__ = ["Dealer", "Even", "MicroBatch", "RankShare", "Request", "Terms", "end_of_epochs"]
 
-_BLOCK = 1 << 12  # samples whose order is computed in one vectorised go
-_LONGEST = 1 << 40  # steps
-_FEW = 100  # steps of an order whose sizes only it knows
+_BLOCK = 1 << 12  # samples whose order is computed in one vectorized call
+_LONGEST = 1 << 40  # maximum steps in the bisection
+_FEW = 100  # steps of an order without epochs whose sizes are tried
 
 
 class RankShare(NamedTuple):
-    """One rank's part in the steps of a run.
+    """Share of one rank in the samples of each step.
 
-    Samples are dealt to shards, and shards to ranks: `elastic` of them, a multiple of the ranks, or as many as there
-    are ranks. What a shard is dealt depends on the number of shards alone.
+    Samples are divided among shards (virtual ranks), and shards among ranks. There are `elastic` shards, a multiple of
+    the number of ranks, or one per rank. The samples of a shard depend only on the number of shards.
     """
 
     rank: int
@@ -40,16 +41,17 @@ class RankShare(NamedTuple):
 
     @property
     def shards(self) -> range:
-        """The numbers of this rank's shards."""
+        """Returns the numbers of this rank's shards."""
         each = (self.elastic or self.ranks) // self.ranks
         return range(self.rank * each, (self.rank + 1) * each)
 
     def deal(self, samples: int) -> list[range]:
-        """Cuts the `samples` of one step into this rank's micro-batches, as ranges of places within the step.
+        """Returns this rank's micro-batches of a step with `samples` samples, as ranges of places within the step.
 
-        Every shard gets the same number of micro-batches, because under sharding each forward pass is collective;
-        their sizes differ by at most one sample, and may be zero at a ragged end.
+        Every shard gets the same number of micro-batches. Their sizes differ by at most one sample, and may be zero in
+        an incomplete step.
         """
+        # The same number, because with a sharded model each forward pass is collective.
         total = self.elastic or self.ranks
         parts = math.ceil(math.ceil(samples / total) / self.micro_batch)
         found = []
@@ -60,17 +62,17 @@ class RankShare(NamedTuple):
         return found
 
     def fewest(self, samples: int) -> int:
-        """The size of the smallest micro-batch that any rank gets of a step of `samples`."""
+        """Returns the size of the smallest micro-batch of any rank in a step of `samples` samples."""
         return min(len(part) for rank in range(self.ranks) for part in self._replace(rank=rank).deal(samples))
 
     def whose(self, number: int, micro_batches: int) -> tuple[int, int]:
-        """Of micro-batch `number` among this rank's `micro_batches`: its shard, and its number in there."""
+        """Returns the shard of micro-batch `number` of this rank's `micro_batches`, and its number within the shard."""
         shard, within = divmod(number, micro_batches // len(self.shards))
         return self.shards[shard], within
 
 
 class Request(NamedTuple):
-    """The samples of one micro-batch, before they are fetched."""
+    """Samples of one micro-batch, before they are fetched."""
 
     ids: list[int]
     step: int
@@ -83,25 +85,28 @@ class Request(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """The input of one forward pass.
+    """Input of one forward pass.
 
-    `samples` is 0 for a stand-in: at a ragged end a rank may have nothing left, yet must take part in the forward
-    and backward passes; its data is then a real sample whose loss is multiplied by zero.
+    `samples` is 0 for a padding sample. In an incomplete step a rank may have no samples, but must take part in the
+    forward and backward passes. Its data is then a real sample, whose loss is multiplied by zero.
     """
 
     data: Any
     samples: int
     step_samples: int  # samples of the whole step, over all ranks
     last: bool  # this rank's last micro-batch of the step
-    shard: int  # of the step's samples, see `RankShare`
+    shard: int  # see `RankShare`
     number: int  # within the shard
-    read: int = 0  # of a stream: a fingerprint of what this rank has read of it, see `streams.Stream`
-    places: NDArray[Any] | None = None  # in evaluation: of each sample in `data` within its dataset
-    items: Any = None  # that the loss sums over (a number or a 0-d tensor), where they have been counted
+    read: int = 0  # for streams: fingerprint of the samples read so far, see `streams.Stream`
+    places: NDArray[Any] | None = None  # in evaluation: index of each sample of `data` in the dataset
+    items: Any = None  # number of items that the loss sums over (number or 0-d tensor), if counted
 
 
 def end_of_epochs(order: Order, epochs: int) -> int | None:
-    """The number of steps that the first `epochs` of an order take, by bisection; None where it tells no epochs."""
+    """Returns the number of steps of the first `epochs` epochs, by bisection.
+
+    For orders whose epochs differ in length. Returns None if all epochs have equal length or the order has no epochs.
+    """
     if order.steps_per_epoch is not None or type(order).epoch is Order.epoch:
         return None
     found = bisect_left(range(_LONGEST), epochs, key=order.epoch)
@@ -110,7 +115,7 @@ def end_of_epochs(order: Order, epochs: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The terms on which samples are dealt to one rank, whatever the data."""
+    """Settings for the division of samples, independent of the dataset."""
 
     global_batch: int
     share: RankShare
@@ -119,37 +124,37 @@ class Terms:
 
 
 class Placed(Protocol):
-    """An order that can be asked for any places of any steps, as `interfaces.EpochOrder`."""
+    """Order that returns the samples at any places of any steps, such as `interfaces.EpochOrder`."""
 
     def size(self, step: int) -> int:
-        """The number of samples in a step."""
+        """Returns the number of samples in a step."""
 
     def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """The samples at the given places within the given steps."""
+        """Returns the samples at the given places within the given steps."""
 
 
 class _Whole:
-    """An order that says whole steps only; each is asked for once, and held to be one."""
+    """Adapter for an order that returns only whole steps; calls it once per step and checks the result."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._asked: dict[int, NDArray[Any]] = {}
 
     def size(self, step: int) -> int:
-        """The number of samples in a step, which is kept until its places are asked for."""
+        """Returns the number of samples in a step; keeps the samples for the call of `ids`."""
         ids = np.asarray(self._order(step))
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise PluginError(
                 f"the order {type(self._order).__name__} gave {'nothing' if not ids.size else _form(ids)} for step "
                 f"{step} (0 is the first)",
-                hints=["an order returns the indices of a step's samples: a row of whole numbers, at least one"],
+                hints=["an order must return the indices of a step's samples: a 1-d array of integers, at least one"],
             )
         self._asked[step] = ids
         return len(ids)
 
     def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """Takes the places out of the steps."""
-        found: NDArray[Any] = self._asked.pop(int(steps[0]))[places]  # it is asked for one step at a time
+        """Returns the samples at the given places of one step."""
+        found: NDArray[Any] = self._asked.pop(int(steps[0]))[places]  # callers pass one step at a time
         return found
 
 
@@ -159,14 +164,14 @@ def _form(ids: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Dealer:
-    """Deals the steps of an order to one rank: its micro-batches, in the order of training or of evaluation."""
+    """Divides the steps of an order among ranks: builds the requests of one rank's micro-batches."""
 
     order: Order
-    samples: int  # of the dataset
+    samples: int  # length of the dataset
     terms: Terms
 
     def sizes(self, steps: int | None) -> tuple[int, int]:
-        """The smallest number of samples in a full step, and in an epoch's last, of a run of `steps`."""
+        """Returns the smallest number of samples of a full step, and of an epoch's last step, in a run of `steps`."""
         if not isinstance(self.order, EpochOrder):
             whole = _Whole(self.order)
             smallest = min(whole.size(step) for step in range(min(_FEW, steps or _FEW)))
@@ -177,29 +182,29 @@ class Dealer:
         return self.terms.global_batch, self.order.size(last)
 
     def requests(self, start: int, stop: int | None) -> Iterator[Request]:
-        """From step `start` up to `stop`; for ever when it is None."""
+        """Yields the requests from step `start` to `stop` (exclusive); without end if it is None."""
         placed, most = self._placed()
-        first, block = start, 1  # of a short run, or where one batch is looked at, few are worked out
+        first, block = start, 1  # small at first, because short runs need only few
         while stop is None or first < stop:
             end = first + block if stop is None else min(stop, first + block)
             yield from self._block(placed, range(first, end))
             first, block = end, min(2 * block, most)
 
     def _placed(self) -> tuple[Placed, int]:
-        """The order, to be asked for places; and for how many steps at once."""
+        """Returns the order as `Placed`, and the maximum number of steps of one call."""
         if not isinstance(self.order, EpochOrder):
             return _Whole(self.order), 1
         return self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
 
     def _block(self, placed: Placed, steps: range) -> Iterator[Request]:
-        """The requests of several steps, whose sample order is worked out in one go."""
-        plan: list[tuple[range, tuple[int, int, int, int, bool, int, int]]] = []  # places, and the rest of a request
+        """Yields the requests of several steps, after one call of the order for all of them."""
+        plan: list[tuple[range, tuple[int, int, int, int, bool, int, int]]] = []  # places, other fields of a request
         share = self.terms.share
         for step in steps:
             epoch, size = self.order.epoch(step), placed.size(step)
             micro = share.deal(size)
             for number, part in enumerate(micro):
-                places = part or range(1)  # a stand-in: the first sample of the step
+                places = part or range(1)  # padding sample: the first of the step
                 whose = share.whose(number, len(micro))
                 plan.append((places, (step, epoch, len(part), size, number + 1 == len(micro), *whose)))
 
@@ -214,20 +219,18 @@ class Dealer:
         found = placed.ids(np.repeat(np.array(steps, dtype=np.uint64), [len(part) for part in places]), flat)
         if (outside := np.flatnonzero((found < 0) | (found >= self.samples))).size:
             raise PluginError(
-                f"the order {type(self.order).__name__} asks for sample {found[outside[0]]} by step {steps[-1]}, and "
-                f"the data has {self.samples}",
-                hints=["an order returns indices of samples: 0 up to, not including, the length of the data"],
+                f"the order {type(self.order).__name__} returned sample {found[outside[0]]} for step "
+                f"{steps[-1]} or earlier, but the data has only {self.samples}",
+                hints=["an order must return indices of samples, from 0 to the length of the data minus 1"],
             )
         ids: list[int] = found.tolist()
         return ids
 
 
 class Even(EpochOrder):
-    """Every sample once, in the order of the data, in batches of nearly the same size and of `global_batch` at most.
+    """Order with every sample once, in dataset order, in batches of nearly equal size, at most `global_batch`."""
 
-    So an evaluation compares the same samples with each other on any number of ranks, and leaves none for a small end.
-    """
-
+    # For losses that compare the samples of a batch: batches do not depend on the number of ranks, and none is small.
     once = True
 
     def __init__(self, data: Any, global_batch: int) -> None:
@@ -235,19 +238,19 @@ class Even(EpochOrder):
 
     @property
     def smallest(self) -> int:
-        """The number of samples in the smallest batch."""
+        """Returns the number of samples in the smallest batch."""
         return self.places // self.steps_per_epoch
 
     def size(self, step: int) -> int:
-        """The number of samples in a batch."""
+        """Returns the number of samples in a batch."""
         first, end = (edge * self.places // self.steps_per_epoch for edge in (step, step + 1))
         return end - first
 
     def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """The samples at the given places within the given batches."""
+        """Returns the samples at the given places within the given batches."""
         found: NDArray[Any] = steps.astype("int64") * self.places // self.steps_per_epoch + places.astype("int64")
         return found
 
     def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        """The places themselves."""
+        """Returns the places themselves: the order of the dataset."""
         return places

@@ -1,9 +1,9 @@
-"""Iterable datasets in parts of known length: which process reads what of them, as arithmetic on the step.
+"""Iterable datasets in parts of known length: computes the samples that each process reads from the step number.
 
-In each epoch the parts, in the order of the epoch, are one row of samples. It is cut into lanes, P × T of them: step s
-takes its samples from the P lanes of turn s mod T, from each a run of neighbours. A lane is as long as what all steps
-take from it, so that every sample is taken once, whatever the lengths of parts, and the incomplete last step included.
-Who computes a sample reads it, and nothing else: a step's places are dealt out like those of any other data.
+In each epoch, the parts are concatenated in the order of the epoch to one row of samples. The row is cut into P × T
+lanes. Step s takes consecutive samples from each of the P lanes with number s mod T. The length of a lane is the number
+of samples that all steps take from it. So every sample is used once for any lengths of parts, also in an incomplete
+last step. The places of a step are divided among ranks as for any other dataset. A process reads only its own samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ddpforge.interfaces import PartedData, mix
 
 __all__ = ["Layout", "PartedStream", "Reader"]
 
-_PARTS, _WINDOW, _SAMPLE = 0x9A27, 0x31D0, 0x5A3E  # keep the random numbers of different uses apart
+_PARTS, _WINDOW, _SAMPLE = 0x9A27, 0x31D0, 0x5A3E  # different seeds for different uses
 
 Numbers = NDArray[np.uint64]
 _Read = tuple[int, int, Any]  # a part, a place in there, the sample
@@ -37,7 +37,7 @@ _Read = tuple[int, int, Any]  # a part, a place in there, the sample
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of one epoch: in which lane each is, and where in the row of all parts."""
+    """Layout of one epoch: the lane of each place, and the position of each lane in the row of all parts."""
 
     samples: int
     global_batch: int
@@ -46,21 +46,21 @@ class Layout:
 
     @cached_property
     def steps(self) -> int:
-        """Steps of the epoch, the incomplete last one included unless it is dropped."""
+        """Returns the steps of the epoch, including an incomplete last one unless it is dropped."""
         full, rest = divmod(self.samples, self.global_batch)
         return full + (rest > 0 and not self.drop_last)
 
     def size(self, step: int) -> int:
-        """The number of samples in a step of the epoch."""
+        """Returns the number of samples in a step of the epoch."""
         return min(self.global_batch, self.samples - step * self.global_batch)
 
     @cached_property
     def lengths(self) -> Numbers:
-        """The number of samples that all steps take from each lane."""
+        """Returns the number of samples that all steps take from each lane."""
         across, turns = self.lanes
         steps = np.arange(turns)
         full, rest = divmod(self.samples, self.global_batch)
-        often = full // turns + (steps < full % turns)  # full steps in each turn
+        often = full // turns + (steps < full % turns)  # number of full steps s for each s mod T
         found: NDArray[np.int64] = np.diff(self._edges(self.global_batch))[:, None] * often
         if rest and not self.drop_last:
             found[:, full % turns] += np.diff(self._edges(rest))
@@ -69,11 +69,11 @@ class Layout:
 
     @cached_property
     def begins(self) -> Numbers:
-        """The place of each lane's first sample in the row of all parts."""
+        """Returns the place of each lane's first sample in the row of all parts."""
         return np.cumsum(self.lengths) - self.lengths
 
     def find(self, step: int, places: range) -> tuple[NDArray[Any], NDArray[Any]]:
-        """For places of a step: their lanes, and how far each is in its lane."""
+        """Returns the lanes of these places of a step, and the offset of each within its lane."""
         across, turns = self.lanes
         size, wanted = self.size(step), np.arange(places.start, places.stop)
         blocks = ((wanted + 1) * across - 1) // size
@@ -81,12 +81,12 @@ class Layout:
         return blocks * turns + step % turns, earlier + wanted - self._edges(size)[blocks]
 
     def _edges(self, size: int) -> NDArray[np.int64]:
-        """The places of a step of `size` at which the samples of each lane begin, and the end."""
+        """Returns the places of a step with `size` samples at which each lane begins, and the end."""
         return np.arange(self.lanes[0] + 1) * size // self.lanes[0]
 
 
 class Reader:
-    """Reads the samples that one process keeps, each lane from where it stands."""
+    """Reader of the samples of one process; keeps a read position for each lane."""
 
     def __init__(self, data: PartedData, terms: Terms) -> None:
         self.data, self._seed = data, terms.seed
@@ -97,7 +97,7 @@ class Reader:
         self._epoch: int | None = None
 
     def read(self, epoch: int, step: int, places: range) -> list[tuple[int, Any]]:
-        """The samples at these places of a step of an epoch, each with its place in the dataset."""
+        """Returns the samples at these places of a step of an epoch, each with its place in the dataset."""
         if epoch != self._epoch:
             self._begin(epoch)
         lanes, along = self.layout.find(step, places)
@@ -114,7 +114,7 @@ class Reader:
         self._windows: dict[int, tuple[int, list[_Read]]] = {}
 
     def _take(self, lane: int, place: int) -> tuple[int, Any]:
-        """One sample of a lane, prepared, and its place in the dataset; a window is read as a whole."""
+        """Returns the place in the dataset and the prepared sample at a place of a lane; reads whole windows."""
         number, within = divmod(place, self.data.window)
         if self._windows.get(lane, (-1,))[0] != number:
             begin, length = number * self.data.window, int(self.layout.lengths[lane])
@@ -134,7 +134,7 @@ class Reader:
         return [samples[place] for place in places.tolist()]
 
     def _neighbours(self, lane: int, begin: int, end: int) -> list[tuple[int, int, Any]]:
-        """The samples from `begin` up to `end` of a lane, each with its part and its place in there."""
+        """Returns the samples from `begin` to `end` (exclusive) of a lane, each with its part and its place in it."""
         first = int(self.layout.begins[lane])
         if lane not in self._cursors:
             self._cursors[lane] = _Cursor(self.data)
@@ -143,14 +143,14 @@ class Reader:
         ]
 
     def _where(self, place: int) -> tuple[int, int]:
-        """The part in which a place of the row is, and how far."""
+        """Returns the part of a place in the row of all parts, and the place within the part."""
         turn = int(np.searchsorted(self._ends, place, side="right"))
         part = int(self._order[turn])
         return part, place - int(self._ends[turn] - self._lengths[part])
 
 
 class _Cursor:
-    """An open part, and how far it is read."""
+    """Open part and its read position."""
 
     def __init__(self, data: PartedData) -> None:
         self._data = data
@@ -158,7 +158,11 @@ class _Cursor:
         self._samples: Iterator[Any] = iter(())
 
     def sample(self, part: int, place: int, epoch: int) -> _Read:
-        """The sample at a place of a part; continues where it stands, jumps, or reads over what lies between."""
+        """Returns the sample at a place of a part.
+
+        Continues from the read position, and skips samples by reading them unless the data `jumps`. Otherwise opens the
+        part anew.
+        """
         gap = place - self._place
         if part != self._part or gap < 0 or (gap > 0 and self._data.jumps):
             self._samples, gap = iter(self._data.open(part, epoch=epoch, skip=place)), 0
@@ -169,22 +173,22 @@ class _Cursor:
             self._refuse_more(part, place)
             return part, place, sample
         raise PluginError(
-            f"part {part} of {type(self._data).__name__} ended before its sample {place}, and `parts` says that it has "
-            f"{self._data.parts[part]}",
-            hints=["`parts` must hold the number of samples that `open` gives for each part"],
+            f"part {part} of {type(self._data).__name__} ended before its sample {place}, but according to `parts` it "
+            f"has {self._data.parts[part]}",
+            hints=["`parts` must hold the number of samples that `open` yields for each part"],
         )
 
     def _refuse_more(self, part: int, place: int) -> None:
-        """Raises PluginError for a sample after the last one of a part, which would never be used."""
+        """Raises PluginError if a part has more samples than in `parts`: they would never be used."""
         if place + 1 == self._data.parts[part] and any(True for _ in self._samples):
             raise PluginError(
-                f"part {part} of {type(self._data).__name__} has more samples than the {place + 1} that `parts` says",
-                hints=["`parts` must hold the number of samples that `open` gives for each part"],
+                f"part {part} of {type(self._data).__name__} has more samples than in `parts`, which is {place + 1}",
+                hints=["`parts` must hold the number of samples that `open` yields for each part"],
             )
 
 
 class PartedStream(IterableDataset[MicroBatch]):
-    """Data in parts, dealt out: every rank and every loader process reads what it keeps."""
+    """Micro-batches of a rank from data in parts; every rank and every loader process reads only its own samples."""
 
     def __init__(self, data: PartedData, terms: Terms, start: int, stop_after_epoch: bool) -> None:
         self.data, self.terms = data, terms
@@ -195,13 +199,13 @@ class PartedStream(IterableDataset[MicroBatch]):
     def __iter__(self) -> Iterator[MicroBatch]:
         worker = get_worker_info()
         if worker:
-            compat.hide_worker()  # a dataset that knew it would deal itself out among the processes
+            compat.hide_worker()  # otherwise the dataset might divide itself among the loader processes
         yield from self.batches(worker.id if worker else 0, worker.num_workers if worker else 1)
 
     def batches(self, mine: int, workers: int) -> Iterator[MicroBatch]:
-        """The micro-batches of loader process `mine` of `workers`, which take turns."""
+        """Yields the micro-batches of loader process `mine` of `workers`: every `workers`-th one."""
         reader, turn, share = Reader(self.data, self.terms), count(), self.terms.share
-        read = int(digest([*map(int, self.data.parts)])[:5], 16) or 1  # ranks that see other parts are told so
+        read = int(digest([*map(int, self.data.parts)])[:5], 16) or 1  # detects ranks with different parts
         kept: list[tuple[int, Any]] = []
         for step in count(self.start):
             epoch, within = divmod(step, reader.layout.steps)
@@ -211,7 +215,7 @@ class PartedStream(IterableDataset[MicroBatch]):
             micro = share.deal(size)
             for number, part in enumerate(micro):
                 if next(turn) % workers == mine:
-                    # A stand-in is what was read last, so that nothing is read twice.
+                    # A padding sample is one that was read last, so that no sample is read again for it.
                     kept = reader.read(epoch, within, part or range(1)) if part or not kept else kept[:1]
                     if self.random:
                         seed_all(mix(self.terms.seed, step, part.start))

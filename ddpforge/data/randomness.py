@@ -1,4 +1,4 @@
-"""The generators of random numbers that seeds are given to."""
+"""Seeds, saves and restores the RNGs of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ __all__ = ["RandomState", "own_random_numbers", "seed_all"]
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Seeds python's, numpy's and torch's generators, and that of `device` where it has its own.
-
-    Reaches the generators directly: `torch.manual_seed` also visits every backend that might exist, which costs a
-    hundred times as much and would be felt at every step.
-    """
+    """Seeds the RNGs of Python, NumPy and torch on the CPU, and that of `device` if it is a GPU."""
+    # Not `torch.manual_seed`: it also visits every possible backend, which takes a hundred times as long, at each step.
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
@@ -27,7 +24,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
 
 
 class RandomState:
-    """A state of python's, numpy's and torch's generators that outlasts other uses of them."""
+    """Saved state of the RNGs of Python, NumPy and torch on the CPU."""
 
     def __init__(self, seed: int) -> None:
         seed_all(seed)
@@ -35,19 +32,19 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """The state of the generators at this moment."""
+        """Returns the current state of the RNGs."""
         state = cls.__new__(cls)
         state.keep()
         return state
 
     def keep(self) -> None:
-        """Takes down where the generators stand."""
+        """Saves the current state of the RNGs."""
         self._python = random.getstate()
         self._numpy: dict[str, Any] = np.random.get_state(legacy=False)
         self._torch = torch.default_generator.get_state()
 
     def resume(self) -> None:
-        """Puts the generators back to where they stood."""
+        """Restores the saved state of the RNGs."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.default_generator.set_state(self._torch)
@@ -55,7 +52,7 @@ class RandomState:
 
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
-    """Leaves python's, numpy's and torch's generators as they were."""
+    """Restores the RNGs of Python, NumPy and torch on exit."""
     state = RandomState.now()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Iterable datasets: what one is, and how it is dealt out."""
+"""Iterable datasets: detects them, and divides their samples among ranks and loader processes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from ddpforge.interfaces import mix
 
 __all__ = ["Stream", "is_stream", "loader_in"]
 
-_PASS = 0x9A55  # keeps the random numbers of a stream apart from those of its batches
+_PASS = 0x9A55  # a different seed for reading a stream than for its batches
 _DEPTH = 8
 
 
 def is_stream(data: Any) -> bool:
-    """True for an iterable dataset; torch's own base class of them has a `__getitem__`, which only raises."""
+    """True for an iterable dataset."""
+    # torch's base class of iterable datasets has a `__getitem__` too, but it only raises.
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
 
 
 def loader_in(data: Any, depth: int = _DEPTH) -> Any:
-    """The torch DataLoader that `data` is or reads, through at most `depth` other objects; None if there is none."""
+    """Returns `data` if it is a torch DataLoader, or one in its attributes, up to `depth` levels deep; else None."""
     if isinstance(data, DataLoader):
         return data
     if depth == 0 or isinstance(data, type):
@@ -44,12 +45,12 @@ def loader_in(data: Any, depth: int = _DEPTH) -> Any:
 
 
 class Stream(IterableDataset[MicroBatch]):
-    """An iterable dataset, dealt out: every rank and every loader process reads it all and keeps its own part.
+    """Micro-batches of a rank from an iterable dataset; every rank and loader process reads all and keeps its part.
 
-    Reading everything is what makes it exact for any iterable: no sample twice, none lost, no padding, any number
-    of ranks and loader processes. All of them draw the same random numbers while they read: the generators are
-    seeded from (seed, epoch) before each pass, and batches have a state of their own. What was read is compared over
-    ranks by `MicroBatch.read`, which is made of the first sample of every step.
+    Because each process reads everything, this is exact for any iterable and any number of ranks and loader processes:
+    no sample is lost or counts twice. All processes read with the same random numbers: the RNGs are seeded from (seed,
+    epoch) before each pass, and batches use a separate RNG state. Ranks compare the samples that they read by
+    `MicroBatch.read`, a hash of the first sample of every step.
     """
 
     def __init__(self, data: Any, terms: Terms, start: int, stop_after_epoch: bool) -> None:
@@ -61,12 +62,12 @@ class Stream(IterableDataset[MicroBatch]):
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         if worker:
-            compat.hide_worker()  # a dataset that knew it would deal itself out among the processes
-        turn = count()  # loader processes take turns, micro-batch by micro-batch
+            compat.hide_worker()  # otherwise the dataset might divide itself among the loader processes
+        turn = count()  # number of the micro-batch: each loader process yields every `workers`-th one
 
         read = 0
         for step, samples in enumerate(islice(self._steps(), self.start, None), self.start):
-            read = int(digest([read, samples[0]])[:5], 16) or 1  # 20 bits: see `Fingerprint` for why so few
+            read = int(digest([read, samples[0]])[:5], 16) or 1  # only 20 bits, see `Fingerprint`
             micro = self.terms.share.deal(len(samples))
             for number, part in enumerate(micro):
                 if next(turn) % workers == mine:
@@ -78,11 +79,11 @@ class Stream(IterableDataset[MicroBatch]):
                     yield MicroBatch(self.collate(kept), len(part), len(samples), last, *whose, read, places)
 
     def _places(self, step: int, part: range) -> NDArray[Any]:
-        """The places of samples in the stream, in its first epoch."""
+        """Returns the places of samples in the stream, in its first epoch."""
         return np.array(part or [0]) + step * self.terms.global_batch
 
     def _steps(self) -> Iterator[Sequence[Any]]:
-        """The samples of every step, over all ranks."""
+        """Yields the samples of every step, over all ranks."""
         for epoch in count():
             stream, empty = _Pass(self.data, epoch, mix(self.terms.seed, _PASS, epoch)), True
             while samples := stream.read(self.terms.global_batch):
@@ -95,15 +96,15 @@ class Stream(IterableDataset[MicroBatch]):
             if empty:
                 too_few = "less than one batch" if self.terms.drop_last else "no sample"
                 raise PluginError(
-                    f"the iterable dataset {type(self.data).__name__} holds {too_few}",
-                    hints=["if it did before: `__iter__` must begin anew whenever it is called"],
+                    f"the iterable dataset {type(self.data).__name__} yields {too_few}",
+                    hints=["if this is not the first epoch: `__iter__` must start from the beginning at every call"],
                 )
             if self.stop_after_epoch:
                 return
 
 
 class _Pass:
-    """One pass over an iterable dataset, with random numbers of its own unless its `random` is False."""
+    """One pass over an iterable dataset, with a separate RNG state unless its `random` is False."""
 
     def __init__(self, data: Any, epoch: int, seed: int) -> None:
         if hasattr(data, "set_epoch"):
@@ -116,7 +117,7 @@ class _Pass:
             self._state.keep()
 
     def read(self, number: int) -> list[Any]:
-        """Returns the next samples, fewer at the end."""
+        """Returns the next `number` samples, fewer at the end."""
         if self._state is None:
             samples = list(islice(self._samples, number))
         else:
@@ -127,21 +128,21 @@ class _Pass:
         return samples
 
     def refuse_another_length(self, *, ended: bool = False) -> None:
-        """Raises PluginError where the data has another number of samples than its `__len__` promises.
+        """Raises PluginError if the number of samples differs from `__len__` of the dataset.
 
-        The run's length is counted by that promise: another number would train another number of epochs. At the last
-        sample that was promised it reads one more, as a run may end there.
+        After sample number `__len__` it reads one more, because the run may end there.
         """
+        # The length of a run in epochs is computed from `__len__`: with another number the run would be wrong.
         if self._length is None or (self._count < self._length and not ended):
             return
         if self._count == self._length and not self.read(1):
             return
-        found = f"{self._count} of them came" if self._count < self._length else "there are more"
+        found = f"it yielded {self._count}" if self._count < self._length else "it yielded more"
         raise PluginError(
-            f"the iterable dataset {type(self._data).__name__} promises {self._length} samples by its `__len__`, and "
-            f"in epoch {self._epoch} (0 is the first) {found}",
+            f"the iterable dataset {type(self._data).__name__} has {self._length} samples according to its `__len__`, "
+            f"but in epoch {self._epoch} (0 is the first) {found}",
             hints=[
-                "let `__len__` be the number of samples of a pass, over all ranks and loader processes, or leave it "
-                "out and give train.length in steps"
+                "`__len__` must return the number of samples of a pass, over all ranks and loader processes; or remove "
+                "it and set train.length in steps"
             ],
         )

@@ -1,4 +1,4 @@
-"""Looks for what loader processes need of a machine, and phrases errors where they do not find it."""
+"""Checks the machine's resources for loader processes, and builds the errors if one is missing."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from ddpforge.ranks.failures import phrase
 __all__ = ["explained", "lacks_resources", "refuse_missing_resources", "starting", "takes_sockets", "telling_context"]
 
 _SHM = Path("/dev/shm")
-_LEAST = 1 << 20  # bytes of shared memory: the smallest batches take a page a tensor
-_SOCKET = len("/pymp-12345678/listener-12345678")  # what multiprocessing appends to the folder of temporary files
-_FILES = 4  # descriptors that this process holds for a loader process: queues, and a word of its end
+_LEAST = 1 << 20  # minimum bytes of shared memory; even the smallest batches take one page for each tensor
+_SOCKET = len("/pymp-12345678/listener-12345678")  # multiprocessing appends this to the folder of temporary files
+_FILES = 4  # file descriptors of this process for each loader process: queues, and a sentinel for its end
 _NO_ROOM = re.compile(r"No space left|shared memory|DataLoader worker .*Bus error", re.I)
 _NO_FILES = "Too many open files"
 _ALONE = "or fetch in the training process: data.workers = 0"
 
 
 def refuse_missing_resources(workers: int, prefetch: int, *, shm: Path = _SHM) -> None:
-    """Raises EnvironmentProblem where loader processes would start, and could not hand a micro-batch over."""
+    """Raises EnvironmentProblem if loader processes could start but could not send micro-batches."""
     needs = f"data.workers = {workers} needs"
     folder = tempfile.gettempdir()
     if not takes_sockets(folder):
         raise EnvironmentProblem(
-            f"{needs} sockets in the folder for temporary files, whose name is too long for them: {folder}",
+            f"{needs} sockets in the folder for temporary files, but its path is too long for them: {folder}",
             hints=["set TMPDIR to a shorter path, such as /tmp", _ALONE],
         )
     if shm.is_dir() and (free := shutil.disk_usage(shm).free) < _LEAST:
         raise EnvironmentProblem(
-            f"{needs} shared memory for micro-batches, and {shm} has {free} bytes free",
-            hints=[f"remove what fills {shm}, or give it more room: docker run --shm-size=8g", _ALONE],
+            f"{needs} shared memory for micro-batches, but {shm} has only {free} bytes free",
+            hints=[f"remove files in {shm}, or make it larger: docker run --shm-size=8g", _ALONE],
         )
     _raise_limit(workers, prefetch, needs)
 
 
 def takes_sockets(folder: str) -> bool:
-    """True if multiprocessing can make its sockets in that folder: a path may have 107 bytes on Linux."""
+    """True if multiprocessing can create its sockets in that folder: a path may have 107 bytes on Linux."""
     with socket.socket(socket.AF_UNIX) as one:
         try:
             one.connect(f"{folder}{'x' * _SOCKET}")
@@ -57,32 +57,35 @@ def takes_sockets(folder: str) -> bool:
 
 
 def _raise_limit(workers: int, prefetch: int, needs: str) -> None:
-    """Raises this process' limit of open files as far as it may, where loader processes would come near it."""
+    """Raises this process's limit of open files if loader processes would come near it.
+
+    Raises EnvironmentProblem if the system does not allow a sufficient limit.
+    """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     there = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
-    needed = there + workers * (_FILES + 2 * prefetch)  # a tensor on its way is a descriptor: inputs and targets
+    needed = there + workers * (_FILES + 2 * prefetch)  # each tensor that is sent takes one: inputs and targets
     if limit != resource.RLIM_INFINITY and limit < 4 * needed and limit != most:
         limit = 4096 if most == resource.RLIM_INFINITY else min(most, max(4096, 4 * needed))
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise EnvironmentProblem(
-            f"{needs} about {needed} open files in this process, which may have {limit}",
+            f"{needs} about {needed} open files in this process, but the limit is {limit}",
             hints=[f"ulimit -n {max(1024, 4 * needed)}", _ALONE],
         )
 
 
-# ---------------------------------------------------------------------------------------------- what they send
+# ---------------------------------------------------------------------------------------------- errors of processes
 class _Telling(compat.ReportingQueue):
-    """A queue that puts an error in the place of what cannot be sent, for which the rank would wait for ever."""
+    """Queue that sends an error in place of an object that cannot be sent; otherwise the rank would wait forever."""
 
     def instead_of(self, item: Any, error: Exception) -> Any:
-        """The number of the micro-batch, and the error."""
+        """Returns the number of the micro-batch, and the error."""
         number = item[0] if isinstance(item, tuple) else item
-        return number, explained(error, "a loader process could not hand a micro-batch over")
+        return number, explained(error, "a loader process could not send a micro-batch")
 
 
 def telling_context() -> Any:
-    """A context of multiprocessing, as loader processes have it by default, whose queues are such queues."""
+    """Returns multiprocessing's default context for loader processes, but with queues of the class `_Telling`."""
     usual: Any = multiprocessing.get_context()
 
     def queue(self: Any, maxsize: int = 0) -> _Telling:
@@ -93,7 +96,7 @@ def telling_context() -> Any:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Raises EnvironmentProblem where the system refuses loader processes inside."""
+    """Raises EnvironmentProblem if the system cannot start loader processes in this context."""
     try:
         yield
     except OSError as error:
@@ -101,20 +104,20 @@ def starting() -> Iterator[None]:
 
 
 def lacks_resources(error: Exception) -> bool:
-    """True if an error of torch or the system says that shared memory or open files are used up."""
+    """True if an error of torch or the system means that shared memory or open files are exhausted."""
     return bool(_NO_ROOM.search(str(error))) or _NO_FILES in str(error)
 
 
 def explained(error: Exception, what: str) -> ForgeError:
-    """The error for people: `what` happened, why, and the way out."""
+    """Returns a readable error: `what` happened, the reason, and hints."""
     text, hints = str(error), [_ALONE]
     if "too long" in text:
         hints.insert(0, "set TMPDIR to a shorter path, such as /tmp")
     elif _NO_ROOM.search(text):
-        hints.insert(0, f"give {_SHM} more room (docker run --shm-size=8g), or lower data.workers or data.prefetch")
+        hints.insert(0, f"make {_SHM} larger (docker run --shm-size=8g), or lower data.workers or data.prefetch")
     elif _NO_FILES in text:
         hints.insert(0, "raise the limit of open files: ulimit -n 65536")
     elif not isinstance(error, OSError | RuntimeError):
-        hint = "a micro-batch must consist of what pickle takes: no lambdas, locks, open files"
+        hint = "pickle must be able to send all objects in a micro-batch: no lambdas, locks, open files"
         return PluginError(f"{what}: {phrase(error)}", hints=[hint, _ALONE])
     return EnvironmentProblem(f"{what}: {phrase(error)}", hints=hints)

@@ -1,1 +1,1 @@
-"""The processes of a run, and how they talk: joining, collectives, what rank 0 does for all."""
+"""Ranks of a run and their communication: joining, collectives, actions of rank 0, failures, logs, leaving."""

@@ -1,4 +1,4 @@
-"""Sets how torch computes in this process: in which form fp32 is multiplied, and whether always to the same bits."""
+"""Sets torch's switches for fp32 multiplication (TF32) and for deterministic algorithms in this process."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 __all__ = ["set_arithmetic", "settings_restored", "told_of_determinism"]
 
-_WITHOUT = ("does not have a deterministic implementation", "Deterministic behavior was enabled")  # torch's words
+_WITHOUT = ("does not have a deterministic implementation", "Deterministic behavior was enabled")  # torch's messages
 
 
 def set_arithmetic(train: TrainSection) -> None:
-    """Sets torch's switches as the recipe asks, and else leaves what a model's or a plugin's code has chosen.
+    """Sets torch's switches according to the recipe; keeps other settings of a model's or plugin's code.
 
-    Where nobody has chosen, torch would multiply in TF32 in convolutions, and only there: fp32 is fp32 in both. See
-    https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices and
+    See https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices and
     …/notes/randomness.html.
     """
+    # By default torch uses TF32 in convolutions but not in matrix products. Without `train.tf32`, both use fp32.
     if train.tf32 or _matmul() == "highest":
         _multiply("high" if train.tf32 else "highest", in_convolutions=train.tf32)
     if train.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     if train.deterministic:
         torch.use_deterministic_algorithms(True)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at first use
 
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Sets torch's switches, and the policy of threads, back in the end."""
+    """Restores torch's switches and the scheduling policy of threads on exit."""
     matmul, convolutions = _matmul(), torch.backends.cudnn.allow_tf32
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -53,21 +53,21 @@ def settings_restored() -> Iterator[None]:
 
 
 def told_of_determinism(error: BaseException) -> BaseException:
-    """`error`, or where torch cannot compute something the same way every time, a StrategyError that says so."""
+    """Returns a StrategyError if `error` is torch's about a nondeterministic operation, else `error` itself."""
     if not isinstance(error, RuntimeError) or not any(words in str(error) for words in _WITHOUT):
         return error
     operation = str(error).partition(" does not have")[0] if _WITHOUT[0] in str(error) else "an operation"
     problem = StrategyError(
-        f"train.deterministic = true, and torch cannot compute `{operation}` the same way every time",
-        hints=["leave train.deterministic out", "or compute it otherwise in the model, the task or the metric"],
+        f"train.deterministic = true, but torch has no deterministic implementation of `{operation}`",
+        hints=["remove train.deterministic", "or use another operation in the model, the task or the metric"],
     )
     problem.__cause__ = error
     return problem
 
 
-# torch's older switches: once one of its newer ones is set (`fp32_precision`), libraries that read these fail.
+# torch's older switches. If ddpforge set the newer ones (`fp32_precision`), libraries that read the older would fail.
 def _matmul() -> str:
-    """The form of matrix products, in torch's words; empty where somebody has set the newer switches."""
+    """Returns torch's fp32 matmul precision; "" if other code has set the newer switches."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Ranks that talk over torch.distributed, and one process that talks to nobody."""
+"""Implementations of `Ranks`: over torch.distributed, and for a single process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CPU = torch.device("cpu")
 
 
 class Connected(Ranks):
-    """Ranks on one kind of device, whose means and gathered rows are made of sums and of small objects.
+    """Base of `Ranks` that builds means and gathered rows from sums and from small objects.
 
-    A subclass adds up tensors, fills in rank 0's, and lists small objects.
+    A subclass implements the sum of tensors, the broadcast of bytes, and the all-gather of small objects.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device = _CPU) -> None:
@@ -35,15 +35,15 @@ class Connected(Ranks):
     def mean(
         self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric] = MappingProxyType({})
     ) -> dict[str, float]:
-        """In one all-reduce, but for names that ranks have not heard of yet, and rows."""
+        """Divides sums by counts over all ranks. One all-reduce, plus more for new names and for rows."""
         return self._means(totals, metrics)
 
     def average(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """In one all-reduce between hosts, but for names that ranks have not heard of yet."""
+        """Averages numbers over ranks. One all-reduce in host memory, plus more for new names."""
         return self._averages(numbers, {})
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Counts each rank's rows, in one small sum; then gathers them, filled up to as many as the largest has."""
+        """Gathers rows: exchanges the number of rows by one small sum, then gathers rows padded to the largest."""
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(rows)
         counts: list[int] = self.sum(sizes).tolist()
@@ -51,22 +51,22 @@ class Connected(Ranks):
         return gathered, sum(counts[: self.rank])
 
     def gather_alike(self, rows: Tensor) -> Tensor:
-        """Gathers rows of which all ranks have as many, without counting; gradients flow back as from `gather`."""
+        """Gathers rows of equal number on all ranks, without counting; gradients flow back as from `gather`."""
         gathered: Tensor = _Gather.apply(rows, self, [len(rows)] * self.size)
         return gathered
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Concatenates every rank's rows, of which all have as many: here as a sum in which each fills in its own."""
+        """Concatenates the rows of all ranks, of equal number. Here a sum, to which each rank adds its own rows."""
         everything = rows.new_zeros(self.size, *rows.shape)
         everything[self.rank] = rows
         return self.sum(everything).flatten(0, 1)
 
     def share_out(self, rows: Tensor) -> Tensor:
-        """Adds up `rows` over ranks and returns this rank's part, of as many equal ones as there are ranks."""
+        """Sums `rows` over ranks, cuts the sum into `size` equal parts, and returns this rank's part."""
         return self.sum(rows).chunk(self.size)[self.rank]
 
     def broadcast(self, value: T) -> T:
-        """A tensor is filled in place."""
+        """Broadcasts rank 0's value; fills a tensor in place."""
         if not isinstance(value, Tensor):
             return self._object_of_rank_0(value)
         if value.numel() and self.size > 1:
@@ -74,26 +74,24 @@ class Connected(Ranks):
         return value
 
     def _add_up(self, values: Tensor) -> Tensor:
-        """Adds up over ranks where the result is used at once; may use the memory of `values`."""
+        """Sums over ranks for immediate use; may overwrite `values`."""
         return self.sum(values)
 
     def _add_up_on_host(self, values: Tensor) -> Tensor:
-        """The same of values on the host."""
+        """Sums values in host memory over ranks; may overwrite `values`."""
         return self._add_up(values)
 
     @abstractmethod
     def bytes_of_rank_0(self, values: Tensor) -> None:
-        """Fills `values` (uint8, one dimension, contiguous) with those of rank 0."""
+        """Fills `values` (uint8, one dimension, contiguous) with the values of rank 0."""
 
     def _object_of_rank_0(self, value: T) -> T:
         return self.everyone(value)[0]
 
 
 def _share(tensor: Tensor, ranks: Connected) -> None:
-    """Fills `tensor` with rank 0's values, in place.
-
-    They travel as bytes: gloo knows neither int16 nor float8, NCCL neither int16 nor complex numbers.
-    """
+    """Fills `tensor` with rank 0's values, in place."""
+    # Sent as bytes: gloo supports neither int16 nor float8, NCCL neither int16 nor complex numbers.
     held = tensor.detach().resolve_conj().resolve_neg().contiguous()
     ranks.bytes_of_rank_0(held.view(-1).view(torch.uint8))
     if held.data_ptr() != tensor.data_ptr():
@@ -101,7 +99,7 @@ def _share(tensor: Tensor, ranks: Connected) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank's rows; backward gives each rank the sum of the gradients that all ranks have for its own."""
+    """Rows of all ranks. Backward returns to each rank the sum of all ranks' gradients for its rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Connected, counts: list[int]) -> Tensor:
@@ -117,39 +115,39 @@ class _Gather(torch.autograd.Function):
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
-    """The rows, with zeros behind them to make `count`."""
+    """Returns the rows, padded with zeros to `count` rows."""
     if len(rows) == count:
         return rows.contiguous()
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
 class Alone(Connected):
-    """One process: everything that all ranks say together is what it says itself."""
+    """Single process: each collective returns its own input."""
 
     def __init__(self, device: torch.device = _CPU) -> None:
         super().__init__(0, 1, device)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The values, on the device."""
+        """Returns the values, on the device."""
         return values.to(self.device, non_blocking=True)
 
     def everyone(self, value: T) -> list[T]:
-        """The one value."""
+        """Returns a list with only this value."""
         return [value]
 
     def bytes_of_rank_0(self, values: Tensor) -> None:
-        """They are."""
+        """Does nothing: the values are those of rank 0."""
 
     def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
-        """The only group."""
+        """Returns these ranks: there is only one group."""
         return self
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Returns at once: there are no other ranks."""
 
 
 class Group(Connected):
-    """The ranks of a torch.distributed process group; objects travel on the host, over gloo."""
+    """Ranks of a torch.distributed process group; objects are sent over gloo, in host memory."""
 
     def __init__(
         self,
@@ -159,25 +157,25 @@ class Group(Connected):
         keeps: object = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """`keeps` is something that must live as long as the group; `timeout` holds in groups that are split off."""
+        """`keeps`: an object that must live as long as the group. `timeout`: the timeout of groups from `split`."""
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self._group, self._keeps, self._timeout = group, keeps, timeout
 
     @classmethod
     def of_writers(cls, ranks: Ranks, timeout: timedelta) -> Ranks:
-        """The same ranks over a gloo group of their own, for a thread that talks while training goes on."""
+        """Returns the same ranks on a separate gloo group, for a thread that communicates during training."""
         if ranks.size == 1:
             return ranks
         return cls(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)))
 
     def sum(self, values: Tensor) -> Tensor:
-        """One all-reduce of a copy."""
+        """Sums a copy of the values over ranks, by one all-reduce."""
         summed = values.detach().to(self.device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=self._group)
         return summed
 
     def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
-        """One all-reduce in place."""
+        """Starts an asynchronous in-place all-reduce; the returned function waits for it and returns the sum."""
         values = values.to(self.device, non_blocking=True)
         work: Any = dist.all_reduce(values, group=self._group, async_op=True)
 
@@ -188,29 +186,29 @@ class Group(Connected):
         return wait
 
     def _add_up(self, values: Tensor) -> Tensor:
-        """One all-reduce in place."""
+        """Sums values by one all-reduce, on the device; in place if they are there already."""
         return self._add_up_on_host(values.to(self.device, non_blocking=True))
 
     def _add_up_on_host(self, values: Tensor) -> Tensor:
-        """One all-reduce where the values are: over gloo, on the host."""
+        """Sums values by one in-place all-reduce on the device where they are; in host memory over gloo."""
         dist.all_reduce(values, group=self._group)
         return values
 
     def collect(self, rows: Tensor) -> Tensor:
-        """One all-gather."""
+        """Concatenates the rows of all ranks, by one all-gather."""
         rows = rows.to(self.device)
         everything = rows.new_empty(self.size * len(rows), *rows.shape[1:])
         compat.all_gather(everything, rows, self._group)
         return everything
 
     def share_out(self, rows: Tensor) -> Tensor:
-        """One reduce-scatter."""
+        """Sums `rows` over ranks and returns this rank's part, by one reduce-scatter."""
         mine = rows.new_empty(len(rows) // self.size, *rows.shape[1:])
         compat.reduce_scatter(mine, rows, self._group)
         return mine
 
     def bytes_of_rank_0(self, values: Tensor) -> None:
-        """One broadcast."""
+        """Fills `values` with those of rank 0, by one broadcast."""
         dist.broadcast(values, group=self._group, group_src=0)
 
     def _object_of_rank_0(self, value: T) -> T:
@@ -219,13 +217,13 @@ class Group(Connected):
         return box[0]
 
     def everyone(self, value: T) -> list[T]:
-        """One all-gather of what the values are pickled to."""
+        """Gathers the pickled values of all ranks, by one all-gather of objects."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
 
     def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
-        """One torch.distributed group each; a rank by itself needs none."""
+        """Forms a torch.distributed group for each of `groups` with more than one rank."""
         mine = next(group for group in groups if self.rank in group)
         if len(mine) == self.size:
             return self
@@ -234,5 +232,5 @@ class Group(Connected):
         return Alone(self.device) if len(mine) == 1 else Group(formed, self.device, timeout=self._timeout)
 
     def barrier(self) -> None:
-        """torch's own."""
+        """Waits for all ranks, by torch's barrier."""
         dist.barrier(group=self._group)

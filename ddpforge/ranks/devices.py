@@ -1,4 +1,4 @@
-"""The device that a rank computes on: what the recipe asks for, beside what there is and what the other ranks have."""
+"""Chooses the device of a rank from the recipe and the machine, and compares it with the devices of other ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceCheck", "choose_device", "device_type", "name_of_device"]
 
-_HIDDEN = ("", "-1", "NoDevFiles")  # what CUDA_VISIBLE_DEVICES says where GPUs are hidden on purpose
+_HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose
 _ON_CPU = 'to train on the CPU, set train.device = "cpu"'
 
 
 def device_type(train: TrainSection) -> str:
-    """The type of device that ranks on this machine compute on, "cuda" or "cpu".
+    """Returns the type of device that ranks on this machine compute on, "cuda" or "cpu".
 
-    The recipe decides; without it `accelerate launch --cpu`, and then a GPU where there is one.
+    `train.device` decides. With "auto": the CPU under `accelerate launch --cpu`, else a GPU if there is one.
     """
     if train.device != "auto":
         return train.device
@@ -36,40 +36,40 @@ def device_type(train: TrainSection) -> str:
 
 
 def name_of_device(device: torch.device) -> str | None:
-    """The name that a GPU's maker gave it."""
+    """Returns a GPU's product name; None for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def told_cpu() -> bool:
-    """True if `accelerate launch` was told to leave GPUs alone."""
+    """True if `accelerate launch` was started with the option not to use GPUs."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
 
 
 def choose_device(kind: str, *, asked: bool) -> torch.device:
-    """This rank's device of the `kind` "cuda" or "cpu".
+    """Returns this rank's device of the `kind` "cuda" or "cpu".
 
-    `asked` says that somebody chose the kind, and it was not found out. Raises StrategyError for a GPU that cannot be
-    used, also where one is there and `kind` became "cpu" because of that, and for a rank without a GPU of its own.
+    `asked`: the user chose the kind; otherwise it was detected. Raises StrategyError if torch cannot use the GPU, if
+    a machine with a GPU was detected as "cpu" for this reason, or if there are fewer GPUs than ranks.
     """
     if kind == "cpu" and not asked and not torch.cuda.is_available() and (sign := _sign_of_gpu()):
-        raise StrategyError(f"{sign}, and torch cannot use it: {_why_not()}", hints=[_ON_CPU])
+        raise StrategyError(f"{sign}, but torch cannot use it: {_why_not()}", hints=[_ON_CPU])
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise StrategyError(f'train.device = "cuda", and torch cannot use a GPU: {_why_not()}', hints=[_ON_CPU])
+        raise StrategyError(f'train.device = "cuda", but torch cannot use a GPU: {_why_not()}', hints=[_ON_CPU])
 
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     ranks = max(local + 1, ranks_here())
-    if ranks > count > 1:  # one GPU may be another one for each rank
+    if ranks > count > 1:  # with one visible GPU, each rank may see a different one
         raise StrategyError(
-            f"{ranks} processes are to share {count} GPUs, and each needs one of its own",
+            f"{ranks} processes would share {count} GPUs, but each process needs its own GPU",
             hints=[f"ddpforge launch RECIPE --nproc {count}", _ON_CPU],
         )
     return torch.device("cuda", local if local < count else 0)
 
 
 def _sign_of_gpu() -> str | None:
-    """Names a sign that there is a GPU; None if nothing is."""
+    """Describes a sign that the machine has a GPU; None if there is no sign."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return None if visible.strip() in _HIDDEN else f"CUDA_VISIBLE_DEVICES={visible} names a GPU"
@@ -83,17 +83,17 @@ def _why_not() -> str:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:
         return str(error).splitlines()[0]
-    return "it says nothing"
+    return "torch gives no reason"
 
 
 class DeviceCheck:
-    """Compares the devices of all ranks before they form a group, which devices that differ could not form.
+    """Compares the devices of all ranks before they form a process group, which needs devices of one kind.
 
-    Keeps the store that they do it through, for the group will use it too.
+    Keeps the store of the comparison alive, because the process group uses it too.
     """
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
-        """Raises StrategyError, on every rank, when ranks have devices of different kinds, or share a GPU."""
+        """Raises StrategyError on every rank if ranks have devices of different kinds, or share a GPU."""
         launched = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not all(name in os.environ for name in launched):
             return
@@ -111,13 +111,13 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 
 def check(ranks: list[Mapping[str, Any]]) -> None:
-    """Raises StrategyError unless all ranks have devices of one kind, and each a GPU of its own."""
+    """Raises StrategyError unless all ranks have devices of one kind, and no two ranks have the same GPU."""
     kinds = {found["kind"]: (rank, found["host"]) for rank, found in reversed([*enumerate(ranks)])}
     if len(kinds) > 1:
         where = ", ".join(f"rank {rank} on {host} has {kind}" for kind, (rank, host) in sorted(kinds.items()))
         raise StrategyError(
             f"ranks compute on different devices: {where}",
-            hints=['set train.device = "cuda" to hear why a GPU is not used', _ON_CPU],
+            hints=['set train.device = "cuda" to see why a GPU is not used', _ON_CPU],
         )
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return
@@ -126,6 +126,6 @@ def check(ranks: list[Mapping[str, Any]]) -> None:
         if found["gpu"] and (first := owner.setdefault(json.dumps([found["host"], found["gpu"]]), rank)) != rank:
             own = len({json.dumps(each["gpu"]) for each in ranks if each["host"] == found["host"]})
             raise StrategyError(
-                f"ranks {first} and {rank} would share a GPU of {found['host']}, and each needs one of its own",
+                f"ranks {first} and {rank} would share a GPU of {found['host']}, but each rank needs its own GPU",
                 hints=[f"ddpforge launch RECIPE --nproc {own}", _ON_CPU],
             )

@@ -1,4 +1,4 @@
-"""Finds the rank that failed first, in files by which ranks report when they can no longer talk."""
+"""Finds the rank that failed first, by report files: after a failure, ranks may be unable to communicate."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ __all__ = ["Failures", "Report", "is_symptom", "phrase", "told_causes"]
 
 _CAUSE = "failure-cause"
 _IN_NAME = "failure-name"
-_LONGEST = 180  # bytes of an error in the name of a file, which may have 255
-_PATIENCE = 1.5  # seconds in which the rank that failed first tells why
-_ANSWER = 12.0  # seconds in which those that were called say who is at fault
-_MOST = 1 << 20  # bytes of a report
+_LONGEST = 180  # maximum bytes of an error in a file name, which may have 255 in all
+_PATIENCE = 1.5  # seconds to wait for the report of the rank that failed first
+_ANSWER = 12.0  # seconds to wait for the watchdogs' report on the rank at fault
+_MOST = 1 << 20  # maximum bytes of a report
 _LOST = re.compile(r"connect|clos|reset|tim(ed|e)[ -]?out|broken pipe|abort|remote|unreachable|read error|EOF", re.I)
 _LIBRARY = re.compile(r"gloo[/\\]|nccl|TCPStore|monitoredBarrier", re.I)
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report of a rank's failure; a `symptom` is that it lost touch with others, which may have a cause there.
+    """Report of a rank's failure.
 
-    `error` is what the rank tells; where it cannot (not `told`), what it did or what befell it: "was killed by …".
+    Args:
+        error: the rank's error; without `told`, another process describes the rank: "was killed by …"
+        symptom: True if the rank only lost its connection to other ranks; the cause may be on one of them
+        told: True if the rank itself reported the error
     """
 
     token: str
@@ -46,12 +49,12 @@ class Report:
         return f"rank {self.rank}{':' * self.told} {self.error}"
 
     def facts(self) -> dict[str, Any]:
-        """For people and other programs."""
+        """Returns rank, error and exit code as a JSON object."""
         return {"rank": self.rank, "error": str(self), "exit_code": int(self.exit_code)}
 
 
 def is_symptom(error: BaseException) -> bool:
-    """True where `error`, or what caused it, says no more than that other ranks did not answer."""
+    """True if `error`, or an error that caused it, only means that other ranks did not answer."""
     lost = type(error).__name__ in ("OutOfTouch", "PeerFailed") or (
         isinstance(error, RuntimeError) and _is_about_a_connection(error)
     )
@@ -59,19 +62,19 @@ def is_symptom(error: BaseException) -> bool:
 
 
 def phrase(error: BaseException) -> str:
-    """The error in one sentence."""
+    """Returns the error's type and message, without secrets."""
     return redact(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 def _is_about_a_connection(error: BaseException) -> bool:
-    """True if torch.distributed lost a connection; its RuntimeErrors about wrong use are no such errors."""
+    """True if torch.distributed lost a connection; False for its errors about wrong use."""
     text = str(error)
     library = type(error).__name__.startswith("Dist") or _LIBRARY.search(text)
     return bool(isinstance(error, RuntimeError) and library and _LOST.search(text))
 
 
 def told_causes(logs: Path) -> list[Report]:
-    """The reports of the last attempt's ranks about failures that they met by themselves."""
+    """Returns the reports of the last attempt's ranks that are causes, not symptoms."""
     return [report for report in _reports(logs) if not report.symptom]
 
 
@@ -86,13 +89,13 @@ def _reports(logs: Path) -> Iterator[Report]:
 
 
 def _as_name(report: Report) -> str:
-    """The report as the name of a file, with the beginning of the error."""
+    """Returns the report as a file name, with the beginning of the error."""
     facts = (report.token, report.rank, int(report.exit_code), int(report.symptom), int(report.told))
     return "-".join([_IN_NAME, *map(str, facts), quote(report.error, safe=" :")[:_LONGEST]])
 
 
 def _report(found: dict[str, Any]) -> Report:
-    """The report in what JSON has made of it; raises TypeError, or ValueError, for anything else."""
+    """Builds a report from parsed JSON; raises TypeError or ValueError if it is not one."""
     report = Report(**found)
     texts, numbers = (report.token, report.error), (report.rank, report.exit_code)
     if not all(isinstance(one, str) for one in texts) or not all(isinstance(one, int) for one in numbers):
@@ -101,9 +104,9 @@ def _report(found: dict[str, Any]) -> Report:
 
 
 class Failures:
-    """The failures of one attempt, a file for each rank in the run's `logs`, which all ranks see.
+    """Failures of one attempt: one file for each rank, in the run's folder `logs` that all ranks see.
 
-    `token` is the attempt's own: what a rank of an earlier attempt left there does not count.
+    `token` identifies the attempt: reports of earlier attempts are ignored.
     """
 
     def __init__(self, logs: Path, token: str, rank: int, size: int) -> None:
@@ -111,18 +114,18 @@ class Failures:
 
     @staticmethod
     def clear(logs: Path) -> None:
-        """Removes those of earlier attempts."""
+        """Removes the reports and other rank files of earlier attempts."""
         for path in (*logs.glob("failure-*"), *logs.glob("phase-rank-*"), *logs.glob("stacks-rank-*")):
             disk.remove(path)
 
     def tell(self, error: BaseException, code: int) -> Report:
-        """Writes this rank's failure down for the others; a disk that refuses is no further failure."""
+        """Writes a report of this rank's failure for the other ranks, and returns it; ignores errors of the disk."""
         report = Report(self.token, self.rank, phrase(error), code, is_symptom(error))
         self.tell_of(report)
         return report
 
     def tell_of(self, report: Report) -> None:
-        """Writes down what befell a rank that cannot say it; on a full disk, into the name of an empty file."""
+        """Writes a report; on a full disk, into the name of an empty file."""
         try:
             disk.replace(self._logs / f"failure-rank-{report.rank}.json", json.dumps(asdict(report)).encode())
         except OSError:
@@ -130,9 +133,9 @@ class Failures:
                 (self._logs / _as_name(report)).touch()
 
     def is_first(self, report: Report) -> bool:
-        """True once: for the first rank that knows a cause; and for the first that has a symptom, before that.
+        """True for the first report of a cause, and for the first report of a symptom; then False.
 
-        Raises EnvironmentProblem where the run's folder cannot be written.
+        Raises EnvironmentProblem if the run's folder is not writable.
         """
         word = self._logs / ("failure-symptom" if report.symptom else _CAUSE)
         try:
@@ -144,29 +147,30 @@ class Failures:
         return True
 
     def someone_failed(self) -> bool:
-        """True when a cause is known; costs next to nothing."""
+        """True if a rank has reported a cause; cheap."""
         return (self._logs / _CAUSE).exists()
 
     def told(self) -> dict[int, Report]:
-        """Every rank's report so far."""
+        """Returns the reports so far, by rank."""
         return {report.rank: report for report in _reports(self._logs) if report.token == self.token}
 
     def cause(self) -> Report | None:
-        """The failure of another rank, if that is known."""
+        """Returns a failure of another rank that is a cause; None if none is known."""
         others = [report for rank, report in sorted(self.told().items()) if rank != self.rank]
         return next((report for report in others if not report.symptom), None)
 
     def explain(self, call: Callable[[], None], sleep: Callable[[float], None] = time.sleep) -> Report | None:
-        """The cause behind a symptom of this rank's, as far as it can be found out by waiting a moment.
+        """Waits some seconds for the cause of this rank's symptom; returns None if it stays unknown.
 
-        Another rank tells it, or the process beside one that cannot. If none does, `call` has those find out who does
-        not answer, or is behind. None where every rank has told of a symptom.
+        Another rank reports the cause, or the watchdog of a rank that cannot. If none reports within 1.5 s, this calls
+        `call`, which makes the watchdogs find the rank that does not answer or is behind, and waits for 12 s more.
+        Returns early if every rank has reported.
         """
         for patience in (_PATIENCE, _ANSWER):
             deadline = time.monotonic() + patience
             while (found := self.cause()) is None and time.monotonic() < deadline:
                 if len(self.told()) >= self._size:
-                    return self.cause()  # the last one may have told it just now
+                    return self.cause()  # the last report may just have come
                 sleep(0.05)
             if found:
                 return found
@@ -176,7 +180,7 @@ class Failures:
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """The exit code of a process that this error ends."""
+    """Returns the exit code of a process that ends by this error."""
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     return error.exit_code if isinstance(error, ForgeError) else ExitCode.FAILED

@@ -1,4 +1,4 @@
-"""The end of a whole run that its owner asks for: after so much time, or by a file in the run's folder."""
+"""Ends a whole run on request: after a wall time, or by a file in the run's folder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ddpforge.launchers.verdict import STARTED
 __all__ = ["STOP", "Halt", "seconds_of"]
 
 STOP = "STOP"  # the file's name
-_LOOK = 1.0  # seconds between two looks at the disk
+_LOOK = 1.0  # seconds between two checks of the disk
 log = logging.getLogger("ddpforge")
 
 
 def seconds_of(max_time: str | None) -> float:
-    """The value of --max-time in seconds; raises UsageError where it is no wall time."""
+    """Returns the value of --max-time in seconds (infinite for None); raises UsageError if it is no wall time."""
     if max_time is None:
         return math.inf
     try:
@@ -31,15 +31,16 @@ def seconds_of(max_time: str | None) -> float:
     except ValueError:
         duration = Duration(0, "s")
     if not duration.is_time or duration.value <= 0:
-        raise UsageError(f"--max-time {max_time} is no wall time", hints=['expected one such as "30s", "90m" or "4h"'])
+        raise UsageError(f"--max-time {max_time} is no wall time", hints=['expected e.g. "30s", "90m" or "4h"'])
     return duration.seconds
 
 
 class Halt:
-    """Tells whether a run is to stop, on whichever node and however often its ranks are restarted; rank 0 looks.
+    """Request to stop a whole run, by a maximum wall time or by the file STOP; only rank 0 checks it.
 
-    The time counts from the start of the launch, or of this process. A file that is older than that was meant for an
-    earlier attempt and is removed; so is one that was obeyed.
+    The time counts from the start of the launch, also after restarts of ranks; without a launcher, from the start of
+    this process. A file older than this start was meant for an earlier attempt and is removed. `obeyed` removes the
+    file too.
     """
 
     def __init__(self, folder: Path, max_time: str | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -52,7 +53,7 @@ class Halt:
                 disk.remove(self._file)
 
     def asked(self) -> bool:
-        """True when time is up, or the file is there."""
+        """True if the time is over or the file exists; checks the file once a second at most."""
         now = self._clock()
         if now >= self._until:
             return True
@@ -62,18 +63,18 @@ class Halt:
         return self._file.exists()
 
     def obeyed(self) -> None:
-        """The run has stopped: the next start is not to."""
+        """Removes the file after the run has stopped, so that the next start does not stop again."""
         with suppress(FileNotFoundError):
             disk.remove(self._file)
 
 
 class NoHalt(Halt):
-    """Stands in on ranks that do not look."""
+    """Null object for ranks that do not check."""
 
     def __init__(self) -> None: ...
 
     def asked(self) -> bool:
-        """Never: rank 0 says so."""
+        """Returns False: only rank 0 checks."""
         return False
 
     def obeyed(self) -> None: ...

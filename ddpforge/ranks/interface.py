@@ -1,4 +1,4 @@
-"""The network interface by which other machines reach this one, where its own name leads nowhere but to itself."""
+"""Chooses the network interface for gloo if this machine's name resolves only to a loopback address."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from ddpforge.errors import EnvironmentProblem
 __all__ = ["GLOO", "addresses_of", "best_interface", "choose_interface", "interfaces", "is_only_here"]
 
 GLOO = "GLOO_SOCKET_IFNAME"
-_ELSEWHERE = "192.0.2.1"  # reserved for documentation: nothing is sent, the kernel only says by which way it would be
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation: nothing is sent, the kernel only returns the route
 
 
 def choose_interface(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sees to it that gloo tells other machines an address by which they find this one.
+    """Sets GLOO_SOCKET_IFNAME if ranks on other machines could not reach this machine by its own name.
 
-    Gloo asks for the addresses of this machine's own name, and Debian's /etc/hosts says 127.0.1.1: without another word
-    the others would wait for it at their own. Raises EnvironmentProblem where no interface can be chosen.
+    Raises EnvironmentProblem if no interface can be chosen, or if the variable names an interface that does not exist.
     """
+    # Gloo publishes the address of this machine's name. With 127.0.1.1 for it in /etc/hosts (Debian), the others
+    # would try to connect to themselves.
     if not _has_others(environ):
         return
     if wanted := environ.get(GLOO):
@@ -29,19 +30,19 @@ def choose_interface(environ: MutableMapping[str, str] = os.environ) -> None:
     elif is_only_here(found := addresses_of(name := socket.gethostname())):
         if (interface := best_interface(environ.get("MASTER_ADDR", ""))) is None:
             raise EnvironmentProblem(
-                f"{name} is {', '.join(found) or 'unknown'} to itself, where gloo would tell other machines to find it",
-                hints=[f"export {GLOO}=…: {', '.join(interfaces()) or 'but no interface is up'}", "or mend /etc/hosts"],
+                f"{name} has the address {', '.join(found) or 'unknown'} here, which other machines cannot reach",
+                hints=[f"export {GLOO}=…: {', '.join(interfaces()) or 'but no interface is up'}", "or fix /etc/hosts"],
             )
         environ[GLOO] = interface
 
 
 def best_interface(other: str) -> str | None:
-    """The interface by which this machine reaches another; else its only one, or that of its default route."""
+    """Returns the interface of the route to `other`; else the only interface, or that of the default route."""
     return _towards(other) or _only_one() or _towards(_ELSEWHERE)
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of every interface that is up, by its name; without the loopback."""
+    """Returns the addresses of every interface that is up, by its name; without the loopback."""
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
@@ -55,14 +56,14 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def addresses_of(host: str) -> list[str]:
-    """The addresses that this machine finds for a name; none where it knows no such name."""
+    """Returns the addresses that a name resolves to here; empty if it does not resolve."""
     with suppress(OSError):
         return sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None)})
     return []
 
 
 def is_only_here(addresses: list[str]) -> bool:
-    """True if no other machine can find this one at any of these."""
+    """True if all addresses are loopback addresses, which other machines cannot reach."""
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
@@ -76,13 +77,13 @@ def _refuse_absent(wanted: str) -> None:
     there = {name for _, name in socket.if_nameindex()}
     if absent := [name for name in wanted.split(",") if name not in there]:
         raise EnvironmentProblem(
-            f"{GLOO}={wanted}, and {socket.gethostname()} has no {', '.join(absent)}",
-            hints=[f"one of {', '.join(interfaces())}", "machines that differ need it set on each"],
+            f"{GLOO}={wanted}, but {socket.gethostname()} has no interface {', '.join(absent)}",
+            hints=[f"use one of {', '.join(interfaces())}", "if machines differ, set it on each machine"],
         )
 
 
 def _towards(host: str) -> str | None:
-    """The interface by which this machine reaches another."""
+    """Returns the interface of the route to `host`; None if there is none."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         address = probe.getsockname()[0]

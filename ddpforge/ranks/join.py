@@ -1,4 +1,7 @@
-"""Joins the processes that a launcher started: its environment in, a world out. The only home of an Accelerator."""
+"""Joins the processes that a launcher started: reads its environment, forms the process group, returns a `World`.
+
+No other module uses an Accelerator.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ __all__ = ["join", "leave", "limit_waiting"]
 
 log = logging.getLogger("ddpforge")
 
-# What the launcher's variables are when nobody set anything, and the keys of the recipe that decide instead.
+# Default values of the launcher's variables, and the keys of the recipe that decide instead.
 _SAYS_NOTHING = {
     "ACCELERATE_MIXED_PRECISION": "no",
     "ACCELERATE_USE_DEEPSPEED": "false",
@@ -55,17 +58,19 @@ _DECIDED_BY = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "strategy.offload_parameters",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "strategy.extra",
 }
-_LONGEST = 300  # characters of an error of torch's that are shown
-_ON_GPUS = "cuda:nccl,cpu:gloo"  # gloo for what is on the host: objects, and the shards of cpu_offload
+_LONGEST = 300  # maximum characters of a torch error that are shown
+_ON_GPUS = "cuda:nccl,cpu:gloo"  # gloo for tensors in host memory: objects, and shards with cpu_offload
 
 
 def join(train: TrainSection, strategy: Strategy) -> World:
-    """Joins the gloo (CPU) or NCCL (CUDA) process group that the launcher announced, and checks its size.
+    """Joins the gloo (CPU) or NCCL (CUDA) process group of the launcher, and checks its size.
 
-    `strategy` only says what else the launcher may have been told, and whether a single process needs a group. All
-    ranks of the world see different data; the strategy's `setup` may know better. Raises StrategyError where the
-    launcher contradicts the recipe, or the world is not the one that was announced, and EnvironmentProblem where nodes
-    are missing or do not reach each other.
+    Of `strategy`, this uses only the launcher's variables that it allows, and whether a single process needs a process
+    group. In the returned world, all ranks see different data; the strategy's `setup` may change that.
+
+    Raises:
+        StrategyError: the launcher contradicts the recipe, or the world size is not the announced one
+        EnvironmentProblem: nodes are missing, or cannot reach each other
     """
     _refuse_fewer_nodes()
     _refuse_contradictions(train, strategy.launcher)
@@ -82,7 +87,7 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     with _ports_named():
         _meet_again(device, timeout)
     with _ports_named(), patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
-        # Accelerate forms the world and nothing more; what shards the model is handed its own options.
+        # Accelerate only forms the process group. Libraries that shard the model receive their options elsewhere.
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers])
     _check_world(accelerator)
     if strategy.joins_alone and not dist.is_initialized():
@@ -99,14 +104,14 @@ def join(train: TrainSection, strategy: Strategy) -> World:
 
 
 def leave(world: World) -> None:
-    """Waits for all ranks, then leaves the process group; not called when training failed, where peers may be gone."""
+    """Waits for all ranks, then leaves the process group. Do not call it after a failure: other ranks may be gone."""
     if dist.is_initialized():
         world.all.barrier()
         dist.destroy_process_group()
 
 
 def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> None:
-    """Makes `train.timeout` hold in groups that a library has formed, which have torch's own timeout."""
+    """Sets `train.timeout` in process groups of a library, which otherwise have torch's default timeout."""
     timeout = timedelta(seconds=train.timeout.seconds)
     for group in groups:
         compat.set_timeout(group, timeout)
@@ -114,7 +119,7 @@ def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> N
 
 @contextmanager
 def _ports_named() -> Iterator[None]:
-    """Raises EnvironmentProblem in place of torch's error where ranks of several nodes do not reach each other."""
+    """Replaces torch's error by an EnvironmentProblem if ranks of several nodes cannot reach each other."""
     try:
         yield
     except RuntimeError as error:
@@ -125,16 +130,16 @@ def _ports_named() -> Iterator[None]:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         here = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
         raise EnvironmentProblem(
-            f"{here} does not reach the others, who meet at {place}: {said}",
+            f"{here} cannot reach the other ranks, whose rendezvous is {place}: {said}",
             hints=[
-                f"open the ports between all nodes that their systems hand out by themselves: {_handed_out()}",
-                "another rank may have ended before it joined: the other nodes' output says so",
+                f"open the ports for outgoing connections (ephemeral ports) between all nodes: {_handed_out()}",
+                "another rank may have ended before it joined: see the output of the other nodes",
             ],
         ) from error
 
 
 def _handed_out() -> str:
-    """The ports that this system gives to programs that name none."""
+    """Returns the range of this system's ephemeral ports."""
     try:
         return "-".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except OSError:
@@ -142,11 +147,9 @@ def _handed_out() -> str:
 
 
 def _meet_again(device: torch.device, timeout: timedelta) -> None:
-    """Joins ranks that a bare torchrun has started again: its store still holds the addresses of those that died.
-
-    `ddpforge launch` has told torchrun to make a store for every attempt; one that was not told is used with names of
-    this attempt's own.
-    """
+    """Joins the process group if a bare torchrun has restarted the ranks; otherwise does nothing."""
+    # torchrun's store still holds the addresses of the dead ranks: a prefix for each attempt keeps them apart.
+    # `ddpforge launch` makes torchrun create a new store for each attempt, which needs no prefix.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
         return
@@ -161,12 +164,12 @@ def _meet_again(device: torch.device, timeout: timedelta) -> None:
 
 
 def _backend(device: torch.device) -> dict[str, str]:
-    """Accelerate's option for the group's backend, where a launcher announced one; for CPUs it knows by itself."""
+    """Returns Accelerate's option for the backend of the process group on GPUs; on CPUs its default is right."""
     return {"backend": _ON_GPUS} if device.type == "cuda" and "LOCAL_RANK" in os.environ else {}
 
 
 def _look_at_gpus(train: TrainSection, device: torch.device, ranks: int) -> None:
-    """Says what could be faster."""
+    """Logs hints for more speed: idle GPUs, slow bf16."""
     idle = torch.cuda.device_count() - 1
     if ranks == 1 and idle:
         log.info("%d more GPUs are idle: ddpforge launch RECIPE --nproc %d", idle, idle + 1)
@@ -175,13 +178,13 @@ def _look_at_gpus(train: TrainSection, device: torch.device, ranks: int) -> None
         log.warning('%s computes bf16 by emulation, which is slow; train.precision = "fp16" is not', name)
 
 
-# ---------------------------------------------------------------------------------------------- what the launcher says
+# ---------------------------------------------------------------------------------------------- launcher's settings
 def _refuse_contradictions(train: TrainSection, more: Mapping[str, str]) -> None:
-    """The recipe owns training, the launcher owns the world: where the launcher says otherwise, show both."""
+    """Raises StrategyError if a variable of the launcher contradicts the recipe, which alone decides about training."""
     if train.device == "cuda" and told_cpu():
         raise StrategyError(
-            'the launcher says ACCELERATE_USE_CPU=true, and the recipe train.device = "cuda"',
-            hints=["leave `--cpu` out of the launcher's flags and `accelerate config`, or train.device out"],
+            'the launcher sets ACCELERATE_USE_CPU=true, but the recipe has train.device = "cuda"',
+            hints=["remove `--cpu` from the launcher's flags and `accelerate config`, or remove train.device"],
         )
     expected = {**_SAYS_NOTHING, "ACCELERATE_MIXED_PRECISION": {"fp32": "no"}.get(train.precision, train.precision)}
     if more:
@@ -191,8 +194,8 @@ def _refuse_contradictions(train: TrainSection, more: Mapping[str, str]) -> None
         if said.lower() not in (wanted, _SAYS_NOTHING.get(variable)):
             key = _DECIDED_BY.get(variable, "strategy.use")
             raise StrategyError(
-                f"the launcher says {variable}={said}, which `{key}` in the recipe decides",
-                hints=[f"leave it out of the launcher's flags and `accelerate config`, and set `{key}`"],
+                f"the launcher sets {variable}={said}, but `{key}` in the recipe decides this",
+                hints=[f"remove it from the launcher's flags and `accelerate config`, and set `{key}`"],
             )
 
 
@@ -202,14 +205,14 @@ def _check_world(accelerator: Accelerator) -> None:
     expected = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if got != promised or accelerator.distributed_type not in expected:
         raise StrategyError(
-            f"the launcher started {promised} processes, but Accelerate formed a world of {got} "
+            f"the launcher started {promised} processes, but Accelerate formed a process group of {got} "
             f"({accelerator.distributed_type})",
             hints=["unset ACCELERATE_* variables, or start with `ddpforge launch RECIPE --nproc N`"],
         )
     asked = processes_asked_for()
     if got < asked:
         raise StrategyError(
-            f"`accelerate launch` was asked for {asked} processes and started {got}; on a machine without GPUs "
+            f"`accelerate launch` should start {asked} processes but started {got}; on a machine without GPUs "
             "it starts several only with --multi_gpu",
             hints=[
                 f"ddpforge launch RECIPE --nproc {asked}",
@@ -220,28 +223,26 @@ def _check_world(accelerator: Accelerator) -> None:
 
 
 def _refuse_fewer_nodes() -> None:
-    """Raises on every rank where torchrun was to start a fixed number of nodes, and has gone on without some.
-
-    Its rendezvous compares heartbeats by the nodes' wall clocks, and takes a node with another time for dead.
-    """
+    """Raises EnvironmentProblem if torchrun was started for a fixed number of nodes, but continued without some."""
+    # torchrun's rendezvous compares heartbeats by the nodes' wall clocks. It drops a node whose clock is wrong.
     asked, got = nodes_asked_for(), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if asked is None or got >= asked:
         return
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     raises = EnvironmentProblem if speaks else partial(PeerFailed, ExitCode.ENVIRONMENT)
     raise raises(
-        f"{got} of {asked} nodes are here: the launcher on {socket.gethostname()} takes the others for dead",
+        f"only {got} of {asked} nodes have joined: the launcher on {socket.gethostname()} considers the others dead",
         hints=[
-            "compare the clocks of all nodes (`date`), which the rendezvous needs alike: chrony or ntpd",
+            "compare the clocks of all nodes (`date`): the rendezvous needs equal times, so use chrony or ntpd",
             "`ddpforge launch --nnodes A:B` if fewer nodes may train",
         ],
     )
 
 
 def nodes_asked_for() -> int | None:
-    """The fixed number of nodes that a rendezvous of torchrun was started for; None where there is no such number.
+    """Returns the fixed number of nodes that torchrun was started for; None if there is none.
 
-    `ddpforge launch` passes it on; a bare torchrun has it on its command line.
+    Reads it from the environment of `ddpforge launch`, or from the command line of a bare torchrun.
     """
     if number := os.environ.get(NODES):
         return fixed_number([f"--nnodes={number}"])
@@ -255,9 +256,10 @@ def nodes_asked_for() -> int | None:
 
 
 def processes_asked_for() -> int:
-    """The number of processes that `accelerate launch` was told to start, when this one is the only one it started.
+    """Returns the number of processes that `accelerate launch` should have started, if it started only this one.
 
-    It hands a lone process no WORLD_SIZE: only its command line and its configuration file say what was wanted.
+    Reads it from the command line or the configuration file of `accelerate launch`, because a single process gets no
+    WORLD_SIZE. Returns 1 in all other cases.
     """
     if "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return 1
@@ -277,7 +279,7 @@ def processes_asked_for() -> int:
 
 
 def _value_of(flag: str, words: Sequence[str]) -> str | None:
-    """The value of `flag` on a command line; Accelerate lets people spell flags with underscores too."""
+    """Returns the value of `flag` on a command line; None without it. Flags may have underscores, as for Accelerate."""
     for word, following in pairwise([*words, ""]):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == flag:

@@ -1,4 +1,4 @@
-"""Ends a process once torch has threads in it, which do not survive the interpreter's clean-up."""
+"""Ends a process that may have threads of torch, which do not survive the interpreter's clean-up."""
 
 import os
 import signal
@@ -14,21 +14,21 @@ _threads = False
 
 
 def at_once() -> None:
-    """From here on there may be such threads: gloo's, and those of autograd, which may not even have begun."""
+    """Records that this process may have threads of torch from now on: those of gloo and autograd."""
     global _threads
     _threads = True
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process; where it has such threads, or is one rank of many, without the interpreter's clean-up.
+    """Ends the process; without the interpreter's clean-up if it is a rank of a launcher or may have torch's threads.
 
-    Those threads now and then abort a process that takes the long way out, which turns a finished run into a failed
-    one. What Python code has registered for the end is done all the same, but not on a rank: others wait for it.
+    Runs exit functions (atexit) of Python code, except on a rank of a launcher, for which other ranks wait.
     """
+    # torch's threads sometimes abort the process in the clean-up, which turns a finished run into a failed one.
     if "RANK" in os.environ:
         os._exit(code)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would complain of loader processes that are ended now
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report the loader processes that end now
     if _threads:
         from ddpforge import compat
 
@@ -39,8 +39,10 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def nobody_leaves() -> Iterator[None]:
-    """Makes a RuntimeError of a component's sys.exit, which would end the process as if that were the run's verdict."""
+    """Raises RuntimeError in place of a component's SystemExit, so that its exit code is not taken for the run's."""
     try:
         yield
     except SystemExit as error:
-        raise RuntimeError(f"a component called sys.exit({error.code!r}), where it should raise an error") from error
+        raise RuntimeError(
+            f"a component called sys.exit({error.code!r}); it must raise an exception instead"
+        ) from error

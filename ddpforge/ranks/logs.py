@@ -1,4 +1,4 @@
-"""Sends the messages of many ranks to their places: rank 0's to stderr, each rank's to its file in the run folder."""
+"""Logging of ranks: messages of rank 0 go to stderr, messages of each rank to its file in the run folder."""
 
 import errno
 import logging
@@ -18,11 +18,11 @@ logger = logging.getLogger("ddpforge")
 
 
 def setup_logging(rank: int, folder: Path | None = None, level: int = logging.INFO) -> None:
-    """Directs the "ddpforge" logger; call again once the run's `folder` is known.
+    """Configures the "ddpforge" logger. Call it again when the run's `folder` is known.
 
     Rank 0 writes records of at least `level` to stderr. Other ranks write only warnings and errors, marked
-    `[rank 3]`, or `[rank 3 node07]` when the job spans several nodes. Everything is appended to `logs/rank-N.log`
-    in `folder`; what is logged with `extra={"in_file_only": True}`, nowhere else.
+    `[rank 3]`, or `[rank 3 node07]` when the job spans several nodes. All records are appended to `logs/rank-N.log`
+    in `folder`. Records with `extra={"in_file_only": True}` are not written to stderr.
     """
     logger.setLevel(logging.DEBUG)
     logger.propagate = False  # a library's basicConfig() would print every rank's messages once more
@@ -47,11 +47,11 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
 
 
 def keep_output() -> None:
-    """Lets this process go on where nobody reads what it prints any more: a pipe or a terminal that is closed, a disk.
+    """Keeps this process alive when stdout or stderr fails: a closed pipe or terminal, a full disk.
 
-    From the first write that fails on, what is printed there is lost; the run's folder has it all the same.
+    After the first failed write, further output to that stream is lost; the log files of the run still get messages.
     """
-    for number in (0, 1, 2):  # else the next file that is opened would be taken for one of them
+    for number in (0, 1, 2):  # a closed one would otherwise be reused for the next file that is opened
         try:
             os.fstat(number)
         except OSError:
@@ -61,7 +61,7 @@ def keep_output() -> None:
                 os.close(nowhere)
             os.set_inheritable(number, True)
     for name, number in (("stdout", 1), ("stderr", 2)):
-        if getattr(sys, name) is None:  # as Python has it for one that was closed
+        if getattr(sys, name) is None:  # Python sets None for a closed descriptor
             setattr(sys, name, open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115  # for good
         stream = getattr(sys, name)
         try:
@@ -77,7 +77,7 @@ def keep_output() -> None:
 
 
 class _Lasting(FileIO):
-    """A stream that takes everything: when it can no longer be written, what it leads to becomes /dev/null."""
+    """Stream whose writes never fail: after an error, its descriptor is redirected to /dev/null."""
 
     def write(self, data: Any) -> int:
         try:
@@ -86,13 +86,13 @@ class _Lasting(FileIO):
             if error.errno in (errno.EAGAIN, errno.EINTR):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # also for what is not Python, and for processes that are started here
+            os.dup2(nowhere, self.fileno())  # also for non-Python code and for child processes
             os.close(nowhere)
             return len(data)
 
 
 class _File(logging.FileHandler):
-    """Says once, in a line, that it cannot be written: a disk that is full is no reason for a traceback a record."""
+    """Log file that prints one warning when it cannot be written, instead of a traceback for each record."""
 
     _said = False
 
@@ -110,7 +110,7 @@ class _File(logging.FileHandler):
 
 
 class _Stderr(logging.Handler):
-    """Looks stderr up at each record: a progress bar replaces it while it is on screen."""
+    """Handler that looks up sys.stderr for each record, because a progress bar replaces it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -120,14 +120,14 @@ class _Stderr(logging.Handler):
 
 
 class _Redacting(logging.Formatter):
-    """Without secrets, wherever they come from: tracebacks too."""
+    """Formatter that removes secrets, also from tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 class _Formatter(_Redacting):
-    """The message alone; from warnings on, the level in front of it."""
+    """Formatter of the message only; for warnings and errors, with the level in front."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()

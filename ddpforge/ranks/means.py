@@ -1,4 +1,4 @@
-"""Totals of all ranks become numbers: in one all-reduce, whatever each rank names and in which order."""
+"""Reduces the totals of all ranks to numbers in one all-reduce; each rank may have other names in another order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["Means"]
 
 
 class _Form(NamedTuple):
-    """The form of a quantity: the shapes of sum and count, or of a row in each column, and if that holds integers."""
+    """Form of a quantity: `added` has the shapes of sum and count; `columns` has the shape of a row of each column, and
+    True if it holds integers.
+    """
 
     added: tuple[tuple[int, ...], ...] = ()
     columns: tuple[tuple[tuple[int, ...], bool], ...] = ()
@@ -41,24 +43,25 @@ _NUMBERS = _Form(((), ()))
 
 
 class Means:
-    """Divides sums by counts, both over all ranks; what is reduced is laid out by forms that ranks agreed on.
+    """Divides sums by counts, both over all ranks.
 
-    Ranks may name different quantities, or the same ones in another order: a metric of a class that only some batches
-    hold, say. A rank fills in nothing for a name that it lacks. One more number says whether a rank has a name or a
-    form that is not agreed on yet; if so, all ranks learn of each other's and reduce again, once for each that is new.
+    Ranks may have different names, or the same names in another order, e.g. metrics of a class that is in only some
+    batches. All ranks keep the same list of known names and forms, which defines the row of numbers to reduce. A rank
+    without a name adds zeros for it. The first number of the row counts the ranks with an unknown name or form. If it
+    is not 0, the ranks exchange their names and forms and reduce again.
     """
 
     def __init__(self, ranks: Ranks, add_up: Callable[[Tensor], Tensor]) -> None:
-        """`add_up` returns the sum over ranks of a row that nobody else needs."""
+        """`add_up` returns the sum over ranks of a row, and may overwrite the row."""
         self._ranks, self._add_up = ranks, add_up
         self._forms: dict[str, _Form] = {}
-        self._ends = [1]  # the positions at which the numbers of each agreed name end, behind the one of the news
+        self._ends = [1]  # end positions of the numbers of each known name; the first number counts ranks with news
 
     def __call__(self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric]) -> dict[str, float]:
-        """The number of everything that any rank named, from its metric where there is one. Collective.
+        """Returns the numbers for every name on any rank, computed by its metric if there is one. Collective.
 
-        NaN where nothing was counted. Raises PluginError where ranks have quantities of one name that do not go
-        together, and where a metric makes no numbers of its own.
+        The number is NaN if the count is 0. Raises PluginError if ranks have different forms for one name, or if
+        a metric does not return numbers.
         """
         forms = {name: _Form.of(total) for name, total in totals.items()}
         numbers = self._reduce(totals, forms)
@@ -69,7 +72,7 @@ class Means:
         found: dict[str, dict[str, float]] = {}
         for (name, form), (begin, end) in zip(self._forms.items(), pairwise(self._ends), strict=True):
             if not numbers[end - 1]:
-                continue  # nobody named it this time
+                continue  # no rank has this name in this call
             metric = metrics.get(name)
             if form == _NUMBERS and _divides(metric):
                 found[name] = {name: numbers[begin] / numbers[begin + 1] if numbers[begin + 1] else math.nan}
@@ -82,12 +85,12 @@ class Means:
         return {name: x for one in dict.fromkeys([*totals, *found]) for name, x in found.get(one, {}).items()}
 
     def _reduce(self, totals: Mapping[str, Total | Rows | float], forms: Mapping[str, _Form]) -> list[float]:
-        """Adds up over ranks."""
+        """Returns the row of numbers, summed over ranks."""
         numbers: list[float] = self._add_up(_joined(self._row(totals, forms))).tolist()
         return numbers
 
     def _row(self, totals: Mapping[str, Total | Rows | float], forms: Mapping[str, _Form]) -> Iterator[Tensor | float]:
-        """Yields 1 if there is news, and of each agreed name its sum, its count, and 1 if this rank has it."""
+        """Yields 1 if this rank has an unknown name or form; then of each known name sum, count, and 1 if it has it."""
         yield float(forms != self._forms and not forms.items() <= self._forms.items())
         for name, form in self._forms.items():
             total = totals.get(name) if forms.get(name) == form else None
@@ -100,30 +103,30 @@ class Means:
             yield float(total is not None)
 
     def _learn(self, forms: Mapping[str, _Form]) -> None:
-        """Agrees on the names and forms of all ranks; a form that has changed counts from now on."""
+        """Adds the names and forms of all ranks to the known ones; a changed form replaces the old one."""
         said: dict[str, _Form] = {}
         for theirs in self._ranks.everyone(dict(forms)):
             for name, form in theirs.items():
                 if said.setdefault(name, form) != form:
                     raise PluginError(
-                        f"ranks have `{name}` in two forms, which cannot be added up: {said[name]}, and {form}",
-                        hints=["give a total the same shape whatever is in the batch"],
+                        f"ranks have `{name}` in two forms, which cannot be added: {said[name]}, and {form}",
+                        hints=["give a total the same shape for every batch"],
                     )
         self._forms = dict(sorted({**self._forms, **said}.items()))
         sizes = (sum(math.prod(shape) for shape in form.added) + 1 for form in self._forms.values())
         self._ends = [*accumulate(sizes, initial=1)]
 
     def _gather(self, rows: Total | Rows | float | None, form: _Form) -> list[Tensor]:
-        """Each column with the rows of all ranks, of which this one may have none."""
+        """Returns each column with the rows of all ranks; a rank may have no rows."""
         mine = rows.columns if isinstance(rows, Rows) else [torch.zeros(0, *shape) for shape, _ in form.columns]
         dtypes = [torch.int64 if whole else torch.float64 for _, whole in form.columns]
         return [self._ranks.gather(x.detach().to(kind))[0].cpu() for x, kind in zip(mine, dtypes, strict=True)]
 
 
 def _joined(values: Iterable[Tensor | float]) -> Tensor:
-    """One row of float64, on the device if any value is there: what the host has goes to it in one copy."""
+    """Returns the values as one row of float64, on the device if any value is there. Host values need one copy."""
     host: list[float] = []
-    there: list[tuple[int, Tensor]] = []  # how many of the host's numbers come before, and what is on a device
+    there: list[tuple[int, Tensor]] = []  # number of host values before it, and the values on a device
     for value in values:
         if not isinstance(value, Tensor):
             host.append(value)
@@ -144,7 +147,7 @@ def _joined(values: Iterable[Tensor | float]) -> Tensor:
 
 
 def _shaped(numbers: Sequence[float], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """The sum and the count (float64), out of their numbers one after the other."""
+    """Splits a row of numbers into tensors of these shapes (float64): the sum and the count."""
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), [math.prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
@@ -154,12 +157,13 @@ def _divides(metric: Metric | None) -> bool:
 
 
 def _finished(name: str, parts: Sequence[Tensor], metric: Metric | None, *, counted: bool) -> dict[str, float]:
-    """The numbers that a metric makes of sum and count, or of columns, by the names they are reported under."""
+    """Returns a metric's numbers, computed from sum and count or from columns, by their reported names."""
     if metric is None or _divides(metric):
         raise PluginError(
-            f"metric `{name}` is no single number: it is of shape {', '.join(str(list(x.shape)) for x in parts)}",
+            f"metric `{name}` is not a single number: it has the shape {', '.join(str(list(x.shape)) for x in parts)}",
             hints=[
-                "let a Metric with a `finish` compute it, and the task say so: self.reports = {metric.name: metric}"
+                "compute it by a Metric with a `finish`, and declare that in the task: "
+                "self.reports = {metric.name: metric}"
             ],
         )
     if not counted:
@@ -171,5 +175,5 @@ def _finished(name: str, parts: Sequence[Tensor], metric: Metric | None, *, coun
         return {name: float(made)}
     except (TypeError, ValueError, RuntimeError) as error:
         raise PluginError(
-            f"{type(metric).__qualname__}.finish returns {made!r} for `{name}`: neither a number, nor numbers by name"
+            f"{type(metric).__qualname__}.finish returns {made!r} for `{name}`; expected a number, or numbers by name"
         ) from error

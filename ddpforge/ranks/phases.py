@@ -1,4 +1,4 @@
-"""Marks where a rank stands, in words of memory that a process beside it reads, and adds up the time in each place."""
+"""Heartbeat of a rank: its current phase and step, in memory that its watchdog reads, and the time in each phase."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ += ["BACKWARD", "CALLBACKS", "DATA", "EVAL", "FORWARD", "NAMES", "REDUCE
 
 NAMES = ("start", "data", "forward", "backward", "step", "reduce", "callbacks", "eval", "save", "end")
 START, DATA, FORWARD, BACKWARD, STEP, REDUCE, CALLBACKS, EVAL, SAVE, END = range(len(NAMES))
-# Of 8 bytes each: marks so far and the phase, the step, the attempt's first step, whether it said goodbye, and the
-# milliseconds that it may stand in one place, where it knows them already.
+# Words of 8 bytes: number of marks and the phase; the step; the attempt's first step; 1 if the rank has reported its
+# end; the maximum milliseconds without progress, or 0 if not known yet.
 WORDS = 5
 
 _words: memoryview[int] = memoryview(bytearray(8 * WORDS)).cast("q")
@@ -37,23 +37,24 @@ _follower: Callable[[int], None] | None = None
 
 
 class Place(NamedTuple):
-    """A rank's place; `marks` grows with every mark, and all ranks make the same marks in the same order."""
+    """Progress of a rank. `marks` counts its heartbeats; all ranks make the same marks in the same order."""
 
     phase: int
     step: int
     marks: int
-    first: int  # the step with which the attempt begins; 0 before that is known
-    left: bool  # it has told how it ended, and needs nobody to speak for it
-    stall: float = 0.0  # seconds that it may stand in one place; 0 before that is known
+    first: int  # the first step of the attempt; 0 if not known yet
+    left: bool  # the rank has reported its end: the watchdog need not do it
+    stall: float = 0.0  # maximum seconds without progress; 0 if not known yet
 
     @classmethod
     def of(cls, words: memoryview[int]) -> Place:
-        """The place that is written down in `words`."""
+        """Decodes the place from `words`."""
         return cls(words[0] & 15, words[1], words[0] >> 4, words[2], bool(words[3]), words[4] / 1000)
 
 
 def mark(phase: int) -> None:
-    """Notes that this rank enters a phase; costs less than half a microsecond: it is called several times a step."""
+    """Records that this rank enters a phase: a heartbeat."""
+    # Called several times a step; takes less than half a microsecond.
     global _phase, _since
     now = perf_counter()
     _seconds[_phase] += now - _since
@@ -64,47 +65,50 @@ def mark(phase: int) -> None:
 
 
 def spent() -> tuple[float, ...]:
-    """The seconds of wall time so far in each phase, in the order of NAMES; of the host, which may wait for a GPU."""
+    """Returns the seconds of wall time so far in each phase, in the order of NAMES.
+
+    This is time of the host, which includes waiting for a GPU.
+    """
     now = perf_counter()
     return tuple(x + (now - _since if phase == _phase else 0.0) for phase, x in enumerate(_seconds))
 
 
 def follow(follower: Callable[[int], None] | None) -> None:
-    """Tells `follower` of every further mark, or nobody."""
+    """Calls `follower` with the phase at every further mark; None ends that."""
     global _follower
     _follower = follower
 
 
 def count_from(marks: int) -> None:
-    """Counts further marks from `marks` on: called on all ranks alike, where they may have made different numbers."""
+    """Sets the number of marks. Called on all ranks with the same number, after parts in which their numbers differ."""
     global _count
     _count = itertools.count(16 * (marks + 1), 16).__next__
     mark(_words[0] & 15)
 
 
 def enter_step(step: int) -> None:
-    """Notes the step that the next marks belong to."""
+    """Records the step that the next marks belong to."""
     _words[1] = step
     _words[2] = _words[2] or step
 
 
 def say_goodbye() -> None:
-    """Notes that this rank has told how it ended."""
+    """Records that this rank has reported its end."""
     _words[3] = 1
 
 
 def allow(stall: float) -> None:
-    """Notes the seconds for which this rank may stand in one place, which its recipe says."""
+    """Records the recipe's maximum seconds without progress of this rank."""
     _words[4] = int(1000 * min(stall, 1e12))
 
 
 def here() -> Place:
-    """The place of this rank."""
+    """Returns the place of this rank."""
     return Place.of(_words)
 
 
 def share(words: memoryview[int]) -> None:
-    """Marks go into `words` from now on, and are counted from the beginning: an attempt starts."""
+    """Starts an attempt: clears `words`, writes further marks to it, and counts them from the beginning."""
     global _words, _count
     words[0], words[1], words[2], words[3], words[4] = START, 0, 0, 0, 0
     _words, _count = words, itertools.count(16, 16).__next__

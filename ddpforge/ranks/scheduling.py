@@ -1,7 +1,7 @@
-"""The policy by which Linux shares cores among the threads of ranks that communicate over gloo.
+"""Linux scheduling policy for the threads of ranks that communicate over gloo.
 
-A rank chooses it once, before it joins; the watchdog's process looks once a second whether other programs hold the
-cores. Imports nothing but the standard library, as that process does.
+A rank sets it once, before it joins. The watchdog's process checks once a second whether other programs occupy the
+cores. Imports only the standard library, as that process does.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 
 __all__ = ["Contention", "policy_restored", "runs_as_batch", "set_batch_policy"]
 
-_WINDOW, _PAUSE = 1.0, 60.0  # seconds: over which waiting is measured, and for which threads then run as by default
-_was_set = False  # whether this process has set the policy itself
+_WINDOW, _PAUSE = 1.0, 60.0  # seconds: of one measurement of waiting, and of the default policy after it
+_was_set = False  # True if this process has set the policy
 
 
 def set_batch_policy() -> None:
-    """Schedules this thread, and each that it starts later, as SCHED_BATCH: none preempts another when it wakes up.
+    """Schedules this thread and its later child threads as SCHED_BATCH (see sched(7)): no preemption at wake-up.
 
-    Gloo's thread for sockets wakes up while another of its threads holds the lock of a socket, and asks for events
-    again and again until it gets that lock (`Pair::handleEvents` in gloo/transport/tcp). If it has taken the core
-    from the holder, both wait until the kernel's next tick, up to 4 ms later. As SCHED_BATCH, see sched(7), it waits
-    until the holder is done. A policy that the caller has chosen stays, and so does that of a machine that allows no
-    other. On two cores a step of a small GPT takes 0.93 of its time under ddp, and 0.75 under fsdp
-    (`chrt --batch 0 python benchmarks/steps` against the same without `chrt`).
+    Does nothing if the process has another policy than the default, or if the system does not allow SCHED_BATCH.
     """
+    # Gloo's socket thread may wake up while another of its threads holds the lock of a socket. It then polls until it
+    # gets the lock (`Pair::handleEvents` in gloo/transport/tcp). If it has preempted the holder, both wait until the
+    # kernel's next tick, up to 4 ms later. With SCHED_BATCH it does not preempt the holder. On two cores a step of a
+    # small GPT takes 0.93 of its time under ddp, and 0.75 under fsdp (`chrt --batch 0 python benchmarks/steps` compared
+    # with the same without `chrt`).
     global _was_set
     if os.sched_getscheduler(0) == os.SCHED_OTHER and _set(0, os.SCHED_BATCH):
         _was_set = True
@@ -40,7 +40,7 @@ def runs_as_batch() -> bool:
 
 @contextmanager
 def policy_restored() -> Iterator[None]:
-    """Sets the policy of this process's threads back in the end, if it was set inside."""
+    """Restores the policy of this process's threads on exit, if it was set inside."""
     global _was_set
     before, policy = _was_set, os.sched_getscheduler(0)
     try:
@@ -52,18 +52,16 @@ def policy_restored() -> Iterator[None]:
 
 
 class Contention:
-    """Gives the threads of process `pid` the default policy for a minute if other programs hold the cores.
+    """Gives the threads of process `pid` the default policy for a minute if other programs occupy the cores."""
 
-    If every core has a program that never sleeps, a thread that does not preempt waits for its core whenever it wakes
-    up, some milliseconds each time: all threads together have then waited longer than they have run.
-    """
-
+    # If a program that never sleeps runs on every core, a SCHED_BATCH thread waits some milliseconds at each wake-up.
+    # Then all threads together have waited longer than they have run.
     def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._pid, self._clock, self._paused = pid, clock, False
         self._restart(_WINDOW)
 
     def look(self) -> None:
-        """Looks whether the threads had to wait, once a second; call it as often as is convenient."""
+        """Checks once a second if the threads had to wait, and switches the policy. May be called more often."""
         if self._clock() < self._next:
             return
         waits = not self._paused and self._waits()
@@ -102,7 +100,7 @@ def _spent(pid: int) -> dict[int, tuple[int, int]]:
 
 
 def _exchange(pid: int, old: int, new: int) -> None:
-    """Gives the new policy to every thread of a process that has the old one."""
+    """Sets the new policy on every thread of a process that has the old one."""
     for thread in _threads(pid):
         with suppress(OSError):  # it has ended
             if os.sched_getscheduler(thread) == old:

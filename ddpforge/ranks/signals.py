@@ -1,4 +1,4 @@
-"""Requests to stop, made by signals and carried out between two steps."""
+"""Stop requests by signals, which take effect between two steps."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ __all__ += ["NoData", "training_begins", "waiting_for_data"]
 
 log = logging.getLogger("ddpforge")
 
-_EARLY = 3.0  # seconds in which ranks that are asked to stop while they start come to agree on it by themselves
-_NO_DATA = 5.0  # seconds that a process which was asked to stop waits for data
-_began = threading.Event()  # set once there may be something to be saved
+_EARLY = 3.0  # seconds after a stop request during the start in which ranks usually agree to stop by themselves
+_NO_DATA = 5.0  # maximum seconds to wait for data after a stop request
+_began = threading.Event()  # set as soon as there may be progress to save
 _began.set()
 
 
 class NoData(Postponed):
-    """This process was asked to stop, and waits for data that does not come."""
+    """Stop was requested while the process waits for data that does not come."""
 
     def __init__(self) -> None:
         super().__init__(
-            "asked to stop while no data came",
-            hints=["see what the dataset waits for", "the same command continues from the last checkpoint"],
+            "stop requested while waiting for data, and no data came",
+            hints=["find out why the dataset waits", "the same command continues from the last checkpoint"],
         )
 
 
 class _WaitingForData:
-    """While entered, the main thread waits for data; a request to stop then ends that where nothing else would.
+    """Context in which the main thread waits for data; raises NoData in it some seconds after a stop request.
 
-    Raises NoData in there some seconds after the request. Only in a process that is the only rank: several ranks agree
-    on how they stop, and those beside them see one stand still.
+    Only in a single process. Several ranks agree on how they stop, and their watchdogs notice a rank without progress.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,10 @@ class _WaitingForData:
         self.since = None
 
     def ends(self) -> bool:
-        """Called by the handler of signals: raises NoData where `watch` has sent one; True where that came too late."""
+        """Handles a signal that `watch` has sent: raises NoData while data is awaited, else returns True.
+
+        Called by the signal handler. Returns False for any other signal.
+        """
         if not self._over:
             return False
         self._over = False
@@ -67,7 +69,10 @@ class _WaitingForData:
         return True
 
     def watch(self, asked: StopRequests, number: int, patience: float) -> None:
-        """Starts to watch the main thread, which was asked to stop by the signal `number`, while `asked` is entered."""
+        """Starts a thread that ends the main thread's wait for data after `patience` seconds, by the signal `number`.
+
+        The thread ends when `asked`, whose signal `number` requested the stop, is exited.
+        """
         main = threading.main_thread().ident
         if main is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             threading.Thread(target=self._watch, args=(asked, main, number, patience), daemon=True).start()
@@ -86,11 +91,11 @@ waiting_for_data = _WaitingForData()
 
 
 class StopRequests:
-    """While entered, SIGTERM, SIGINT, SIGUSR1 and SIGHUP raise a flag; a second one of the same interrupts at once.
+    """Context in which SIGTERM, SIGINT, SIGUSR1 and SIGHUP set the flag `requested`.
 
-    Signals that the process was started to ignore, as nohup does, stay ignored. One that is entered within another
-    hears of what that was asked before. A flag on one rank is enough: the trainer agrees on it with the others before
-    anybody stops.
+    A second signal of the same kind raises KeyboardInterrupt at once, see `requests.insists`. Signals that were ignored
+    at the start of the process, as under nohup, stay ignored. A nested context takes over earlier requests of the outer
+    one. A flag on one rank is enough: all ranks agree on a stop before any rank stops.
     """
 
     _entered: ClassVar[list[StopRequests]] = []  # in this process, the innermost last
@@ -122,7 +127,7 @@ class StopRequests:
                 self._entered.remove(self)
 
     def over(self) -> None:
-        """Training has ended, and what is left takes a moment: nothing interrupts it any more."""
+        """Disables interrupts by a second signal: training has ended and only short work is left."""
         self._over = True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -135,28 +140,29 @@ class StopRequests:
         is_first, self.requested = not self.requested, True
         if is_first:
             waiting_for_data.watch(self, number, _NO_DATA)
-        if is_first and _began.is_set():  # before that, the end says it
-            # A launcher passes every request on as SIGTERM, whatever it was.
-            asked = "asked to stop" if number == signal.SIGTERM and is_launched() else signal.Signals(number).name
+        if is_first and _began.is_set():  # before that, the final message reports the stop
+            # A launcher passes every request on as SIGTERM: the name of the original signal is not known.
+            asked = "stop requested" if number == signal.SIGTERM and is_launched() else signal.Signals(number).name
             words = "%s: finishing this step, then saving a checkpoint", asked
             try:
                 log.info(*words)
-            except RuntimeError:  # the signal came within a write to the same stream, which a thread waits for
+            except RuntimeError:  # the signal came during a write to the same stream: a thread waits for its end
                 threading.Thread(target=log.info, args=words).start()
 
 
 def asked_to_stop() -> bool:
-    """True once a signal has asked this process to stop."""
+    """True if a signal has requested this process to stop."""
     return any(one.requested for one in StopRequests._entered)
 
 
 @contextmanager
 def stopping_early(leave: Callable[[], None], patience: float = _EARLY) -> Iterator[None]:
-    """Until `training_begins`, calls `leave` where this process still starts `patience` seconds after it was asked to.
+    """Calls `leave` if this process is still starting `patience` seconds after a stop request.
 
-    A thread calls it, which hears of signals through a pipe: in the main thread, handlers do not run while it waits in
-    C++, as for other ranks, and where it hangs in somebody's code nothing looks at a flag.
+    Has no effect after `training_begins`.
     """
+    # A thread calls `leave`, and receives signals through a pipe. In the main thread, signal handlers do not run while
+    # it waits in C++, e.g. for other ranks, and code of a plugin that hangs does not check a flag.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -174,7 +180,7 @@ def stopping_early(leave: Callable[[], None], patience: float = _EARLY) -> Itera
 
 
 def training_begins() -> None:
-    """From now on a request to stop waits for a checkpoint, see `StopRequests`."""
+    """Ends the start of a run: from now on a stop request first saves a checkpoint, see `StopRequests`."""
     _began.set()
 
 
@@ -186,23 +192,24 @@ def _leave_early(heard: int, leave: Callable[[], None], patience: float) -> None
                 return
 
 
-# A forked process would write what it is sent into its parent's pipe.
+# A forked process would write its own signals into the pipe of its parent.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def leave_stopping_to_the_rank() -> Callable[[int], None]:
-    """A `worker_init_fn` for loader processes: launchers and schedulers signal them along with their rank.
+    """Returns a `worker_init_fn` for loader processes: they ignore the first signal of each kind.
 
-    The rank needs them for its last steps, so they let the first signal of each kind pass; the second one ends a
-    process that is stuck in its work. Once the rank's interpreter ends, which sends one and waits, so does the first.
+    The second signal of a kind ends the process. When the rank's interpreter ends, the first one does.
     """
+    # Launchers and schedulers signal loader processes along with their rank, which needs them for its last steps.
+    # At its end, the rank's interpreter sends them a signal and waits.
     return partial(_leave_stopping, _ending())
 
 
 @cache
 def _ending() -> Any:
-    """A byte that other processes see; it is 1 when this one's interpreter ends."""
-    byte = multiprocessing.RawValue("b", 0)  # after which comes what multiprocessing does at the end
+    """Returns a byte in shared memory, which becomes 1 when this process's interpreter ends."""
+    byte = multiprocessing.RawValue("b", 0)  # multiprocessing's exit function is then registered first, and runs last
     atexit.register(setattr, byte, "value", 1)
     return byte
 

@@ -1,4 +1,4 @@
-"""The ranks that write one checkpoint, by all or none of them; and an action that rank 0 alone carries out for all."""
+"""Joint work of ranks: writing a checkpoint that succeeds on all ranks or on none, and actions of rank 0 for all."""
 
 import logging
 import math
@@ -26,15 +26,15 @@ _Reports = dict[int, _Report]
 
 
 class OutOfTouch(Exception):
-    """A collective operation failed: another rank is gone, or too late."""
+    """Failure of a collective operation: another rank has ended or is too late."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Connects a rank that writes to the others: over `ranks`, which no other thread uses.
+    """Connection of a writer thread to those of the other ranks, over `ranks`, which no other thread uses.
 
-    Ranks tell each other how far they are every `look` seconds; one that has written nothing for `patience` seconds is
-    given up.
+    Ranks report their progress to each other every `look` seconds. Writing fails if a rank has written nothing for
+    `patience` seconds.
     """
 
     ranks: Ranks
@@ -43,34 +43,34 @@ class Peers:
 
     @classmethod
     def alone(cls) -> "Peers":
-        """A rank without others: no communication."""
+        """Builds the peers of a single process, without communication."""
         return cls(ranks=Alone())
 
     @classmethod
     def of(cls, ranks: Ranks, timeout: timedelta) -> "Peers":
-        """The same ranks, over a group of their own. Called on every rank.
+        """Builds peers for the same ranks on a separate process group. Every rank must call it.
 
-        `timeout` is how long one rank waits for a word of another, however long that one takes to write, and for how
-        long a disk may take nothing.
+        `timeout` limits the time of one collective operation, and the time without progress of a disk. It does not
+        limit the time of the whole write.
         """
         return cls(ranks=Group.of_writers(ranks, timeout), patience=timeout.total_seconds())
 
     @property
     def rank(self) -> int:
-        """This one's number."""
+        """Returns the number of this rank."""
         return self.ranks.rank
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return self.ranks.size
 
     def together(self, action: Callable[[], T], then: Callable[[], R]) -> tuple[T, R]:
-        """Runs `action` on every rank, `then` on rank 0; returns what the first gave here, and the second there.
+        """Runs `action` on every rank and `then` on rank 0; returns this rank's result of `action` and that of `then`.
 
-        When either fails on any rank, or writes nothing for `patience` seconds, every rank raises CheckpointError with
-        the rank and the reason; a defect's traceback is in the log of that rank. Raises OutOfTouch when the ranks could
-        not tell each other.
+        If either fails on any rank, or writes nothing for `patience` seconds, every rank raises CheckpointError with
+        the rank and the reason. The traceback of an unexpected exception is in the log of that rank. Raises OutOfTouch
+        if the ranks cannot communicate.
         """
         mine = self._begin(action)
         last: _Work[R] | None = None
@@ -91,7 +91,10 @@ class Peers:
         return cast(T, mine.result), cast(R, theirs)
 
     def _verdict(self, words: "Sequence[_Word]", last: "_Work[R] | None") -> tuple[R | None, _Reports] | None:
-        """On rank 0: what came of it, once that is known; the ranks' words come by rank."""
+        """Returns the result of `then` and the failures by rank, on rank 0 if they are known; else None.
+
+        `words` has the progress of each rank, by rank.
+        """
         reports = {rank: word.report for rank, word in enumerate(words) if word.report is not None}
         late = {rank: word for rank, word in enumerate(words) if not word.done}
         stuck: _Reports = {rank: _stuck(word) for rank, word in late.items() if word.idle > self.patience}
@@ -113,7 +116,7 @@ class Peers:
 
 @dataclass(frozen=True)
 class _Word:
-    """A rank's word on its progress: done, with a report of what went wrong; or seconds since it last wrote."""
+    """Progress of a rank: `done`, with the `report` of a failure; or `idle` seconds since its last write."""
 
     done: bool
     report: _Report | None
@@ -121,7 +124,7 @@ class _Word:
 
 
 class _Work(Generic[X]):
-    """Something that a rank does, in a thread of its own where `apart`: the disk may never answer."""
+    """Action of a rank; with `apart` in a separate thread, because the disk may never answer."""
 
     def __init__(self, action: Callable[[], X], *, name: str, apart: bool) -> None:
         self.result: X | None = None
@@ -137,13 +140,13 @@ class _Work(Generic[X]):
             self._run()
 
     def wait(self, seconds: float) -> None:
-        """Waits until it is done, but no longer than this."""
+        """Waits until the action has ended, but at most `seconds`."""
         self._done.wait(seconds)
         if self._fatal is not None:
             raise self._fatal
 
     def word(self) -> _Word:
-        """The word about this rank's progress."""
+        """Returns the progress of this rank."""
         if self._done.is_set():
             return _Word(True, None if self.failure is None else _report(self.failure), 0.0)
         if (progress := disk.progress()) != self._progress:
@@ -153,7 +156,7 @@ class _Work(Generic[X]):
     def _run(self) -> None:
         try:
             if self._gpu is not None:
-                torch.cuda.set_device(self._gpu)  # a thread begins with the first
+                torch.cuda.set_device(self._gpu)  # a new thread has device 0
             self.result, self.failure = _attempt(self._action)
         except BaseException as error:
             self._fatal = error
@@ -161,7 +164,7 @@ class _Work(Generic[X]):
 
 
 def _stuck(word: _Word) -> _Report:
-    hints = ("is the disk alive? train.timeout says how long one may write nothing",)
+    hints = ("check the disk; train.timeout is the maximum time without a write",)
     return f"nothing could be written for {word.idle:.0f} s", hints
 
 
@@ -170,7 +173,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return action(), None
     except Exception as error:
         if not isinstance(error, ForgeError):
-            log.error("a defect while a checkpoint was written", exc_info=error)
+            log.error("unexpected exception while a checkpoint was written", exc_info=error)
         return None, error
 
 
@@ -181,7 +184,7 @@ def _report(failure: Exception) -> _Report:
 
 
 def _combined(reports: Mapping[int, _Report]) -> CheckpointError:
-    """One error for what went wrong on several ranks; what went wrong in the same way is said once."""
+    """Returns one error for the failures of several ranks; equal messages are merged."""
     ranks: dict[str, list[str]] = {}
     for rank, (message, _) in reports.items():
         ranks.setdefault(message, []).append(str(rank))
@@ -191,10 +194,9 @@ def _combined(reports: Mapping[int, _Report]) -> CheckpointError:
 
 
 def on_rank_zero(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0; returns its result on every rank.
+    """Runs `action` on rank 0; returns its result on every rank. Collective.
 
-    When `action` raises, rank 0 raises that and the others PeerFailed with its words: nobody is left waiting, and one
-    rank of each node speaks.
+    If `action` raises, rank 0 raises that exception, and the other ranks raise PeerFailed with its message.
     """
     result: T | None = None
     told: tuple[ExitCode, str, Sequence[str]] | None = None

@@ -1,4 +1,4 @@
-"""Recipes: from TOML text to a typed, validated run description, and the errors on the way."""
+"""Recipes: reads TOML text, validates it to a typed run description, and reports its errors."""
 
 from ddpforge.errors import Place, Problem
 from ddpforge.recipe.bundled import bundled, find_recipe

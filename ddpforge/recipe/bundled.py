@@ -1,4 +1,4 @@
-"""Finds a recipe: a file by its path, or one that ships with ddpforge by its bare name."""
+"""Finds a recipe file: by its path, or by the bare name of a recipe that ships with ddpforge."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def bundled() -> dict[str, Path]:
-    """The recipes that ship with ddpforge, by name."""
+    """Returns the recipes that ship with ddpforge, by name."""
     in_wheel, in_checkout = _PACKAGE / "_recipes", _PACKAGE.parent / "recipes"
     folder = in_wheel if in_wheel.is_dir() else in_checkout
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def titles() -> dict[str, str]:
-    """Their titles: the first line of each says what it trains."""
+    """Returns the titles of these recipes, by name: the first line of each file."""
     first = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in bundled().items()}
     return {name: line.removeprefix("#").strip() for name, line in first.items()}
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """The file that `name_or_path` means: a path if it has a separator or ends in .toml, else a bundled recipe.
+    """Returns the file of a recipe: a path if the text has a separator or ends in .toml, else a bundled recipe.
 
-    Raises RecipeError when there is no such file.
+    Raises RecipeError if there is no such file.
     """
     if not isinstance(name_or_path, str | Path):
-        raise TypeError(f"a recipe is given by its path or its name, not by a {type(name_or_path).__name__}")
+        raise TypeError(f"a recipe must be a path or a name, not a {type(name_or_path).__name__}")
     text = str(name_or_path)
     is_path = isinstance(name_or_path, Path) or "/" in text or os.sep in text or text.endswith(".toml")
     if not is_path and text in bundled():
@@ -42,17 +42,17 @@ def find_recipe(name_or_path: str | Path) -> Path:
         return Path(text)
 
     exists = os.path.exists(text)
-    hints = [f"a file in this folder is written `./{text}`"] if exists else did_you_mean(text, bundled())
+    hints = [f"write a file in this folder as `./{text}`"] if exists else did_you_mean(text, bundled())
     if os.path.isfile(os.path.join("runs", text, "run.json")):
         hints = [f"to resume the run of this name: ddpforge runs resume {text}"]
     hints.append(f"recipes that ship with ddpforge: {', '.join(bundled())}")
-    hints.append("a recipe of your own is given by its path, such as `./my.toml`")
+    hints.append("write the path of your own recipe, e.g. `./my.toml`")
     raise RecipeError([Problem(f"no recipe named `{text}`", hints=tuple(hints))])
 
 
 def require_file(path: Path, label: str, origin: Origin | None = None) -> None:
-    """Raises RecipeError when `path` is not a file; `label` is how people wrote it, and `origin` where."""
-    if os.path.isfile(path):  # unlike Path.is_file, false for names that no file system takes
+    """Raises RecipeError if `path` is not a file. `label`: the path as the user wrote it; `origin`: its place."""
+    if os.path.isfile(path):  # unlike Path.is_file, False for names that are invalid on any file system
         return
     beside = [one.name for one in path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
     if os.path.isdir(path):

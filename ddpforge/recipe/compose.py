@@ -1,4 +1,4 @@
-"""Puts a recipe together from its file, the files that it extends, and `--set`."""
+"""Composes a recipe from its file, the files that it extends, and `--set`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ddpforge.recipe.layers import Layers, inside, paths
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, printable
 from ddpforge.recipe.toml import Origin, Source, Table, parse, read
 
-_TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")  # a --set value that is not meant as a bare word
-_MOST_FILES = 256  # that a recipe extends, each as often as it is named: one named twice, sixteen times over, is 65,536
-_Chain = tuple[tuple[Path, str], ...]  # the files being read, outermost first, and their labels
+_TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")  # a --set value that cannot be a bare word
+_MOST_FILES = 256  # maximum files with repetitions: 16 levels that extend the next one twice would read 65,536 files
+_Chain = tuple[tuple[Path, str], ...]  # files that are being read, outermost first, and their labels
 
 
 class _Files:
-    """The files that one recipe consists of, counted."""
+    """Reader of the files of one recipe; limits their number."""
 
     def __init__(self) -> None:
         self._read = 0
 
     def read(self, path: Path, label: str) -> Source:
-        """The text of one more."""
+        """Reads one more file; raises _TooManyFiles at the limit."""
         self._read += 1
         if self._read > _MOST_FILES:
             message = f"this recipe extends more than {_MOST_FILES} files, counting each as often as it is extended"
@@ -36,13 +36,13 @@ class _Files:
 
 
 class _TooManyFiles(RecipeError):
-    """One is enough to be told, however many files extend too many."""
+    """Error for too many files; reported once only."""
 
 
 def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
-    """The tables of the recipe file `path` and all it extends, under `--set a.b=value`; and the file itself.
+    """Merges the recipe file `path`, all files that it extends, and `--set a.b=value`; also returns the file's text.
 
-    Raises RecipeError with everything that cannot be read or parsed.
+    Raises RecipeError with all errors of reading and parsing.
     """
     here = Path.cwd()
     label = str(path.relative_to(here) if path.is_relative_to(here) else path)
@@ -55,7 +55,7 @@ def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
             if text.startswith("~"):
                 problems += _unset(layers, _removal(text))
             else:
-                own.merge(_assignment(text), change_use=False)  # whatever their order, none undoes another
+                own.merge(_assignment(text), change_use=False)  # the order of --set options does not matter
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -92,7 +92,7 @@ def _file(path: Path, label: str, chain: _Chain, files: _Files) -> tuple[Layers,
 
 
 def _unset(layers: Layers, own: Layers) -> list[Problem]:
-    """Takes out of `layers` what the key `unset` of the next layer names, and the key itself."""
+    """Removes the keys in `unset` of the next layer from `layers`, and the key `unset` itself."""
     names = own.tables.get("unset", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -105,14 +105,14 @@ def _unset(layers: Layers, own: Layers) -> list[Problem]:
         path = _path(name)
         if path is None or not layers.unset(path):
             known = [dotted(one) for one in paths(layers.tables)]
-            message = f"`unset`: there is no `{printable(name)}` to take out"
-            hints = (*did_you_mean(name, known), "it takes out what the recipe extends, or a --set finds")
+            message = f"`unset`: there is no `{printable(name)}` to remove"
+            hints = (*did_you_mean(name, known), "it removes keys of the extended recipes; --set ~KEY, of all files")
             problems.append(Problem(message, "unset", origin.place(), hints))
     return problems
 
 
 def _path(name: str) -> KeyPath | None:
-    """The key that `name` spells, as TOML does."""
+    """Parses `name` as a TOML key; returns None if it is not one."""
     try:
         *_, path = paths(tomllib.loads(f"{name} = 0"))
     except (ValueError, RecursionError):
@@ -121,13 +121,13 @@ def _path(name: str) -> KeyPath | None:
 
 
 def _idle(layers: Layers, own: Layers) -> list[Problem]:
-    """Empty tables over tables that are not: whoever writes one means to take out what is in there."""
+    """Reports empty inline tables (`{}`) over tables with keys: the user probably meant to remove these keys."""
     return [
         Problem(
-            f"`{dotted(path)}` is empty, and takes nothing out of the table that this recipe extends",
+            f"`{dotted(path)}` is empty, and removes nothing from the table that this recipe extends",
             dotted(path),
             own.origin(path).place(key=True),
-            (f'to take it out, write unset = ["{dotted(path)}"] at the top of the recipe',),
+            (f'to remove it, write unset = ["{dotted(path)}"] at the top of the recipe',),
         )
         for path in paths(own.tables)
         if inside(own.tables, path) == {} and _is_inline(own.origin(path)) and _has(layers.tables, path)
@@ -135,7 +135,7 @@ def _idle(layers: Layers, own: Layers) -> list[Problem]:
 
 
 def _is_inline(origin: Origin) -> bool:
-    """True if an empty table is written `{}`; a header with nothing below it says nothing."""
+    """True if an empty table is written `{}`; False for a header without keys."""
     place = origin.place()
     return place is not None and place.text[place.column - 1 :].startswith("{")
 
@@ -148,7 +148,7 @@ def _has(table: Table, path: KeyPath) -> bool:
 
 
 def _removal(text: str) -> Layers:
-    """The layer of `--set ~KEY`."""
+    """Builds the layer of `--set ~KEY`."""
     source = Source("--set", text, Path.cwd())
     if not text[1:] or "=" in text:
         hint = "write --set ~section.key, e.g. --set ~callbacks.ema"
@@ -172,17 +172,17 @@ def _base(name: object, origin: Origin, source: Source, chain: _Chain, files: _F
     if path.resolve() in seen:
         circle = [one for _, one in chain[seen.index(path.resolve()) :]]
         hint = " extends ".join([*circle, circle[0]])
-        raise RecipeError([Problem("`extends` goes in a circle", "extends", origin.place(), (hint,))])
+        raise RecipeError([Problem("`extends` is circular", "extends", origin.place(), (hint,))])
     return _file(path, label, chain, files)[0]
 
 
 def assigned(text: str) -> Table:
-    """The table that KEY=VALUE stands for on the command line; raises RecipeError for anything else."""
+    """Parses KEY=VALUE of the command line to a table; raises RecipeError for any other text."""
     return _assignment(text).tables
 
 
 def _assignment(text: str) -> Layers:
-    """The layer of one `--set`: its value is TOML, or a bare word that stands for a string."""
+    """Builds the layer of one `--set`: its value is TOML, or a bare word (a string without quotes)."""
     source = Source("--set", text, Path.cwd())
     key, _, value = (part.strip() for part in text.partition("="))
     if not key or not value or not text.isprintable() or key.startswith("#"):
@@ -209,5 +209,5 @@ def _bare_word(key: str, value: str) -> Table | None:
         return None
     try:
         return tomllib.loads(f"{key} = {json.dumps(value, ensure_ascii=False)}")
-    except ValueError:  # the key is what is wrong
+    except ValueError:  # the key is wrong
         return None

@@ -1,4 +1,4 @@
-"""Says in a recipe's own words what is wrong with it."""
+"""Explains the problems of a recipe in terms of its keys, with hints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d(?:_?\d)*+(?:\.\d++)?|\.\d++)(?:[eE][-+]?\d+)?"
 
 
 class Explainer:
-    """Collects the problems of one recipe, each with its place and with ways to mend it."""
+    """Collects the problems of one recipe, each with its place and with hints to fix it."""
 
     def __init__(self, layers: Layers, file: str, registry: Registry) -> None:
         self.layers = layers
@@ -50,7 +50,7 @@ class Explainer:
         self._meant: set[KeyPath] = set()
 
     def problems(self) -> list[Problem]:
-        """The problems found; nothing is called missing when an unknown key was probably meant to be it."""
+        """Returns the problems found; omits a missing key if an unknown key was probably meant for it."""
         return [
             *self._problems,
             *(problem for path, problem in self._missing.items() if path not in self._meant),
@@ -61,12 +61,12 @@ class Explainer:
         self._problems.append(self._problem(path, path, message, hints, on_key))
 
     def explain(self, errors: Iterable[ErrorDetails], table: Table, at: KeyPath = ()) -> None:
-        """Reports what pydantic found in `table`, which stands at `at`."""
+        """Reports pydantic's errors in `table`, the table at the path `at`."""
         by_path: dict[KeyPath, list[ErrorDetails]] = {}
         for error in errors:
             by_path.setdefault((*at, *_keys_in(error, table)), []).append(error)
         for path, alternatives in by_path.items():
-            # Of a union pydantic reports every member: the one that got furthest is the one that was meant.
+            # For a union pydantic reports every member: the deepest error is of the member that was meant.
             if not any(other != path and other[: len(path)] == path for other in by_path):
                 self._explain(path, alternatives)
 
@@ -106,15 +106,15 @@ class Explainer:
         if path[:-1] == SETS and isinstance(value, dict) and "use" in value:
             one = dotted(SETS)
             hints = [
-                f"[{one}] with `use` is one set; each of several is [{one}.NAME], and [{one}] has no `use`",
-                f'where `use` comes from a recipe that this one extends, take it out: unset = ["{one}"]',
+                f"[{one}] with `use` is one set; for several sets write tables [{one}.NAME], and no `use` in [{one}]",
+                f'if `use` comes from a recipe that this one extends, remove it: unset = ["{one}"]',
             ]
         self._meant |= meant
         what = f"section [{dotted(path)}]" if section else f"key `{dotted(path[-1:])}` {self._in(path[:-1])}"
         self.add(path, f"unknown {what}", *hints, on_key=True)
 
     def missing(self, path: KeyPath) -> None:
-        """Reports a key, or a section, that must be there."""
+        """Reports a required key or section that is missing."""
         path = ("data", "train") if path == ("data",) else path
         table, key = path[:-1], str(path[-1])
         field = self.vocabulary.field(path)
@@ -134,12 +134,12 @@ class Explainer:
             if path in self.layers.dropped:
                 value, use = self.layers.dropped[path]
                 again = f"{dotted(path)} = {shown(value)}"
-                hints.insert(0, f"`{again}` is of {shown(use)}, and went with it; set it again to keep it")
+                hints.insert(0, f"`{again}` is an option of {shown(use)}, and was removed with it; set it again here")
         self._missing[path] = self._problem(path, table, message, hints, on_key=True)
 
     # -- values
     def wrong_type(self, path: KeyPath, value: object, expected: list[str]) -> None:
-        """Reports a value of a type that its key does not take; `expected` are the types that it takes."""
+        """Reports a value of a wrong type; `expected` are the types that its key accepts."""
         if self.vocabulary.takes_duration(path):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             hints = [*self._share(path, value), self._unit(path, value)] if number and value else []
@@ -154,7 +154,7 @@ class Explainer:
         key = f"{dotted(path[-1:])} = " if isinstance(path[-1], str) else ""
         through = [name for name, _ in self.layers.origin(path).through if name.startswith("env:")]
         if through and expected != "a string":
-            yield f"environment variables are text: --set {dotted(path)}=… takes numbers, true and false"
+            yield f"environment variables are text: use --set {dotted(path)}=… for numbers, true and false"
         elif isinstance(value, str) and expected in ("an integer", "a number") and _NUMBER.fullmatch(value):
             yield f"remove the quotes: {key}{value}"
         elif isinstance(value, str) and expected == "true or false" and value.lower() in ("true", "false"):
@@ -166,12 +166,12 @@ class Explainer:
         elif expected == "an array" and not isinstance(value, dict):
             yield f"put it in brackets: {key}[{shown(value)}]"
         elif self._kind_at(path) and isinstance(value, str):
-            yield f"a component is named by `use`: {dotted(path)}.use = {shown(value)}"
+            yield f"name a component by `use`: {dotted(path)}.use = {shown(value)}"
         elif self._kind_at(path):
             yield f"options go in a section [{dotted(path)}] or in braces: {key}{{ … }}"
 
     def _share(self, path: KeyPath, value: object) -> list[str]:
-        """For a number below 1, how much of this run that is."""
+        """Returns a hint with the value as a share of this run's length, for a number below 1; else []."""
         train = self.layers.tables.get("train")
         try:
             length = Duration.parse(train["length"])  # type: ignore[index]
@@ -215,9 +215,9 @@ class Explainer:
 
 
 _NEVER = {
-    ("train", "eval_every"): "to evaluate never, leave out [data.eval]",
-    ("checkpoint", "every"): "saving cannot be switched off; keep = { last = 1 } in [checkpoint] keeps one checkpoint",
-    ("track", "every"): 'metrics are always written; every = "1000st" writes few',
+    ("train", "eval_every"): "to train without evaluations, remove [data.eval]",
+    ("checkpoint", "every"): "saving cannot be turned off; keep = { last = 1 } in [checkpoint] keeps one checkpoint",
+    ("track", "every"): 'metrics are always written; every = "1000st" writes few rows',
 }
 
 
@@ -227,7 +227,7 @@ def _instead_of_never(path: KeyPath, value: object) -> list[str]:
 
 
 def _choice_meant(value: object, choices: list[str]) -> str | None:
-    """The one of `choices` that true, false or another tool's name stands for."""
+    """Returns the choice that true, false or another tool's name probably means; None if there is none."""
     if isinstance(value, bool) and "off" in choices:
         return next(choice for choice in choices if (choice != "off") is value)
     meant = precision_meant(value)
@@ -235,7 +235,7 @@ def _choice_meant(value: object, choices: list[str]) -> str | None:
 
 
 def _keys_in(error: ErrorDetails, table: Table) -> KeyPath:
-    """The part of pydantic's location that stands in the recipe, without the names of union members."""
+    """Returns the part of pydantic's location that is in the recipe, without names of union members."""
     path: KeyPath = ()
     value: Value = table
     for part in error["loc"]:

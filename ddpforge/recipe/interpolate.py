@@ -1,4 +1,4 @@
-"""Fills in `${vars.x}` and `${env:NAME}` in the strings of a recipe; `${secret:NAME}` stays as it is."""
+"""Replaces `${vars.x}` and `${env:NAME}` in the strings of a recipe; keeps `${secret:NAME}`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ddpforge.recipe.layers import Layers, framework_keys, kind_at, map_strings,
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, nearest
 from ddpforge.recipe.toml import Origin, Table, Value
 
-_MOST = 4 << 20  # characters of a value: more than any recipe has
+_MOST = 4 << 20  # maximum characters of a value
 _REFERENCE = re.compile(r"(?P<escaped>\$)?\$\{(?:(?P<body>[^{}]*)\})?")
 _ENV = re.compile(r"env:(?P<name>\w+)(?::-(?P<default>.*))?", re.DOTALL)
 _FORMS = (
-    "a reference is `${vars.name}`, `${env:NAME}`, `${env:NAME:-default}` or `${secret:NAME}`; a literal `${` is"
-    " written `$${`"
+    "a reference is `${vars.name}`, `${env:NAME}`, `${env:NAME:-default}` or `${secret:NAME}`; write a literal `${` as"
+    " `$${`"
 )
 
 
 def escape(text: str) -> str:
-    """`text` as a recipe writes it, so that nothing in it is filled in; references to secrets remain."""
+    """Escapes `${` in `text`, so that loading does not replace it; keeps references to secrets."""
     return re.sub(rf"(?!{SECRET.pattern})\$\{{", "$${", text)
 
 
 def interpolate(layers: Layers) -> tuple[list[Problem], set[str]]:
-    """Fills in all references, takes [vars] out of the tables, and returns what is wrong and the keys it spoils.
+    """Replaces all references and removes [vars] from the tables; returns the problems, and the keys with a problem.
 
-    A string that is one `${vars.x}` and nothing else takes the variable's type.
+    A string that consists of one `${vars.x}` gets the variable's type.
     """
     filling = _Filling(layers)
     filling.read_variables()
@@ -60,7 +60,7 @@ class _Filling:
         self.variables = map_strings(table, self.fill, ("vars",))
 
     def fill(self, path: KeyPath, text: str) -> Value:
-        """The value that the string at `path` stands for."""
+        """Returns the value of the string at `path` with its references replaced."""
         if "${" not in text:
             return text
         used: _Used = []
@@ -79,7 +79,7 @@ class _Filling:
         return value
 
     def value(self, path: KeyPath, match: re.Match[str], used: _Used) -> Value:
-        """The value that one reference stands for; itself, with a problem reported, if that cannot be told."""
+        """Returns the value of one reference; if it is invalid, reports a problem and returns the reference itself."""
         body = match["body"]
         if match["escaped"]:
             if SECRET.fullmatch(match[0][1:]):
@@ -96,7 +96,7 @@ class _Filling:
                 return self.variables[name]
             known = f"variables: {', '.join(self.variables)}" if self.variables else f"add [vars] and `{name} = …`"
             near = did_you_mean(name, self.variables)
-            self.layers.variables.add(nearest(name, self.variables) or name)  # so that one typo is one problem
+            self.layers.variables.add(nearest(name, self.variables) or name)  # so that a typo is reported once
             self.report(path, f"`{dotted(path)}`: no variable named `{name}`", *near, known)
         elif env := _ENV.fullmatch(body):
             return self.environment(path, match[0], env, used)
@@ -114,7 +114,7 @@ class _Filling:
     def environment(self, path: KeyPath, reference: str, env: re.Match[str], used: _Used) -> str:
         name, default = env["name"], env["default"]
         value = os.environ.get(name)
-        if default is not None and not value:  # as in the shell, `:-` stands in for an empty variable too
+        if default is not None and not value:  # as in the shell, `:-` also replaces an empty variable
             used.append((f"env:{name} unset", None))
             return default
         if value is None:
@@ -128,13 +128,14 @@ class _Filling:
         return value
 
     def refuse_misplaced_secrets(self) -> None:
-        """Only options of components may be secret: ddpforge writes its own settings down in many places."""
+        """Reports secrets in keys that are not options of components."""
+        # ddpforge writes its own settings to many places.
         for path, text in strings(self.layers.tables):
             owner = next((path[:end] for end in (1, 2, 3) if kind_at(path[:end], self.layers.tables)), None)
             key = path[len(owner)] if owner and len(path) > len(owner) else "use"
             is_option = key != "use" and key not in framework_keys(owner or ()) and path[-1] != "use"
             if SECRET.search(text) and not is_option:
-                hint = "use ${env:NAME} for what may be written down"
+                hint = "use ${env:NAME} for values that need not be secret"
                 self.report(path, f"`{dotted(path)}` cannot be a secret: only options of components can", hint)
 
     def report_unused(self) -> None:

@@ -1,4 +1,4 @@
-"""A JSON Schema of recipes, with the options of every installed component, for TOML editors."""
+"""JSON Schema of recipes, with the options of every installed component, for TOML editors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ddpforge.recipe.schema import (
 
 Schema = dict[str, Any]
 
-_REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # `${vars.x}` may stand for a number
+_REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # `${vars.x}` may be a number
 _VARIABLES: Schema = {
     "type": "object",
-    "description": "Values that strings refer to as ${vars.name}.",
+    "description": "Values for references ${vars.name} in strings.",
     "additionalProperties": {"type": ["string", "integer", "number", "boolean"]},
 }
 _EXTENDS: Schema = {
@@ -34,17 +34,17 @@ _EXTENDS: Schema = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 _UNSET: Schema = {
-    "description": "Keys and tables of the recipes it extends that this one takes out, e.g. callbacks.ema.",
+    "description": "Keys and tables of the extended recipes that this one removes, e.g. callbacks.ema.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
 
 def recipe_schema(registry: Registry) -> Schema:
-    """The schema (draft 7) of recipes that use the components in `registry`.
+    """Returns the schema (draft 7) of recipes that use the components in `registry`.
 
-    Nothing is required, as a file that a recipe extends may hold it. What a component's table may hold follows
-    from its `use` by a chain of `if` and `then`: editors then mark the wrong option, and not the whole table.
+    No key is required, because it may be in an extended recipe.
     """
+    # `if` and `then` select the options of a component by its `use`: so editors mark a wrong option, not the table.
     slot = {path: {"$ref": f"#/$defs/{kind}"} for path, kind in SLOTS.items()}
     data = {str(path[1]): slot.pop(path) for path in SLOTS if path[0] == SETS[0]}
     sections = {
@@ -68,14 +68,14 @@ def recipe_schema(registry: Registry) -> Schema:
 
 
 def _table(model: type[BaseModel], /, **inner: Schema) -> Schema:
-    """The schema of a section; `inner` are its tables."""
+    """Returns the schema of a section; `inner` are its tables."""
     schema = _schema(model, "")
     values = {key: value for key, value in schema["properties"].items() if key not in ("trackers", *inner)}
     return {**schema, "properties": {**values, **inner}}
 
 
 def _sets(component: Schema) -> Schema:
-    """A component's table or, where that has no `use`, a table of several; options may come without, as in a base."""
+    """Returns the schema of [data.eval]: a component's table, or without `use` a table of several, or only options."""
     uses = {"type": "object", "required": ["use"]}
     inner = {"if": uses, "then": component}
     several = {"description": "Several evaluation sets by name, or the options of one.", "additionalProperties": inner}
@@ -83,7 +83,7 @@ def _sets(component: Schema) -> Schema:
 
 
 def _component(kind: str, names: list[str]) -> Schema:
-    """A component's table: what it may hold follows from `use`."""
+    """Returns the schema of a component's table, whose options depend on `use`."""
     use = {"description": f"Which {kind}.", "anyOf": [{"enum": names}, {"type": "string", "pattern": r":|\$\{"}]}
     return {
         "type": "object",
@@ -99,7 +99,7 @@ def _component(kind: str, names: list[str]) -> Schema:
 
 
 def _named_slots(kind: str, registry: Registry, table: Schema) -> Schema:
-    """A table of components in which the key is the default for `use`."""
+    """Returns the schema of a table of components, whose keys are the default for `use`."""
     any_of_kind = {"$ref": f"#/$defs/{kind}"}
     for name in registry.names(kind):
         implied = {"if": {"not": {"required": ["use"]}}, "then": {"$ref": f"#/$defs/{kind}.{name}"}}
@@ -108,7 +108,7 @@ def _named_slots(kind: str, registry: Registry, table: Schema) -> Schema:
 
 
 def _options(kind: str, name: str, registry: Registry) -> Schema:
-    """The table of one component; an open one if the component cannot be loaded here."""
+    """Returns the schema of one component's table; one that allows all keys if the component cannot be loaded."""
     try:
         schema = _schema(registry.options_model(kind, name), f"{kind}.{name}/$defs/")
     except PluginError as error:
@@ -122,7 +122,7 @@ def _options(kind: str, name: str, registry: Registry) -> Schema:
 
 
 def _variations(kind: str) -> Schema:
-    """The tables that vary a component's; which options one may have follows from the table around it."""
+    """Returns the schemas of variation tables (groups, turns), whose options depend on the table around them."""
     found: Schema = {}
     for path, model in VARIATIONS.items():
         properties = _schema(model, "")["properties"] | {"schedule": {"$ref": "#/$defs/schedule"}}
@@ -140,7 +140,7 @@ class _Generator(GenerateJsonSchema):
 
 
 def _schema(model: type[BaseModel], place: str) -> Schema:
-    """The model's own schema, as a recipe can meet it; its definitions are referred to below `place`."""
+    """Returns the schema of a model, adapted to recipes; `place` is the prefix of references to its definitions."""
     schema = model.model_json_schema(schema_generator=_Generator, ref_template=f"#/$defs/{place}{{model}}")
     opened: Schema = _opened({"properties": {}, **schema})
     opened.pop("required", None)
@@ -148,7 +148,7 @@ def _schema(model: type[BaseModel], place: str) -> Schema:
 
 
 def _opened(schema: Any) -> Any:  # a schema, or true or false
-    """`schema` without titles and null, which TOML has not, and open to references where no text belongs."""
+    """Returns `schema` without titles and null; numbers, booleans and choices may also be references."""
     if not isinstance(schema, dict):
         return schema
     opened: Schema = {}

@@ -1,4 +1,4 @@
-"""The tables of a recipe while they are put together, and where each of their values was written."""
+"""Tables of a recipe during composition, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ddpforge.recipe.schema import Component, GroupComponent, TurnComponent
 from ddpforge.recipe.toml import Origin, Source, Table, Value
 
 SLOTS: dict[KeyPath, str] = {path: kind for kind, spec in KINDS.items() for path in spec.tables}
-"""The tables that name a component, and its kind."""
+"""Tables that name a component, and its kind."""
 
 NAMED_SLOTS = {spec.named_in: kind for kind, spec in KINDS.items() if spec.named_in}
-"""The tables whose inner tables name components; there the key is the default for `use`."""
+"""Tables whose inner tables name components; there the key is the default for `use`."""
 
 SETS = ("data", "eval")
-"""The table that names a component or, where it has no `use`, may hold several tables that do, each with a name."""
+"""Table that names a component; without `use` it may hold several named tables that do."""
 
 VARIATIONS: dict[tuple[str, ...], type[Component]] = {
     ("optimizer", "groups"): GroupComponent,
     ("optimizer", "turns"): TurnComponent,
 }
-"""The tables whose inner tables vary the one around them: what they do not say is as it says. With their schemas."""
+"""Tables whose inner tables vary the table around them and inherit its keys; with their schemas."""
 
 _VARIABLE = re.compile(r"\$\{vars\.([^{}]*)\}")
 
 
 def kind_at(path: KeyPath, tables: Table) -> str | None:
-    """The kind of component whose table is at `path` of a recipe's `tables`, e.g. "tracker" for ("track", "wandb")."""
+    """Returns the kind of component at `path` of `tables`, e.g. "tracker" for ("track", "wandb"), or None."""
     if len(path) == 2 and path[0] in NAMED_SLOTS:
         return NAMED_SLOTS[str(path[0])]
     if path[: len(SETS)] == SETS and holds_sets(tables):
@@ -41,7 +41,7 @@ def kind_at(path: KeyPath, tables: Table) -> str | None:
 
 
 def framework_keys(path: KeyPath) -> tuple[str, ...]:
-    """Keys of the component's table at `path` that ddpforge itself reads; all others but `use` are the component's."""
+    """Returns the keys of a component's table that ddpforge itself reads; other keys except `use` are its options."""
     if path in SLOTS:
         return KINDS[SLOTS[path]].framework_keys
     varied = next((model for table, model in VARIATIONS.items() if table == path[:-1]), Component)
@@ -49,7 +49,7 @@ def framework_keys(path: KeyPath) -> tuple[str, ...]:
 
 
 def holds_sets(tables: Table) -> bool:
-    """True if [data.eval] holds several components, and is none itself: its own `use` decides."""
+    """True if [data.eval] holds several components; False if it has `use`, because then it is one itself."""
     data = tables.get(SETS[0])
     table = data.get(SETS[1]) if isinstance(data, dict) else None
     if not isinstance(table, dict) or "use" in table:
@@ -59,22 +59,22 @@ def holds_sets(tables: Table) -> bool:
 
 
 def used_name(path: KeyPath, table: Table) -> Value:
-    """The `use` that the component's table at `path` says or implies; None where it says nothing."""
+    """Returns the explicit or implied `use` of the component's table at `path`; None if there is none."""
     return table.get("use", path[-1] if path[0] in NAMED_SLOTS else None)
 
 
 class Layers:
-    """Tables laid over one another, the origin of each key, and the variables that any layer refers to."""
+    """Merged tables, the origin of each key, and the variables that any layer refers to."""
 
     def __init__(self) -> None:
         self.tables: Table = {}
         self.origins: dict[KeyPath, Origin] = {}
-        self.variables: set[str] = set()  # also those in values that a later layer replaced
-        self.dropped: dict[KeyPath, tuple[Value, Value]] = {}  # options that went with a component: value, component
+        self.variables: set[str] = set()  # also from values that a later layer replaced
+        self.dropped: dict[KeyPath, tuple[Value, Value]] = {}  # options removed with a component: value, component
 
     @classmethod
     def of(cls, table: Table, source: Source) -> Layers:
-        """The single layer that one source makes."""
+        """Builds a single layer from one source."""
         layer = cls()
         layer.tables = table
         layer.origins = {path: Origin(source, path) for path in paths(table)}
@@ -82,22 +82,22 @@ class Layers:
         return layer
 
     def origin(self, path: KeyPath) -> Origin:
-        """The origin of the value at `path`; a value without one has that of the table around it."""
+        """Returns the origin of the value at `path`; if it has none, that of the table around it."""
         for end in range(len(path), 0, -1):
             if found := self.origins.get(path[:end]):
                 return Origin(found.source, (*found.path, *path[end:]), found.through)
         return Origin()
 
     def merge(self, other: Layers, *, change_use: bool = True) -> None:
-        """Lays `other` on top: tables merge, everything else is replaced.
+        """Merges `other` on top: tables are merged, other values replaced.
 
-        If `change_use`, a table that names another component than before loses the options of the old one.
+        If `change_use`, a table that now names another component loses the options of the old one.
         """
         self._merge(self.tables, other.tables, (), other.origins, change_use)
         self.variables |= other.variables
 
     def unset(self, path: KeyPath) -> bool:
-        """Takes a key, or a table, out again; False where there is none."""
+        """Removes a key or a table; returns False if there is none."""
         table: Value = self.tables
         for key in path[:-1]:
             table = table.get(key) if isinstance(table, dict) else None
@@ -131,19 +131,19 @@ class Layers:
 
 
 def _names_another(path: KeyPath, old: Table, new: Table, tables: Table) -> bool:
-    """True if `new` asks for another component than `old` did."""
+    """True if `new` names another component than `old`."""
     return kind_at(path, tables) is not None and "use" in new and used_name(path, old) not in (None, new["use"])
 
 
 def inside(table: Value, path: KeyPath) -> Value:
-    """The value at `path` in `table`."""
+    """Returns the value at `path` in `table`."""
     for key in path:
         table = table[key]
     return table
 
 
 def strings(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Every string in `value`, with its path."""
+    """Yields every string in `value`, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
@@ -155,7 +155,7 @@ def strings(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
 
 
 def map_strings(value: Value, change: Callable[[KeyPath, str], Value], path: KeyPath = ()) -> Value:
-    """A copy of `value` in which `change(path, text)` stands for every string."""
+    """Returns a copy of `value` in which `change(path, text)` replaces every string."""
     if isinstance(value, str):
         return change(path, value)
     if isinstance(value, dict):
@@ -166,7 +166,7 @@ def map_strings(value: Value, change: Callable[[KeyPath, str], Value], path: Key
 
 
 def paths(table: Table, at: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key of `table` and of the tables in it, from the top."""
+    """Yields the path of every key of `table` and of the tables in it."""
     for key, value in table.items():
         yield (*at, key)
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Loads a recipe: a TOML file, what it extends, `--set` and variables become a typed, validated Recipe."""
+"""Loads a recipe: builds a typed, validated Recipe from TOML files, `--set` and variables."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from ddpforge.recipe.validate import local_file, validate
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A valid recipe, the same as plain tables with every default, and where each value comes from."""
+    """Valid recipe, the same as plain tables with all defaults, and the origin of each value."""
 
     recipe: Recipe
     tables: dict[str, Any]
-    origins: Mapping[KeyPath, Origin]  # of every key in `tables`; an array has one as a whole
+    origins: Mapping[KeyPath, Origin]  # for every key in `tables`; an array has one origin
     source: Path
-    text: str  # of `source`, as it was read
+    text: str  # contents of `source`
 
     def dumps(self, files: Mapping[Path, str] | None = None) -> str:
-        """The recipe as one TOML text that stands alone and loads to an equal Recipe.
+        """Returns the recipe as one TOML text without `extends`, which loads to an equal Recipe.
 
-        `files` maps each of `local_files` to the relative path by which the text shall name it; by default that
-        is its path from the folder of `source`.
+        `files` maps each of `local_files` to its relative path in the text; by default the path from the folder of
+        `source`.
         """
-        import tomlkit  # only those who write recipes need it
+        import tomlkit  # here, because only this method needs it
 
         names = files or {file: os.path.relpath(file, self.source.absolute().parent) for file in self.local_files()}
         components = self.recipe.components()
@@ -51,28 +51,28 @@ class LoadedRecipe:
         return tomlkit.dumps(map_strings(self.tables, written))
 
     def local_files(self) -> list[Path]:
-        """The files of code beside the recipe that it names, `./file.py:Name`; absolute."""
+        """Returns the absolute paths of code files in the recipe's folder that it names as `./file.py:Name`."""
         components = self.recipe.components()
         found = [_local_file(text, _owner(path, components)) for path, text in strings(self.tables)]
         return sorted({file for file in found if file})
 
     def problem(self, key: KeyPath, message: str, *hints: str, trace: str = "") -> Problem:
-        """A problem with the value of `key`, at its place: for checks that only a run can make."""
+        """Returns a problem with the value of `key`, at its place: for checks that only a run can make."""
         written = (self.origins[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.origins)
         origin = next((origin for origin in written if origin.source), Origin())
         return Problem(message, dotted(key), origin.place(), hints, trace)
 
 
 def refuse_text(name: str, value: Sequence[str]) -> None:
-    """Raises UsageError for a string where a list of them belongs: its letters would be taken for the items."""
+    """Raises UsageError if `value` is a string instead of a list: its letters would be used as the items."""
     if isinstance(value, str):
-        raise UsageError(f"{name} is the string {value!r}, and must be a list", hints=[f"{name} = [{value!r}]"])
+        raise UsageError(f"{name} is the string {value!r}, but must be a list", hints=[f"{name} = [{value!r}]"])
 
 
 def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Registry | None = None) -> LoadedRecipe:
     """Loads a recipe file, or a bundled recipe by its bare name, under `sets` such as "train.length=5ep".
 
-    Imports the components that the recipe uses, for their options. Raises RecipeError with every problem.
+    Imports the components of the recipe, for their options. Raises RecipeError with all problems.
     """
     refuse_text("sets", sets)
     path = find_recipe(source)
@@ -92,7 +92,7 @@ def check_world(loaded: LoadedRecipe, data_ranks: int) -> BatchPlan:
 
 
 def _position(problem: Problem, file: str) -> tuple[bool, bool, str, int, int]:
-    """Sorts by appearance: the recipe itself first, then other places, then what is nowhere."""
+    """Returns a sort key by place: first the recipe's file, then other files, then problems without a place."""
     place = problem.place or Place("")
     line, column = (0, 0) if place.file == "--set" else (place.line, place.column)
     return not place.line, place.file != file, place.file, line, column
@@ -101,12 +101,12 @@ def _position(problem: Problem, file: str) -> tuple[bool, bool, str, int, int]:
 def _origins(tables: dict[str, Any], layers: Layers) -> dict[KeyPath, Origin]:
     origins = {path: layers.origins.get(path, Origin()) for path in paths(tables)}
     for path in [path for path in origins if path[-1] == "use" and path not in layers.origins]:
-        origins[path] = layers.origins.get(path[:-1], Origin())  # [track.wandb] says so by its name
+        origins[path] = layers.origins.get(path[:-1], Origin())  # implied by the name of the table, e.g. [track.wandb]
     return origins
 
 
 def _owner(path: KeyPath, components: Mapping[tuple[str, ...], Component]) -> Component | None:
-    """The component whose table `path` lies in."""
+    """Returns the component whose table contains `path`; None if there is none."""
     return next((component for table, component in components.items() if path[: len(table)] == table), None)
 
 

@@ -1,4 +1,4 @@
-"""Plans a run: how its batch is dealt to ranks and passes, its length in steps, and when cadences come."""
+"""Plans a run: the division of its batch among ranks and passes, its length in steps, and its cadences."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class BatchPlan:
 
 
 def plan_batch(train: TrainSection, data_ranks: int, *, origin: Origin | None = None) -> BatchPlan:
-    """Deals `train.global_batch` out to the `data_ranks` ranks that see different data.
+    """Divides `train.global_batch` among the `data_ranks` ranks that see different data.
 
-    With `train.elastic_shards` it is dealt to so many shards first. Raises RecipeError, at `origin`, when it does not
-    divide; the error lists the nearest batches, or numbers of ranks, that do.
+    With `train.elastic_shards` it is first divided among these virtual ranks. Raises RecipeError, at `origin`, if it
+    cannot be divided evenly; the error lists the nearest batches or numbers of ranks that fit.
     """
     shards = train.elastic_shards or data_ranks
     place = origin.place() if origin else None
     if shards % data_ranks:
         fits = ", ".join(str(ranks) for ranks in range(1, shards + 1) if shards % ranks == 0)
-        message = f"`train.elastic_shards` = {shards} cannot be dealt out evenly to {_ranks(data_ranks)}"
+        message = f"`train.elastic_shards` = {shards} cannot be divided evenly among {_ranks(data_ranks)}"
         raise RecipeError([Problem(message, "train.elastic_shards", place, (f"numbers of ranks that fit: {fits}",))])
     batch, micro = train.global_batch, train.per_pass(data_ranks)
     if micro == 0 or batch % (micro * shards):
@@ -54,7 +54,7 @@ def plan_batch(train: TrainSection, data_ranks: int, *, origin: Origin | None = 
 def _indivisible(train: TrainSection, data_ranks: int) -> str:
     batch, micro = train.global_batch, train.micro_batch
     if micro is None:
-        return f"`train.global_batch` = {batch} cannot be dealt out evenly to {_dealt_to(train, data_ranks)}"
+        return f"`train.global_batch` = {batch} cannot be divided evenly among {_dealt_to(train, data_ranks)}"
     if data_ranks == 1:
         return f"`train.micro_batch` = {micro} does not divide `train.global_batch` = {batch}"
     what = "`train.elastic_shards`" if train.elastic_shards else "ranks"
@@ -95,9 +95,9 @@ _WINDOW = re.compile(r"(\d+)(?:\.\.(\d+))?(,all)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a run: made once by arithmetic, read by whoever counts samples or steps.
+    """Plan of a run in samples and steps, computed once.
 
-    `every` maps keys of the recipe ("track.every") to steps; what goes by the clock is not in it.
+    `every` maps keys of the recipe ("track.every") to steps; it has no wall-clock cadences.
     """
 
     batch: BatchPlan
@@ -114,11 +114,14 @@ class Plan:
         noting: Callable[..., AbstractContextManager[Any]] = lambda *path: nullcontext(),
         ends: Callable[[int], int | None] = lambda epochs: None,
     ) -> Plan | None:
-        """The plan of a recipe, for data of so many steps per epoch: None for a stream without a length.
+        """Builds the plan of a recipe; returns None if `noting` has suppressed an error of the length.
 
-        Where epochs have no one length, `ends` tells how many steps the first so many take together. Raises UsageError
-        for a duration that cannot be counted. `noting` wraps the counting of each key, which it is given as a path, and
-        may keep the error for later: there is no plan then where the length cannot be counted.
+        Raises UsageError for a duration that cannot be converted to steps.
+
+        Args:
+            steps_per_epoch: None for a stream of unknown length, or if epochs differ in length
+            noting: context manager around the conversion of each key, called with its path; may suppress the error
+            ends: returns the total steps of the first N epochs if epochs differ in length, else None
         """
         counted = Horizon(None, steps_per_epoch)
         horizon, every = None, {}
@@ -132,7 +135,7 @@ class Plan:
         return None if horizon is None else cls(batch=batch, horizon=horizon, every=every)
 
     def facts(self) -> dict[str, Any]:
-        """The numbers that a run's record has of it."""
+        """Returns the numbers for the record of a run."""
         return {
             "total_steps": self.horizon.total,
             "steps_per_epoch": self.horizon.steps_per_epoch,
@@ -143,7 +146,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Window:
-    """Steps from `first` to `last`, both included, that are looked at: on the main rank, or on `all`."""
+    """Window of steps to profile, from `first` to `last` inclusive: on rank 0, or on `all` ranks."""
 
     first: int
     last: int
@@ -151,7 +154,7 @@ class Window:
 
     @classmethod
     def parse(cls, text: str) -> Window:
-        """The window that "20..25", "20" or "20..25,all" names; raises UsageError for another text."""
+        """Parses "20..25", "20" or "20..25,all"; raises UsageError for any other text."""
         match = _WINDOW.fullmatch(text)
         if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
             raise UsageError(
@@ -160,16 +163,16 @@ class Window:
         return cls(int(match[1]), int(match[2] or match[1]), bool(match[3]))
 
     def refuse_after(self, total: int | None) -> None:
-        """Raises UsageError where a run of `total` steps is over before it begins."""
+        """Raises UsageError if a run of `total` steps ends before the window begins."""
         if total is not None and self.first > total:
             raise UsageError(
-                f"--profile begins at step {self.first}, and the run ends at step {total}",
+                f"--profile begins at step {self.first}, but the run ends at step {total}",
                 hints=["name earlier steps, or set a longer train.length"],
             )
 
 
 def in_steps(key: str, duration: Duration, horizon: Horizon) -> int:
-    """`duration`, the value of the recipe's `key`, in steps; raises UsageError where the data has no epochs."""
+    """Converts `duration`, the value of the recipe's `key`, to steps; raises UsageError if it cannot be converted."""
     try:
         return horizon.steps(duration)
     except ValueError as error:
@@ -177,12 +180,12 @@ def in_steps(key: str, duration: Duration, horizon: Horizon) -> int:
 
 
 def _end(length: Duration, ends: Callable[[int], int | None]) -> int | None:
-    """The step at which so many whole epochs are over, where it is known though they have no one length."""
+    """Returns the step at which `length`, whole epochs that differ in length, ends; None if it is not known."""
     return ends(int(length.value)) if length.unit == "ep" and length.value.is_integer() else None
 
 
 def _cadences(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Duration]]:
-    """Yields the durations of what happens every so many steps, with the paths of their keys."""
+    """Yields the cadences in steps or epochs, with the paths of their keys."""
     found: dict[tuple[str, ...], Duration] = {
         ("track", "every"): recipe.track.every,
         ("checkpoint", "every"): recipe.checkpoint.every,

@@ -1,4 +1,4 @@
-"""The rendering of a recipe's problems: place, line with a caret under it, ways to mend it."""
+"""Renders a recipe's problems as text: place, line with a caret under it, hints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from ddpforge.errors import ForgeError, Place, Problem, RecipeError
 
 KeyPath = tuple[str | int, ...]
-"""A key of a recipe, or an element of an array in it: ("data", "train", "use")."""
+"""Path of a key of a recipe, or of an element of an array: ("data", "train", "use")."""
 
-_WIDEST = 160  # columns of a source line that are shown
+_WIDEST = 160  # maximum columns shown of a source line
 _WRAP = 100  # columns of a hint
-_LONGEST = 60  # characters of a value that are quoted
+_LONGEST = 60  # maximum characters shown of a value
 _TYPES = {
     bool: "a boolean",
     int: "an integer",
@@ -27,7 +27,7 @@ _TYPES = {
 
 
 def render(error: ForgeError | Problem) -> str:
-    """The text that people read; for a RecipeError all of its problems and how many there are."""
+    """Returns an error as text for the terminal; for a RecipeError, all of its problems and their number."""
     if isinstance(error, RecipeError):
         count = len(error.problems)
         total = f"{count} error{'s' * (count > 1)} in the recipe; nothing was started."
@@ -52,10 +52,10 @@ def _excerpt(place: Place, margin: str) -> list[str]:
     if not place.line:
         return [head]
 
-    from rich.cells import cell_len  # a caret belongs under what it means, also after wide characters
+    from rich.cells import cell_len  # to align the caret after wide characters
 
     start = place.column - 1
-    shift = max(0, start - _WIDEST // 2)  # of an endless line, show the part that matters
+    shift = max(0, start - _WIDEST // 2)  # of a long line, show the part around the place
     line = printable(place.text[shift : shift + _WIDEST])
     before, marked = line[: start - shift], line[start - shift :][: place.width]
     caret = " " * cell_len(before) + "^" * max(1, cell_len(marked))
@@ -64,12 +64,12 @@ def _excerpt(place: Place, margin: str) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------- wording
 def printable(text: str) -> str:
-    """`text` on one line, with a blank for every tab and a replacement character for what has no glyph."""
+    """Returns `text` on one line: a space for each tab, a replacement character for each unprintable character."""
     return "".join(c if c.isprintable() else "�" for c in text.replace("\t", " "))
 
 
 def shown(value: object) -> str:
-    """A value as TOML writes it, shortened where it is long."""
+    """Returns a value as TOML text, shortened if it is long."""
     if isinstance(value, list):
         text = f"[{', '.join(map(shown, value))}]"
     elif isinstance(value, dict):
@@ -82,12 +82,12 @@ def shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """TOML's name for the type of `value`, with its article."""
+    """Returns TOML's name for the type of `value`, with an article."""
     return _TYPES.get(type(value), "a date or time")
 
 
 def dotted(path: KeyPath) -> str:
-    """`path` as TOML writes it: data.train."my key"; elements of arrays as hidden[2]."""
+    """Returns `path` as TOML text: data.train."my key"; elements of arrays as hidden[2]."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -99,13 +99,13 @@ def dotted(path: KeyPath) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that `name` was probably meant to be."""
+    """Returns the name in `known` that is most similar to `name`; None if none is similar."""
     by_folded = {one.casefold(): one for one in known}
     matches = difflib.get_close_matches(name[:100].casefold(), by_folded, n=1)
     return by_folded[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> list[str]:
-    """A hint with the nearest of `known`, or none."""
+    """Returns a hint with the name in `known` that is most similar; [] if none is similar."""
     near = nearest(name, known)
     return [f"did you mean `{near}`?"] if near else []

@@ -1,4 +1,4 @@
-"""The sections of a recipe: their keys, types, limits and defaults. Each fact about a run has one key here."""
+"""Sections of a recipe: keys, types, limits and defaults. Each setting of a run has exactly one key."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pydantic.fields import FieldInfo
 from ddpforge.components.kinds import KINDS
 from ddpforge.interfaces.durations import Duration
 
-# Larger numbers are slips of the keyboard; the limits keep them from becoming overflows three layers down.
+# Larger numbers are typing errors; the limit prevents overflows in later code.
 Count = Annotated[int, Field(ge=1, le=2**31)]
 
 
 _LONGEST_WAIT = 720 * 3600.0  # seconds
-_BYTES = "\0"  # begins what stands for a path whose bytes are no text; no path has it
-_LONGEST_NAME = 200  # bytes; file systems take 255, and temporary files add to the name
+_BYTES = "\0"  # prefix of the encoding of a path whose bytes are no text; no real path contains it
+_LONGEST_NAME = 200  # bytes; file systems allow 255, and names of temporary files are longer
 
 
 def _name(value: str) -> str:
@@ -33,9 +33,9 @@ def _name(value: str) -> str:
 
 
 def refuse_remote(value: str) -> None:
-    """Raises ValueError for what is no folder of a file system, as "s3://bucket/x", or holds control characters."""
+    """Raises ValueError for an address such as "s3://bucket/x", and for control characters."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value):
-        raise ValueError("must be a folder of a file system, not an address; checkpoint.mirror copies it to one")
+        raise ValueError("must be a folder of a file system; to copy it to an address, set checkpoint.mirror")
     on_one_line(value)
 
 
@@ -46,9 +46,9 @@ def _address(value: str) -> str:
 
 
 def on_one_line(value: str) -> str:
-    """`value`; raises ValueError where it holds control characters."""
+    """Returns `value`; raises ValueError if it contains control characters."""
     if not value.isprintable():
-        raise ValueError("must not hold control characters, such as newlines")
+        raise ValueError("must not contain control characters, such as newlines")
     return value
 
 
@@ -87,7 +87,7 @@ def _training_time(value: Duration) -> Duration:
 def _absolute(value: Duration) -> Duration:
     if value.unit == "%":
         raise ValueError(
-            'must be in epochs, steps or wall time, such as "5ep", "1000st" or "2h": it is what 100% means'
+            'must be in epochs, steps or wall time, such as "5ep", "1000st" or "2h": percentages refer to it'
         )
     return value
 
@@ -99,25 +99,26 @@ TrainingTime = Annotated[Duration, AfterValidator(_training_time)]
 
 
 class Resume(Enum):
-    """The rule for resuming a run with another value of a key; each key of a section has one, in its annotation.
+    """Rule for resuming a run with another value of a key. Each key of a section has one, in its annotation.
 
     For a component, the rule of its table's key holds for all options.
     """
 
-    FIXED = "fixed"  # no: it decides what the run computes
-    TUNABLE = "tunable"  # yes, and the result depends on it from that step on
-    FREE = "free"  # yes: the result does not depend on it
-    OUTSIDE = "outside"  # yes, and a finished run is still the one that was asked for
+    FIXED = "fixed"  # not allowed: the key defines the computation
+    TUNABLE = "tunable"  # allowed: the result depends on it from that step on
+    FREE = "free"  # allowed: the result does not depend on it
+    OUTSIDE = "outside"  # allowed: the result does not depend on it, and a finished run stays finished
 
 
 class Section(BaseModel):
-    """A table of the recipe: strict types, no unknown keys, immutable once loaded."""
+    """Table of the recipe: strict types, no unknown keys, immutable after loading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def written(path: Path) -> str:
-    """The path as JSON can hold it: also one whose bytes are no text, as any is under LC_ALL=C that is not ASCII."""
+    """Encodes a path as a string for JSON, also if its bytes are no valid text."""
+    # Under LC_ALL=C, this is the case for every path that is not ASCII.
     text = str(path)
     return text if text.isascii() or _is_unicode(text) else f"{_BYTES}{os.fsencode(text).hex()}"
 
@@ -136,13 +137,13 @@ def _read_back(path: Path) -> Path:
 
 
 class Component(BaseModel):
-    """A table that names a component and holds its options, which the component's own signature validates."""
+    """Table that names a component and holds its options, which are validated by the component's signature."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
     use: str
     options: dict[str, Any] = {}
-    # The folder that `./file.py:Name` in `use` and the options is relative to; empty where there is no such name.
+    # Folder of the relative paths `./file.py:Name` in `use` and the options; empty if there are none.
     base: Annotated[Path, Field(exclude=True), AfterValidator(_read_back)] = Path()
 
 
@@ -151,40 +152,40 @@ _ClipNorm = Annotated[float | None, Field(ge=1e-9, le=1e6)]
 
 
 class TurnComponent(Component):
-    """The update of one part of the parameters; whatever of `use` and options it does not say is as in [optimizer]."""
+    """One of several alternating updates, of a part of the parameters; [optimizer] is the default for missing keys."""
 
     use: Annotated[str, Resume.FIXED]
     parameters: Annotated[_Globs, Resume.FIXED] = Field(
         default=(),
-        description='What it trains, written as for a group; absent: "NAME.*", after the turn.',
+        description='Parameters that it trains, as for a group; absent: "NAME.*", with the name of the turn.',
     )
     repeats: Annotated[int, Resume.FIXED] = Field(
         default=1, ge=1, le=10_000, description="Updates in every step, one after another."
     )
     fresh: Annotated[bool, Resume.FIXED] = Field(
         default=False,
-        description="Draw a global batch for each of these updates; else they use that of the update before them.",
+        description="Use a new global batch for each of these updates; otherwise the batch of the previous update.",
     )
     clip_norm: Annotated[_ClipNorm, Resume.TUNABLE] = Field(
         default=None, description="Largest norm of these parameters' gradient; absent: train.clip_norm."
     )
     schedule: Annotated[Component | None, Resume.TUNABLE] = Field(
-        default=None, description="A schedule for this turn alone, as a table; absent: [schedule]."
+        default=None, description="A schedule for this turn only, as a table; absent: [schedule]."
     )
 
 
 class GroupComponent(Component):
-    """Parameters with settings of their own; whatever of `use` and options it does not say is as in [optimizer]."""
+    """Group of parameters with its own settings; [optimizer] is the default for missing keys."""
 
     use: Annotated[str, Resume.FIXED]
     parameters: Annotated[_Globs, Resume.FIXED] = Field(
         min_length=1,
-        description='What is in it: globs over full names, and the words of `no_decay`; "!" before one takes it out.',
+        description='Its parameters: globs over full names, and the words of `no_decay`; "!" before one excludes it.',
     )
 
 
 class OptimizerComponent(Component):
-    """The optimizer, which parameters it must not decay, and which have settings, or an update, of their own."""
+    """Optimizer, parameters without weight decay, and parameters with their own settings or their own update."""
 
     use: Annotated[str, Resume.FIXED]
     no_decay: Annotated[_Globs, Resume.TUNABLE] = Field(
@@ -196,34 +197,34 @@ class OptimizerComponent(Component):
         default=None,
         gt=0,
         lt=1,
-        description="What the learning rate is multiplied with for each block further from the output; absent: all"
-        " layers have the same.",
+        description="Factor of the learning rate for each block further from the output; absent: all layers have the"
+        " same rate.",
     )
     groups: Annotated[dict[str, GroupComponent], Resume.TUNABLE] = Field(
-        default={}, description="A table for each group of parameters with settings of its own, see below."
+        default={}, description="A table for each group of parameters with its own settings, see below."
     )
     turns: Annotated[dict[str, TurnComponent], Resume.TUNABLE] = Field(
-        default={}, description="A table for each turn of the task, see below."
+        default={}, description="A table for each turn (alternating update) of the task, see below."
     )
 
 
 def settings_of(group: Component, component: Component) -> dict[str, Any]:
-    """Returns the options of a group that are not those of the optimizer around it."""
+    """Returns the options of a group that differ from those of the optimizer around it."""
     return {key: value for key, value in group.options.items() if value != component.options.get(key)}
 
 
 class DataSection(Section):
-    """The source of the samples, and how they are fetched."""
+    """Source of the samples, and settings for fetching them."""
 
     train: Annotated[Component, Resume.FIXED]
     eval: Annotated[Component | dict[str, Component] | None, Resume.FIXED] = (
-        None  # with `use` it is one set, else several
+        None  # with `use` one set, otherwise several
     )
     order: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.OUTSIDE] = Field(
         default="auto",
-        description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but up to 8 on a GPU, as'
-        " there are cores, for data that is `forkable` and takes more than 5 ms to fetch.",
+        description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but on a GPU up to 8,'
+        " depending on the cores, for data that is `forkable` and takes more than 5 ms to fetch.",
     )
     prefetch: Annotated[int, Resume.OUTSIDE] = Field(
         default=2, ge=1, le=1024, description="Batches that each loader process keeps ready."
@@ -231,14 +232,14 @@ class DataSection(Section):
 
     @property
     def evaluations(self) -> dict[str, Component]:
-        """The evaluation sets by name; one that is alone may have none, and is called ""."""
+        """Returns the evaluation sets by name; the name is "" for a single set without a name."""
         if isinstance(self.eval, Component):
             return {"": self.eval}
         return self.eval or {}
 
 
 class TrainSection(Section):
-    """The length, batches and precision of training: the same meaning under every strategy."""
+    """Length, batches and precision of training, with the same meaning under every strategy."""
 
     length: Annotated[Length, Resume.TUNABLE] = Field(
         description='How long to train: epochs "5ep", steps "1000st" or wall time "2h".',
@@ -252,9 +253,9 @@ class TrainSection(Section):
     )
     elastic_shards: Annotated[Count | None, Resume.FIXED] = Field(
         default=None,
-        description="Make results independent of the number of ranks: every step is computed as if on this many ranks,"
-        " on any number that divides it, dropout, augmentation and BatchNorm statistics included. Costs forward passes"
-        " of global_batch / elastic_shards samples at most.",
+        description="Make results independent of the number of ranks: every step is computed as on this many virtual"
+        " ranks, on any number of ranks that divides it, including dropout, augmentation and BatchNorm statistics."
+        " Forward passes then have at most global_batch / elastic_shards samples.",
     )
     last_batch: Annotated[Literal["keep", "drop"], Resume.FIXED] = Field(
         default="keep",
@@ -262,7 +263,7 @@ class TrainSection(Section):
     )
     eval_every: Annotated[Amount, Resume.FREE] = Field(
         default=Duration(1, "ep"),
-        description="How often to evaluate on [data.eval]; the end of training always does.",
+        description="How often to evaluate on [data.eval]; the end of training is always evaluated.",
     )
     eval_batch: Annotated[Count | None, Resume.FREE] = Field(
         default=None,
@@ -270,8 +271,8 @@ class TrainSection(Section):
     )
     device: Annotated[Literal["auto", "cuda", "cpu"], Resume.FREE] = Field(
         default="auto",
-        description='What to compute on; "auto": a GPU where there is one. One that is there and cannot be used is an'
-        " error, not a run on the CPU.",
+        description='Device to compute on; "auto": a GPU if there is one. A GPU that torch cannot use is an error, not'
+        " a run on the CPU.",
     )
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Resume.TUNABLE] = Field(
         default="fp32",
@@ -280,12 +281,12 @@ class TrainSection(Section):
     tf32: Annotated[bool, Resume.TUNABLE] = Field(
         default=False,
         description="Multiply fp32 numbers in TF32 on a GPU, in matrix products and convolutions: several times as"
-        " fast, with 10 bits of precision instead of 23. Without it fp32 is fp32 in both.",
+        " fast, with 10 bits of precision instead of 23. Otherwise both use full fp32.",
     )
     fp8: Annotated[Literal["off", "tensorwise", "rowwise"], Resume.TUNABLE] = Field(
         default="off",
         description="Multiply in float8 in the linear layers of the model's blocks, scaled by tensor or by row; needs"
-        ' precision = "bf16", in which all else is computed, and a GPU from compute capability 8.9 on.',
+        ' precision = "bf16", which is used elsewhere, and a GPU with compute capability 8.9 or higher.',
     )
     fp8_skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=("*.router",),
@@ -293,16 +294,16 @@ class TrainSection(Section):
     )
     deterministic: Annotated[bool, Resume.FREE] = Field(
         default=False,
-        description="Compute the same bits in every run on the same hardware, also on a GPU, which may be slower; an"
-        " operation that torch cannot compute so is an error.",
+        description="Compute the same bits in every run on the same hardware, also on a GPU; may be slower. An"
+        " operation without a deterministic implementation in torch is an error.",
     )
     cudnn_benchmark: Annotated[bool, Resume.FREE] = Field(
         default=False,
-        description="Let cuDNN try which algorithm is fastest for each shape of a convolution's input (CUDA only).",
+        description="Let cuDNN find the fastest algorithm for each input shape of a convolution (CUDA only).",
     )
     channels_last: Annotated[bool, Resume.FREE] = Field(
         default=False,
-        description="Lay out weights and activations of 2-D convolutions with channels last in memory, which is faster"
+        description="Store weights and activations of 2-D convolutions with channels last in memory, which is faster"
         " in bf16 and fp16 on a GPU.",
     )
     clip_norm: Annotated[float | None, Resume.TUNABLE] = Field(
@@ -310,26 +311,26 @@ class TrainSection(Section):
     )
     on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], Resume.TUNABLE] = Field(
         default="stop",
-        description="What to do when a gradient is NaN or infinite: stop, skip the step, or return to the last"
-        " checkpoint and leave the step out. No such gradient ever reaches the weights.",
+        description="Action when a gradient is NaN or infinite: stop, skip the step, or return to the last"
+        " checkpoint and then skip the step. Such a gradient never changes the weights.",
     )
     seed: Annotated[int, Resume.FIXED] = Field(
         default=0,
         ge=0,
         lt=2**63,
-        description="The source of all randomness: initial weights, sample order, dropout, augmentation.",
+        description="Seed of all random numbers: initial weights, sample order, dropout, augmentation.",
     )
     compile: Annotated[Literal["off", "default", "reduce-overhead", "max-autotune"], Resume.FREE] = Field(
-        default="off", description="torch.compile mode, of the model and of the task's loss."
+        default="off", description="Mode of torch.compile, for the model and the task's loss."
     )
     compile_blocks: Annotated[bool, Resume.TUNABLE] = Field(
         default=False,
-        description="Compile the model's blocks one by one, not the model: once for all that are alike.",
+        description="Compile the model's blocks one by one, not the whole model; identical blocks are compiled once.",
     )
     activation_checkpointing: Annotated[bool | Literal["selective"], Resume.TUNABLE] = Field(
         default=False,
-        description="Recompute each block's activations in the backward pass instead of keeping them: all, or"
-        ' ("selective") all but those of attention, convolutions and every second matrix product, which cost most.',
+        description="Recompute each block's activations in the backward pass instead of keeping them. true: all;"
+        ' "selective": all except those of attention, convolutions and every second matrix product, which are slow.',
     )
     blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=(),
@@ -338,24 +339,24 @@ class TrainSection(Section):
     )
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=(),
-        description='Parameters that are not trained, as globs over full names, e.g. "blocks.*"; one with "!" takes'
-        ' parameters out again: ["*", "!head.*"] trains the head alone. A BatchNorm whose'
-        " parameters are all among them keeps its statistics, too, and normalises by them.",
+        description='Parameters that are not trained, as globs over full names, e.g. "blocks.*"; one with "!" excludes'
+        ' parameters: ["*", "!head.*"] trains only the head. A BatchNorm whose'
+        " parameters are all frozen also keeps its statistics, and normalizes by them.",
     )
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
         default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."
     )
     stall: Annotated[WallTime | Literal["off"], Resume.OUTSIDE] = Field(
         default=Duration(10, "m"),
-        description="How long a rank may stand in one place (data, forward, backward, ...) before the run fails, with"
-        " the stacks of all ranks and the name of the one that the others wait for. Three times as long in the first"
-        ' step and in evaluations, six times at the start, in saves and where the first step compiles; "off": for ever.'
-        " Of a single rank, only the wait for loader processes.",
+        description="Maximum time that a rank may stay in one phase (data, forward, backward, ...) before the run"
+        " fails, with the stacks of all ranks and the name of the rank that the others wait for. Three times as long in"
+        " the first step and in evaluations, six times at the start, in saves and if the first step compiles."
+        ' "off": no limit. For a single rank, only the wait for loader processes is limited.',
     )
     timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
         default=Duration(15, "m"),
-        description="How long a collective may wait for a rank, and a save for a disk, before the run fails; where it"
-        " is longer than `stall`, that comes first and says more.",
+        description="Maximum time that a collective may wait for a rank, and a save for a disk, before the run fails."
+        " If it is longer than `stall`, that limit comes first and reports more.",
     )
 
     @property
@@ -364,98 +365,99 @@ class TrainSection(Section):
         return self.compile in ("reduce-overhead", "max-autotune")
 
     def per_pass(self, data_ranks: int) -> int:
-        """Samples per forward pass of one of the `data_ranks` ranks that see different data; 0: there are too many."""
+        """Returns the samples per forward pass of one of `data_ranks` ranks; 0 if there are too many ranks."""
         return self.micro_batch or self.global_batch // (self.elastic_shards or data_ranks)
 
 
 class KeepSection(Section):
-    """The checkpoints that outlive newer ones."""
+    """Rules for the checkpoints to keep."""
 
-    last: Annotated[Count, Resume.OUTSIDE] = Field(default=2, description="How many of the newest to keep.")
+    last: Annotated[Count, Resume.OUTSIDE] = Field(default=2, description="Number of the newest to keep.")
     every: Annotated[TrainingTime | None, Resume.OUTSIDE] = Field(
-        default=None, description='Also keep one checkpoint every N epochs or steps, e.g. "10ep"; absent: none of them.'
+        default=None, description='Also keep one checkpoint every N epochs or steps, e.g. "10ep"; absent: no others.'
     )
     best: Annotated[int, Resume.OUTSIDE] = Field(
-        default=0, ge=0, le=1000, description="How many of the best to keep, judged by `by`."
+        default=0, ge=0, le=1000, description="Number of the best to keep, according to the metric `by`."
     )
     by: Annotated[Annotated[str, AfterValidator(on_one_line)] | None, Resume.OUTSIDE] = Field(
-        default=None, description='The metric that decides what is best, e.g. "eval/loss".'
+        default=None, description='Metric that defines the best checkpoints, e.g. "eval/loss".'
     )
     mode: Annotated[Literal["min", "max"] | None, Resume.OUTSIDE] = Field(
         default=None,
-        description="Whether less or more is better; absent: as the metric declares or its name tells, else required.",
+        description="Whether a lower or a higher metric is better. Required unless the metric declares it or its name"
+        " implies it.",
     )
 
 
 class CheckpointSection(Section):
-    """The cadence of saving, and the checkpoints to keep."""
+    """Cadence and form of saving, and the checkpoints to keep."""
 
     every: Annotated[Amount, Resume.OUTSIDE] = Field(
         default=Duration(1, "ep"),
-        description="How often to save; the end of training and every requested stop save too.",
+        description="How often to save; the end of training and every requested stop also save.",
     )
     at_start: Annotated[bool, Resume.OUTSIDE] = Field(
-        default=False, description="Save the initial weights too, before the first step."
+        default=False, description="Also save the initial weights, before the first step."
     )
     layout: Annotated[Literal["sharded", "full"], Resume.OUTSIDE] = Field(
         default="sharded",
-        description='"sharded": every rank writes what it holds; "full" adds one file with the whole model, for other'
+        description='"sharded": every rank writes its own shard; "full" adds one file with the whole model, for other'
         " tools. Both can be resumed under any strategy.",
     )
     contents: Annotated[Literal["all", "trained"], Resume.OUTSIDE] = Field(
         default="all",
-        description='"trained" leaves out weights that are frozen: at every start they must come again from the model,'
-        " or from init_from, and others than before are refused.",
+        description='"trained" omits frozen weights: every start must load them again from the model, or from'
+        " init_from; other weights than before are an error.",
     )
     background: Annotated[bool, Resume.OUTSIDE] = Field(
-        default=True, description="Write while training goes on, from a copy of the state in host memory."
+        default=True, description="Write while training continues, from a copy of the state in host memory."
     )
     on_failure: Annotated[Literal["stop", "continue"], Resume.OUTSIDE] = Field(
         default="stop",
-        description="What to do when a checkpoint cannot be written: stop, or warn and train on.",
+        description="Action when a checkpoint cannot be written: stop, or warn and continue training.",
     )
     mirror: Annotated[Annotated[str, AfterValidator(_address)] | None, Resume.OUTSIDE] = Field(
         default=None,
-        description='Copy the run\'s folder to "<mirror>/<name>" in the background, e.g. "s3://bucket/runs", and bring'
-        " it back on a machine that has none of it.",
+        description='Copy the run\'s folder to "<mirror>/<name>" in the background, e.g. "s3://bucket/runs", and copy'
+        " it back on a machine that does not have it.",
     )
     init_from: Annotated[Annotated[str, Field(min_length=1), AfterValidator(on_one_line)] | None, Resume.FREE] = Field(
         default=None,
-        description="Begin with the weights of a run, a checkpoint or a safetensors file; tensors that it lacks keep"
-        " their initial values, and are named in the log.",
+        description="Begin with the weights of a run, a checkpoint or a safetensors file; tensors that are not in it"
+        " keep their initial values, and are listed in the log.",
     )
     init_skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.FREE] = Field(
-        default=(), description='Tensors that init_from leaves alone, as globs over full names, e.g. "head.*".'
+        default=(), description='Tensors that init_from does not change, as globs over full names, e.g. "head.*".'
     )
     keep: KeepSection = KeepSection()
 
 
 class TrackSection(Section):
-    """The cadence of reports. Every other key of [track] is a tracker and holds its options."""
+    """Cadence of reports. Every other key of [track] is a tracker and holds its options."""
 
     every: Annotated[TrainingTime, Resume.OUTSIDE] = Field(
         default=Duration(10, "st"), description="How often to write a row of training metrics."
     )
     plan: Annotated[Literal["auto", "on", "off"], Resume.OUTSIDE] = Field(
         default="off",
-        description="Hold the memory of the second step against `ddpforge plan`, which then runs beside rank 0, in "
-        "memory.json. auto: from a million parameters on; on: whatever the size, and waits for the plan at the end; "
-        "not under compile. Unless off, a plan also says what would fit where memory is full.",
+        description="Compare the memory of the second step with `ddpforge plan`, which runs in a process next to rank "
+        "0, and write memory.json. auto: from a million parameters on; on: for any size, and wait for the plan at the "
+        "end; not under compile. Unless off, an out-of-memory error also lists settings that would fit.",
     )
     trackers: Annotated[dict[str, Component], Resume.OUTSIDE] = {}
 
 
 class Recipe(Section):
-    """A whole run, validated. Built by `load_recipe`, which also gives it as plain tables."""
+    """Validated settings of a whole run. `load_recipe` builds it, and also returns it as plain tables."""
 
     recipe: Annotated[Literal[1], Resume.TUNABLE] = Field(
         description="The recipe format version: write `recipe = 1` as the first line.",
     )
     name: Annotated[str, AfterValidator(_name), Resume.OUTSIDE] = Field(
-        min_length=1, description="The run's name and the name of its folder."
+        min_length=1, description="Name of the run and of its folder."
     )
     output_dir: Annotated[str, AfterValidator(_inside), Resume.OUTSIDE] = Field(
-        default="runs", max_length=1000, description="The folder that holds the run's folder."
+        default="runs", max_length=1000, description="Folder that contains the run's folder."
     )
 
     model: Annotated[Component, Resume.FIXED]
@@ -470,7 +472,7 @@ class Recipe(Section):
     callbacks: Annotated[dict[str, Component], Resume.TUNABLE] = {}
 
     def components(self) -> dict[tuple[str, ...], Component]:
-        """Every component of the run by the path of its table, e.g. ("data", "train")."""
+        """Returns every component of the run by the path of its table, e.g. ("data", "train")."""
         found: dict[tuple[str, ...], Component | None] = {}
         for spec in KINDS.values():
             found |= {path: attrgetter(".".join(path))(self) for path in spec.tables if path != ("data", "eval")}
@@ -487,14 +489,14 @@ class Recipe(Section):
 
 
 def declared(field: FieldInfo) -> Resume | None:
-    """The rule for resumed runs that a key of a section declares; None if it declares none."""
+    """Returns the rule for resumed runs that a key of a section declares; None if it declares none."""
     return next((one for one in field.metadata if isinstance(one, Resume)), None)
 
 
 def resume_policy(path: str) -> Resume:
-    """Finds the rule for resuming a run with another value at `path`, a dotted key of a resolved recipe.
+    """Returns the rule for resuming a run with another value at `path`, a dotted key of a resolved recipe.
 
-    A key that no recipe has any more, as an older run's may, is tunable.
+    A key that no longer exists, e.g. of an older run, is tunable.
     """
     section: object = Recipe
     found = Resume.TUNABLE
@@ -503,7 +505,7 @@ def resume_policy(path: str) -> Resume:
             section = get_args(section)[1]  # the key is a name
             continue
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            break  # a component among others: what holds for all of them
+            break  # a component among others: the rule of all of them
         fields = section.model_fields
         field = fields.get(key, fields.get("trackers"))
         if field is None:

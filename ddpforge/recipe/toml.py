@@ -1,4 +1,4 @@
-"""Reads TOML with the standard library: errors show the place and a way out; every key is found again in its text."""
+"""Reads TOML with the standard library; finds the place of every key in its text, for errors with place and hint."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _STRING = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:\\.|[^"
 
 @dataclass(frozen=True)
 class Source:
-    """A text that sets values: a recipe file (`label` is its path as people should see it) or one `--set`."""
+    """Text that sets values: a recipe file (`label` is its path for messages) or one `--set`."""
 
     label: str
     text: str
     folder: Path = Path()
 
     def place(self, path: KeyPath, *, key: bool = False) -> Place:
-        """The value at `path`, or its key; where it is not written out, the nearest table around it."""
+        """Returns the place of the value at `path`, or of its key; if it is not in the text, of the table around it."""
         spans = self._spans.keys if key else self._spans.values
         while path not in spans:
             if not path:
@@ -40,7 +40,7 @@ class Source:
         return self.at(*spans[path])
 
     def at(self, start: int, end: int) -> Place:
-        """The place of `text[start:end]`, as far as it stands on one line."""
+        """Returns the place of `text[start:end]`, up to the end of the line."""
         first = self.text.rfind("\n", 0, start) + 1
         last = self.text.find("\n", start)
         last = len(self.text) if last < 0 else last
@@ -54,14 +54,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of one value of a resolved recipe; without a source it is a default."""
+    """Origin of one value of a resolved recipe; without a source, a default."""
 
     source: Source | None = None
     path: KeyPath = ()
-    through: tuple[tuple[str, Origin | None], ...] = ()  # what was filled in, and where a variable comes from
+    through: tuple[tuple[str, Origin | None], ...] = ()  # replaced references, and the origin of a variable
 
     def place(self, *, key: bool = False) -> Place | None:
-        """The value's place, or its key's."""
+        """Returns the place of the value, or of its key."""
         return self.source.place(self.path, key=key) if self.source else None
 
     def __str__(self) -> str:
@@ -75,11 +75,9 @@ class Origin:
 
 @dataclass
 class _Spans:
-    """Start and end of every key and value in a TOML text that tomllib has accepted.
+    """Start and end of every key and value in a TOML text that tomllib has accepted; for messages only."""
 
-    Neither tomllib nor tomlkit says where things stand, so the text is walked once more, for messages only.
-    """
-
+    # Neither tomllib nor tomlkit returns positions, so this parses the text once more.
     text: str
     keys: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     values: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
@@ -95,7 +93,7 @@ class _Spans:
                 self._pair(table, _PLAIN)
 
     def _next(self, skip: re.Pattern[str] = _BLANK) -> str:
-        """The next character after what `skip` matches; empty at the end."""
+        """Returns the next character after the match of `skip`; empty at the end."""
         self._skip(skip)
         return self.text[self._at : self._at + 1]
 
@@ -132,7 +130,7 @@ class _Spans:
         self._value(path, plain)
 
     def _key(self) -> Iterator[tuple[str, int, int]]:
-        """The parts of a dotted key, with the start and end of each."""
+        """Yields the parts of a dotted key, with the start and end of each."""
         while True:
             quoted = self._next() in ("'", '"')
             start = self._at
@@ -158,7 +156,7 @@ class _Spans:
         self.values[path] = (start, start + len(written))
 
     def _inside(self, path: KeyPath, closing: str) -> None:
-        """The elements of an array or of an inline table."""
+        """Reads the elements of an array or of an inline table."""
         self._at += 1
         index = 0
         while self._next(_GAP) != closing:
@@ -172,13 +170,13 @@ class _Spans:
         self._at += 1
 
 
-Value = Any  # whatever TOML can hold
+Value = Any  # any TOML value
 Table = dict[str, Value]
 
 _DEEPEST = 16
 _MOST = 4 << 20  # characters
-# tomllib takes time with the square of a key's parts. Looked for where a part begins, and never twice: a hundred
-# thousand digits would take minutes.
+# The time of tomllib grows with the square of a key's parts. The pattern starts only at the beginning of a part and
+# does not backtrack: otherwise a hundred thousand digits would take minutes.
 _TOO_DOTTED = re.compile(
     rf"""(?<![A-Za-z0-9_-])(?:(?:[A-Za-z0-9_-]++|"[^"\n]*"|'[^'\n]*')[ \t]*+\.[ \t]*+){{{4 * _DEEPEST}}}"""
 )
@@ -188,10 +186,10 @@ _LOWER_CASE = {"True": "true", "False": "false", "yes": "true", "no": "false", "
 
 
 def read(path: Path, label: str) -> Source:
-    """The text of the file `path`. Raises RecipeError when it cannot be read or is not UTF-8."""
+    """Reads the file `path`. Raises RecipeError if it cannot be read or is not UTF-8."""
     try:
         with path.open("rb") as file:
-            data = file.read(4 * _MOST + 1)  # of a device, say, there is no end
+            data = file.read(4 * _MOST + 1)  # a limit, because e.g. a device has no end
     except OSError as error:
         raise RecipeError([Problem(f"cannot read `{label}`: {error.strerror}", place=Place(label))]) from error
 
@@ -210,7 +208,7 @@ def read(path: Path, label: str) -> Source:
 
 
 def loads(text: str) -> Table:
-    """The tables of a text that may be anything; raises ValueError for what is no TOML, or beyond all measure."""
+    """Parses an untrusted text; raises ValueError if it is not TOML, too long or nested too deeply."""
     if len(text) > _MOST:
         raise ValueError(f"it has {len(text):,} characters, more than any recipe")
     if _TOO_DOTTED.search(text):
@@ -222,7 +220,7 @@ def loads(text: str) -> Table:
 
 
 def parse(source: Source) -> Table:
-    """The tables of one text. Raises RecipeError for bad syntax and for values that no recipe can hold."""
+    """Parses one text. Raises RecipeError for bad syntax and for values that are not allowed in a recipe."""
     if len(source.text) > _MOST:
         raise RecipeError(
             [Problem(f"too long for a recipe: {len(source.text):,} characters", place=Place(source.label))]
@@ -258,14 +256,14 @@ def _unusable(table: Table, source: Source) -> Iterator[Problem]:
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             message = f"`{dotted(path)}` does not fit into 64 bits"
         elif isinstance(value, datetime.date | datetime.time):
-            message = f"`{dotted(path)}` is {kind_of(value)}, which no part of a recipe takes"
+            message = f"`{dotted(path)}` is {kind_of(value)}, which no key of a recipe accepts"
             hint = f'if it is text, add quotes: {dotted(path[-1:])} = "{value}"'
         if message:
             yield Problem(message, dotted(path), source.place(path), (hint,) if hint else ())
 
 
 def _syntax_problem(source: Source, error: str) -> Problem:
-    where = _WHERE.search(error)  # tomllib tells the place in words only, before Python 3.14
+    where = _WHERE.search(error)  # before Python 3.14, tomllib reports the place only in its message
     message = f"not valid TOML: {printable(_WHERE.sub('', error))}"
     if where is None:
         return Problem(message, place=Place(source.label))
@@ -287,7 +285,7 @@ def _syntax_hints(line: str, error: str) -> Iterator[str]:
     elif bare and bare[2] in _LOWER_CASE:
         yield f"write {bare[1]} = {_LOWER_CASE[bare[2]]}"
     elif bare and bare[2] in ("None", "null", "nil"):
-        yield f"TOML has no `{bare[2]}`: leave the key out"
+        yield f"TOML has no `{bare[2]}`: remove the key"
     elif bare and re.fullmatch(r"[-+]?(\d+\.|\.\d+)", bare[2]):
         yield f"a number needs digits on both sides of its point: {bare[1]} = {float(bare[2])}"
     elif bare:
@@ -297,6 +295,6 @@ def _syntax_hints(line: str, error: str) -> Iterator[str]:
     elif re.fullmatch(r"\s*[\w.-]+\s*=\s*(#.*)?", line):
         yield "a value is missing after `=`"
     elif "Illegal character '\\n'" in error or "Unterminated string" in error or 'Expected "\'"' in error:
-        yield "a string ends on the line it began on: is its closing quote missing?"
+        yield "a string must end on the same line: is its closing quote missing?"
     elif "end of document" in error or "Unclosed" in error:
         yield "is a closing bracket or quote missing?"

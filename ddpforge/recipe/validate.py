@@ -1,4 +1,4 @@
-"""Turns composed tables into a validated Recipe, or tells everything that is wrong with them."""
+"""Validates composed tables: returns a Recipe, or all problems."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _DEFAULTS = ("schedule", "strategy")  # components that a recipe need not name
 
 
 def local_file(text: str, base: Path) -> Path | None:
-    """The file in the folder `base` that `text` names, if it has the form `./file.py:Name`."""
+    """Returns the file in the folder `base` that `text` names, if it has the form `./file.py:Name`, else None."""
     match = _LOCAL_CODE.fullmatch(text)
     return base / match[1] if match and os.path.isfile(base / match[1]) else None
 
 
 def validate(layers: Layers, file: str, registry: Registry) -> tuple[Recipe | None, Table, list[Problem]]:
-    """The recipe, the same as plain tables with all defaults, and what is wrong with it."""
+    """Returns the recipe (None if it is invalid), the same as plain tables with all defaults, and its problems."""
     return _Validation(layers, file, registry).run()
 
 
@@ -57,7 +57,7 @@ class _Validation:
         self.explainer = Explainer(layers, file, registry)
         self.options: dict[KeyPath, Table] = {}
         self.plain: dict[KeyPath, Table] = {}
-        self.said: dict[KeyPath, set[str]] = {}  # keys that a variation on another table says itself
+        self.said: dict[KeyPath, set[str]] = {}  # explicit keys of a variation
 
     def run(self) -> tuple[Recipe | None, Table, list[Problem]]:
         for key in _DEFAULTS:
@@ -71,12 +71,12 @@ class _Validation:
         tables = self._plain(recipe) if recipe else {}
         if recipe:
             for path, component in recipe.components().items():
-                component.options.update(self.options.get(path, ()))  # before anyone else sees them
+                component.options.update(self.options.get(path, ()))  # before other code uses the recipe
             _cross_check(recipe, self.explainer)
         return recipe, tables, self.explainer.problems()
 
     def _inherit(self) -> None:
-        """Gives each variation what it does not say: the `use` and, where it has the same, the options."""
+        """Adds the missing keys to each variation: `use`, and if that is the same, the options."""
         for path, table in self._variations():
             base = inside(self.layers.tables, path[:-2])
             if table.get("use", base.get("use")) == base.get("use"):
@@ -113,9 +113,9 @@ class _Validation:
                     yield (section, key), value
 
     def _component(self, path: KeyPath, table: Value) -> Table:
-        """The component as the schema has it, without options; their model joins the vocabulary."""
+        """Returns the component in the form of the schema, without options; adds their model to the vocabulary."""
         try:
-            on_one_line(str(path[-1]))  # a callback's or a tracker's own name
+            on_one_line(str(path[-1]))  # the name may be chosen by the user: a callback's or a tracker's
         except ValueError as error:
             self.explainer.add(path, f"the name of [{dotted(path)}] {error}", on_key=True)
         if not isinstance(table, dict):
@@ -141,9 +141,9 @@ class _Validation:
             self.explainer.unknown(path, value)  # rather a key of [track] than a tracker
         elif path[:-1] == SETS:
             section = dotted(SETS)
-            hints = f'add `use = "…"` to [{section}], whose option it is', f"or write [{section}.{path[-1]}] with `use`"
+            hints = f'if it is an option of one set, add `use = "…"` to [{section}]', f"or write [{section}.{path[-1]}]"
             self.explainer.add(
-                path, f"[{section}] holds several sets, and `{path[-1]}` is no table", *hints, on_key=True
+                path, f"[{section}] contains several sets, but `{path[-1]}` is not a table", *hints, on_key=True
             )
         else:
             self.explainer.wrong_type(path, value, ["a table"])
@@ -152,7 +152,7 @@ class _Validation:
         return str(kind_at(path, self.layers.tables))
 
     def _base(self, path: KeyPath, table: Table) -> Path:
-        """The folder that local code is relative to: that of the file which names it."""
+        """Returns the folder of relative paths to local code: that of the file which names the code."""
         for inner, text in strings(table):
             source = self.layers.origin((*path, *inner)).source
             if source and _LOCAL_CODE.fullmatch(text):
@@ -191,7 +191,7 @@ class _Validation:
             return None
 
     def _plain(self, recipe: Recipe) -> Table:
-        """The recipe as TOML has it, defaults included; what is None or has no effect has no key."""
+        """Returns the recipe as plain TOML tables with defaults, but without None and without keys of no effect."""
         tables = recipe.model_dump(mode="json", exclude_none=True)
         if not recipe.data.evaluations:
             del tables["train"]["eval_every"]
@@ -213,10 +213,10 @@ def _framework_keys(path: KeyPath, table: Table) -> Table:
 
 
 def _complete(model: type[BaseModel], options: Table) -> tuple[Table, Table]:
-    """Options with their defaults: validated, and as TOML writes them. Raises pydantic's ValidationError.
+    """Returns the options with their defaults: validated, and as plain TOML values. Raises pydantic's ValidationError.
 
-    What is written out is validated once more, so that it is known to load to the same. A default which that
-    refuses, or which TOML cannot write, stays unwritten.
+    Validates the plain values once more, so that they load to the same options. The plain values omit a default that
+    this rejects, or that TOML cannot express.
     """
     first = model.model_validate_json(json.dumps(options))
     plain = first.model_dump(mode="json", exclude_none=True, warnings=False, fallback=lambda _: None)
@@ -230,7 +230,7 @@ def _complete(model: type[BaseModel], options: Table) -> tuple[Table, Table]:
 
 
 def _is_writable(value: Value) -> bool:
-    """True if TOML can write `value`, which JSON can: there is no None in it."""
+    """True if TOML can express the JSON value `value`: it contains no None."""
     if isinstance(value, dict | list):
         return all(map(_is_writable, value.values() if isinstance(value, dict) else value))
     return value is not None
@@ -238,11 +238,11 @@ def _is_writable(value: Value) -> bool:
 
 # ---------------------------------------------------------------------------------------------- between keys
 _SET = re.compile(r"[\w-]+")
-_NEEDS_NO_TOTAL = ("constant", "step")  # schedules that do not ask how long the run is
+_NEEDS_NO_TOTAL = ("constant", "step")  # schedules that do not need the length of the run
 
 
 def _cross_check(recipe: Recipe, explainer: Explainer) -> None:
-    """Reports what contradicts itself; nothing here depends on the machine or the number of ranks."""
+    """Reports contradictions between keys, as far as they do not depend on the machine or the number of ranks."""
     _check_batch(recipe, explainer)
     _check_evaluation(recipe, explainer)
     _check_best(recipe, explainer)
@@ -264,8 +264,8 @@ def _check_compile(recipe: Recipe, explainer: Explainer) -> None:
 def _check_float8(recipe: Recipe, explainer: Explainer) -> None:
     train = recipe.train
     if train.fp8 != "off" and train.precision != "bf16":
-        message = f'`train.fp8` computes all but some layers in bf16, and `train.precision` is "{train.precision}"'
-        explainer.add(("train", "fp8"), message, 'set precision = "bf16", or leave fp8 out', on_key=True)
+        message = f'`train.fp8` needs bf16 in the other layers, but `train.precision` is "{train.precision}"'
+        explainer.add(("train", "fp8"), message, 'set precision = "bf16", or remove fp8', on_key=True)
     if train.fp8 == "off" and train.fp8_skip != TrainSection.model_fields["fp8_skip"].default:
         message = '`train.fp8_skip` has no effect while `train.fp8` is "off"'
         explainer.add(("train", "fp8_skip"), message, 'set fp8 = "tensorwise" or "rowwise"', on_key=True)
@@ -279,8 +279,8 @@ def _check_batch(recipe: Recipe, explainer: Explainer) -> None:
             explainer.add(("train", "micro_batch"), problem.message, *problem.hints)
 
     if recipe.train.elastic_shards and recipe.train.sync_batchnorm:
-        message = "`train.sync_batchnorm` computes statistics over all ranks, and `train.elastic_shards` over none"
-        explainer.add(("train", "sync_batchnorm"), message, "leave one of them out", on_key=True)
+        message = "`train.sync_batchnorm` computes statistics over all ranks, but `train.elastic_shards` over none"
+        explainer.add(("train", "sync_batchnorm"), message, "remove one of them", on_key=True)
 
 
 def _check_initial(recipe: Recipe, explainer: Explainer) -> None:
@@ -293,10 +293,10 @@ def _check_evaluation(recipe: Recipe, explainer: Explainer) -> None:
     for name in filter(None, recipe.data.evaluations):
         at = f"[{dotted((*SETS, name))}]"
         if not _SET.fullmatch(name):
-            message = f"{at}: the name of a set may hold letters, digits, `_` and `-`, for its metrics are eval/NAME/…"
+            message = f"{at}: the name of a set may contain only letters, digits, `_` and `-`: it is in eval/NAME/…"
             explainer.add((*SETS, name), message, on_key=True)
         elif lower_is_better(name) is not None:
-            message = f"{at}: a set cannot have the name of a metric: `eval/{name}/loss` would be read in two ways"
+            message = f"{at}: a set cannot have the name of a metric: `eval/{name}/loss` would be ambiguous"
             explainer.add((*SETS, name), message, "name it after its samples", on_key=True)
     for key in ("eval_batch", "eval_every"):
         if not recipe.data.evaluations and ("train", key) in explainer.layers.origins:
@@ -307,25 +307,25 @@ def _check_best(recipe: Recipe, explainer: Explainer) -> None:
     keep, at = recipe.checkpoint.keep, ("checkpoint", "keep")
     if keep.best and keep.by is None:
         example = next((f"eval/{name}/loss" if name else "eval/loss" for name in recipe.data.evaluations), "train/loss")
-        hint = f'say by which metric, e.g. by = "{example}"'
+        hint = f'name the metric, e.g. by = "{example}"'
         explainer.add((*at, "best"), "`checkpoint.keep.best` needs `by`", hint)
     for key in ("by", "mode"):
         if getattr(keep, key) is not None and not keep.best:
-            hint = "say how many of the best to keep, e.g. best = 1"
+            hint = "set the number of the best to keep, e.g. best = 1"
             explainer.add((*at, key), f"`checkpoint.keep.{key}` has no effect without `best`", hint, on_key=True)
 
     if keep.by is None:
         return
     prefix, _, metric = keep.by.partition("/")
     if prefix not in ("train", "eval") or not metric:
-        message = f'`checkpoint.keep.by` must name a metric by "train/…" or "eval/…", not "{keep.by}"'
+        message = f'`checkpoint.keep.by` must be a metric "train/…" or "eval/…", not "{keep.by}"'
         explainer.add((*at, "by"), message)
     elif prefix == "eval" and not recipe.data.evaluations:
-        message = f'`checkpoint.keep.by` is "{keep.by}", and there is no section [data.eval] to compute it from'
+        message = f'`checkpoint.keep.by` is "{keep.by}", but there is no section [data.eval]'
         explainer.add((*at, "by"), message)
     elif prefix == "eval" and not _is_of_a_set(metric, recipe):
         last = metric.rpartition("/")[2]
-        message = f'`checkpoint.keep.by` is "{keep.by}", and the evaluation sets have names: it must name one'
+        message = f'`checkpoint.keep.by` is "{keep.by}", but it must name one of the evaluation sets'
         hint = f"one of: {', '.join(f'eval/{name}/{last}' for name in recipe.data.evaluations)}"
         explainer.add((*at, "by"), message, hint)
 
@@ -338,9 +338,9 @@ def _is_of_a_set(metric: str, recipe: Recipe) -> bool:
 def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:
     length, schedule = recipe.train.length, recipe.schedule
     if length.is_time and schedule.use.removeprefix("ddpforge:") not in _NEEDS_NO_TOTAL:
-        message = f'`train.length` is a wall time, and the schedule "{schedule.use}" must know the number of steps'
+        message = f'`train.length` is a wall time, but the schedule "{schedule.use}" needs the number of steps'
         hints = (
-            "give the length in epochs or steps",
+            "set the length in epochs or steps",
             f"schedules for a wall time: {', '.join(_NEEDS_NO_TOTAL)}",
         )
         explainer.add(("train", "length"), message, *hints)

@@ -1,4 +1,4 @@
-"""The keys that one recipe may have, and where; and what other tools call them, which `other_tools.toml` lists."""
+"""Keys of a recipe by table, and the names of other tools for them, from `other_tools.toml`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _SECTIONS: dict[KeyPath, type[BaseModel]] = {
     ("track",): TrackSection,
 }
 _UNITS = {"ep": "epochs", "st": "steps", "s": "seconds", "m": "minutes", "h": "hours"}
-_READ_EARLIER = ["extends", "unset", "vars"]  # keys of the top table that are gone before validation
+_READ_EARLIER = ["extends", "unset", "vars"]  # keys of the top table that are removed before validation
 
 
 class Vocabulary:
-    """The keys of every table whose schema is known; `models` gains an entry for each component."""
+    """Keys of every table with a known schema; validation adds an entry to `models` for each component."""
 
     def __init__(self) -> None:
         self.models = dict(_SECTIONS)
 
     def keys(self, table: KeyPath) -> list[str]:
-        """The keys that `table` may have; empty where that is not known."""
+        """Returns the keys that `table` may have; empty if they are not known."""
         if table not in self.models:
             return []
         names = [name for name in self.models[table].model_fields if (*table, name) != ("track", "trackers")]
@@ -51,7 +51,7 @@ class Vocabulary:
         return names if table else [*names, *_READ_EARLIER]
 
     def field(self, path: KeyPath) -> FieldInfo | None:
-        """The declaration of the key at `path`."""
+        """Returns the declaration of the key at `path`; None if there is none."""
         model = self.models.get(path[:-1]) if path else None
         return model.model_fields.get(str(path[-1])) if model else None
 
@@ -61,18 +61,18 @@ class Vocabulary:
         return field is not None and _mentions(field.annotation, Duration)
 
     def units(self, path: KeyPath, number: object = 1) -> dict[str, str]:
-        """The units that `number`, the duration at `path`, may have, and what they mean."""
+        """Returns the units that the duration at `path` may have with this number, and their meanings."""
         field = self.field(path)
         adapter = TypeAdapter[object](field.rebuild_annotation() if field else Duration)
         known = {u: text for u, text in _UNITS.items() if path[-2:-1] != ("schedule",) or u in ("ep", "st")}
         return {unit: meaning for unit, meaning in known.items() if _accepts(adapter, f"{number}{unit}")}
 
     def suggest(self, path: KeyPath, value: object = None, *, section: bool) -> tuple[list[str], set[KeyPath]]:
-        """Hints for an unknown key, or section, at `path`, and the keys that were probably meant."""
+        """Returns hints for an unknown key or section at `path`, and the keys that were probably meant."""
         table, key = path[:-1], str(path[-1])
         near = nearest(key, self.keys(table))
         foreign = foreign_keys().get(key.lower())
-        if section and foreign and foreign.path:  # is written as a key
+        if section and foreign and foreign.path:  # it is a key here, not a section
             foreign = None
         hints: list[str] = []
         meant: set[KeyPath] = set()
@@ -113,9 +113,11 @@ def _mentions(annotation: object, wanted: type) -> bool:
 
 # ---------------------------------------------------------------------------------------------- other tools
 class Foreign(NamedTuple):
-    """A hint for another tool's key, and the path of its namesake here (empty where it has none).
+    """Hint for another tool's key.
 
-    Where there is a namesake, `text` is how it is written, with an example's value.
+    Args:
+        path: path of the equivalent key in a recipe; empty if there is none
+        text: the equivalent key with an example value, in TOML
     """
 
     hint: str
@@ -123,7 +125,7 @@ class Foreign(NamedTuple):
     text: str = ""
 
     def of(self, alias: str, value: object) -> str:
-        """The hint for `alias = value`: with that value, where it can be the namesake's."""
+        """Returns the hint for `alias = value`, with that value if the equivalent key can have it."""
         if not self.text:
             return self.hint
         return self.hint.replace(f"`{self.text}`", f"`{_with(self.text, alias.lower(), value)}`")
@@ -136,7 +138,7 @@ def _other_tools() -> dict[str, Any]:
 
 @cache
 def foreign_keys() -> dict[str, Foreign]:
-    """Returns what to do instead of another tool's key, by that key in lower case."""
+    """Returns the hints for other tools' keys, by the key in lower case."""
     hints: dict[str, Foreign] = {}
     for row in _other_tools()["keys"]:
         section, key = row["section"], row["write"].partition(" ")[0]
@@ -152,24 +154,24 @@ def foreign_keys() -> dict[str, Foreign]:
 
 @cache
 def foreign_sections() -> dict[str, str]:
-    """Returns the section that another tool means, by its own name for it in lower case."""
+    """Returns the equivalent sections, by another tool's name in lower case."""
     return {alias: section for section, aliases in _other_tools()["sections"].items() for alias in aliases}
 
 
 def foreign_use() -> list[str]:
-    """Returns what other tools write where a recipe says `use`."""
+    """Returns other tools' keys for `use`."""
     found: list[str] = _other_tools()["use"]
     return found
 
 
 def precision_meant(value: object) -> str | None:
-    """Returns the precision that another tool spells so, e.g. "16-mixed"."""
+    """Returns the precision for another tool's name, e.g. "16-mixed"; None if it is unknown."""
     known: dict[str, str] = _other_tools()["precisions"]
     return known.get(str(value).lower())
 
 
 def _with(text: str, alias: str, value: object) -> str:
-    """`text`, a key with an example's value, with `value` instead where that can be meant."""
+    """Replaces the example value in `text` (a key with an example) by `value`, if the key can have it."""
     key, _, example = text.partition(" = ")
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if key == "precision":

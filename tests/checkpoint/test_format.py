@@ -238,7 +238,7 @@ class More(Tensor):
         ({"state": CanonicalState({"w": torch.ones(2, dtype=torch.complex64)}, {})}, "w of the model .* complex64"),
         (
             {"state": CanonicalState({"w": torch.ones(2).as_subclass(More)}, {})},
-            "w of the model .* a More, which is more",
+            "w of the model .* a More, not a plain tensor",
         ),
         ({"state": CanonicalState({}, {"w": {"z": torch.tensor(1j)}})}, "z in the optimizer state of w .* complex64"),
         ({"state": CanonicalState({}, {"w": {"z": torch.ones((), device="meta")}})}, "z in the .* the meta device"),
@@ -266,7 +266,9 @@ def test_a_manifest_that_would_be_too_large_to_be_read_is_not_written(
     earlier = write(folder, checkpoint_of(7)).name
     monkeypatch.setattr(commit, "MOST_TEXT", size - 1)
 
-    with pytest.raises(CheckpointError, match=f"the checkpoint of step 8 has a manifest of {size:,} bytes: too many"):
+    with pytest.raises(
+        CheckpointError, match=f"the checkpoint of step 8 has a manifest of {size:,} bytes, which is too large"
+    ):
         write(folder, checkpoint_of(8))
 
     assert {path.name[:14] for path in folder.iterdir()} == {"step-000000006", "step-000000007", "latest.json"}
@@ -293,11 +295,11 @@ def test_a_newer_format_is_refused_with_advice(folder: Path) -> None:
         (lambda m: m["tensors"]["model"]["layer.bias"]["chunks"][0].update(entry="new"), "it lacks new"),
         (
             lambda m: m["tensors"]["model"].update(new=m["tensors"]["model"]["layer.bias"]),
-            "both layer.bias of shard",
+            "share the entry layer.bias of shard",
         ),
         (
             lambda m: m["tensors"]["model"]["layer.bias"].update(shape=[1, 3]),
-            r"layer.bias is BF16 \[3\], and the manif",
+            r"layer.bias is BF16 \[3\]; the manif",
         ),
         (lambda m: m["tensors"]["model"]["layer.bias"].update(dtype="float16"), "layer.bias is BF16"),
         (
@@ -305,7 +307,7 @@ def test_a_newer_format_is_refused_with_advice(folder: Path) -> None:
             "'gone.safetensors', which it",
         ),
         (lambda m: m["optimizer"].pop("layer.bias"), "manifest.json is damaged: 'layer.bias'"),
-        (lambda m: m["optimizer"]["layer.bias"]["step"].update(dtype="import os"), "no tensor of type 'import os'"),
+        (lambda m: m["optimizer"]["layer.bias"]["step"].update(dtype="import os"), "unknown dtype 'import os'"),
         (lambda m: m["optimizer"]["layer.bias"]["step"].update(dtype="int8", value=1000), "manifest.json is damaged"),
         (lambda m: m["optimizer"]["layer.bias"].update(step="text"), "manifest.json is damaged: optimizer.layer.bias"),
         (lambda m: m.pop("samples"), "manifest.json is damaged: samples: Field required"),
@@ -345,7 +347,7 @@ def test_a_file_outside_the_folder_is_never_read(folder: Path, name: str) -> Non
 
     reseal(path, point_outside)
 
-    with pytest.raises(CheckpointError, match="would leave the folder or hide in it"):
+    with pytest.raises(CheckpointError, match="leaves the folder or is hidden"):
         read(path)
 
 
@@ -391,7 +393,7 @@ def test_json_that_is_longer_than_any_is_not_even_read(
     monkeypatch.setattr(manifest, "MOST_TEXT", 99_999)
 
     with pytest.raises(
-        CheckpointError, match=rf"{name} is damaged: it has 100000 bytes, more than any file of its kind"
+        CheckpointError, match=rf"{name} is damaged: it has 100000 bytes, too many for a file of its kind"
     ):
         read(path)
     monkeypatch.setattr(manifest, "MOST_TEXT", 100_000)
@@ -438,16 +440,16 @@ def nested(depth: int) -> Any:
     [
         ({"recipe": ".".join(["a"] * 100_000) + " = 1"}, "a key in it has more parts than any recipe's"),
         ({"recipe": "[" + '"a" . ' * 100_000 + "a]"}, "a key in it has more parts than any recipe's"),
-        ({"position": {"skipped": 1 << 63}}, r"position\.skipped holds what no run has"),
+        ({"position": {"skipped": 1 << 63}}, r"position\.skipped holds a value that no run writes"),
         ({"recipe": "a = 1 #" + "x" * (5 << 20)}, "more than any recipe"),
         ({"recipe": "a = " + "[" * 100_000}, "nested too deeply|its recipe or its metrics"),
         ({"recipe": "what is this"}, "its recipe or its metrics cannot be read"),
         ({"position": {"left_out": nested(100)}}, "position"),
         ({"position": {"left_out": "12"}}, r"position\.left_out cannot be a str"),
-        ({"position": {"left_out": [-1]}}, r"position\.left_out holds what no run has"),
-        ({"position": {"left_out": [True]}}, r"position\.left_out holds what no run has"),
+        ({"position": {"left_out": [-1]}}, r"position\.left_out holds a value that no run writes"),
+        ({"position": {"left_out": [True]}}, r"position\.left_out holds a value that no run writes"),
         ({"position": {"seconds": "1"}}, r"position\.seconds cannot be a str"),
-        ({"position": {"skipped": -1}}, r"position\.skipped holds what no run has"),
+        ({"position": {"skipped": -1}}, r"position\.skipped holds a value that no run writes"),
         ({"position": {"other": nested(100)}}, "position is nested too deeply"),
         ({"lineage": [nested(100)]}, "lineage is nested too deeply"),
         ({"loop": {"loss_scale": "high"}}, r"loop\.loss_scale is not a number"),

@@ -145,7 +145,7 @@ def test_a_checkpoint_under_another_name_or_behind_a_link_is_not_trusted(folder:
 
     assert chosen == ten
     assert len(skipped) == 3
-    assert any("is the checkpoint of step 20, and its name says otherwise" in reason for _, reason in skipped)
+    assert any("is the checkpoint of step 20, but its name has another step" in reason for _, reason in skipped)
 
 
 # ---------------------------------------------------------------------------------------------- pruning

@@ -362,7 +362,7 @@ def test_a_shard_that_is_damaged_before_the_whole_model_is_made_of_it_fails_the_
 
     for result in results:
         assert isinstance(result, CheckpointError)
-        assert "what a rank wrote is not what rank 0 sees" in result.message
+        assert "rank 0 does not see a file as another rank wrote it" in result.message
         assert "shard-00001-of-00002.safetensors is damaged: the contents of v" in result.message
     assert not list(folder.iterdir())
 
@@ -406,12 +406,12 @@ OVERLAP = [Part(counted(2, 2), (2, 3), Box((0, 0), (2, 2)))], [Part(counted(2, 2
         (
             RankState(model={}),
             RankState(model={"w": [*HOLE[0], Part.whole(torch.ones(2))]}),
-            "rank 1: w of the model .* its parts are of different tensors",
+            "rank 1: w of the model .* its parts differ in dtype",
         ),
         (
             RankState(model={}),
             RankState(model={"w": [Part(counted(2), (4,), Range(0, 2)), Part(counted(2).double(), (4,), Range(2, 4))]}),
-            "rank 1: w of the model .* its parts are of different tensors",
+            "rank 1: w of the model .* its parts differ in dtype",
         ),
         (
             RankState(model={"w": Part(counted(2), (4,), Range(0, 2))}),
@@ -506,10 +506,10 @@ def test_a_rank_that_dies_while_it_writes_leaves_an_error_to_the_other_and_the_e
     survivor = results[1 - rank]
     assert isinstance(survivor, CheckpointError)
     if rank == 1:
-        assert "step 20 was not saved: rank 1 is out of touch (Connection closed by peer)" in survivor.message
+        assert "step 20 was not saved: no connection to rank 1 (Connection closed by peer)" in survivor.message
         assert not list(folder.glob(".step-*"))
     else:
-        assert "step 20: rank 1 is out of touch with rank 0 (Connection closed by peer)" in survivor.message
+        assert "step 20: rank 1 lost the connection to rank 0 (Connection closed by peer)" in survivor.message
     chosen, skipped = newest(folder)
     assert chosen is not None
     assert (steps_in(read(chosen)), skipped) == ({10}, [])
@@ -529,7 +529,7 @@ def test_a_rank_that_is_gone_when_all_is_written_costs_nothing(folder: Path) -> 
     ranks = Alone()
     ranks.broadcast = die  # type: ignore[method-assign]
     peers = Peers(ranks=ranks)
-    with pytest.raises(CheckpointError, match=r"step 7 is complete, but not all ranks could be told"):
+    with pytest.raises(CheckpointError, match=r"step 7 is complete, but not all ranks could be informed"):
         writer.write(folder, FACTS, RankState(model={"w": counted(3)}), peers)
 
     assert [manifest.step for _, manifest in committed(folder)[0]] == [7]
@@ -567,7 +567,7 @@ def test_a_folder_that_ranks_do_not_share_is_named(folder: Path, tmp_path: Path)
 
     for result in World(2).run(write_somewhere):
         assert isinstance(result, CheckpointError)
-        assert result.message.startswith(f"rank 1: there is no folder {elsewhere}")
+        assert result.message.startswith(f"rank 1: rank 0 created the folder {elsewhere}")
         assert "all ranks must see the run's folder" in result.hints[0]
     assert not list(folder.iterdir())
 
@@ -588,7 +588,7 @@ def test_a_shard_that_rank_0_cannot_see_is_no_part_of_a_checkpoint(folder: Path)
 
     for result in results:
         assert isinstance(result, CheckpointError)
-        assert "rank 0: what a rank wrote is not what rank 0 sees:" in result.message
+        assert "rank 0: rank 0 does not see a file as another rank wrote it:" in result.message
         assert "shard-00001-of-00002.safetensors" in result.message
 
 

@@ -101,7 +101,7 @@ def test_when_one_rank_dies_at_any_operation_the_other_learns_of_it_and_the_run_
         assert isinstance(results[1 - rank], (CheckpointError, Path) if pruning else CheckpointError), results
         found.add(state_of(folder))
         if rank == 1:
-            assert re.search(r"was not saved: (rank 1|a rank) is out of touch", str(results[0]))
+            assert re.search(r"was not saved: no connection to (rank 1|a rank)", str(results[0]))
             assert not list(folder.glob(".step-*")), "the surviving rank 0 cleans up"
 
         clean(folder)
@@ -197,7 +197,7 @@ def test_a_killed_process_is_an_error_in_the_others_and_costs_no_checkpoint(tmp_
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL]
     name, message = said.splitlines()
     assert said_by_killed.splitlines() == [name]
-    assert message.startswith("the checkpoint of step 2 was not saved: rank 1 is out of touch (")
+    assert message.startswith("the checkpoint of step 2 was not saved: no connection to rank 1 (")
     path, skipped = newest(tmp_path / "checkpoints")
     assert path is not None
     assert (path.name, skipped, steps_in(read(path))) == (name, [], {1})

@@ -62,7 +62,7 @@ def test_the_batch_must_divide_by_the_ranks_that_the_launcher_or_the_option_says
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "cannot be dealt out evenly to 3 ranks" in _check("digits").stderr
+    assert "cannot be divided evenly among 3 ranks" in _check("digits").stderr
     assert _check("digits", "--ranks", "4").exit_code == 0
 
 

@@ -125,7 +125,7 @@ def test_broken_checkpoints_are_listed_with_the_reason(run: RunFolder) -> None:
     assert "COMMIT is damaged" in rows[1]["problem"]
     text = call("ls", "runs/digits").stdout
     assert text.count("broken: ") == 2
-    assert "it has 0 bytes, and the manifest says" in text
+    assert "it has 0 bytes; the manifest lists" in text
 
 
 def test_a_folder_of_checkpoints_needs_no_run(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_damaged_manifest_is_an_error_in_words(run: RunFolder, caplog: pytest.
 
     stderr = call("inspect", str(path_of(run, 3)), code=3).stderr
 
-    assert "manifest.json is damaged: its sha256 is not the one that COMMIT names" in stderr
+    assert "manifest.json is damaged: its sha256 is not the one in COMMIT" in stderr
     assert said("inspect", "digits")["step"] == 2, "the newest that can be read"
     assert "passed over: the checkpoint file" in caplog.text
 

@@ -82,7 +82,7 @@ def test_there_is_one_process_per_gpu_or_one(
     [
         (["nowhere.toml"], "no such recipe: `nowhere.toml`"),
         (["digits", "--set", "train.lenght=1ep"], "unknown key `lenght` in [train]"),
-        (["digits", "--nproc", "3"], "cannot be dealt out evenly to 3 ranks"),
+        (["digits", "--nproc", "3"], "cannot be divided evenly among 3 ranks"),
         (["digits", "--nproc", "0"], "0 is not in the range"),
         (["digits", "--nproc", "1000000"], "1000000 is not in the range"),
         (["digits", "cnn"], "Got unexpected extra argument (cnn)"),
@@ -102,7 +102,7 @@ def test_a_mistake_is_told_once_and_nothing_is_started(
 def test_a_mistake_is_told_as_json_too_where_that_is_asked_for() -> None:
     said = json.loads(invoke("digits", "--json", "--nproc", "3").stdout)
     assert (said["state"], said["exit_code"]) == ("failed", ExitCode.USAGE)
-    assert "cannot be dealt out evenly to 3 ranks" in said["error"]
+    assert "cannot be divided evenly among 3 ranks" in said["error"]
 
 
 def test_ranks_are_told_what_to_profile(launcher: Launcher) -> None:
@@ -218,9 +218,9 @@ def test_an_endpoint_whose_port_is_held_is_refused_before_ranks_are_started(laun
         (["--nnodes", "2"], "2 nodes need an endpoint"),
         (
             ["--nnodes", "1:5", "--node-rank", "0", "--endpoint", "a", "-n", "1"],
-            "cannot be dealt out evenly to 3 ranks",
+            "cannot be divided evenly among 3 ranks",
         ),
-        ([*NODES, "-n", "3"], "cannot be dealt out evenly to 6 ranks"),
+        ([*NODES, "-n", "3"], "cannot be divided evenly among 6 ranks"),
         ([*NODES, "--", "--nnodes=2"], "--nnodes and torchrun's flags both set a rendezvous"),
         (["--nnodes", "1:2", "--node-rank", "0", "--endpoint", "a", "-n", "1", "--fresh"], "would start from scratch"),
         (["--max-time", "5ep"], "--max-time 5ep is no wall time"),
@@ -259,7 +259,7 @@ def test_what_ranks_refuse_after_a_restart_is_the_status_of_the_run(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine has joined, and their number no longer divides the batch: before, they had stopped, to start again."""
-    told = Ended(2, told=True, error="RecipeError: cannot be dealt out evenly to 3 ranks")
+    told = Ended(2, told=True, error="RecipeError: cannot be divided evenly among 3 ranks")
 
     def start(*_: Any, **__: Any) -> Ended:
         folder.write_status({**status(folder), "state": "stopped", "exit_code": 75, "step": 8})

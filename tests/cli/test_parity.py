@@ -200,7 +200,7 @@ def test_a_run_that_failed_lends_its_words_and_its_exit_code(comparison: Compari
         (["nowhere.toml", "--strategies", "ddp,single"], "no such recipe: `nowhere.toml`"),
         (["tiny.toml", "--strategies", "ddp,dpp"], "there is no strategy named `dpp`"),
         (["tiny.toml", "--strategies", "ddp,ddp:zip"], "`strategy.bucket_cap_mb` must be an integer"),
-        (["tiny.toml", "--strategies", "ddp,ddp@3"], "cannot be dealt out evenly to 3 ranks"),
+        (["tiny.toml", "--strategies", "ddp,ddp@3"], "cannot be divided evenly among 3 ranks"),
         (["tiny.toml", "--strategies", "ddp,,single"], "the name of a strategy is missing"),
         (["tiny.toml", "--strategies", "ddp"], "there is nothing to compare with"),
         (["tiny.toml"], "Missing option '--strategies'"),

@@ -115,7 +115,7 @@ def test_jobs_of_an_array_train_runs_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--nodes=3"], "cannot be dealt out evenly to 3 ranks"),
+        (["--nodes=3"], "cannot be divided evenly among 3 ranks"),
         (["--set=train.lenght=1ep"], "unknown key `lenght` in [train]"),
         (["--time=tomorrow"], "--time tomorrow is not a time in Slurm's format"),
         (["--time=2"], "--time 2 is 120 s, but ranks have to save 120 s before its end"),

@@ -54,7 +54,7 @@ def sweep(*words: str) -> Result:
         (["optimizer.lr=0.1,1e9"], "`optimizer.lr` must be at most 1000"),
         (["optimizer.rl=0.1,0.2"], "unknown key `rl`"),
         (["optimizer.lr=1e-4..1e-1"], "draw some: --random N, or --optuna N"),
-        (["train.global_batch=8,9", "--nproc=2"], "cannot be dealt out evenly to 2 ranks"),
+        (["train.global_batch=8,9", "--nproc=2"], "cannot be divided evenly among 2 ranks"),
         (["train.seed=0,1", "--random=2", "--optuna=2"], "exclude each other"),
         (["train.seed=0,1", "name=mine"], "the runs of a sweep are named by their values"),
         (["name=a,b"], "the runs of a sweep are named by their values"),

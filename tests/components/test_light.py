@@ -74,7 +74,7 @@ def test_a_launch_whose_batch_does_not_divide_has_the_options_of_its_strategy_ch
     own = ["launch", "digits", "--nproc=3", "strategy.use=fsdp"]
     looks = [[*own, "--dry-run"], [*own, "strategy.replicas=many", "--dry-run"]]
     (_, indivisible, _), (code, wrong, _) = looked(looks, tmp_path)
-    assert "cannot be dealt out evenly to 3 ranks" in indivisible
+    assert "cannot be divided evenly among 3 ranks" in indivisible
     assert code == 2
     assert "`strategy.replicas`" in wrong
 

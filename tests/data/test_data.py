@@ -561,7 +561,7 @@ def test_what_is_no_dataset_is_refused() -> None:
 
 
 def test_a_dataset_smaller_than_a_dropped_batch_is_refused() -> None:
-    with pytest.raises(PluginError, match="holds 3 samples, less than one global batch of 4"):
+    with pytest.raises(PluginError, match="has 3 samples, fewer than one global batch of 4"):
         deal(Numbers(3), batch=4, micro=4, drop_last=True)
 
 
@@ -571,15 +571,15 @@ def test_an_empty_dataset_is_called_empty() -> None:
 
 
 def test_an_empty_stream_is_refused_instead_of_searched_for_ever() -> None:
-    with pytest.raises(PluginError, match="NumberStream holds no sample"):
+    with pytest.raises(PluginError, match="NumberStream yields no sample"):
         next(deal(NumberStream(0), batch=2, micro=2).training(0))
-    with pytest.raises(PluginError, match="NumberStream holds less than one batch"):
+    with pytest.raises(PluginError, match="NumberStream yields less than one batch"):
         next(deal(NumberStream(1), batch=2, micro=2, drop_last=True).training(0))
 
 
 def test_an_evaluation_of_no_sample_is_refused() -> None:
     """Its means would be nowhere, without a word."""
-    with pytest.raises(PluginError, match="NumberStream holds no sample"):
+    with pytest.raises(PluginError, match="NumberStream yields no sample"):
         list(deal(NumberStream(0), batch=2, micro=2).evaluation())
 
 
@@ -617,9 +617,11 @@ def test_a_stream_that_can_be_read_once_is_refused_at_its_second_evaluation() ->
 
     batches = deal(Once(), batch=2, micro=2)
     assert [micro.data.tolist() for micro in batches.evaluation()] == [[0, 1], [2, 3]]
-    with pytest.raises(PluginError, match="Once holds no sample") as error:
+    with pytest.raises(PluginError, match="Once yields no sample") as error:
         list(batches.evaluation())
-    assert error.value.hints == ("if it did before: `__iter__` must begin anew whenever it is called",)
+    assert error.value.hints == (
+        "if this is not the first epoch: `__iter__` must start from the beginning at every call",
+    )
 
 
 def test_any_nest_of_tensors_moves() -> None:
@@ -721,17 +723,17 @@ class Promising:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("length", "found"), [(4, "there are more"), (8, "there are more"), (16, "10 of them came")])
+@pytest.mark.parametrize(("length", "found"), [(4, "it yielded more"), (8, "it yielded more"), (16, "it yielded 10")])
 def test_a_stream_whose_length_is_not_what_it_promises_is_refused(length: int, found: str, workers: int) -> None:
     """Counted by 4, "3 epochs" of 10 samples were 18."""
     batches = deal(Promising(10, length), batch=4, micro=2, shuffle=False, workers=workers)
-    with pytest.raises(PluginError, match=f"Promising promises {length} samples .* {found}") as refused:
+    with pytest.raises(PluginError, match=f"Promising has {length} samples .* {found}") as refused:
         steps(batches, 4)
-    assert "leave it out" in refused.value.hints[0]
+    assert "remove it" in refused.value.hints[0]
 
 
 def test_a_length_that_is_too_small_is_found_at_its_last_sample_as_a_run_may_end_there() -> None:
-    with pytest.raises(PluginError, match="promises 8 samples"):
+    with pytest.raises(PluginError, match="has 8 samples"):
         steps(deal(Promising(10, 8), batch=4, micro=4, shuffle=False), 2)
 
 

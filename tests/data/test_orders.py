@@ -164,8 +164,8 @@ class Odd(Order):
         ([], r"the order Odd gave nothing for step 2 \(0 is the first\)"),
         ([[1, 2]], r"gave an array of shape \[1, 2\] of int64 for step 2"),
         ([0.5], r"gave an array of shape \[1\] of float64"),
-        ([7, 103], "asks for sample 103 by step .*, and the data has 103"),
-        (np.array([-1]), "asks for sample -1 by step"),
+        ([7, 103], "returned sample 103 for step .* or earlier, but the data has only 103"),
+        (np.array([-1]), "returned sample -1 for step"),
     ],
 )
 def test_what_is_no_step_is_refused(found: Any, said: str) -> None:

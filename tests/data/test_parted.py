@@ -197,7 +197,9 @@ def test_a_part_that_is_shorter_than_it_says_is_named() -> None:
         def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
             return iter([(part, place) for place in range(skip, min(5, self.parts[part]))])
 
-    with pytest.raises(PluginError, match="part 1 of Short ended before its sample 5, and `parts` says that it has 9"):
+    with pytest.raises(
+        PluginError, match="part 1 of Short ended before its sample 5, but according to `parts` it has 9"
+    ):
         steps(Short([5, 9], lanes=(1, 1)), 1, 1, 1, batch=14)
 
 
@@ -208,7 +210,7 @@ def test_a_part_that_is_longer_than_it_says_is_named() -> None:
         def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
             return iter([(part, place) for place in range(skip, 10)])
 
-    with pytest.raises(PluginError, match="part 1 of Long has more samples than the 9 that `parts` says"):
+    with pytest.raises(PluginError, match="part 1 of Long has more samples than in `parts`, which is 9"):
         steps(Long([10, 9], lanes=(1, 1)), 1, 1, 1, batch=19)
 
 

@@ -60,7 +60,7 @@ def test_a_folder_of_temporary_files_with_a_name_too_long_for_sockets_is_refused
 
 def test_full_shared_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(1 << 26, (1 << 26) - 4096, 4096))
-    with pytest.raises(EnvironmentProblem, match=f"{tmp_path} has 4096 bytes free"):
+    with pytest.raises(EnvironmentProblem, match=f"{tmp_path} has only 4096 bytes free"):
         refuse_missing_resources(2, 2, shm=tmp_path)
     refuse_missing_resources(2, 2, shm=tmp_path / "absent")
 
@@ -79,12 +79,12 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_else_refused(
     refuse_missing_resources(400, 2)
     assert raised[2] == (5000, 5000)
     limits[0] = (40, 40)
-    with pytest.raises(EnvironmentProblem, match=r"data.workers = 8 needs about .* open files .* may have 40"):
+    with pytest.raises(EnvironmentProblem, match=r"data.workers = 8 needs about .* open files .* the limit is 40"):
         refuse_missing_resources(8, 2)
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_of_the_rank_that_waits_for_it() -> None:
-    with pytest.raises(PluginError, match=r"a loader process could not hand a micro-batch over: .*lambda"):
+    with pytest.raises(PluginError, match=r"a loader process could not send a micro-batch: .*lambda"):
         fetched(Rows("a lambda"))
 
 
@@ -96,7 +96,7 @@ def test_what_the_system_refuses_a_loader_process_is_an_error_of_the_rank(
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr(fetching, "refuse_missing_resources", lambda *_: None)
-    with pytest.raises(EnvironmentProblem, match="could not hand a micro-batch over: OSError: AF_UNIX path too long"):
+    with pytest.raises(EnvironmentProblem, match="could not send a micro-batch: OSError: AF_UNIX path too long"):
         fetched(Rows())
 
 

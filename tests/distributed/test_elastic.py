@@ -115,7 +115,7 @@ def test_a_world_that_does_not_divide_the_batch_ends_the_run_and_says_so(hosts: 
     for command in (first, second):
         code, said = command.ended()
         assert code == ExitCode.USAGE, said
-        assert "cannot be dealt out evenly to 2 ranks" in said or command is second
+        assert "cannot be divided evenly among 2 ranks" in said or command is second
     found = status(folder)
     assert (found["state"], found["exit_code"]) == ("failed", ExitCode.USAGE)
-    assert "cannot be dealt out evenly to 2 ranks" in found["error"]
+    assert "cannot be divided evenly among 2 ranks" in found["error"]

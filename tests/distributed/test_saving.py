@@ -145,10 +145,10 @@ def test_checkpoints_that_somebody_removes_during_training_are_missed(bench: Ben
     (bench.folder / "gone.py").write_text(GONE)
     more = '[callbacks.gone]\nuse = "./gone.py:Gone"\nwhen = "step"\nwhat = "runs/run/checkpoints"'
     said = bench("run", length="8st", more=f'[checkpoint]\nevery = "2st"\nbackground = false\n{more}', nproc=1)
-    assert said.stderr.count("warning: runs/run/checkpoints is not there: it is made again") == 1
+    assert said.stderr.count("warning: runs/run/checkpoints does not exist: a new one is created") == 1
     assert steps(bench) == [8]
     bench("plain", length="8st", nproc=1)
-    assert "made again" not in bench("plain", length="9st", nproc=1).stderr
+    assert "a new one is created" not in bench("plain", length="9st", nproc=1).stderr
 
 
 def test_a_metric_that_is_to_decide_what_is_best_and_does_not_exist_is_named(bench: Bench) -> None:

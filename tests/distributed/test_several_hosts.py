@@ -148,7 +148,7 @@ def test_two_hosts_whose_clocks_differ_train_together_or_not_at_all(
         assert json.loads((tmp_path / "runs/tiny/status.json").read_text())["world_size"] == 2
     else:
         assert (code, other) == (3, 3), first + second
-        assert "1 of 2 nodes are here" in first + second
+        assert "only 1 of 2 nodes have joined" in first + second
         assert not (tmp_path / "runs").exists()
     assert "frame #" not in first + second
     assert "Traceback" not in first + second

@@ -416,4 +416,4 @@ def test_a_launcher_that_contradicts_the_recipe_is_refused(run: Run, variable: s
     run(nproc=1, values=[1.0] * 2)
     failed = run.ddpforge("run", "run.toml", "--fresh", nproc=2, env={variable: value}, fails=True)
     assert set(failed.codes) == {3}
-    assert f"{variable}={value}, which `{key}` in the recipe decides" in failed.stderr
+    assert f"{variable}={value}, but `{key}` in the recipe decides this" in failed.stderr

@@ -40,7 +40,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 def test_more_processes_than_gpus_are_refused(bench: Bench, strategy: str) -> None:
     ranks = bench("two", strategy, nproc=torch.cuda.device_count() + 1, fails=True)
     assert set(ranks.codes) == {3}
-    assert "and each needs one of its own" in ranks.stderr
+    assert "but each process needs its own GPU" in ranks.stderr
     assert "Traceback" not in ranks.stderr
 
 

@@ -220,5 +220,5 @@ def test_a_damaged_side_is_an_error() -> None:
     shard = paths[1] / "shard-00000-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
 
-    with pytest.raises(CheckpointError, match="are not those that were written"):
+    with pytest.raises(CheckpointError, match="are not as written"):
         compare(*paths)

@@ -346,7 +346,7 @@ def test_a_damaged_checkpoint_is_refused(folder: Path) -> None:
     content[8 + int.from_bytes(content[:8], "little")] ^= 1  # the first byte of the first tensor
     shard.write_bytes(content)
 
-    with pytest.raises(CheckpointError, match="are not those that were written"):
+    with pytest.raises(CheckpointError, match="are not as written"):
         began(path)
 
 

@@ -250,7 +250,7 @@ def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
 
     ended = start(f"accelerate launch {flags} -m ddpforge run tiny.toml")
     assert ended.returncode != 0
-    assert "was asked for 2 processes and started 1" in ended.stderr
+    assert "should start 2 processes but started 1" in ended.stderr
     assert "ddpforge launch RECIPE --nproc 2" in ended.stderr
     assert "torchrun --nproc-per-node 2 -m ddpforge run RECIPE" in ended.stderr
     assert "accelerate launch --multi_gpu --num_processes 2 -m ddpforge run RECIPE" in ended.stderr

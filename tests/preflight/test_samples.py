@@ -65,7 +65,7 @@ def test_batches_that_are_no_columns_of_tensors_are_tried(
         (["task={use='./mine.py:Odd', how='detached'}"], "does not depend on any trainable parameter"),
         (["task={use='./mine.py:Odd', how='float'}"], "returns a float for the loss, not a tensor"),
         (["task={use='./mine.py:Odd', how='floats'}"], "metric `it` is a float, but must be a Total"),
-        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is no single number: it is of shape [3], []"),
+        (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is not a single number: it has the shape [3], []"),
         (["task={use='./mine.py:Odd', how='list'}"], "metrics returns a list (a float), not a dict of totals"),
         (["task={use='./mine.py:Odd', how='mean'}"], "returns a mean over the batch"),
         (["task={use='./mine.py:Odd', how='rows'}"], "metric `it` returns Rows, but no Metric finishes it"),
@@ -215,7 +215,7 @@ def test_random_numbers_are_what_they_were(parts: Callable[..., Staged]) -> None
 def test_a_stream_without_a_sample_is_told(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE.replace("range(16))", "range(0))"))
     found = told(parts("data.eval={use='./mine.py:Stream'}"), strict=True)
-    assert "the iterable dataset Stream holds no sample" in "".join(found.values())
+    assert "the iterable dataset Stream yields no sample" in "".join(found.values())
 
 
 def test_every_evaluation_set_is_tried_by_its_name(parts: Callable[..., Staged]) -> None:

@@ -63,6 +63,6 @@ def test_what_torch_cannot_repeat_is_named() -> None:
     with settings_restored():
         set_arithmetic(train(deterministic=True))
         said = refused(StrategyError, put)
-    assert "train.deterministic = true, and torch cannot compute `put_` the same way every time" in said
+    assert "train.deterministic = true, but torch has no deterministic implementation of `put_`" in said
     other = RuntimeError("something else")
     assert told_of_determinism(other) is other

@@ -110,7 +110,7 @@ def test_a_rank_takes_the_gpu_with_its_number_or_the_one_it_sees(
 
 def test_more_processes_than_gpus_are_refused(machine: Any) -> None:
     machine(gpus=2, local_rank=0, local_world_size=3)
-    with pytest.raises(StrategyError, match="3 processes are to share 2 GPUs") as refused:
+    with pytest.raises(StrategyError, match="3 processes would share 2 GPUs") as refused:
         chosen()
     assert refused.value.hints[0] == "ddpforge launch RECIPE --nproc 2"
 
@@ -118,7 +118,7 @@ def test_more_processes_than_gpus_are_refused(machine: Any) -> None:
 def test_the_launcher_and_the_recipe_may_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert device_type(train()) == "cpu"
-    with pytest.raises(StrategyError, match=r'ACCELERATE_USE_CPU=true, and the recipe train.device = "cuda"'):
+    with pytest.raises(StrategyError, match=r'ACCELERATE_USE_CPU=true, but the recipe has train.device = "cuda"'):
         join.join(train(device="cuda"), DDP())
 
 

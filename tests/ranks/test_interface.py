@@ -47,13 +47,13 @@ def test_the_only_interface_is_taken(machine: dict[str, list[str]]) -> None:
 
 def test_of_several_a_person_chooses(machine: dict[str, list[str]]) -> None:
     machine.update(eth0=["10.0.0.1"], eth1=["10.1.0.1"])
-    with pytest.raises(EnvironmentProblem, match=r"x is 127\.0\.1\.1 to itself, where gloo") as found:
+    with pytest.raises(EnvironmentProblem, match=r"x has the address 127\.0\.1\.1 here, which other") as found:
         choose_interface(dict(FAR))
     assert found.value.hints[0] == f"export {GLOO}=…: eth0, eth1"
 
 
 def test_what_a_person_has_chosen_must_be_there() -> None:
-    with pytest.raises(EnvironmentProblem, match=f"{GLOO}=nope0, and .* has no nope0"):
+    with pytest.raises(EnvironmentProblem, match=f"{GLOO}=nope0, but .* has no interface nope0"):
         choose_interface({**FAR, GLOO: "nope0"})
     choose_interface(environ := {**FAR, GLOO: "lo"})
     assert environ[GLOO] == "lo"

@@ -131,7 +131,7 @@ def test_a_launcher_may_say_what_the_recipe_says_or_nothing(
     }
     key = keys.get(variable, "strategy.use")
     message = in_ranks(1, rank)[0]
-    said = f"the launcher says ACCELERATE_{variable}={said}, which `{key}` in the recipe decides | "
+    said = f"the launcher sets ACCELERATE_{variable}={said}, but `{key}` in the recipe decides this | "
     assert message.startswith("" if fits else said)
     assert bool(message) != fits
 
@@ -142,7 +142,7 @@ def test_fewer_processes_than_were_asked_for_are_too_few(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(join, "processes_asked_for", lambda: 2)
     (message,) = in_ranks(1, rank)
-    assert message.startswith("`accelerate launch` was asked for 2 processes and started 1")
+    assert message.startswith("`accelerate launch` should start 2 processes but started 1")
     assert " | ddpforge launch RECIPE --nproc 2 | " in message
 
 
@@ -154,7 +154,7 @@ def test_a_world_of_another_size_than_the_launcher_announced_is_refused(monkeypa
         return refused(StrategyError, lambda: join.join(train(), DDP()))
 
     monkeypatch.setattr(join, "Accelerator", Alone)
-    said = "the launcher started 2 processes, but Accelerate formed a world of 1"
+    said = "the launcher started 2 processes, but Accelerate formed a process group of 1"
     assert [message.startswith(said) for message in in_ranks(2, rank)] == [True, True]
 
 
@@ -255,7 +255,7 @@ def test_a_world_of_fewer_nodes_than_were_asked_for_is_refused_by_name(
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(here))
         monkeypatch.setenv("LOCAL_RANK", str(there))
         if raises and asked:
-            with pytest.raises(raises, match=f"1 of {asked} nodes are here") as refused:
+            with pytest.raises(raises, match=f"only 1 of {asked} nodes have joined") as refused:
                 join._refuse_fewer_nodes()
             assert refused.value.exit_code == 3
         elif not asked or here >= asked:
@@ -281,10 +281,10 @@ def test_a_port_that_is_closed_between_nodes_is_named(monkeypatch: pytest.Monkey
 
         (said,) = in_ranks(1, rank)
     assert said.startswith(
-        f"rank 1 on {socket.gethostname()} does not reach the others, who meet at 127.0.0.1:{port}: "
+        f"rank 1 on {socket.gethostname()} cannot reach the other ranks, whose rendezvous is 127.0.0.1:{port}: "
     )
     assert "frame #" not in said
-    assert "open the ports between all nodes that their systems hand out by themselves: " in said
+    assert "open the ports for outgoing connections (ephemeral ports) between all nodes: " in said
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     with pytest.raises(RuntimeError), join._ports_named():  # one node: no port is closed
         raise RuntimeError("gloo: no")

@@ -190,7 +190,7 @@ def test_a_shape_that_changes_counts_from_then_on() -> None:
 
 
 def test_a_shape_that_nobody_finishes_is_refused() -> None:
-    with pytest.raises(PluginError, match=r"`other` is no single number: it is of shape \[2\], \[\]"):
+    with pytest.raises(PluginError, match=r"`other` is not a single number: it has the shape \[2\], \[\]"):
         together(Shares(), [{"other": Total(torch.zeros(2), 1)}])
 
 
@@ -200,5 +200,5 @@ def test_what_finish_returns_must_be_numbers(made: Any) -> None:
         def finish(self, sum: Tensor, count: Tensor) -> Any:
             return made
 
-    with pytest.raises(PluginError, match=r"Odd\.finish returns .* for `shares`: neither a number, nor"):
+    with pytest.raises(PluginError, match=r"Odd\.finish returns .* for `shares`; expected a number, or"):
         together(Odd(), [{"shares": Total(torch.ones(2), 1)}])

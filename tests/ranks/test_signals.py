@@ -191,5 +191,5 @@ def test_under_a_launcher_that_passes_on_whatever_was_pressed_no_signal_is_named
     with caplog.at_level(logging.INFO, "ddpforge"), StopRequests():
         os.kill(os.getpid(), signal.SIGTERM)
     assert [record.message for record in caplog.records] == [
-        "asked to stop: finishing this step, then saving a checkpoint"
+        "stop requested: finishing this step, then saving a checkpoint"
     ]

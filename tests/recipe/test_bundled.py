@@ -32,7 +32,7 @@ def test_names_and_paths() -> None:
     ("name", "said"),
     [
         ("digit", "did you mean `digits`?"),
-        ("plain", "a file in this folder is written `./plain`"),
+        ("plain", "write a file in this folder as `./plain`"),
         ("mien.toml", "did you mean `mine.toml`?"),
         ("digits.toml", "`digits` without a path is a recipe that ships with ddpforge"),
         ("no/such.toml", "there is no folder `no`"),

@@ -135,7 +135,7 @@ def test_options_without_a_component_wait_for_the_child_to_name_one(load: Load, 
 def test_a_file_may_be_extended_twice_but_not_by_itself(load: Load, valid: str) -> None:
     files = {"root": valid, "left": 'extends = "root.toml"\n', "right": 'extends = "root.toml"\ntrain.seed = 4\n'}
     assert load('extends = ["left.toml", "right.toml"]\n', **files).recipe.train.seed == 4
-    assert _messages(load, 'extends = "recipe.toml"\n') == ["`extends` goes in a circle"]
+    assert _messages(load, 'extends = "recipe.toml"\n') == ["`extends` is circular"]
 
 
 def test_missing_and_mistyped_bases_are_all_told(load: Load) -> None:
@@ -246,7 +246,7 @@ def test_an_environment_variable_is_text_and_the_error_says_so(
     with pytest.raises(RecipeError) as caught:
         load(valid.replace("256", '"${env:BATCH}"'))
     assert caught.value.problems[0].hints == (
-        "environment variables are text: --set train.global_batch=… takes numbers, true and false",
+        "environment variables are text: use --set train.global_batch=… for numbers, true and false",
     )
 
 
@@ -280,7 +280,7 @@ def test_every_value_knows_where_it_comes_from(load: Load, valid: str, monkeypat
         (b"[model]\nx = 0x" + b"f" * 6000, ":2:5", "does not fit into 64 bits"),
         (b"[model]\nuse = 2026-11-20", ":2:7", 'add quotes: use = "2026-11-20"'),
         (b"[model]\nclasses = ten", ":2:11", 'text needs quotes: classes = "ten"'),
-        (b"[model]\nclasses = None", ":2:11", "leave the key out"),
+        (b"[model]\nclasses = None", ":2:11", "remove the key"),
         (b"[model]\nx = True", ":2:5", "write x = true"),
         (b"[model]\nx = .5", ":2:5", "x = 0.5"),
         (b"model: cnn", ":1:6", "TOML writes `key = value`"),
@@ -334,7 +334,7 @@ def test_the_command_line_takes_out_before_it_sets(load: Load, valid: str) -> No
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        ("~callbacks.emma", "`unset`: there is no `callbacks.emma` to take out"),
+        ("~callbacks.emma", "`unset`: there is no `callbacks.emma` to remove"),
         ("~", "`~` names no key"),
         ("~train.seed=3", "`~train.seed=3` names no key"),
         ('unset=["callbacks"]', "`unset` can be set only in a file"),
@@ -349,8 +349,8 @@ def test_an_empty_table_over_a_full_one_is_an_error(load: Load, valid: str) -> N
     with pytest.raises(RecipeError) as caught:
         load('extends = "base.toml"\ncallbacks = {}\n', base=valid + BASE)
     (problem,) = caught.value.problems
-    assert problem.message == "`callbacks` is empty, and takes nothing out of the table that this recipe extends"
-    assert problem.hints == ('to take it out, write unset = ["callbacks"] at the top of the recipe',)
+    assert problem.message == "`callbacks` is empty, and removes nothing from the table that this recipe extends"
+    assert problem.hints == ('to remove it, write unset = ["callbacks"] at the top of the recipe',)
     assert load('extends = "base.toml"\ntrack = {}\n', base=valid).recipe.track.trackers == {}
 
 
@@ -380,7 +380,7 @@ def test_absurd_magnitudes_and_other_types_are_refused(load: Load, text: str) ->
 
 
 def test_a_metric_has_a_name_on_one_line(load: Load) -> None:
-    with pytest.raises(RecipeError, match="must not hold control characters"):
+    with pytest.raises(RecipeError, match="must not contain control characters"):
         load(None, "checkpoint.keep.best=1", 'checkpoint.keep.by="eval/\\nloss"')
 
 
@@ -389,7 +389,7 @@ def test_a_metric_has_a_name_on_one_line(load: Load) -> None:
 def test_a_callback_or_tracker_has_a_name_on_one_line(load: Load, valid: str, table: str, name: str) -> None:
     use = {"callbacks": "ema", "track": "wandb"}[table]
     more = 'project = "p"\n' if table == "track" else ""
-    with pytest.raises(RecipeError, match="must not hold control characters, such as newlines") as caught:
+    with pytest.raises(RecipeError, match="must not contain control characters, such as newlines") as caught:
         load(f'{valid}\n[{table}."{name}"]\nuse = "{use}"\n{more}')
     (problem,) = caught.value.problems
     assert problem.message.startswith(f"the name of [{table}.")
@@ -401,7 +401,7 @@ def test_a_callback_or_tracker_has_a_name_on_one_line(load: Load, valid: str, ta
 
 @pytest.mark.parametrize("value", ["runs/a\\nb", "a\\u0000b", "a\\u007fb"])
 def test_initial_weights_have_a_path_on_one_line(load: Load, value: str) -> None:
-    with pytest.raises(RecipeError, match=r"`checkpoint\.init_from` cannot be .*must not hold control characters"):
+    with pytest.raises(RecipeError, match=r"`checkpoint\.init_from` cannot be .*must not contain control characters"):
         load(None, f'checkpoint.init_from="{value}"')
     with pytest.raises(RecipeError, match=r"`checkpoint\.init_from` must be"):
         load(None, 'checkpoint.init_from=""')
@@ -471,6 +471,6 @@ def test_a_group_must_say_what_is_in_it(load: Load, valid: str) -> None:
 
 
 def test_settings_in_one_string_are_refused_and_not_read_letter_by_letter() -> None:
-    with pytest.raises(UsageError, match=r"sets is the string 'train.seed=1', and must be a list") as told:
+    with pytest.raises(UsageError, match=r"sets is the string 'train.seed=1', but must be a list") as told:
         load_recipe("digits", sets="train.seed=1")
     assert told.value.hints == ("sets = ['train.seed=1']",)

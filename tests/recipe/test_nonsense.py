@@ -76,5 +76,5 @@ def test_evaluation_settings_need_something_to_evaluate_on(load: Load, valid: st
 
 def test_the_best_by_a_metric_of_evaluation_needs_evaluation(load: Load, valid: str) -> None:
     text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "")
-    with pytest.raises(RecipeError, match=r"there is no section \[data\.eval\] to compute it from"):
+    with pytest.raises(RecipeError, match=r"but there is no section \[data\.eval\]"):
         load(text + '[checkpoint]\nkeep = { best = 1, by = "eval/loss" }')

@@ -68,7 +68,7 @@ def test_percent_are_of_the_whole_run() -> None:
     assert plan.every == {"track.every": 10} | shares
     with pytest.raises(UsageError, match=r"train\.eval_every: 25% needs the run's length in steps"):
         planned({"length": "1h", "eval_every": "25%"})
-    with pytest.raises(ValidationError, match="it is what 100% means"):
+    with pytest.raises(ValidationError, match="percentages refer to it"):
         planned({"length": "50%"})
 
 
@@ -173,8 +173,8 @@ def test_elastic_shards_fix_the_micro_batch_whatever_the_ranks(ranks: int, accum
 @pytest.mark.parametrize(
     ("values", "ranks", "message", "hint"),
     [
-        ({"global_batch": 64}, 3, "`train.elastic_shards` = 4 cannot be dealt out evenly to 3 ranks", "fit: 1, 2, 4"),
-        ({"global_batch": 66}, 2, "cannot be dealt out evenly to 4 elastic shards", "nearest global_batch: 64 or 68"),
+        ({"global_batch": 64}, 3, "`train.elastic_shards` = 4 cannot be divided evenly among 3 ranks", "fit: 1, 2, 4"),
+        ({"global_batch": 66}, 2, "cannot be divided evenly among 4 elastic shards", "nearest global_batch: 64 or 68"),
         (
             {"global_batch": 64, "micro_batch": 3},
             1,

@@ -106,9 +106,9 @@ def test_options_of_a_set_may_be_secret_and_what_it_uses_may_not(load: Load, sev
         (["data.eval.seen.limit='x'"], "`data.eval.seen.limit` must be an integer, not a string", ""),
         (["~data.eval.seen.use"], "missing key `use` in [data.eval.seen]", "one of: digits, folder"),
         (["data.eval.seen.use='digit'"], "`digit`", "did you mean `digits`?"),
-        (["data.eval.limit=3"], "[data.eval] holds several sets, and `limit` is no table", 'add `use = "…"`'),
-        (["data.eval.'a/b'={use='digits', split='test'}"], "may hold letters, digits, `_` and `-`", ""),
-        (["data.eval.top5={use='digits', split='test'}"], "`eval/top5/loss` would be read in two ways", ""),
+        (["data.eval.limit=3"], "[data.eval] contains several sets, but `limit` is not a table", 'add `use = "…"`'),
+        (["data.eval.'a/b'={use='digits', split='test'}"], "may contain only letters, digits, `_` and `-`", ""),
+        (["data.eval.top5={use='digits', split='test'}"], "`eval/top5/loss` would be ambiguous", ""),
         (["data.eval.use='digits'"], "unknown key `clean` in [data.eval]", 'unset = ["data.eval"]'),
     ],
 )
@@ -132,10 +132,10 @@ def test_one_set_is_not_several_because_a_recipe_that_extends_it_adds_one(load: 
 @pytest.mark.parametrize("by", ["eval/loss", "eval/dirty/loss", "eval/clean", "eval/clean/"])
 def test_what_is_best_must_be_judged_by_one_of_the_sets(load: Load, several: str, by: str) -> None:
     message = refused(load, several + BEST.format(f'"{by}"'))
-    assert "the evaluation sets have names: it must name one" in message
+    assert "it must name one of the evaluation sets" in message
     assert "one of: eval/clean/" in message
 
 
 def test_an_example_of_what_to_judge_by_is_of_a_set(load: Load, several: str) -> None:
     message = refused(load, several + "\n[checkpoint]\nkeep = { best = 1 }\n")
-    assert 'say by which metric, e.g. by = "eval/clean/loss"' in message
+    assert 'name the metric, e.g. by = "eval/clean/loss"' in message

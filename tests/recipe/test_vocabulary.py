@@ -25,8 +25,8 @@ Load = Callable[..., LoadedRecipe]
         ("optimizer.clip_norm", "`clip_norm` is a key of [train]"),
         ("train.gradient_accumulation_steps", "global_batch / (micro_batch × ranks)"),
         ("train.accumulate", "global_batch / (micro_batch × ranks)"),
-        ("train.num_processes", "the launcher decides"),
-        ("strategy.world_size", "the launcher decides"),
+        ("train.num_processes", "the launcher sets"),
+        ("strategy.world_size", "the launcher sets"),
         ("train.mixed_precision", 'precision = "bf16"'),
         ("train.max_grad_norm", "clip_norm = 1`"),
         ("train.gradient_clipping", "clip_norm = 1`"),
@@ -96,7 +96,7 @@ def test_the_answer_has_the_users_own_value(load: Load, assigned: str, said: str
         ("train.compile=true", "did you mean `default`?", "never"),
         ("train.compile=false", "did you mean `off`?", "never"),
         ("train.precision=bfloat16", "did you mean `bf16`?", "fp8"),
-        ("train.eval_every=never", "leave out [data.eval]", "needs a unit"),
+        ("train.eval_every=never", "remove [data.eval]", "needs a unit"),
         ("checkpoint.every=false", "keep = { last = 1 }", "needs a unit"),
         ("checkpoint.every=0", "keep = { last = 1 }", '"0ep"'),
         ('model={class_path="my.Net"}', 'use = "my:Net"', '"my.Net"'),
@@ -122,7 +122,8 @@ def test_an_option_that_went_with_its_component_is_remembered(load: Load, valid:
     with pytest.raises(RecipeError) as caught:
         load('extends = "base.toml"\n[optimizer]\nuse = "sgd"\n', base=valid)
     (problem,) = caught.value.problems
-    assert problem.hints[0] == '`optimizer.lr = 0.001` is of "adamw", and went with it; set it again to keep it'
+    said = '`optimizer.lr = 0.001` is an option of "adamw", and was removed with it; set it again here'
+    assert problem.hints[0] == said
 
 
 def test_a_foreign_name_for_a_required_key_is_one_problem(load: Load, valid: str) -> None:

@@ -406,7 +406,7 @@ def test_every_damaged_file_is_named_with_its_own_reason() -> None:
         "model.safetensors",
     }
     assert found["rank-00000.json"] == "it cannot be read (No such file or directory)"
-    assert found["rank-00001.json"].startswith("it has 2 bytes, and the manifest says ")
+    assert found["rank-00001.json"].startswith("it has 2 bytes; the manifest lists ")
     assert found["model.safetensors"] == "its sha256 is not the one in the manifest"
     assert found["shard-00000-of-00002.safetensors"].startswith("the contents of ")
     with pytest.raises(CheckpointError):
@@ -421,7 +421,7 @@ def test_every_damaged_file_is_named_with_its_own_reason() -> None:
             "it puts layer.weight in the file 'else', which it does",
         ),
         (lambda m: weight(m).update(shape=[4, 5]), "layer.weight (model): element [3, 0] is missing"),
-        (lambda m: m.update(position={"skipped": -1}), "position.skipped holds what no run has"),
+        (lambda m: m.update(position={"skipped": -1}), "position.skipped holds a value that no run writes"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_the_damage(

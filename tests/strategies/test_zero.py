@@ -466,5 +466,5 @@ def test_a_launcher_may_say_what_the_recipe_says(
 
     monkeypatch.setenv(f"ACCELERATE_{variable}", said)
     (message,) = in_ranks(1, rank)
-    assert message.startswith(f"the launcher says ACCELERATE_{variable}={said}, which `{key}` in" if key else "")
+    assert message.startswith(f"the launcher sets ACCELERATE_{variable}={said}, but `{key}` in" if key else "")
     assert bool(message) == bool(key)

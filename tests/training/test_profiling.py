@@ -45,7 +45,7 @@ def test_what_names_no_steps_is_refused(text: str) -> None:
 def test_a_window_after_the_end_is_refused() -> None:
     Window(5, 9).refuse_after(5)
     Window(5, 9).refuse_after(None)
-    with pytest.raises(UsageError, match="begins at step 5, and the run ends at step 4"):
+    with pytest.raises(UsageError, match="begins at step 5, but the run ends at step 4"):
         Window(5, 9).refuse_after(4)
 
 
@@ -110,4 +110,4 @@ def test_a_run_writes_its_profile_beside_its_metrics(ddpforge: Callable[..., Ran
 
     late = ddpforge("run", "tiny.toml", "--fresh", "--profile", "7..9", fails=True)
     assert late.codes == [2]
-    assert "--profile begins at step 7, and the run ends at step 6" in late.stderr
+    assert "--profile begins at step 7, but the run ends at step 6" in late.stderr

@@ -81,7 +81,7 @@ def test_on_several_ranks_each_has_its_share_of_the_batch(processes: Processes) 
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(processes: Processes) -> None:
-    with pytest.raises(RecipeError, match="cannot be dealt out evenly to 3 ranks"):
+    with pytest.raises(RecipeError, match="cannot be divided evenly among 3 ranks"):
         find_micro_batch("digits", ranks=3)
 
 
