@@ -91,8 +91,8 @@ class PowerSGD:
             self._forget_nonfinite(bucket.index())
         reduced: Future[Tensor] = powerSGD_hook(state, bucket)
         if not bucket.buffer().is_cuda:
-            # The hook starts some all-reduces when others end. gloo uses several threads: two ranks could start those of
-            # two buckets in different orders, and gloo would mix them up.
+            # The hook starts some all-reduces when others end. gloo uses several threads: two ranks could start those
+            # of two buckets in different orders, and gloo would mix them up.
             reduced.wait()
         return reduced
 

@@ -181,7 +181,7 @@ class TorchReplica(Replica):
         return norm
 
     def _is_within(self, norm: Tensor, largest: float) -> bool:
-        """True if clipping would change nothing; always False on a GPU, where reading the norm would wait."""
+        """True if clipping would change nothing; always False on a GPU, because reading the norm would wait for it."""
         return self.precision.device.type == "cpu" and norm.item() + 1e-6 <= largest  # the epsilon of torch's clipping
 
     def clip(self, largest: float, norm: Tensor) -> None:

@@ -66,9 +66,9 @@ def test_odd_forms_train_as_in_one_process(odd: Odd, model: str, strategies: lis
         (
             "Double",
             ZERO[2],
-            "parameter `layers.0.weight` is float64, and DeepSpeed keeps and updates weights in float32",
+            "parameter `layers.0.weight` is float64, but DeepSpeed stores and updates weights in float32",
         ),
-        ("Odd", ZERO[3], "parameter `shift` is int16, and gloo and NCCL cannot gather that under stage 3"),
+        ("Odd", ZERO[3], "parameter `shift` is int16, which gloo and NCCL cannot gather under stage 3"),
         ("Following", FSDP, "forward changes parameter `teacher.weight` of `teacher` (Linear)"),
         ("Following", ZERO[3], "forward changes parameter `teacher.weight` of `teacher` (Linear)"),
         ("Hooked", FSDP, "parameter `head.weight` has a gradient hook"),
