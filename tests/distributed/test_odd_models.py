@@ -72,7 +72,7 @@ def test_odd_forms_train_as_in_one_process(odd: Odd, model: str, strategies: lis
         ("Following", FSDP, "forward changes parameter `teacher.weight` of `teacher` (Linear)"),
         ("Following", ZERO[3], "forward changes parameter `teacher.weight` of `teacher` (Linear)"),
         ("Hooked", FSDP, "parameter `head.weight` has a gradient hook"),
-        ("Hollow", FSDP, "parameter `nothing` has no elements, and FSDP cannot shard it"),
+        ("Hollow", FSDP, "parameter `nothing` has no elements: FSDP cannot shard it"),
         ("Looked", FSDP, "`table` (Embedding) gives sparse gradients, but sharded gradients are dense"),
         ("Looked", ZERO[1], "`table` (Embedding) gives sparse gradients, but sharded gradients are dense"),
         ("Looked", DDP, "`table` (Embedding) gives sparse gradients, but AdamW does not take them"),
