@@ -334,10 +334,13 @@ train = { length = "2st", global_batch = 8, device = "cpu" }
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ('{ use = "fsdp", tensor = 2, plan = { "blocks.*.nothing" = "columns" } }', "which no module of the model"),
+        (
+            '{ use = "fsdp", tensor = 2, plan = { "blocks.*.nothing" = "columns" } }',
+            "but no module of the model has this name",
+        ),
         (
             '{ use = "fsdp", tensor = 2, plan = { "blocks.*.mlp.0" = "colums" } }',
-            "which is none that tensor parallelism",
+            "which tensor parallelism does not have",
         ),
         ('{ use = "fsdp", tensor = 4 }', "2 heads of 8"),
         ('{ use = "pipeline", split = ["blocks.9"] }', "no part can begin with `blocks.9`"),

@@ -91,7 +91,7 @@ def test_models_without_experts_or_with_too_few_are_refused_before_ranks_join() 
     message = refused(UsageError, lambda: FSDP(context=2).check(moe(), task, ()))
     assert "the experts of MoEGPT need whole sequences" in message
     message = refused(UsageError, lambda: FSDP(tensor=2).check(moe(), task, ()))
-    assert message.startswith("strategy.tensor = 2 needs a plan of which layers are cut how, and MoEGPT has none")
+    assert message.startswith("strategy.tensor = 2 needs a plan for cutting layers, but MoEGPT has none")
     message = refused(UsageError, lambda: Pipeline().check(moe(), task, ()))
     assert message.startswith("MoEGPT does not say of which steps its forward pass is made")
 

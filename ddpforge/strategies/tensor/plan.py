@@ -273,7 +273,7 @@ def _stretches(count: int, dim: int, parts: int) -> str:
 def _refuse_share(name: str, what: str, ranks: int) -> NoReturn:
     raise UsageError(
         f"strategy.tensor = {ranks} does not divide `{name}`: it has {what}",
-        hints=["set strategy.tensor to a divisor, or change the size in [model]"],
+        hints=["use a strategy.tensor that divides this number, or change the size in [model]"],
     )
 
 
