@@ -114,7 +114,7 @@ def test_the_contract_depends_on_the_stage(stage: Any, shards: tuple[str, ...]) 
         ),
         (
             {"zero_optimization": {"overlap_com": True}},
-            "`zero_optimization.overlap_com` is not a key that ddpforge passes on to DeepSpeed; similar keys: "
+            "`zero_optimization.overlap_com` is not a key that ddpforge passes on to DeepSpeed; near it are "
             "zero_optimization.overlap_comm",
         ),
         ({"zero_optimization": {"offload_param": {"buffer_count": 9}}}, "has no effect"),

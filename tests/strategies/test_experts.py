@@ -93,7 +93,7 @@ def test_models_without_experts_or_with_too_few_are_refused_before_ranks_join() 
     message = refused(UsageError, lambda: FSDP(tensor=2).check(moe(), task, ()))
     assert message.startswith("strategy.tensor = 2 needs a plan for cutting layers, but MoEGPT has none")
     message = refused(UsageError, lambda: Pipeline().check(moe(), task, ()))
-    assert message.startswith("MoEGPT does not say of which steps its forward pass is made")
+    assert message.startswith("MoEGPT does not declare the steps of its forward pass")
 
 
 @pytest.mark.parametrize(

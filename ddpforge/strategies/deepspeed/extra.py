@@ -118,7 +118,7 @@ def refuse_owned(extra: Mapping[str, Any], optimizer: Offload, parameters: Offlo
             raise ValueError(f"extra: `{path}` belongs to {owner}")
         else:
             near = ", ".join(get_close_matches(path, sorted(_PASSED_ON), n=3, cutoff=0))
-            raise ValueError(f"extra: `{path}` is not a key that ddpforge passes on to DeepSpeed; similar keys: {near}")
+            raise ValueError(f"extra: `{path}` is not a key that ddpforge passes on to DeepSpeed; near it are {near}")
 
 
 def _keys(extra: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
