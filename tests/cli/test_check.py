@@ -344,7 +344,7 @@ train = { length = "2st", global_batch = 8, device = "cpu" }
         ),
         ('{ use = "fsdp", tensor = 4 }', "2 heads of 8"),
         ('{ use = "pipeline", split = ["blocks.9"] }', "no part can begin with `blocks.9`"),
-        ('{ use = "pipeline", split = ["blocks.0", "blocks.1"], stages = 2 }', "must name the 1 steps"),
+        ('{ use = "pipeline", split = ["blocks.0", "blocks.1"], stages = 2 }', "must name 1 steps"),
         ('{ use = "pipeline", schedule = "Interleaved1F1B", stages = 4 }', "too few for 8 parts"),
     ],
 )

@@ -295,7 +295,7 @@ def test_a_model_without_trained_parameters_is_refused_where_there_are_several_r
         return refused(StrategyError, lambda: Training(DDP(), partial(nn.BatchNorm1d, 1, affine=False), elsewhere))
 
     for message in in_ranks(2, rank):
-        assert message.startswith("DDP over 2 ranks needs a parameter to train, but the model has none |  ")
+        assert message.startswith("DDP over 2 ranks needs a parameter to train, but the model has none | ")
 
 
 def test_alone_a_model_is_not_wrapped() -> None:
