@@ -32,7 +32,7 @@ def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, e
 
     A forward pass must not write into parameters: the optimizer, checkpoints and other ranks would have other values.
     With sharded weights or gradients, some operations on them are forbidden too. In compiled code (not `eager`) only
-    writes into parameters are found, after the pass.
+    writes into parameters and their replacement are found.
     """
     versions = {name: compat.version(parameter) for name, parameter in model.named_parameters()}
     with _replaced(model):
