@@ -137,7 +137,7 @@ def test_a_process_alone_finds_the_same(tmp_path: Path, evaluate: Callable[..., 
         (
             f"{FSDP}\ntensor = 2\nsequence = true\nreplicas = 2\ncontext = 2\nexperts = 2",
             1,
-            "replicas = 2 and strategy.context = 2 and strategy.tensor = 2 and strategy.experts = 2 left out: 1 rank c",
+            "replicas = 2 and strategy.context = 2 and strategy.tensor = 2 and strategy.experts = 2 ignored: 1 rank c",
         ),
         (f"{FSDP}\nreplicas = 4", 2, "strategy.replicas = 4 ignored: 2 ranks cannot form this layout"),
         ('use = "pipeline"', 1, "1 rank cannot form the pipeline: each holds the whole model, as under strategy.use ="),
