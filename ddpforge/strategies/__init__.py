@@ -1,8 +1,8 @@
-"""The built-in strategies, and what others are made of.
+"""Built-in strategies, and the building blocks for other strategies.
 
-`TorchReplica` is a replica whose gradients torch's autograd leaves in `.grad`, `WholeReplica` one that holds the whole
-model. `named_state` captures and restores model and optimizer by parameter name, `Alone` are the ranks of a process by
-itself, and `refuse_unlike` tries an optimizer on parts of weights.
+`TorchReplica` is a replica with gradients in `.grad`; `WholeReplica` also holds the whole model. `named_state` captures
+and restores model and optimizer by parameter name. `Alone` is the only rank of a single process. `refuse_unlike` checks
+that an optimizer updates parts of a weight as it updates the whole weight.
 """
 
 from importlib import import_module

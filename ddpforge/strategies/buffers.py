@@ -1,4 +1,4 @@
-"""Makes a model's buffers equal on all ranks, each of which has seen other data."""
+"""Makes a model's buffers equal on ranks that saw different data."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ __all__ = ["equalise_buffers"]
 
 
 def equalise_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Gives BatchNorm's running statistics their mean over ranks, and other buffers rank 0's values.
-
-    Running statistics are linear in the batches, so when they are averaged does not change what they become.
-    """
+    """Averages BatchNorm's running statistics over ranks, and sets other buffers to rank 0's values."""
     if ranks.size == 1:
         return
     averaged = {id(buffer) for buffer in _running_statistics(model)}
     for buffer in model.buffers():
         if id(buffer) in averaged:
+            # Running statistics are linear in the batches, so the time of averaging does not change the result.
             buffer.copy_(ranks.sum(buffer) / ranks.size)
         else:
             ranks.broadcast(buffer)
 
 
 def _running_statistics(model: nn.Module) -> Iterator[Tensor]:
-    """BatchNorm's means and variances."""
+    """Yields the running means and variances of all BatchNorm layers."""
     for module in model.modules():
         if isinstance(module, compat.batch_norms()):
             norm: Any = module

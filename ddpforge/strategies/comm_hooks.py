@@ -1,6 +1,6 @@
-"""Communication hooks of DDP: one that holds an all-reduce back, and PowerSGD with a memory for checkpoints."""
+"""Communication hooks for DDP: one that postpones the all-reduce, and PowerSGD with state for checkpoints."""
 
-# DDP looks at the annotations of a hook, which must not be text: no `from __future__ import annotations` here.
+# DDP inspects the annotations of a hook, which must not be strings: no `from __future__ import annotations` here.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +20,20 @@ __all__ = ["HoldBack", "PowerSGD"]
 log = logging.getLogger("ddpforge")
 
 _STEP, _ERROR, _FACTOR = "powersgd.step", "powersgd.error", "powersgd.q"
-_Memory = tuple[Tensor, Tensor | None]  # a parameter's error, flat, and its factor Q if it is compressed
+_Memory = tuple[Tensor, Tensor | None]  # a parameter's error (flat), and its factor Q if it is compressed
 
 
 class HoldBack:
-    """A communication hook that leaves gradients as they are while `held`, and else reduces them with `hook`.
+    """Communication hook that leaves gradients local while `held` is True, and otherwise reduces them with `hook`."""
 
-    DDP learns a static graph in a process's first step and then cannot skip the reducer, as `no_sync` does.
-    """
+    # It replaces `no_sync` for static graphs: DDP learns the graph in the first step of a process and cannot skip the
+    # reducer in later steps.
 
     def __init__(self, hook: Callable[..., Future[Tensor]]) -> None:
         self._hook, self.held = hook, False
 
     def reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Called by DDP with each bucket of a backward pass."""
+        """Reduces a bucket, or leaves it as it is; DDP calls this for each bucket of a backward pass."""
         if not self.held:
             return self._hook(None, bucket)
         gradients = bucket.buffer()
@@ -43,29 +43,30 @@ class HoldBack:
 
 
 class PowerSGD:
-    """torch's communication hook, whose memory is kept by parameter rather than by bucket.
+    """torch's PowerSGD hook, with its memory kept by parameter instead of by bucket.
 
-    DDP sorts its buckets again in a process's second step, so that after a resume they are not those of the checkpoint.
-    What is remembered: each rank's own error (what compression has left out of its gradients), and the factor Q from
-    which the next step begins. The first Q of a parameter is drawn from its number. See Vogels et al., "PowerSGD"
+    The memory has two parts: the error of each rank (the part of its gradients that compression dropped), and the
+    factor Q with which the next step starts. The index of a parameter seeds its first Q. See Vogels et al., "PowerSGD"
     (NeurIPS 2019), algorithms 1 and 2.
     """
+
+    # DDP rebuilds its buckets in the second step of a process, so buckets after a resume differ from the checkpoint's.
 
     def __init__(self, rank: int, start: int, ranks: Ranks) -> None:
         self._rank, self._start, self._ranks = rank, start, ranks
         self._begin_with({}, step=0)
 
     def _begin_with(self, kept: dict[str, _Memory], *, step: int) -> None:
-        # A gradient of lower rank than the approximation has, or of zeros, would be divided by the length of nothing.
+        # Without the epsilon, gradients of zeros, or of lower rank than the approximation, lead to a division by zero.
         self._state = PowerSGDState(None, self._rank, self._start, orthogonalization_epsilon=1e-8)
         self._state.iter = step
-        self._kept = kept  # by the parameter's name: what is in no bucket yet
+        self._kept = kept  # by parameter name: memory that is in no bucket yet
         self._buckets: dict[int, list[nn.Parameter]] = {}
-        self._first: dict[int, Tensor] = {}  # the factors that a bucket's parameters begin with
-        self._compressed = 0  # steps since then
+        self._first: dict[int, Tensor] = {}  # initial factors, by bucket
+        self._compressed = 0  # compressed steps since then
 
     def look_at(self, model: nn.Module) -> None:
-        """Takes note of the parameters whose gradients it is to reduce."""
+        """Records the trained parameters of `model`; raises StrategyError if one is a scalar."""
         named = model.named_parameters()
         self._trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._names = {id(parameter): name for name, parameter in self._trained.items()}
@@ -77,10 +78,10 @@ class PowerSGD:
                 )
 
     def reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Called by DDP with each bucket of a backward pass."""
+        """Reduces a bucket; DDP calls this for each bucket of a backward pass."""
         state = self._state
         if state.iter >= state.start_powerSGD_iter:
-            if bucket.index() == 0:  # no bucket is on its way
+            if bucket.index() == 0:  # no other bucket is being reduced
                 if self._compressed == 1:
                     self._kept = self._memory()
                     self._buckets.clear()
@@ -90,20 +91,21 @@ class PowerSGD:
             self._forget_nonfinite(bucket.index())
         reduced: Future[Tensor] = powerSGD_hook(state, bucket)
         if not bucket.buffer().is_cuda:
-            # It begins some all-reduces when others end. With gloo, which several threads serve, those of two buckets
-            # would begin in another order on another rank, and be taken for each other.
+            # The hook starts some all-reduces when others end. gloo uses several threads: two ranks could start those
+            # of two buckets in different orders, and gloo would mix them up.
             reduced.wait()
         return reduced
 
     def _forget_nonfinite(self, index: int) -> None:
-        """Forgets all where a gradient was not finite: its step is left out, and must not spoil all that follow."""
+        """Resets the non-finite memory of a bucket: errors to zero, factors to their initial values."""
+        # The step of a non-finite gradient is skipped; its memory must not spoil later steps.
         self._state.error_dict[index].nan_to_num_(0.0, 0.0, 0.0)
         factors = self._state.q_memory_dict[index]
         self._state.q_memory_dict[index] = torch.where(factors.isfinite().all(), factors, self._first[index])
 
-    # -- memory by bucket, and by parameter
+    # -- memory by bucket and by parameter
     def _fill(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-        """Gives torch's hook what is remembered of the bucket's parameters."""
+        """Moves the memory of the bucket's parameters into the state of torch's hook."""
         parameters = bucket.parameters()
         self._buckets[bucket.index()] = parameters
         held = {id(p): self._take(p) for p in parameters}
@@ -114,7 +116,7 @@ class PowerSGD:
         known = [factor for factor in factors if factor is not None]
         self._state.q_memory_dict[bucket.index()] = torch.cat([bucket.buffer()[:0], *known])
         size = sum(len(p) * self._rank_of(p) for p in self._compressible(parameters))
-        self._state.p_memory_dict[bucket.index()] = bucket.buffer().new_empty(size)  # filled again by every step
+        self._state.p_memory_dict[bucket.index()] = bucket.buffer().new_empty(size)  # overwritten in every step
 
     def _take(self, parameter: nn.Parameter) -> _Memory:
         name = self._names[id(parameter)]
@@ -129,7 +131,7 @@ class PowerSGD:
         return error, torch.randn(size, generator=generator).to(error)
 
     def _memory(self) -> dict[str, _Memory]:
-        """Copies the memory of each parameter out of the buckets, by name."""
+        """Copies the memory out of the buckets, by parameter name."""
         found = dict(self._kept)
         for index, parameters in self._buckets.items():
             errors = torch.split(self._state.error_dict[index], [p.numel() for p in parameters])
@@ -142,9 +144,9 @@ class PowerSGD:
                 found[self._names[id(parameter)]] = error.clone(), None if factor is None else factor.clone()
         return found
 
-    # -- as torch's hook sees a bucket
+    # -- the order within a bucket of torch's hook
     def _compressible(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """The parameters that are compressed, in the order of the hook's memory: those of one shape come together."""
+        """Returns the compressed parameters in the order of the hook's memory: grouped by shape."""
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
         for parameter in parameters:
             if self._size_of_factor(parameter):
@@ -155,15 +157,15 @@ class PowerSGD:
         return min(*_as_matrix(parameter), self._rank)
 
     def _size_of_factor(self, parameter: nn.Parameter) -> int:
-        """Elements of Q; 0 for a parameter that is not compressed."""
+        """Returns the number of elements of Q; 0 if the parameter is not compressed."""
         rows, columns = _as_matrix(parameter)
         rank = self._rank_of(parameter)
-        worth_it = (rows + columns) * rank * self._state.min_compression_rate < rows * columns  # as torch's hook has it
+        worth_it = (rows + columns) * rank * self._state.min_compression_rate < rows * columns  # torch's condition
         return columns * rank if worth_it else 0
 
     # -- to disk and back
     def capture(self) -> dict[str, Tensor | Part | int]:
-        """Captures the state for a resume; each rank has its own errors, and all have the same factors."""
+        """Returns the state for a resume: this rank's errors, and the factors, which are equal on all ranks."""
         rank, ranks = self._ranks.rank, self._ranks.size
         found: dict[str, Tensor | Part | int] = {_STEP: self._state.iter}
         for name, (error, factor) in self._memory().items():
@@ -174,14 +176,14 @@ class PowerSGD:
         return found
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes back what `capture` gave. On another number of ranks each begins with the mean of the errors."""
+        """Restores the state from `capture`; with another number of ranks, each starts with the mean of the errors."""
         if _STEP not in saved:
             self._begin_with({}, step=0)
-            self._warn("the checkpoint has no memory of it: it starts from scratch")
+            self._warn("the checkpoint has no PowerSGD memory: compression starts from scratch")
             return
         ranks = {value.shape[0] for name, value in saved.items() if name.startswith(_ERROR)} - {self._ranks.size}
         if ranks:
-            self._warn(f"the checkpoint is of {min(ranks)} ranks: each begins with the mean of their errors")
+            self._warn(f"the checkpoint has the errors of {min(ranks)} ranks: each rank starts with their mean")
         kept = {}
         for name, parameter in self._trained.items():
             error, factor = saved.get(_key(_ERROR, name)), saved.get(_key(_FACTOR, name))
@@ -206,7 +208,7 @@ class PowerSGD:
 
 
 def _key(kind: str, name: str) -> str:
-    return f"{kind}.{name}".replace("/", "|")  # a slash ends the owner of a key
+    return f"{kind}.{name}".replace("/", "|")  # a slash would end the owner's name in a key
 
 
 def _as_matrix(parameter: nn.Parameter) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Native data parallelism: every rank holds the model, gradients are averaged while backward still runs."""
+"""Data parallelism with torch's DDP: every rank holds the whole model; gradients are averaged during backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REDUCED = {
     "bf16": "bfloat16",
     "powersgd": "float32, of a low-rank approximation",
 }
-_UNUSED = ("or set strategy.find_unused_parameters = true, which costs a walk of the graph at every step",)
+_UNUSED = ("or set strategy.find_unused_parameters = true, which walks the graph in every step",)
 
 
 class DDP(Strategy):
@@ -37,7 +37,7 @@ class DDP(Strategy):
     """
 
     contract = Contract(
-        clips="every rank alike, after the all-reduce, by the norm of all gradients",
+        clips="identically on every rank, after the all-reduce, by the norm of all gradients",
         accumulates="autograd, in the parameters' .grad; one all-reduce per step, in the last micro-batch",
         reads_gradients=True,
         optimizers="several",
@@ -51,7 +51,7 @@ class DDP(Strategy):
             int, Field(ge=1, le=100_000, description="Size in MiB of the buckets in which gradients are all-reduced.")
         ] = 25,
         find_unused_parameters: Annotated[
-            bool, Field(description="Allow parameters that a forward pass does not use; walks the graph at every step.")
+            bool, Field(description="Allow parameters that a forward pass does not use; walks the graph in every step.")
         ] = False,
         static_graph: Annotated[
             bool, Field(description="Promise that every step uses the same parameters in the same order.")
@@ -61,7 +61,7 @@ class DDP(Strategy):
         ] = True,
         compression: Annotated[
             Literal["none", "fp16", "bf16", "powersgd"],
-            Field(description="Compress gradients for the all-reduce; the result is no longer that of one process."),
+            Field(description="Compress gradients for the all-reduce; results then differ from those of one process."),
         ] = "none",
         powersgd_rank: Annotated[
             int, Field(ge=1, le=1024, description="Rank of PowerSGD's approximation (Vogels et al., 2019).")
@@ -75,7 +75,7 @@ class DDP(Strategy):
         self.contract = replace(self.contract, reduce_dtype=_REDUCED[compression])
         self._powersgd = (powersgd_rank, powersgd_start) if compression == "powersgd" else None
         if self._powersgd:
-            self.contract = replace(self.contract, optimizers="one")  # its memory is that of one reducer
+            self.contract = replace(self.contract, optimizers="one")  # its memory belongs to one reducer
         self._options: dict[str, Any] = {
             "init_sync": False,  # `_share` does it
             "bucket_cap_mb": bucket_cap_mb,
@@ -85,7 +85,7 @@ class DDP(Strategy):
         }
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """The model as a DistributedDataParallel; alone it stays as it is."""
+        """Wraps the model in DistributedDataParallel; on a single rank the model stays as it is."""
         from ddpforge import compat
         from ddpforge.strategies.ddp_replica import DDPReplica
         from ddpforge.strategies.several import InTurns
@@ -95,8 +95,8 @@ class DDP(Strategy):
             return WholeReplica(self, model, optimizer, may_be_unused=self._may_be_unused, unused_hints=_UNUSED)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise StrategyError(
-                f"asked for DDP over {self.world.all.size} ranks, and the model has no parameter to train",
-                hints=["a model without trainable parameters has nothing to synchronise"],
+                f"DDP over {self.world.all.size} ranks needs a parameter to train, but the model has none",
+                hints=["set requires_grad = True for the parameters to train"],
             )
         self._share(model)
         if isinstance(optimizer, InTurns):
@@ -109,7 +109,7 @@ class DDP(Strategy):
             model,
             optimizer,
             wrapped=wrapped,
-            # Dropped, gradients would add up outside of the buckets: a second set of them.
+            # If `.grad` were dropped, gradients would accumulate outside of the buckets and take twice the memory.
             missing=compat.unreduced(wrapped[""].module) if keeps and self._accumulates else None,
             may_be_unused=self._may_be_unused,
             unused_hints=_UNUSED,
@@ -121,23 +121,23 @@ class DDP(Strategy):
         return self.train.per_pass(ranks) * ranks < self.train.global_batch
 
     def _share(self, model: nn.Module) -> None:
-        """Gives every rank rank 0's parameters and buffers; DDP would do it, but for some dtypes it cannot."""
+        """Broadcasts rank 0's parameters and buffers; raises StrategyError if the models of two ranks differ."""
         named = [*model.named_parameters(), *model.named_buffers()]
         forms = self.world.all.everyone([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named])
         for rank, form in enumerate(forms):
             if form != forms[0]:
                 name = next((mine or other or ("",))[0] for mine, other in zip_longest(form, forms[0]) if mine != other)
                 raise StrategyError(
-                    f"the model on rank {rank} is not that on rank 0: they differ in `{name}`",
+                    f"the model on rank {rank} differs from the model on rank 0, first in `{name}`",
                     hints=["build the same model on every rank: its constructor must not depend on the rank"],
                 )
-        for _, tensor in named:
+        for _, tensor in named:  # DDP's own broadcast fails for some dtypes
             self.world.all.broadcast(tensor)
 
     def _wrapped(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Wrapped:
-        """The model in a DistributedDataParallel for the parameters in `groups`.
+        """Wraps the model in DistributedDataParallel for the parameters in `groups`.
 
-        One for each turn has its own buckets: what the others train is neither waited for nor sent.
+        Each turn has a wrapper with its own buckets, which neither waits for nor sends other turns' gradients.
         """
         from ddpforge.strategies.comm_hooks import PowerSGD
         from ddpforge.strategies.ddp_replica import Wrapped

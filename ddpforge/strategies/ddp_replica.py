@@ -1,4 +1,4 @@
-"""The replica of data parallelism: the model in a DistributedDataParallel, and the hooks of its all-reduce."""
+"""Replica for data parallelism: the model in DistributedDataParallel, and the hooks of its all-reduce."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_c
 
 @contextmanager
 def _frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Freezes parameters within: a DistributedDataParallel takes those that are trained when it is made."""
+    """Freezes parameters within the block."""
+    # DistributedDataParallel registers the parameters that require gradients when it is constructed.
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         for parameter in trained:
@@ -40,7 +41,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 class Wrapped(NamedTuple):
-    """A DistributedDataParallel, and what its hook is made of."""
+    """DistributedDataParallel and the parts of its communication hook."""
 
     module: DistributedDataParallel
     holds_back: HoldBack | None
@@ -55,7 +56,7 @@ class Wrapped(NamedTuple):
         compression: str,
         powersgd: PowerSGD | None,
     ) -> Wrapped:
-        """Wraps `model` to reduce the gradients of those parameters whose `id` is in `trained`."""
+        """Wraps `model`; it reduces the gradients of parameters whose `id` is in `trained`."""
         given: dict[str, Any] = {**options, **compat.leaves_buffers()}
         with _frozen(parameter for parameter in model.parameters() if id(parameter) not in trained):
             module = DistributedDataParallel(model, **given)
@@ -72,7 +73,7 @@ class Wrapped(NamedTuple):
 
 
 class DDPReplica(WholeReplica):
-    """A model in a DistributedDataParallel, or one for each turn, which averages gradients while backward runs."""
+    """Model in one DistributedDataParallel, or in one per turn; it averages gradients during backward."""
 
     def __init__(self, *parts: Any, wrapped: Mapping[str, Wrapped], **options: Any) -> None:
         self._wrapped, self._now = wrapped, next(iter(wrapped.values()))
@@ -83,7 +84,7 @@ class DDPReplica(WholeReplica):
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """Also sends what it passes through the DistributedDataParallel of the turn."""
+        """Also runs forward passes through the DistributedDataParallel of the turn."""
         before = self._now
         self._now = self._wrapped[name]
         self.module = self._now.module
@@ -94,7 +95,7 @@ class DDPReplica(WholeReplica):
             self._now, self.module = before, before.module
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Also holds the all-reduce back until the step's last micro-batch."""
+        """Also postpones the all-reduce until the last micro-batch of the step."""
         wrapped, holds_back, _ = self._now
         if holds_back is not None:
             holds_back.held = not last
@@ -103,11 +104,11 @@ class DDPReplica(WholeReplica):
         return super().forward(last=last)
 
     def remembered(self) -> Mapping[str, Any]:
-        """Also what PowerSGD left out, of which each rank has its own memory."""
+        """Also returns the memory of PowerSGD, which includes this rank's own errors."""
         return {**super().remembered(), **(self._powersgd.capture() if self._powersgd else {})}
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Every rank takes everything, and of PowerSGD's memory its own."""
+        """Restores everything on every rank, and this rank's memory of PowerSGD."""
         super().load_state(state, partial=partial)
         if self._powersgd and not partial:
             self._powersgd.restore(state.shared)

@@ -1,4 +1,4 @@
-"""Collects gradients, and sees that all trained parameters have one, and no others."""
+"""Collects gradients; checks that all trained parameters have one and that frozen parameters have none."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """The gradients of a bare `model`, one of `ranks`' own.
+    """Gradients of the bare `model` on this rank.
 
-    A trained parameter that forward did not use has none; that is an error unless `may_be_unused`, with `hints` for
-    what else to do about it. Where only `some` parameters are trained, all others count as frozen.
-
-    With `missing`, gradients are set to zero and not dropped, so that they stay where they are; it then tells which
-    trained parameters, by their places, got none.
+    Args:
+        model: Has its gradients in `.grad`.
+        ranks: Names this rank in error messages.
+        may_be_unused: If False, a trained parameter without a gradient is an error.
+        hints: Further hints for that error.
+        some: Trained parameters; all others count as frozen. By default all that require gradients.
+        missing: Returns the indices, in `trained`, of parameters that got no gradient. If given, gradients are set to
+            zero instead of dropped, so that they keep their memory.
     """
 
     def __init__(
@@ -48,13 +51,13 @@ class Gradients:
 
     @property
     def stay(self) -> bool:
-        """True if they stay where they are from step to step."""
+        """True if gradients keep their memory from step to step."""
         return self._missing is not None
 
     def collect(self) -> list[Tensor]:
-        """All gradients, after a backward pass.
+        """Returns all gradients after a backward pass.
 
-        Raises StrategyError where one is missing, or is where none should be, and UsageError where there are none.
+        Raises StrategyError if a gradient is missing or a frozen parameter has one; UsageError if there are none.
         """
         found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if len(found) != len(self.trained):  # counting is free, so every step is checked
@@ -66,7 +69,7 @@ class Gradients:
     def clear(self) -> None:
         """Drops all gradients, or sets them to zero."""
         kept: list[Tensor] = []
-        for parameter in self.trained:  # what zero_grad does, without its 20 µs of bookkeeping
+        for parameter in self.trained:  # like zero_grad, without its 20 µs of bookkeeping
             if self._missing and parameter.grad is not None and not parameter.grad.is_sparse:
                 kept.append(parameter.grad)
             else:
@@ -75,7 +78,7 @@ class Gradients:
             compat.foreach("zero_", kept)
 
     def refuse_unused(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
-        """Raises the StrategyError for parameters that forward did not use on this rank."""
+        """Raises StrategyError for parameters that forward did not use on this rank."""
         more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
         raise StrategyError(
             f"parameter `{self.names[id(parameters[0])]}`{more} got no gradient on rank {self._ranks.rank}: "
@@ -84,11 +87,11 @@ class Gradients:
         )
 
     def refuse_thawed(self, parameter: nn.Parameter) -> NoReturn:
-        """Raises the StrategyError for a parameter that began to train when everything was built."""
+        """Raises StrategyError for a parameter that was frozen at construction and gets gradients now."""
         raise StrategyError(
             f"parameter `{self.names[id(parameter)]}` was frozen when the model was wrapped and gets gradients now; "
-            "they are not synchronised over ranks, nor does the optimizer know it",
-            hints=["leave requires_grad alone during a run; freeze and unfreeze between runs"],
+            "they are not synchronised over ranks, and the optimizer does not have the parameter",
+            hints=["do not change requires_grad during a run; freeze and unfreeze between runs"],
         )
 
     def _explain(self) -> None:

@@ -1,4 +1,4 @@
-"""State by parameter name, for strategies under which the model and the optimizer keep their own form on every rank."""
+"""State by parameter name, for strategies that keep the model and torch's optimizer in their own form."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["capture", "match", "match_form", "restore", "tensors"]
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
-    """The state of the bare `model` and of its `optimizer`; tensors are references, not copies."""
+    """Returns the state of the bare `model` and of its `optimizer`; tensors are references, not copies."""
     names = _names(model)
     weights, aliases = tensors(model)
-    # What is not a parameter's is in `OwnState`.
+    # `OwnState` captures entries that belong to no parameter.
     owned = {parameter: entry for parameter, entry in optimizer.state.items() if isinstance(parameter, Tensor)}
     state = {names[id(parameter)]: dict(entry) for parameter, entry in owned.items() if entry}
     return CanonicalState({name: tensor.detach() for name, tensor in weights.items()}, state, aliases)
 
 
 def tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's parameters and persistent buffers, each under its first name, and that name for each other one."""
+    """Returns parameters and persistent buffers by their first name, and a map from each further name to the first."""
     names = _names(model)
     first: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -55,9 +55,15 @@ def restore(
 ) -> None:
     """Reads `state` into `model` and `optimizer` in place; the optimizer keeps the recipe's hyper-parameters.
 
-    `part_of(name, tensor)` is what this rank holds of a tensor, and `like(mine, parameter)` makes of this rank's part a
-    tensor that lies on the ranks as `parameter` does. A tensor of the optimizer's state that is shaped like its
-    parameter lies as the parameter does. Where `partial`, tensors that `state` lacks stay as they are.
+    Optimizer state in the shape of its parameter is distributed over ranks like the parameter.
+
+    Args:
+        partial: Tensors that `state` lacks keep their values.
+        part_of: Receives a name and a tensor; returns this rank's part of the tensor.
+        like: Receives this rank's part and a parameter; returns a tensor that is distributed like the parameter.
+
+    Raises:
+        CheckpointError: Names, shapes or dtypes differ.
     """
     held, _ = tensors(model)
     match(set(held), set(state.model) - set(state.aliases), partial=partial)
@@ -73,7 +79,7 @@ def restore(
         return
 
     for _, member in members(optimizer):
-        # torch's own loader moves each tensor to its parameter's device and gives `step` the form the optimizer wants.
+        # torch's loader moves each tensor to its parameter's device and converts `step` as the optimizer expects it.
         packed = member.state_dict()
         entries: dict[int, dict[str, Any]] = {}
         reads: dict[tuple[int, str], tuple[SavedTensor, Region, Tensor]] = {}
@@ -95,21 +101,21 @@ def restore(
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Parameter identity → the first of its names."""
+    """Maps the `id` of each parameter to the first of its names."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _indices(optimizer: Optimizer, names: dict[int, str]) -> Iterator[tuple[str, int]]:
-    """Name → number of the parameter in the optimizer's state_dict, which counts through the groups."""
+    """Yields each parameter's name and its index in the optimizer's state_dict, which counts through all groups."""
     parameters: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         yield names[id(parameter)], index
 
 
 def match(expected: set[str], found: set[str], *, partial: bool = False) -> None:
-    """Raises CheckpointError unless the names of a model's tensors are those in a checkpoint.
+    """Raises CheckpointError unless the model and the checkpoint have tensors of the same names.
 
-    Where `partial`, the checkpoint may lack some, but must not have others.
+    If `partial`, the checkpoint may lack names, but may have no others.
     """
     missing, unexpected = sorted(expected - found), sorted(found - expected)
     if unexpected or (missing and not partial):
@@ -122,7 +128,7 @@ def match(expected: set[str], found: set[str], *, partial: bool = False) -> None
 
 
 def match_form(name: str, shape: Sequence[int], dtype: torch.dtype, saved: SavedTensor) -> None:
-    """Raises CheckpointError unless what was saved of a tensor has its shape and dtype."""
+    """Raises CheckpointError unless the saved tensor has this shape and dtype."""
     if (tuple(saved.shape), saved.dtype) != (tuple(shape), dtype):
         forms = ((dtype, shape), (saved.dtype, saved.shape))
         here, there = (f"{kind} {list(extent)}".removeprefix("torch.") for kind, extent in forms)

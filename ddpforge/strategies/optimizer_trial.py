@@ -1,4 +1,4 @@
-"""Tries an optimizer out on small weights, to find out what it would do before it does it to a model's."""
+"""Steps an optimizer on small weights, to check its behaviour before training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _makers: WeakKeyDictionary[Optimizer, Callable[[_Groups], Optimizer]] = WeakKeyD
 
 
 def remember(optimizer: Optimizer, make: Callable[[_Groups], Optimizer]) -> None:
-    """Has another such `optimizer` made by `make`, from groups of small weights.
+    """Records `make`, which builds another optimizer like `optimizer` from groups of small weights.
 
-    The recipe's optimizers are remembered. Of any other, the class is called with the weights alone.
+    It is recorded for the recipe's optimizers. For any other, `tried` calls the class with nothing but the weights.
     """
     _makers[optimizer] = make
 
@@ -30,11 +30,19 @@ def remember(optimizer: Optimizer, make: Callable[[_Groups], Optimizer]) -> None
 def tried(
     optimizer: Optimizer, group: Mapping[str, Any], *values: Sequence[Tensor]
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Steps another such optimizer, with the options of `group`, on one weight for each of `values`.
+    """Steps another optimizer of the same kind, with the options of `group` and lr = 0.1, on small weights.
 
-    Each begins with its first value and gets the others as gradients. Returns the weights, and the state that the
-    optimizer keeps of the first. Raises StrategyError for an optimizer that needs what its constructor kept of each
-    weight, and whatever it raises itself.
+    Args:
+        optimizer: Is not changed.
+        group: The options of one of its parameter groups.
+        values: One sequence per weight: its initial value, then its gradient in each step.
+
+    Returns:
+        The updated weights, and the optimizer's state of the first.
+
+    Raises:
+        StrategyError: The optimizer needs state that its constructor made for each weight.
+        Exception: Any other error of the optimizer.
     """
     weights = [start.clone().requires_grad_() for start, *_ in values]
     make: Any = _makers.get(optimizer)
@@ -51,8 +59,9 @@ def tried(
         if not any(weight in optimizer.state for one in optimizer.param_groups for weight in one["params"]):
             raise
         raise StrategyError(
-            f"{type(optimizer).__name__} needs what its constructor keeps of each weight, and weights are split later",
-            hints=["let it make the state of a weight in `step`, where there is none", 'or set strategy.use = "ddp"'],
+            f"{type(optimizer).__name__} needs state that its constructor makes for each weight, but weights are split "
+            "later",
+            hints=["create the state of a weight in `step`, if it has none yet", 'or set strategy.use = "ddp"'],
         ) from error
     return [weight.detach() for weight in weights], other.state[weights[0]]
 
@@ -68,20 +77,20 @@ def refuse_unlike(
     rows: int = 4,
     flat: bool = False,
 ) -> dict[str, Any]:
-    """Raises StrategyError for an optimizer that does not do with parts of a weight what it does with the whole.
+    """Raises StrategyError if the optimizer updates parts of a weight differently from the whole weight.
 
     Args:
-        optimizer: It stays as it is.
-        device: The one that the weights will be on.
-        cuts: Each makes of a tensor [rows, 4] a part of it, or lays it over ranks.
-        fails: The words, behind the optimizer's name, for one that raises an error.
-        differs: The words for one whose updates are others.
-        hints: What to do about either.
-        rows: The length of the weight that is tried.
-        flat: Parts are of the flattened weight, in which state that is not per element cannot be placed either.
+        optimizer: Is not changed.
+        device: Device of the model's weights.
+        cuts: Functions that return a part of a tensor [rows, 4], or distribute it over ranks.
+        fails: End of the error message if the optimizer raises an error; its name comes first.
+        differs: End of the error message if the updates differ.
+        hints: Hints for both errors.
+        rows: Number of rows of the tested weight.
+        flat: Parts are of the flattened weight. Then the shape of the optimizer's state is not checked.
 
     Returns:
-        The state that it keeps of a whole weight.
+        The optimizer's state of a whole weight.
     """
     name, kept = type(optimizer).__name__, dict[str, Any]()
     for group in optimizer.param_groups:
@@ -99,8 +108,8 @@ def refuse_unlike(
         for key, value in state.items():
             if not flat and (shape := tuple(getattr(value, "shape", ()))) not in ((), (rows, 4)):
                 raise StrategyError(
-                    f"{name} keeps `{key}` of a weight of shape [{rows}, 4] in the shape {list(shape)}, and which rank "
-                    "would have what of it is not known",
+                    f"{name} keeps `{key}` of a weight of shape [{rows}, 4] in the shape {list(shape)}: it cannot be "
+                    "split over ranks like the weight",
                     hints=hints,
                 )
         moved = (whole[0] - values[0]).abs().max()
@@ -114,14 +123,14 @@ def refuse_unlike(
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that lies over ranks."""
+    """Returns this rank's part of a distributed tensor; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def refuse_sparse(optimizer: Optimizer, model: nn.Module, *, sharded: bool) -> None:
-    """Raises StrategyError where embeddings give sparse gradients and the optimizer cannot take or save them.
+    """Raises StrategyError if embeddings give sparse gradients that the optimizer cannot use or save.
 
-    Where gradients are `sharded` nothing can take them.
+    If gradients are `sharded`, no optimizer can use sparse ones. SparseAdam is refused for dense gradients.
     """
     owners = {
         weight: (member, group)
@@ -133,37 +142,37 @@ def refuse_sparse(optimizer: Optimizer, model: nn.Module, *, sharded: bool) -> N
     for name, module in model.named_modules():
         if not (isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad):
             continue
-        gives = f"`{name}` ({type(module).__name__}) gives sparse gradients, and "
+        gives = f"`{name}` ({type(module).__name__}) gives sparse gradients, but "
         if sharded:
             raise StrategyError(
-                f"{gives}sharded ones are dense",
-                hints=["leave out `sparse = True` of the embedding", 'or set strategy.use = "ddp"'],
+                f"{gives}sharded gradients are dense",
+                hints=["remove `sparse = True` from the embedding", 'or set strategy.use = "ddp"'],
             )
         sparse.add(module.weight)
         if reason := _refuses_sparse(*owners[module.weight], module.weight):
             raise StrategyError(
                 f"{gives}{type(owners[module.weight][0]).__name__} {reason}",
                 hints=[
-                    "leave out `sparse = True` of the embedding",
+                    "remove `sparse = True` from the embedding",
                     'or set optimizer.use = "sgd" with fused = false and without momentum',
                 ],
             )
     for name, weight in model.named_parameters():
         if weight in owners and weight not in sparse and isinstance(owners[weight][0], torch.optim.SparseAdam):
             raise StrategyError(
-                f"SparseAdam takes sparse gradients only, and that of `{name}` is dense",
+                f"SparseAdam takes sparse gradients only, but the gradient of `{name}` is dense",
                 hints=['set optimizer.use = "adamw"'],
             )
 
 
 def _refuses_sparse(optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor) -> str | None:
-    """Returns why an optimizer cannot have the sparse gradients of one of its weights."""
+    """Returns the reason why the optimizer cannot use or save sparse gradients of `weight`; None if it can."""
     gradient = torch.sparse_coo_tensor(
         torch.tensor([[0, 2]]), torch.ones(2, 3), (4, 3), device=weight.device, check_invariants=True
     )
     try:
         _, state = tried(optimizer, group, [torch.zeros(4, 3, device=weight.device), gradient, gradient])
-    except StrategyError:  # it steps with the state that it has
+    except StrategyError:  # the trial needs state of the constructor: look at that state
         state = optimizer.state[weight]
     except RuntimeError as error:
         return f"does not take them: {error}"

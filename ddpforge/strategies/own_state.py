@@ -1,4 +1,4 @@
-"""The state that an optimizer keeps beside that of each parameter: counters, changed entries of its groups."""
+"""State that an optimizer keeps in addition to its state of each parameter: counters, changed entries of groups."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ddpforge.errors import CheckpointError
 __all__ = ["OwnState"]
 
 _PREFIX = "optimizer."
-# What torch itself and gradient scaling note in an optimizer, and what the recipe decides at every step.
+# Not state: attributes that torch and gradient scaling set in an optimizer, and values that the recipe sets.
 _NOT_STATE = {"defaults", "found_inf", "grad_scale", "_opt_called", "_warned_capturable_if_run_uncaptured"}
-_TORCHS = ("_optimizer_", "_zero_grad_", "_patched_", "_need_device_dtype_check_")  # begin other attributes of torch's
+_TORCHS = ("_optimizer_", "_zero_grad_", "_patched_", "_need_device_dtype_check_")  # prefixes of torch's attributes
 _RECIPES = {"params", "names", "lr", "initial_lr"}
-_DEEPEST = 7  # steps from the optimizer
+_DEEPEST = 7  # levels of nesting below the optimizer
 
 Number = bool | int | float | Tensor | None
-_Leaves = dict[str, tuple[Any, Any, Any]]  # by name the collection, the key, and what `_kept` returns of the value
+_Leaves = dict[str, tuple[Any, Any, Any]]  # by name: the collection, the key, and `_kept(value)`
 
 
 class OwnState:
-    """The state of `optimizer` that belongs to no parameter: the numbers that have changed since this was made.
+    """State of `optimizer` that belongs to no parameter: the numbers that changed since this object was made.
 
-    Attributes, entries of its groups, and entries of `optimizer.state` that are not a parameter's count. Numbers,
-    truth values and 0-d tensors can be saved; a list, a generator or a tensor that changes is refused. Where there are
-    several optimizers, of the names in `among`, the `name` of each begins the names of its values.
+    It covers attributes, entries of groups, and entries of `optimizer.state` that belong to no parameter. Numbers,
+    booleans and 0-d tensors can be saved. `capture` raises an error if a generator, a larger tensor or the length of a
+    list changed. If there are several optimizers, `name` is a prefix of all keys, and `among` are the names of all.
     """
 
     def __init__(self, optimizer: Optimizer, name: str = "", among: Collection[str] = ()) -> None:
@@ -40,19 +40,19 @@ class OwnState:
         self._first = {name: value for name, (_, _, value) in self._leaves().items()}
 
     def capture(self) -> dict[str, Number]:
-        """Captures the numbers that have changed, by name; raises CheckpointError if anything else has."""
+        """Returns the changed numbers by name; raises CheckpointError if anything else changed."""
         changed = self._changed(self._leaves())
         for name, value in changed.items():
             if isinstance(value, tuple):
                 raise CheckpointError(
-                    f"{type(self._optimizer).__name__} changes its `{name}`, which is no number and no parameter's "
-                    "state: a checkpoint cannot hold it, and a resumed run would continue without",
+                    f"{type(self._optimizer).__name__} changes its `{name}`, which is neither a number nor state of a "
+                    "parameter: a checkpoint cannot hold it, and a resumed run would continue without it",
                     hints=["keep it as tensors in `optimizer.state[parameter]`, or as numbers"],
                 )
         return {self._prefix + name: value for name, value in changed.items()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes back what `capture` gave; what is not in there becomes what it was when this was made."""
+        """Restores the numbers from `capture`; all others get the values that they had when this object was made."""
         there = self._leaves()
         begun = {n: self._first.get(n, ()) for n, now in self._changed(there).items() if not isinstance(now, tuple)}
         found = {name.removeprefix(self._prefix): value for name, value in saved.items() if self._is_mine(name)}
@@ -60,24 +60,25 @@ class OwnState:
             try:
                 holder, key, held = there.get(name) or self._place(name)
                 if isinstance(value, tuple):
-                    holder.pop(key, None)  # it was not there; a list is not shortened
+                    holder.pop(key, None)  # it did not exist; a list is not shortened
                 elif isinstance(held, Tensor) and isinstance(value, Tensor):
                     holder[key].detach().copy_(value)  # in place: another object may hold it too
                 else:
                     holder[key] = value
             except (AttributeError, IndexError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"the checkpoint holds `{name}`, for which {type(self._optimizer).__name__} has no place"
+                    f"the checkpoint holds `{name}`, but {type(self._optimizer).__name__} has no place for it"
                 ) from error
 
     def _is_mine(self, name: str) -> bool:
-        """True for a value of this optimizer: its prefix may begin that of another, as "" begins all."""
+        """True if the value belongs to this optimizer."""
+        # The prefix of another optimizer may begin with this one's.
         if not name.startswith(self._prefix) or name.startswith(self._longer):
             return False
         return name.removeprefix(self._prefix).partition(".")[0] in self._roots()
 
     def _changed(self, leaves: _Leaves) -> dict[str, Any]:
-        """Finds the values that are not as they were when this was made; an empty tuple stands for one that is gone."""
+        """Returns the values that changed since this object was made; an empty tuple for a value that is gone."""
         now = {name: value for name, (_, _, value) in leaves.items()}
         now |= {name: () for name in self._first if name not in now}
         return {name: value for name, value in now.items() if not _same(self._first.get(name, ()), value)}
@@ -94,7 +95,7 @@ class OwnState:
         return found
 
     def _place(self, name: str) -> tuple[Any, Any, None]:
-        """The collection and the key of a value that is not there."""
+        """Returns the collection and the key for a value that does not exist."""
         *steps, key = (int(step) if step.isdigit() else step for step in name.split("."))
         at: Any = self._roots()
         for step in steps:
@@ -107,7 +108,7 @@ def _prefix(name: str) -> str:
 
 
 def _walk(name: str, holder: Any, seen: set[int]) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
-    """Yields the values in collections and objects that are computed with, by name; of a list also the length."""
+    """Yields the values in collections and objects by name, and the length of each list; skips weights and code."""
     pairs = list(holder.items() if isinstance(holder, Mapping) else enumerate(holder))
     if name == "state":
         pairs = [(owner, entry) for owner, entry in pairs if not isinstance(owner, Tensor)]
@@ -128,14 +129,14 @@ def _walk(name: str, holder: Any, seen: set[int]) -> Iterator[tuple[str, tuple[A
 
 
 def _inside(value: Any) -> Any:
-    """The values in a collection or an object, by key; None for any other value."""
+    """Returns a collection itself, and the attributes of an object; None for any other value."""
     if isinstance(value, Mapping | list | tuple):
         return value
     return vars(value) if hasattr(value, "__dict__") and not isinstance(value, Tensor) else None
 
 
 def _kept(value: Any) -> Any:
-    """Returns a number as it is now; of what is none what differs once it has changed, in a tuple, empty for code."""
+    """Returns a copy of a number; for other data a tuple that differs once the data changes; () for anything else."""
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, Tensor):
         is_number = not value.ndim and not value.is_complex()
@@ -150,6 +151,6 @@ def _kept(value: Any) -> Any:
 
 
 def _same(first: Any, now: Any) -> bool:
-    """True if neither type nor value is another; what is not a number is the same as itself."""
+    """True if type, dtype and value are equal; NaN equals NaN."""
     alike = type(first) is type(now) and getattr(first, "dtype", None) == getattr(now, "dtype", None)
     return alike and bool(first == now or (first != first and now != now))

@@ -1,4 +1,4 @@
-"""Updates the weights at each precision, without ever letting a non-finite gradient reach them."""
+"""Forward, backward and update at each precision; a non-finite gradient never reaches the weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Precision", "precision_for", "refuse_float64", "remade"]
 
 
 class Precision:
-    """fp32 and bf16: forward passes under autocast (bf16 only), gradients used as they are."""
+    """Precisions fp32 and bf16: forward passes under autocast (bf16 only), gradients without scaling."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device = device
@@ -30,14 +30,14 @@ class Precision:
         self._momenta = _Momenta()
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Wraps a forward pass and its loss; weights stay fp32 and are cast on use."""
+        """Wraps a forward pass and its loss in autocast; weights stay fp32 and are cast on use."""
         return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
 
     @contextmanager
     def sharded_forward(self, *, compiled: bool) -> Iterator[None]:
-        """The same where weights are gathered for a pass: no copies of them in lower precision outlive their use.
+        """Wraps a forward pass with gathered weights: their copies in lower precision do not outlive their use.
 
-        What is `compiled` decides for itself what it keeps.
+        This does not hold for `compiled` code, which decides itself which tensors it keeps for the backward pass.
         """
         if self.dtype is None:
             yield
@@ -49,23 +49,22 @@ class Precision:
             yield
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
-        """Adds the gradients of `loss` (0-d) times `scale`, without a product and its backward pass."""
+        """Adds the gradients of `loss` (0-d) times `scale`."""
+        # Passing `scale` as the gradient saves a product and its backward pass.
         gradient = scale.to(loss) if isinstance(scale, Tensor) else torch.full_like(loss, scale)
         loss.backward(gradient)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Makes the gradients true gradients, before anything looks at them."""
+        """Divides the gradients by the loss scale, if there is one; called before they are read."""
 
     def update(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Steps `optimizer` unless `norm`, the norm of all gradients, is not finite.
-
-        Fused optimizers on CUDA decide on the device. Others need the answer on the host: free on a CPU, one
-        synchronisation per step on a GPU. So does a fused SGD when momentum begins.
-        """
+        """Steps `optimizer` unless `norm`, the norm of all gradients, is not finite."""
         for _, member in members(optimizer):
             self._update(member, norm)
 
     def _update(self, optimizer: Optimizer, norm: Tensor) -> None:
+        # Fused optimizers on CUDA check the norm on the device. Others need it on the host: free on a CPU, one
+        # synchronisation per step on a GPU. A fused SGD needs it on the host too, in the step in which momentum begins.
         beginning = self._momenta.beginning(optimizer)
         fused: Any = optimizer
         if self.device.type != "cpu" and not beginning and compat.decides_on_device(optimizer):
@@ -77,25 +76,26 @@ class Precision:
                 optimizer.step()
 
     def leave(self) -> None:
-        """Instead of an update, where the gradients were only looked at."""
+        """Ends a pass whose gradients were only read; called instead of `update`."""
 
     def overflowed(self) -> bool:
-        """True when a non-finite norm only says that the loss was scaled too high."""
+        """True if a non-finite norm only means that the loss scale was too high."""
         return False
 
     def state(self) -> dict[str, int | float]:
-        """The numbers that a resume needs."""
+        """Returns the numbers to save for a resume."""
         return {}
 
     def load_state(self, state: Mapping[str, int | float]) -> None:
-        """Takes back what `state` gave."""
+        """Restores the numbers from `state`."""
 
 
 class LossScaling(Precision):
-    """fp16: the loss is scaled up so that small gradients survive; an overflow skips the step and lowers the scale.
+    """Precision fp16: scales the loss up so that small gradients survive.
 
-    The order is that of Micikevicius et al., "Mixed Precision Training" (2018), and of torch's AMP examples:
-    unscale, look at the norm, clip, step, update the scale.
+    An overflow skips the step and lowers the scale.
+    The order is that of Micikevicius et al., "Mixed Precision Training" (2018), and of torch's AMP examples: unscale,
+    measure the norm, clip, step, update the scale.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,37 +127,36 @@ class LossScaling(Precision):
 
 
 def precision_for(name: Literal["fp32", "bf16", "fp16"], device: torch.device) -> Precision:
-    """The precision that a recipe's `train.precision` names."""
+    """Returns the precision for the recipe's `train.precision`."""
     if name == "fp16":
         return LossScaling(device)
     return Precision(device, torch.bfloat16 if name == "bf16" else None)
 
 
 def refuse_float64(model: nn.Module, train: TrainSection) -> None:
-    """Raises StrategyError for a float64 parameter where the recipe asks for a lower precision."""
+    """Raises StrategyError for a float64 parameter unless `train.precision` is "fp32"."""
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float64 and train.precision != "fp32":
             raise StrategyError(
-                f"parameter `{name}` is float64, which autocast leaves alone, and train.precision is "
+                f"parameter `{name}` is float64, which autocast does not cast, but train.precision is "
                 f'"{train.precision}"',
                 hints=['set train.precision = "fp32", or build the model in float32'],
             )
 
 
 class _Momenta:
-    """Knows where the momentum of a fused SGD begins.
+    """Finds the groups of a fused SGD in which momentum begins."""
 
-    At a first step torch takes memory for momentum as it finds it, and a kernel that then leaves the step out (for
-    `found_inf`) does not fill it: https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py, `_fused_sgd`. Nor
-    does the kernel take a group in which some weights have momentum and others do not have it yet.
-    """
+    # In the first step torch allocates momentum without initializing it. If `found_inf` makes the kernel skip that
+    # step, the memory stays so: https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py, `_fused_sgd`. The
+    # kernel also refuses a group in which only some weights have momentum.
 
     def __init__(self) -> None:
-        # By optimizer, how many weights have momentum, once all have: no need to look again.
+        # Optimizer → number of weights in its state once all have momentum: no check is needed until that changes.
         self._complete: dict[int, int] = {}
 
     def beginning(self, optimizer: Optimizer) -> Sequence[dict[str, Any]]:
-        """The groups in which a weight is about to get its first momentum."""
+        """Returns the groups in which a weight gets its first momentum in this step."""
         if not isinstance(optimizer, SGD) or len(optimizer.state) == self._complete.get(id(optimizer)):
             return ()
         state = optimizer.state
@@ -170,7 +169,7 @@ class _Momenta:
 
 @contextmanager
 def _unfused(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Updates the groups' weights without the fused kernel."""
+    """Disables the fused kernel for these groups within the block."""
     for group in groups:
         group["fused"] = False
     try:
@@ -185,7 +184,7 @@ _VIEWS = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0
 
 
 class _Cast(NamedTuple):
-    """A tensor that was made from a weight: its dtype, and its place in the weight."""
+    """Copy of a weight in another dtype, or a view of that copy: the weight, the dtype and the strides."""
 
     weight: nn.Parameter
     dtype: torch.dtype
@@ -195,9 +194,9 @@ class _Cast(NamedTuple):
 
 
 def remade() -> torch.autograd.graph.saved_tensors_hooks:
-    """Inside of it, autograd saves of a weight in another dtype only where it came from.
+    """Returns hooks within which autograd saves a reference to a weight instead of its copy in another dtype.
 
-    The weight itself must be there, with the same values, when the backward pass comes to what it was used in.
+    The backward pass casts the weight again. The weight must have its memory and the same values at that time.
     """
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
@@ -210,7 +209,7 @@ def _pack(tensor: Tensor) -> Tensor | _Cast:
         made_by = made_by.next_functions[0][0]
     if made_by is None or made_by.name() != "ToCopyBackward0":
         return tensor
-    weight = getattr(made_by.next_functions[0][0], "variable", None)  # what accumulates a gradient has one
+    weight = getattr(made_by.next_functions[0][0], "variable", None)  # only the node that accumulates a gradient has it
     if not isinstance(weight, nn.Parameter) or tensor.untyped_storage().nbytes() != weight.numel() * tensor.itemsize:
         return tensor
     return _Cast(weight, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))

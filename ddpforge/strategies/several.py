@@ -1,4 +1,4 @@
-"""Several optimizers, each of its own parameters, which appear as one."""
+"""Several optimizers, each for its own parameters, with the interface of one optimizer."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["InTurns", "Several", "members"]
 
 
 class Several(Optimizer):
-    """The optimizers in `parts`, by name: their groups one after the other, the state of each parameter, one step.
+    """Optimizers in `parts`, by name, as one: all groups in order, the state of each parameter, and one `step`.
 
-    It has no `state_dict` of its own: whoever saves and restores does so for each of its `members`.
+    It has no `state_dict` of its own: save and restore each of its `members`.
     """
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
         self.parts = dict(parts)
         self.defaults: dict[str, Any] = {}
 
-    # Looked up each time: torch replaces the groups and the state of an optimizer when it loads one.
+    # Collected at each access: torch replaces the groups and the state of an optimizer when it loads a state dict.
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all parts."""
+        """Returns the groups of all parts."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
     @property
     def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
-        """The state of all parts, by parameter."""
+        """Returns the state of all parts, by parameter."""
         return {owner: entry for part in self.parts.values() for owner, entry in part.state.items()}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -39,9 +39,9 @@ class Several(Optimizer):
 
 
 class InTurns(Several):
-    """Optimizers that take turns: in each step the parts are stepped one after the other, each by itself.
+    """Optimizers for alternating updates: each step of a run updates the parts in order, each with its own backward.
 
-    `clip_norms` are the largest norms of each part's gradient; None stands for that of the recipe's [train].
+    `clip_norms`: the largest gradient norm of each part; None for the recipe's `train.clip_norm`.
     """
 
     def __init__(self, parts: Mapping[str, Optimizer], clip_norms: Mapping[str, float | None]) -> None:
@@ -50,7 +50,7 @@ class InTurns(Several):
 
 
 def members(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers that `optimizer` is made of, each with its name, as "generator"; itself, as "", if it is one."""
+    """Yields the name and the optimizer of each part, e.g. "generator"; for a single optimizer, "" and itself."""
     if not isinstance(optimizer, Several):
         yield "", optimizer
         return

@@ -1,4 +1,4 @@
-"""One process, one device, no process group: the reference that every other strategy must equal."""
+"""One process, one device, no process group: the reference whose results every other strategy must reproduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Single"]
 
 
 class Single(Strategy):
-    """Trains in one process; refuses to start in more."""
+    """Strategy for one process; it refuses to start in several."""
 
     contract = Contract(
         clips="before the update, by the norm of all gradients",
@@ -28,7 +28,7 @@ class Single(Strategy):
     )
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
-        """More than one process."""
+        """Refuses more than one process."""
         if ranks > 1:
             yield Refusal(
                 "strategy.use",
@@ -38,7 +38,7 @@ class Single(Strategy):
             )
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """The model as it is."""
+        """Returns a replica with the model as it is."""
         from ddpforge.strategies.torch_replica import WholeReplica
 
         return WholeReplica(self, model, optimizer, may_be_unused=True)

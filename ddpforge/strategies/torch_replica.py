@@ -1,4 +1,4 @@
-"""Replicas whose gradients autograd leaves in `.grad`, and whose optimizer is torch's own."""
+"""Replicas with gradients in `.grad` and a torch optimizer."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ __all__ = ["TorchReplica", "WholeReplica"]
 
 
 class TorchReplica(Replica):
-    """Computes in the recipe's precision, clips by the norm of all gradients, and never updates by a non-finite one.
+    """Replica that computes in the recipe's precision and clips by the norm of all gradients.
 
-    A subclass knows which part of the weights this rank holds, and has gradients synchronised over ranks before
-    `step` measures them. `module` is the wrapped model, where there is a wrapper.
+    It skips an update if that norm is not finite.
+    A subclass passes this rank's part of the weights as `weights`, and synchronises gradients over ranks before `step`
+    measures them. `module` is the wrapped model, if there is a wrapper.
 
-    A subclass that shards weights has its own `state` and `load_state`, made of `named_state`, of `remembered` and of
-    `remember`, and its own `norm` and `clip`: the norm over all shards, and their scaling. `held` gives this rank's
-    elements of gradients, for callbacks that read them. `train.precision`, `compile` and `clip_norm` come with it.
+    A subclass that shards weights defines `state` and `load_state`, with the help of `named_state`, `remembered` and
+    `remember`. It also defines `norm` (over all shards), `clip` (scales its shards) and `held` (this rank's elements of
+    gradients, for callbacks). It need not implement `train.precision`, `train.compile` and `train.clip_norm`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class TorchReplica(Replica):
         unused_hints: Sequence[str] = (),
         missing: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Raises StrategyError for a model and an optimizer that do not fit together under `strategy`.
+        """Raises StrategyError if `strategy` cannot train the model with this optimizer.
 
         `missing` is as in `Gradients`.
         """
@@ -83,21 +84,21 @@ class TorchReplica(Replica):
         self._shards = strategy.contract.shards
         parts = dict(members(optimizer))
         self._own = [OwnState(member, name, parts) for name, member in parts.items()]
-        self.updated = False  # whether the weights have been, since this process began
+        self.updated = False  # True after the first step of this process
         refuse_sparse(optimizer, bare, sharded=bool(self._shards))
         refuse_float64(bare, self.train)
         self.compile(self.module)
 
     def compile(self, module: nn.Module) -> None:
-        """Compiles `module` as the recipe asks for it."""
+        """Compiles `module` in place, if the recipe compiles the whole model."""
         if self.train.compile != "off" and not self.train.compile_blocks:
-            # In place, and on the wrapper: state keeps its names, and DDP's buckets still overlap with backward.
+            # In place, so that state keeps its names; the wrapper, so that DDP's buckets still overlap with backward.
             module.compile(mode=self.train.compile)
 
     # -- one step
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """Freezes what the turn does not train; its own are the optimizer, the gradients and their clipping."""
+        """Freezes other turns' parameters within the block; uses this turn's optimizer, gradients and clip norm."""
         whole, everything = cast(InTurns, self.optimizer), self.gradients
         own = self._turns[name]
         others = [parameter for parameter in own.frozen if parameter.requires_grad]
@@ -113,14 +114,14 @@ class TorchReplica(Replica):
             self.optimizer, self.gradients, self.clip_norm = whole, everything, self.train.clip_norm
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Autocast for bf16 and fp16; nothing for fp32. Until the first update, training passes are watched."""
+        """Returns autocast for bf16 and fp16, nothing for fp32; also checks training passes before the first update."""
         if self.updated or not self.bare.training:
             return self.autocast()
         return self._watched()
 
     @contextmanager
     def exact(self) -> Iterator[bool]:
-        """Computes in float32 within; yields whether all of it is that, and not TF32."""
+        """Computes in float32 within the block; yields False if TF32 is allowed, else True."""
         before, self.precision = self.precision, precision_for("fp32", self.world.device)
         try:
             yield not (self.train.tf32 and self.world.device.type == "cuda")
@@ -128,7 +129,7 @@ class TorchReplica(Replica):
             self.precision = before
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context that the precision asks for around a forward pass."""
+        """Returns the precision's context for a forward pass."""
         return self.precision.forward()
 
     @contextmanager
@@ -145,7 +146,7 @@ class TorchReplica(Replica):
             yield
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
-        """Adds the gradients of `loss` times `scale`, scaled up for fp16."""
+        """Adds the gradients of `loss` times `scale`, and for fp16 times the loss scale."""
         refuse_loss(loss)
         self.precision.backward(loss, scale)
 
@@ -163,7 +164,7 @@ class TorchReplica(Replica):
         return norm
 
     def explore(self, optimizer: Exploring) -> Tensor:
-        """Unscales, measures the norm, lets the optimizer move the weights if that is finite, clears."""
+        """Unscales, measures the norm, calls `optimizer.explore` with it if it is finite, and clears."""
         self.precision.unscale(cast(Optimizer, optimizer))
         norm = self.norm(self.gradients.collect())
         self.precision.leave()
@@ -173,63 +174,63 @@ class TorchReplica(Replica):
         return norm
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm of all gradients together (0-d)."""
-        # Of a sparse one, torch 2.11 knows no norm. `torch.nn.utils.get_total_norm` is this, in twice the time.
+        """Returns the norm of all gradients together (0-d)."""
+        # torch 2.11 has no norm of sparse tensors. `torch.nn.utils.get_total_norm` does the same in twice the time.
         dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(compat.foreach("norm", dense)))
         return norm
 
     def _is_within(self, norm: Tensor, largest: float) -> bool:
-        """True where the host sees, without waiting for a device, that clipping would multiply every gradient by 1."""
-        return self.precision.device.type == "cpu" and norm.item() + 1e-6 <= largest  # torch adds as much
+        """True if clipping would change nothing; always False on a GPU, because reading the norm would wait for it."""
+        return self.precision.device.type == "cpu" and norm.item() + 1e-6 <= largest  # the epsilon of torch's clipping
 
     def clip(self, largest: float, norm: Tensor) -> None:
-        """Scales the gradients, whose norm is `norm`, down to the `largest` norm."""
+        """Scales the gradients down from the norm `norm` to the norm `largest`."""
         torch.nn.utils.clip_grads_with_norm_(self.gradients.trained, largest, norm)
 
     def gradients_by_name(self) -> Mapping[str, Part]:
-        """Those in `.grad`; a subclass that shards says in `held` what of each this rank has."""
+        """Returns this rank's parts of the gradients in `.grad`; `held` returns their elements."""
         names, parts = self.gradients.names, self.weights.parts()
         found = {names[id(p)]: p.grad for p in self.gradients.trained if p.grad is not None}
         return dict(zip(found, map(Part.of, (parts[name] for name in found), self.held(found.values())), strict=True))
 
     def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """This rank's elements of gradients, live."""
+        """Returns this rank's elements of gradients, as views."""
         return [gradient.detach() for gradient in gradients]
 
     def overflowed(self) -> bool:
-        """True when a non-finite norm only lowered fp16's loss scale."""
+        """True if a non-finite norm only lowered the loss scale of fp16."""
         return self.precision.overflowed()
 
     def sync_buffers(self) -> None:
-        """BatchNorm's statistics become their mean over ranks, other buffers rank 0's."""
+        """Averages BatchNorm's statistics over ranks, and sets other buffers to rank 0's values."""
         equalise_buffers(self.bare, self.world.all)
 
     # -- to disk and back
     def remembered(self) -> Mapping[str, Any]:
-        """The state that belongs to no one parameter."""
+        """Returns the optimizer's state that belongs to no parameter."""
         return {name: value for own in self._own for name, value in own.capture().items()}
 
     def remember(self, state: CanonicalState[SavedTensor]) -> None:
-        """Takes back what `remembered` gave, and fp16's loss scale."""
+        """Restores the state from `remembered`, and the loss scale of fp16."""
         for own in self._own:
             own.restore(state.shared)
         self.precision.load_state(state.numbers)
 
 
 class WholeReplica(TorchReplica):
-    """The whole model on this rank. A subclass says how gradients are averaged over ranks."""
+    """Replica with the whole model on this rank; a subclass averages the gradients over ranks."""
 
     def __init__(self, strategy: Strategy, bare: nn.Module, optimizer: Optimizer, **options: Any) -> None:
-        """`options` are those of TorchReplica."""
+        """Passes `options` to TorchReplica."""
         super().__init__(strategy, bare, optimizer, WholeWeights(bare, strategy.world.all), **options)
 
     def state(self) -> CanonicalState[Tensor | Part]:
-        """Every rank holds everything."""
+        """Returns the whole state, which every rank holds."""
         state = named_state.capture(self.bare, self.optimizer)
         return replace(state, shared=self.remembered(), numbers=self.precision.state())
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Every rank takes everything."""
+        """Restores the whole state on every rank."""
         named_state.restore(self.bare, self.optimizer, state, partial=partial)
         self.remember(state)

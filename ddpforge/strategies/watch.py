@@ -1,4 +1,4 @@
-"""Looks at the first forward passes for what would be trained wrongly or fail later, and refuses it by name."""
+"""Checks the first forward passes for operations that would train wrongly or fail later; names the parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpforge.errors import StrategyError, UsageError
 __all__ = ["Guard", "refuse_loss", "watched"]
 
 _SHARDING = ("torch.distributed.", "deepspeed.")
-_BETWEEN = ("torch.", f"{__name__}.")  # modules through which a call comes here
+_BETWEEN = ("torch.", f"{__name__}.")  # modules between the caller and this code
 _MARKS = {"requires_grad_", "share_memory_"}  # change no value
 _OPERATORS = ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
 _ASSIGNMENTS = {"__setitem__", "__idiv__", *(f"__i{name}__" for name in _OPERATORS)}
@@ -28,11 +28,11 @@ _EMBEDDINGS = {nn.functional.embedding, nn.functional.embedding_bag}
 
 @contextmanager
 def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, eager: bool) -> Iterator[None]:
-    """Raises UsageError or StrategyError for what a forward pass of `model` must not do.
+    """Raises UsageError or StrategyError for forbidden operations in a forward pass of `model`.
 
-    It must not write into parameters: what the optimizer, checkpoints and other ranks have would not be that. Where
-    weights or gradients are sharded, it must not do what sharding cannot follow. Compiled code (not `eager`) cannot be
-    watched inside; there only the parameters are compared.
+    A forward pass must not write into parameters: the optimizer, checkpoints and other ranks would have other values.
+    With sharded weights or gradients, some operations on them are forbidden too. In compiled code (not `eager`) only
+    writes into parameters and their replacement are found.
     """
     versions = {name: compat.version(parameter) for name, parameter in model.named_parameters()}
     with _replaced(model):
@@ -47,7 +47,7 @@ def watched(model: nn.Module, *, shards_weights: bool, shards_gradients: bool, e
 
 
 def _is_mover() -> bool:
-    """True if the caller may move a parameter: code that shards, and a module on its way to a device."""
+    """True if the caller may replace a parameter: code that shards, or `Module._apply` (e.g. a move to a device)."""
     frame: FrameType | None = inspect.currentframe()
     name = ""
     while frame is not None and (name := f"{frame.f_globals.get('__name__', '')}.").startswith(_BETWEEN):
@@ -59,7 +59,7 @@ def _is_mover() -> bool:
 
 @contextmanager
 def _replaced(model: nn.Module) -> Iterator[None]:
-    """Refuses a parameter that is put in the place of another."""
+    """Raises UsageError if code within the block replaces a parameter by another."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def hook(module: nn.Module, name: str, _: object) -> None:
@@ -78,17 +78,17 @@ def _refuse_write(model: nn.Module, name: str) -> NoReturn:
     kind = type(model.get_submodule(owner)).__name__.removeprefix("FSDP")
     raise UsageError(
         f"forward changes parameter `{name}` of `{owner or 'the model'}` ({kind}): the optimizer changes it too, ranks "
-        "would come apart, and sharded weights would forget it",
+        "would diverge, and sharded weights would lose the change",
         hints=[
             "change weights in a callback after the step, through its `weights`",
-            "or keep what forward changes in a buffer, and compute the weight that is used from it",
+            "or keep the values that forward changes in a buffer, and compute the weight from it",
         ],
     )
 
 
 # ---------------------------------------------------------------------------------------------- writes
 class _Memory:
-    """The memory that parameters of `model` occupy now, of those that `chosen` names."""
+    """Memory that the parameters of `model` occupy now; if `chosen` is given, only the parameters that it names."""
 
     def __init__(self, model: nn.Module, chosen: Container[str] | None = None) -> None:
         self._held: dict[torch.UntypedStorage, list[tuple[str, Tensor]]] = {}
@@ -98,7 +98,7 @@ class _Memory:
                 self._held.setdefault(tensor.untyped_storage(), []).append((name, tensor))
 
     def owner(self, tensor: Tensor) -> str | None:
-        """The name of the parameter that a tensor is (a view of), if there is one."""
+        """Returns the name of the parameter that shares memory with the tensor, or None."""
         tensor = _local(tensor)
         if tensor.layout is not torch.strided:
             return None
@@ -111,7 +111,7 @@ class _Memory:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The tensor, or this rank's part of a distributed one."""
+    """Returns this rank's part of a distributed tensor; any other tensor as it is."""
     if not hasattr(tensor, "to_local"):
         return tensor
     with torch.no_grad():
@@ -120,9 +120,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that a function of torch writes into, by its name: `add_`, `+=`, `x[…] = y`, `out=`.
+    """Yields the tensors that a torch function writes into, judged by its name: `add_`, `+=`, `x[…] = y`, `out=`.
 
-    Not those that an operator in C++, with another name, writes into by the way.
+    It misses writes of C++ operators with other names.
     """
     name: str = getattr(function, "__name__", "")
     places = [kwargs.get("out")]
@@ -136,10 +136,10 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 class _Writes(TorchFunctionMode):
-    """Refuses what is written into parameters of `model`, also into `parameter.data`, or put in its place."""
+    """Raises an error for writes into parameters of `model` or their `.data`, and for a replaced `.data`."""
 
     def __init__(self, model: nn.Module, chosen: Container[str] | None = None, *, stays: bool = False) -> None:
-        """Parameters that may move (not `stays`) are looked up at every write."""
+        """Finds the memory of the parameters once if it `stays` where it is; otherwise at every write."""
         super().__init__()
         self._model, self._chosen, self._stays = model, chosen, stays
         self._memory: _Memory | None = None
@@ -151,14 +151,14 @@ class _Writes(TorchFunctionMode):
                 if parameter is args[0] and (self._chosen is None or name in self._chosen) and not _is_mover():
                     self.refuse(name)
         for tensor in _written(func, args, kwargs):
-            # An empty one is no parameter, unless all are empty outside of forward: those that ZeRO has not gathered.
+            # Empty tensors are no parameters, except outside of forward, when ZeRO has not gathered its parameters.
             owner = self._found().owner(tensor) if tensor.numel() or self._stays else None
             if owner is not None and not _is_mover():
                 self.refuse(owner)
         return func(*args, **kwargs)
 
     def refuse(self, name: str) -> None:
-        """Raises the error of a write into that parameter."""
+        """Raises the error for a write into this parameter."""
         _refuse_write(self._model, name)
 
     def _found(self) -> _Memory:
@@ -168,14 +168,14 @@ class _Writes(TorchFunctionMode):
 
 
 class Guard:
-    """Refuses what callbacks write into a model's parameters where it would be lost; `off` while `Weights` does it."""
+    """Raises an error if a callback writes into a parameter in `lost`; `off` while `Weights` itself writes."""
 
     def __init__(self, model: nn.Module, lost: Container[str]) -> None:
         self._model, self._lost, self.off = model, lost, False
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watches what is done within."""
+        """Checks all writes within the block."""
         mode = _Writes(self._model, self._lost, stays=True)
         mode.refuse = self._refuse  # type: ignore[method-assign]
         with mode:
@@ -184,18 +184,18 @@ class Guard:
     def _refuse(self, name: str) -> None:
         if not self.off:
             raise StrategyError(
-                f"a callback writes into parameter `{name}` of the model, and the optimizer or other ranks hold it "
-                "elsewhere: it would be lost",
+                f"a callback writes into parameter `{name}` of the model, but the optimizer or other ranks hold its "
+                "values elsewhere: the change would be lost",
                 hints=[
-                    "write into `weights.parts()`, or `weights.frozen()`, which `on_start` is given, and call "
-                    "`weights.changed()`"
+                    "write into `weights.parts()` or `weights.frozen()`, then call `weights.changed()`; `on_start` "
+                    "receives `weights`"
                 ],
             )
 
 
 # ---------------------------------------------------------------------------------------------- forward passes
 class _Forward(_Writes):
-    """Also refuses gradients that the loss computes itself, and sparse ones where they are sharded."""
+    """Also raises an error if the loss computes gradients itself, and for sparse gradients that would be sharded."""
 
     def __init__(self, model: nn.Module, *, sharded: bool) -> None:
         super().__init__(model)
@@ -205,13 +205,13 @@ class _Forward(_Writes):
         kwargs = kwargs or {}
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             raise UsageError(
-                "the task's loss calls backward itself, and the strategy does it again",
+                "the task's loss calls backward itself, but the strategy calls it too",
                 hints=["return the loss and leave backward to the strategy"],
             )
         if self._sharded and func is torch.autograd.grad:
             raise StrategyError(
-                "the loss computes gradients of its own (torch.autograd.grad), and where weights or gradients are "
-                "sharded that is taken for the backward pass of the step",
+                "the loss computes gradients itself (torch.autograd.grad), but with sharded weights or gradients that "
+                "would be taken for the backward pass of the step",
                 hints=['set strategy.use = "ddp"'],
             )
         if self._sharded and func in _EMBEDDINGS and kwargs.get("sparse"):
@@ -225,28 +225,28 @@ class _Forward(_Writes):
             raise
 
     def _refuse_parts(self, func: Any, given: Iterable[Any], error: RuntimeError) -> None:
-        """Raises StrategyError for a tensor of which ranks have parts, where torch takes whole ones only."""
+        """Raises StrategyError if a torch function failed because an argument is split over ranks."""
         parts = [x for each in given for x in (each if isinstance(each, list | tuple) else (each,))]
         parts = [x for x in parts if isinstance(x, Tensor) and hasattr(x, "to_local")]
         what = f"`{getattr(func, '__name__', func)}`"
         for name, parameter in self._model.named_parameters():
             if any(x is parameter for x in parts):
                 raise StrategyError(
-                    f"{what} uses parameter `{name}` where this rank has a part of it: sharded weights are whole only "
-                    "within the forward of the block that they belong to",
+                    f"{what} uses parameter `{name}` while this rank has only a part of it: sharded weights are whole "
+                    "only within the forward of their block",
                     hints=[
                         "call the module that has the parameter, or use it in the forward of its block",
-                        "or name in train.blocks a class that has both the parameter and what uses it",
+                        "or name in train.blocks a class that contains both the parameter and the code that uses it",
                         'or set strategy.use = "ddp"',
                     ],
                 ) from error
         if parts:
             raise StrategyError(
-                f"{what} mixes whole tensors with one of which each rank has a part: logits that strategy.loss = "
-                '"vocabulary" leaves cut, or what is computed of a sharded weight outside of its block',
+                f"{what} mixes whole tensors with a tensor that is split over ranks: logits under strategy.loss = "
+                '"vocabulary", or a value computed from a sharded weight outside of its block',
                 hints=[
-                    "give such logits to torch.nn.functional.cross_entropy alone, without label_smoothing and weight, "
-                    "or leave strategy.loss out",
+                    "pass such logits only to torch.nn.functional.cross_entropy, without label_smoothing and weight, "
+                    "or remove strategy.loss",
                     'or set strategy.use = "ddp"',
                 ],
             ) from error
@@ -254,8 +254,8 @@ class _Forward(_Writes):
     def _refuse_sparse(self, weight: Tensor) -> None:
         if name := _Memory(self._model).owner(weight):
             raise StrategyError(
-                f"parameter `{name}` gets sparse gradients, and sharded ones are dense",
-                hints=["leave out `sparse = True` of the embedding", 'or set strategy.use = "ddp"'],
+                f"parameter `{name}` gets sparse gradients, but sharded gradients are dense",
+                hints=["remove `sparse = True` from the embedding", 'or set strategy.use = "ddp"'],
             )
 
 

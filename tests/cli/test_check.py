@@ -334,14 +334,17 @@ train = { length = "2st", global_batch = 8, device = "cpu" }
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ('{ use = "fsdp", tensor = 2, plan = { "blocks.*.nothing" = "columns" } }', "which no module of the model"),
+        (
+            '{ use = "fsdp", tensor = 2, plan = { "blocks.*.nothing" = "columns" } }',
+            "but no module of the model has this name",
+        ),
         (
             '{ use = "fsdp", tensor = 2, plan = { "blocks.*.mlp.0" = "colums" } }',
-            "which is none that tensor parallelism",
+            "which tensor parallelism does not have",
         ),
         ('{ use = "fsdp", tensor = 4 }', "2 heads of 8"),
         ('{ use = "pipeline", split = ["blocks.9"] }', "no part can begin with `blocks.9`"),
-        ('{ use = "pipeline", split = ["blocks.0", "blocks.1"], stages = 2 }', "must name the 1 steps"),
+        ('{ use = "pipeline", split = ["blocks.0", "blocks.1"], stages = 2 }', "must name 1 steps"),
         ('{ use = "pipeline", schedule = "Interleaved1F1B", stages = 4 }', "too few for 8 parts"),
     ],
 )

@@ -122,7 +122,7 @@ def train_model(bench: Bench) -> Callable[..., Ranks]:
     ("model", "options", "said"),
     [
         ("TiedBlocks", "", "`blocks.0.inner.weight` and `blocks.1.inner.weight` are one parameter"),  # trap 35c
-        ("Uninitialised", "meta = true", "(Uninitialised) has parameters or buffers and no reset_parameters"),
+        ("Uninitialised", "meta = true", "(Uninitialised) has parameters or buffers but no reset_parameters"),
         ("Scalar", "", "parameter `scale` is a scalar"),
         pytest.param(
             *("Uneven", "", "parameter `b.0.weight` and 3 more got no gradient on rank 0"),

@@ -66,16 +66,16 @@ def test_odd_forms_train_as_in_one_process(odd: Odd, model: str, strategies: lis
         (
             "Double",
             ZERO[2],
-            "parameter `layers.0.weight` is float64, and DeepSpeed keeps and updates weights in float32",
+            "parameter `layers.0.weight` is float64, but DeepSpeed stores and updates weights in float32",
         ),
-        ("Odd", ZERO[3], "parameter `shift` is int16, and gloo and NCCL cannot gather that under stage 3"),
+        ("Odd", ZERO[3], "parameter `shift` is int16, which gloo and NCCL cannot gather under stage 3"),
         ("Following", FSDP, "forward changes parameter `teacher.weight` of `teacher` (Linear)"),
         ("Following", ZERO[3], "forward changes parameter `teacher.weight` of `teacher` (Linear)"),
         ("Hooked", FSDP, "parameter `head.weight` has a gradient hook"),
-        ("Hollow", FSDP, "parameter `nothing` has no elements, and FSDP cannot shard it"),
-        ("Looked", FSDP, "`table` (Embedding) gives sparse gradients, and sharded ones are dense"),
-        ("Looked", ZERO[1], "`table` (Embedding) gives sparse gradients, and sharded ones are dense"),
-        ("Looked", DDP, "`table` (Embedding) gives sparse gradients, and AdamW does not take them"),
+        ("Hollow", FSDP, "parameter `nothing` has no elements: FSDP cannot shard it"),
+        ("Looked", FSDP, "`table` (Embedding) gives sparse gradients, but sharded gradients are dense"),
+        ("Looked", ZERO[1], "`table` (Embedding) gives sparse gradients, but sharded gradients are dense"),
+        ("Looked", DDP, "`table` (Embedding) gives sparse gradients, but AdamW does not take them"),
     ],
 )
 def test_models_that_a_strategy_cannot_train(odd: Odd, model: str, strategy: str, said: str) -> None:
@@ -86,7 +86,7 @@ def test_models_that_a_strategy_cannot_train(odd: Odd, model: str, strategy: str
 def test_a_gradient_penalty_needs_whole_weights(odd: Odd, strategy: str) -> None:
     """Under ZeRO-1 it trained another curve, silently."""
     failed = odd.train("OwnSeed", strategy, task="./odd_models.py:Penalty", fails=True)
-    refused(failed, "the loss computes gradients of its own (torch.autograd.grad)")
+    refused(failed, "the loss computes gradients itself (torch.autograd.grad)")
 
 
 @pytest.mark.parametrize("name", ["Rprop", "Adafactor"])

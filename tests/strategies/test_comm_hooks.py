@@ -47,7 +47,7 @@ def test_on_another_number_of_ranks_the_mean_of_the_errors_stays(caplog: pytest.
     part = hook.capture()["powersgd.error.bias"]
     assert isinstance(part, Part)
     assert part.tensor.tolist() == [8.0]
-    assert caplog.messages == ["powersgd: the checkpoint is of 2 ranks: each begins with the mean of their errors"]
+    assert caplog.messages == ["powersgd: the checkpoint has the errors of 2 ranks: each rank starts with their mean"]
 
 
 def test_a_checkpoint_without_its_memory_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -55,7 +55,7 @@ def test_a_checkpoint_without_its_memory_is_said_to_have_none(caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "ddpforge"):
         hook.restore({})
     assert hook.capture() == {"powersgd.step": 0}
-    assert caplog.messages == ["powersgd: the checkpoint has no memory of it: it starts from scratch"]
+    assert caplog.messages == ["powersgd: the checkpoint has no PowerSGD memory: compression starts from scratch"]
 
 
 def test_a_scalar_is_refused_by_name() -> None:

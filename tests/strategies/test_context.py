@@ -93,8 +93,8 @@ def test_what_sequences_are_cut_for_is_asked_before_ranks_join() -> None:
     FSDP(context=2).check(gpt(), task, ())
     FSDP().check(MLP(inputs=4, outputs=2), task, ())
     cases: list[tuple[nn.Module, Any, str]] = [
-        (MLP(inputs=4, outputs=2), task, "MLP does not say that its attention can do with that"),
-        (gpt(), MaskedLM(mask_token=15), "MaskedLM does not say that its loss is a sum over posit"),
+        (MLP(inputs=4, outputs=2), task, "the attention of MLP does not support that"),
+        (gpt(), MaskedLM(mask_token=15), "MaskedLM does not declare that its loss is a sum over posit"),
     ]
     for model, asked, says in cases:
         message = refused(UsageError, lambda m=model, a=asked: FSDP(context=2).check(m, a, ()))
@@ -120,7 +120,7 @@ def test_batches_that_cannot_be_cut_are_refused_by_their_shapes() -> None:
     ("options", "ranks", "key", "says"),
     [
         ({}, 3, "strategy.context", "strategy.context = 2 does not divide the 3 ranks"),
-        ({"compile": "default"}, 2, "train.compile", "in the middle of attention, which is not compiled"),
+        ({"compile": "default"}, 2, "train.compile", "within attention, which cannot be compiled"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(options: Any, ranks: int, key: str, says: str) -> None:

@@ -295,7 +295,7 @@ def test_a_model_without_trained_parameters_is_refused_where_there_are_several_r
         return refused(StrategyError, lambda: Training(DDP(), partial(nn.BatchNorm1d, 1, affine=False), elsewhere))
 
     for message in in_ranks(2, rank):
-        assert message.startswith("asked for DDP over 2 ranks, and the model has no parameter to train | ")
+        assert message.startswith("DDP over 2 ranks needs a parameter to train, but the model has none | ")
 
 
 def test_alone_a_model_is_not_wrapped() -> None:
@@ -323,8 +323,8 @@ def test_float64_is_refused_where_autocast_would_leave_it_alone(precision: str, 
 @pytest.mark.parametrize(
     ("strategy", "kind", "said"),
     [
-        (Single, torch.optim.Adam, "`0` (Embedding) gives sparse gradients, and Adam does not take them"),
-        (FSDP, SGD, "`0` (Embedding) gives sparse gradients, and sharded ones are dense"),
+        (Single, torch.optim.Adam, "`0` (Embedding) gives sparse gradients, but Adam does not take them"),
+        (FSDP, SGD, "`0` (Embedding) gives sparse gradients, but sharded gradients are dense"),
         (Single, SGD, ""),
         (DDP, SGD, ""),
     ],
@@ -357,7 +357,7 @@ def test_a_loss_that_differentiates_itself_is_refused_where_something_is_sharded
 
     ((norm, said),) = in_ranks(1, rank)
     assert norm == pytest.approx(8**0.5)
-    assert said.startswith("the loss computes gradients of its own")
+    assert said.startswith("the loss computes gradients itself")
 
 
 # ---------------------------------------------------------------------------------------------- the forward pass
@@ -641,4 +641,4 @@ def test_every_rank_begins_with_the_weights_of_rank_0() -> None:
 def test_a_rank_with_another_model_is_refused_by_name(build: Callable[[int], nn.Module], name: str) -> None:
     found = in_ranks(2, lambda rank: refused(StrategyError, lambda: Training(DDP(), lambda: build(rank))))
     for said in found:
-        assert said.startswith(f"the model on rank 1 is not that on rank 0: they differ in `{name}`")
+        assert said.startswith(f"the model on rank 1 differs from the model on rank 0, first in `{name}`")

@@ -110,7 +110,7 @@ def test_the_contract_depends_on_the_stage(stage: Any, shards: tuple[str, ...]) 
         ),
         (
             {"zero_optimization": {"offload_param": {"pin_memory": True}}},
-            "has no effect, for nothing is offloaded there",
+            "has no effect, because nothing is offloaded there",
         ),
         (
             {"zero_optimization": {"overlap_com": True}},
@@ -118,7 +118,7 @@ def test_the_contract_depends_on_the_stage(stage: Any, shards: tuple[str, ...]) 
             "zero_optimization.overlap_comm",
         ),
         ({"zero_optimization": {"offload_param": {"buffer_count": 9}}}, "has no effect"),
-        ({"aio": {"queue_depth": 8}}, "extra: `aio.queue_depth` has no effect, for nothing is offloaded there"),
+        ({"aio": {"queue_depth": 8}}, "extra: `aio.queue_depth` has no effect, because nothing is offloaded there"),
         # It takes one parameter for another when weights are read or written.
         ({"zero_optimization": {"round_robin_gradients": True}}, "is not a key that ddpforge passes on"),
     ],
@@ -164,7 +164,7 @@ def test_what_is_offloaded_to_nvme_gets_a_folder() -> None:
                 "nvme_path": Path("/disk"),
                 "extra": {"aio": {"queue_depth": "many"}},
             },
-            "extra: `aio.queue_depth` must be a whole number",
+            "extra: `aio.queue_depth` must be an integer",
         ),
     ],
 )
@@ -190,7 +190,7 @@ def test_two_processes_never_share_a_folder_and_leftovers_are_cleared_away(tmp_p
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match="there is no folder that can be written to"):
+    with pytest.raises(StrategyError, match="is not a writable folder"):
         nvme.Folder(tmp_path / "missing")
 
 
@@ -201,7 +201,7 @@ def test_without_asynchronous_io_the_error_says_what_to_install(monkeypatch: pyt
 
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr(nvme, "import_module", lambda name: SimpleNamespace(AsyncIOBuilder=Builder))
-    with pytest.raises(StrategyError, match="cannot be built here: libaio is not there") as refused:
+    with pytest.raises(StrategyError, match="whose build failed: libaio is not there") as refused:
         nvme.require_io()
     assert "libaio-dev" in refused.value.hints[0]
 
@@ -211,7 +211,7 @@ def test_without_asynchronous_io_the_error_says_what_to_install(monkeypatch: pyt
     ("found", "said"),
     [
         (None, "needs DeepSpeed, which is not installed"),
-        ("0.18.2", "DeepSpeed 0.18.2 is installed, and ddpforge is tested with deepspeed<0.20,>=0.19.8"),
+        ("0.18.2", "DeepSpeed 0.18.2 is installed, but ddpforge is tested with deepspeed<0.20,>=0.19.8"),
         ("0.20.0", "DeepSpeed 0.20.0 is installed"),
     ],
 )
@@ -230,7 +230,7 @@ def test_the_requirement_that_is_installed_is_the_one_that_is_tested() -> None:
 
 def test_another_accelerator_in_the_environment_is_a_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cuda")
-    with pytest.raises(StrategyError, match="DS_ACCELERATOR=cuda in the environment, and this run is on cpu"):
+    with pytest.raises(StrategyError, match="the environment has DS_ACCELERATOR=cuda, but this run is on cpu"):
         zero.import_deepspeed(torch.device("cpu"))
 
 
@@ -249,7 +249,7 @@ def test_a_compiler_that_loses_gradients_is_refused(
     monkeypatch.setattr(torch, "__version__", version)
     refusals = list(DeepSpeed(stage=stage).refusals(train(compile=mode), 1, "cpu"))
     assert [refusal.key for refusal in refusals] == ([] if fits else ["train.compile"])
-    assert fits or "gradients are zero in part" in refusals[0].message
+    assert fits or "get wrong gradients" in refusals[0].message
 
 
 # ---------------------------------------------------------------------------------------------- optimizers
@@ -285,7 +285,7 @@ def test_an_optimizer_that_treats_each_element_by_itself_will_do(
     ("name", "said"),
     [
         ("Adafactor", "Adafactor does not update each element of a parameter by itself"),
-        ("Adagrad", "DeepSpeed replaces Adagrad by one of its own"),
+        ("Adagrad", "DeepSpeed replaces Adagrad by its own"),
         ("SparseAdam", "SparseAdam cannot be used under ZeRO"),
     ],
 )

@@ -85,25 +85,25 @@ def test_models_without_experts_or_with_too_few_are_refused_before_ranks_join() 
     task = MoELanguageModelling()
     FSDP(experts=2).check(moe(), task, ())
     message = refused(UsageError, lambda: FSDP(experts=2).check(GPT(width=4, heads=1, layers=1), task, ()))
-    assert message.startswith("strategy.experts = 2 spreads experts over ranks, and GPT has none that can be")
+    assert message.startswith("strategy.experts = 2 spreads experts over ranks, but GPT has no such experts")
     message = refused(UsageError, lambda: FSDP(experts=3).check(moe(), task, ()))
     assert message == "strategy.experts = 3 does not divide the 4 experts of a layer | use one of 1, 2, 4"
     message = refused(UsageError, lambda: FSDP(context=2).check(moe(), task, ()))
-    assert "the experts of MoEGPT are shared out over whole ones" in message
+    assert "the experts of MoEGPT need whole sequences" in message
     message = refused(UsageError, lambda: FSDP(tensor=2).check(moe(), task, ()))
-    assert message.startswith("strategy.tensor = 2 needs a plan of which layers are cut how, and MoEGPT has none")
+    assert message.startswith("strategy.tensor = 2 needs a plan for cutting layers, but MoEGPT has none")
     message = refused(UsageError, lambda: Pipeline().check(moe(), task, ()))
-    assert message.startswith("MoEGPT does not say of which steps its forward pass is made")
+    assert message.startswith("MoEGPT does not declare the steps of its forward pass")
 
 
 @pytest.mark.parametrize(
     ("strategy", "options", "key", "says"),
     [
         (FSDP(experts=3), {}, "strategy.experts", "does not divide the 4 ranks"),
-        (FSDP(experts=2, replicas=2), {}, "strategy.replicas", "are not offered together"),
-        (FSDP(experts=2, context=2), {}, "strategy.context", "are not offered together"),
-        (FSDP(experts=2, tensor=2), {}, "strategy.tensor", "are not offered together"),
-        (FSDP(experts=2), {"compile": "default"}, "train.compile", "in the middle of a layer, which is not compiled"),
+        (FSDP(experts=2, replicas=2), {}, "strategy.replicas", "do not work together"),
+        (FSDP(experts=2, context=2), {}, "strategy.context", "do not work together"),
+        (FSDP(experts=2, tensor=2), {}, "strategy.tensor", "do not work together"),
+        (FSDP(experts=2), {"compile": "default"}, "train.compile", "within a layer, which cannot be compiled"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(strategy: FSDP, options: Any, key: str, says: str) -> None:

@@ -252,7 +252,7 @@ def test_weights_of_norms_are_not_rounded_where_torch_would_not_take_them() -> N
 
     (said,) = in_ranks(1, rank)
     assert said.startswith(
-        'strategy.gather = "compute" rounds the weights of `1`, a LayerNorm, which torch takes on a GPU'
+        'strategy.gather = "compute" rounds the weights of `1`, a LayerNorm, which torch supports on a GPU'
     )
 
 
@@ -397,7 +397,7 @@ def test_optimizer_state_of_another_shape_is_neither_saved_nor_loaded() -> None:
 
     for found in in_ranks(2, rank):
         for message in found:
-            assert message.startswith("the optimizer keeps `row` of `w` in a shape of its own, [3]")
+            assert message.startswith("the optimizer keeps `row` of `w` in a different shape, [3]")
 
 
 # ---------------------------------------------------------------------------------------------- optimizers
@@ -453,7 +453,7 @@ def _on_rank_1(weight: Tensor, state: dict[str, Any]) -> float:
     [
         (_raises, "Trying cannot be used under FSDP, which shards weights: no rule for it"),
         (_keeps, "Trying keeps `rows` of a weight of shape [4, 4] in the shape [4]"),
-        (_slower, "Trying updates a sharded weight otherwise than a whole one"),
+        (_slower, "Trying updates a sharded weight differently from a whole one"),
         (_counts, ""),
         (_rounds, ""),
     ],
@@ -493,7 +493,7 @@ def test_every_rank_compares_the_rows_that_it_holds() -> None:
             return error.message
         return ""
 
-    assert in_ranks(2, rank) == ["", "Trying updates a sharded weight otherwise than a whole one"]
+    assert in_ranks(2, rank) == ["", "Trying updates a sharded weight differently from a whole one"]
 
 
 @pytest.mark.parametrize(
@@ -563,7 +563,7 @@ def _hooked(method: str) -> nn.Parameter:
         (lambda: {"a": _hooked("register_post_accumulate_grad_hook")}, "parameter `a` has a gradient hook"),
         (
             lambda: {"a": _parameter(2), "b": _parameter(2, dtype=torch.float64)},
-            "parameter `a` is float32 and `b` is float64, and FSDP gathers both together",
+            "parameter `a` is float32 and `b` is float64, but FSDP gathers both together",
         ),
         (lambda: {"a": _parameter(2), "b": _parameter(2, dtype=torch.float64, trained=False)}, ""),
     ],
@@ -617,8 +617,8 @@ def test_what_is_not_sharded_is_not_taken_for_it() -> None:
         return plain, refused(StrategyError, lambda: prepare(alike))
 
     for plain, alike in in_ranks(2, rank):
-        assert plain.startswith("asked for FSDP, but parameter `weight` is a Parameter")
-        assert alike.startswith("asked for FSDP, but parameter `w` is placed as (Replicate(),)")
+        assert plain.startswith("FSDP did not shard parameter `weight`: it is a Parameter")
+        assert alike.startswith("FSDP did not shard parameter `w`: it is placed as (Replicate(),)")
 
 
 @pytest.mark.parametrize(
@@ -627,8 +627,8 @@ def test_what_is_not_sharded_is_not_taken_for_it() -> None:
         ({}, {}, 3, "cpu", None, ""),
         ({"replicas": 2}, {}, 4, "cpu", None, ""),
         ({"replicas": 3}, {}, 4, "cpu", "strategy.replicas", "use one of 1, 2, 4"),
-        ({"replicas": 2}, {}, 1, "cpu", "strategy.replicas", "leave it out"),
-        ({"cpu_offload": True}, {}, 2, "cpu", "strategy.cpu_offload", "leave strategy.cpu_offload out"),
+        ({"replicas": 2}, {}, 1, "cpu", "strategy.replicas", "remove it"),
+        ({"cpu_offload": True}, {}, 2, "cpu", "strategy.cpu_offload", "remove strategy.cpu_offload"),
         ({"cpu_offload": True}, {}, 2, "cuda", None, ""),
         ({"gather": "compute"}, {}, 2, "cpu", "strategy.gather", 'set train.precision = "bf16"'),
         ({"gather": "compute"}, {"precision": "bf16"}, 2, "cpu", None, ""),

@@ -56,7 +56,7 @@ def test_without_a_grid_all_ranks_are_one_mesh_and_see_different_data() -> None:
     ("grid", "ranks", "key", "said"),
     [
         (Grid(tensor=3), 4, "strategy.tensor", "= 3 does not divide the 4 ranks | use one of 1, 2, 4"),
-        (Grid(tensor=2), 1, "strategy.tensor", "= 2 does not divide the 1 rank | leave it out"),
+        (Grid(tensor=2), 1, "strategy.tensor", "= 2 does not divide the 1 rank | remove it"),
         (
             Grid(replicas=3, tensor=2),
             8,
@@ -67,7 +67,7 @@ def test_without_a_grid_all_ranks_are_one_mesh_and_see_different_data() -> None:
             Grid(context=2, tensor=2),
             2,
             "strategy.context",
-            "= 2 does not divide the 1 group of 2 ranks that see the same samples | leave it out",
+            "= 2 does not divide the 1 group of 2 ranks that see the same samples | remove it",
         ),
     ],
     ids=str,

@@ -120,13 +120,13 @@ class Weighed(nn.Module):
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (Weighed, "`the model` (Weighed) has parameters or buffers and no reset_parameters"),
+        (Weighed, "`the model` (Weighed) has parameters or buffers but no reset_parameters"),
         (
             lambda: nn.Sequential(nn.Linear(1, 1), nn.Sequential(Buffered())),
-            "`1.0` (Buffered) has parameters or buffers and no reset_parameters",
+            "`1.0` (Buffered) has parameters or buffers but no reset_parameters",
         ),
-        (lambda: nn.Sequential(Own("weight")), "reset_parameters of `0` (Own) leaves `weight` as it is"),
-        (lambda: nn.Sequential(Own("one")), "reset_parameters of `0` (Own) leaves `weight` as it is"),
+        (lambda: nn.Sequential(Own("weight")), "reset_parameters of `0` (Own) does not initialise `weight`"),
+        (lambda: nn.Sequential(Own("one")), "reset_parameters of `0` (Own) does not initialise `weight`"),
     ],
 )
 def test_a_layer_that_cannot_initialise_itself_is_named(build: type[nn.Module], said: str) -> None:

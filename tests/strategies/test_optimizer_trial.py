@@ -77,7 +77,7 @@ def test_one_that_needs_what_its_constructor_keeps_is_refused_by_name() -> None:
     optimizer = Prefilled([nn.Parameter(torch.ones(2))])
     with pytest.raises(StrategyError) as caught:
         tried(optimizer, optimizer.param_groups[0], [ones(1.0), ones(1.0)])
-    assert caught.value.message.startswith("Prefilled needs what its constructor keeps of each weight")
+    assert caught.value.message.startswith("Prefilled needs state that its constructor makes for each weight")
     assert 'or set strategy.use = "ddp"' in caught.value.hints
 
 
@@ -117,9 +117,9 @@ def message(model: nn.Module, optimizer: Optimizer, *, sharded: bool = False) ->
 def test_an_optimizer_that_cannot_take_or_save_sparse_gradients_is_refused(kind: Any, build: Any, reason: str) -> None:
     model = Looks(kind)
     said = message(model, build(model.parameters()))
-    assert said.startswith(f"`table` ({kind.__name__}) gives sparse gradients, and ")
+    assert said.startswith(f"`table` ({kind.__name__}) gives sparse gradients, but ")
     assert reason in said
-    assert "leave out `sparse = True` of the embedding" in said
+    assert "remove `sparse = True` from the embedding" in said
 
 
 @pytest.mark.parametrize("build", [lambda w: SGD(w, lr=0.1), lambda w: Adagrad(w), lambda w: Prefilled(w)])
@@ -139,7 +139,7 @@ def test_dense_and_frozen_embeddings_are_like_any_layer() -> None:
 def test_where_gradients_are_sharded_nothing_takes_sparse_ones() -> None:
     model = Looks()
     said = message(model, SGD(model.parameters(), lr=0.1), sharded=True)
-    assert said.startswith("`table` (Embedding) gives sparse gradients, and sharded ones are dense")
+    assert said.startswith("`table` (Embedding) gives sparse gradients, but sharded gradients are dense")
 
 
 @pytest.mark.parametrize(("table", "other", "fits"), [(0.0, 0.9, True), (0.9, 0.0, False)])
@@ -162,6 +162,6 @@ def test_sparse_adam_takes_nothing_else() -> None:
 
     model = Looks()
     said = message(model, SparseAdam(model.parameters()))
-    assert said.startswith("SparseAdam takes sparse gradients only, and that of `linear.weight` is dense")
+    assert said.startswith("SparseAdam takes sparse gradients only, but the gradient of `linear.weight` is dense")
     model.linear.requires_grad_(False)
     refuse_sparse(SparseAdam([model.table.weight]), model, sharded=False)

@@ -191,7 +191,7 @@ def test_a_change_that_is_no_number_is_refused_by_name(change: Callable[[Keeping
     if name is None:
         assert changed(change)[2] == {"optimizer.attributes.vector": 3.0}
         return
-    with pytest.raises(CheckpointError, match=rf"Keeping changes its `{name}`, which is no number"):
+    with pytest.raises(CheckpointError, match=rf"Keeping changes its `{name}`, which is neither a number"):
         changed(change)
 
 
@@ -239,7 +239,7 @@ def test_a_list_that_has_grown_is_not_shortened_in_silence() -> None:
     optimizer = Keeping()
     own = OwnState(optimizer)
     optimizer.items.append(1.0)
-    with pytest.raises(CheckpointError, match=r"`attributes.items.2`, for which Keeping has no place"):
+    with pytest.raises(CheckpointError, match=r"`attributes.items.2`, but Keeping has no place"):
         own.restore({})
 
 

@@ -99,7 +99,7 @@ def reads(model: Any, batch: Tensor) -> Tensor:
     ("loss", "expected"),
     [
         (twice, "the task calls the model more than once for a batch"),
-        (reads, "the task's loss uses `scale` of the model, and under a pipeline it can only call the model"),
+        (reads, "the task's loss uses `scale` of the model, but under a pipeline it can only call the model"),
         (lambda model, batch: batch.sum(), "the task's loss does not call the model"),
     ],
     ids=["twice", "reads", "never"],

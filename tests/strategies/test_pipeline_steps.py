@@ -79,14 +79,14 @@ def test_the_steps_are_the_forward_pass(model: nn.Module, batch: Tensor) -> None
 @pytest.mark.parametrize(
     ("pipeline", "said"),
     [
-        (None, "Tower does not say of which steps its forward pass is made"),
+        (None, "Tower does not declare the steps of its forward pass"),
         (("layers",), "no step in Tower.pipeline uses `scale`"),
-        (("enter", "layers"), 'add its module to the method that does: pipeline = (…, ("method", "scale"))'),
+        (("enter", "layers"), 'add its module to the method that uses it: pipeline = (…, ("method", "scale"))'),
         (
             (("enter", "scale"), "layer"),
             "names `layer`, which is neither a module nor a method of the model | near it are layers",
         ),
-        ((("enter", "scala"), "layers"), "says that `enter` uses `scala`, which has no weights"),
+        ((("enter", "scala"), "layers"), "`enter` lists `scala`, which has no weights"),
     ],
 )
 def test_steps_that_are_not_the_model_are_refused_before_ranks_join(pipeline: object, said: str) -> None:
@@ -102,9 +102,9 @@ def test_a_class_with_a_forward_of_its_own_must_say_its_own_steps() -> None:
             return 2 * super().forward(x)
 
     said = refused(UsageError, lambda: declared_steps(Doubled(inputs=4, outputs=2)))
-    assert "Doubled does not say of which steps its forward pass is made" in said
+    assert "Doubled does not declare the steps of its forward pass" in said
     experts = MoEGPT(vocab_size=4, block_size=4, layers=1, heads=1, width=4)
-    assert "MoEGPT does not say" in refused(UsageError, lambda: declared_steps(experts))
+    assert "MoEGPT does not declare" in refused(UsageError, lambda: declared_steps(experts))
 
 
 # ---------------------------------------------------------------------------------------------- where to cut
@@ -133,7 +133,7 @@ def test_the_recipe_may_say_where() -> None:
     assert cut_where(steps, ["layers.1", "layers.2"], 3) == [0, 2, 3]
     assert "near it are layers.0" in refused(UsageError, lambda: cut_where(steps, ["layer.0"], 2))
     for split in (["layers.2", "layers.1"], ["layers.1"]):
-        assert "must name the 2 steps" in refused(UsageError, lambda: cut_where(steps, split, 3))  # noqa: B023
+        assert "must name 2 steps" in refused(UsageError, lambda: cut_where(steps, split, 3))  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_an_older_torch_is_refused_with_the_version_that_will_do(monkeypatch: py
     monkeypatch.setattr("torch.distributed.pipelining.ScheduleGPipe", Older)
     (found,) = Pipeline(stages=2).refusals(train(), 2, "cpu")
     assert (found.key, found.hints[0]) == ("strategy.use", "pip install 'torch>=2.14'")
-    assert found.message == f"pipelines need torch 2.14 or newer, and this is torch {torch.__version__}"
+    assert found.message == f"pipelines need torch 2.14 or newer, but this is torch {torch.__version__}"
 
 
 def test_ranks_that_see_different_data_are_counted() -> None:

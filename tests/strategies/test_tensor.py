@@ -283,9 +283,7 @@ def test_a_loss_that_wants_whole_logits_gets_no_parts_of_them() -> None:
     task = LanguageModelling()
     task.takes_split_logits = False
     said = refused(UsageError, lambda: FSDP(tensor=2, loss="vocabulary").check(GPT(**SIZES), task, []))
-    assert said.startswith(
-        'strategy.loss = "vocabulary" leaves logits in parts, and LanguageModelling wants them whole'
-    )
+    assert said.startswith('strategy.loss = "vocabulary" keeps logits split, but LanguageModelling needs whole logits')
 
 
 class Halves(nn.Module):
@@ -309,7 +307,9 @@ def test_a_weight_of_which_ranks_have_different_gradients_is_refused_before_the_
         return refused(StrategyError, training.replica.step)
 
     for said in in_ranks(2, rank):
-        assert said.startswith("parameter `scale` is whole on every rank, and those that share layers have other grad")
+        assert said.startswith(
+            "parameter `scale` is whole on every rank, but the ranks that share layers have different grad"
+        )
 
 
 def test_a_weight_whose_shares_of_a_gradient_add_up_is_trained_like_a_whole_one() -> None:
@@ -363,7 +363,7 @@ def test_an_optimizer_that_looks_at_a_whole_weight_is_refused() -> None:
         return refused(StrategyError, lambda: Run(FSDP(tensor=2), optimizer=Muonlike))
 
     for said in in_ranks(2, rank):
-        assert "Muonlike updates a share of a weight otherwise than the whole" in said
+        assert "Muonlike updates a share of a weight differently from the whole" in said
 
 
 class Muonlike(SGD):
@@ -387,7 +387,7 @@ def test_a_sequence_that_does_not_divide_is_refused_by_name() -> None:
         run = Run(FSDP(tensor=2, sequence=True))
         return refused(UsageError, lambda: run.replica.module(torch.zeros(2, 15, dtype=torch.int64)))
 
-    said = "strategy.sequence cuts sequences into 2 equal parts, and one has 15 positions"
+    said = "strategy.sequence cuts sequences into 2 equal parts, but a sequence has 15 positions"
     assert all(found.startswith(said) for found in in_ranks(2, rank))
     blocks = SimpleNamespace(block_size=15)
     assert refused(UsageError, lambda: FSDP(tensor=2, sequence=True).check_data(blocks)).startswith(said)

@@ -132,17 +132,27 @@ def tied() -> Any:
 
 
 WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
-    (Bare, None, {}, "strategy.tensor = 2 needs a plan of which layers are cut how, and Bare has none"),
-    (Blocks, {"blocks.*.upp": "columns"}, {}, "strategy.plan names `blocks.*.upp`, which no module of the model is"),
-    (Blocks, {"blocks.*.up": "colums"}, {}, 'strategy.plan: `blocks.*.up` has the style "colums", which is none'),
-    (Blocks, {"blocks.*.up": "columns:0"}, {}, 'strategy.plan: `blocks.*.up` has the style "columns:0", which is none'),
+    (Bare, None, {}, "strategy.tensor = 2 needs a plan for cutting layers, but Bare has none"),
+    (Blocks, {"blocks.*.upp": "columns"}, {}, "strategy.plan names `blocks.*.upp`, but no module of the model has"),
+    (
+        Blocks,
+        {"blocks.*.up": "colums"},
+        {},
+        'strategy.plan: `blocks.*.up` has the style "colums", which tensor parallelism does not',
+    ),
+    (
+        Blocks,
+        {"blocks.*.up": "columns:0"},
+        {},
+        'strategy.plan: `blocks.*.up` has the style "columns:0", which tensor parallelism does not',
+    ),
     (
         Blocks,
         {"blocks.*.up": "columns"},
         {},
-        "strategy.plan says nothing of `blocks.0.down` (Linear): every rank would",
+        "strategy.plan has no style for `blocks.0.down` (Linear): every rank would",
     ),
-    (lambda: Blocks(extra=nn.Linear(4, 4)), None, {}, "Blocks.tensor_plan says nothing of `blocks.0.extra` (Linear)"),
+    (lambda: Blocks(extra=nn.Linear(4, 4)), None, {}, "Blocks.tensor_plan has no style for `blocks.0.extra` (Linear)"),
     (lambda: Blocks(9), None, {}, "strategy.tensor = 2 does not divide `blocks.0.up.weight`: it has 9 rows | use"),
     (
         Blocks,
@@ -166,7 +176,7 @@ WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
         Blocks,
         {"blocks.*": "rows"},
         {},
-        '`blocks.0` (Module) cannot be cut as "rows", which takes a torch.nn.Linear with torch\'s own forward',
+        '`blocks.0` (Module) cannot be cut as "rows", which needs a torch.nn.Linear with torch\'s own forward',
     ),
     (
         lambda: Blocks(table=nn.Embedding(8, 4, max_norm=1.0)),
@@ -178,15 +188,15 @@ WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
         tied,
         Blocks.tensor_plan | {"blocks.*.out": "logits"},
         {},
-        "`blocks.0.out.weight` and `blocks.0.table.weight` are one parameter, and the plan cuts it in two ways",
+        "`blocks.0.out.weight` and `blocks.0.table.weight` are one parameter, but the plan cuts it in two ways",
     ),
-    (Blocks, None, {"sequence": True}, "strategy.sequence = true needs one module that the sequence is cut before"),
-    (Blocks, None, {"split_logits": True}, 'strategy.loss = "vocabulary" needs one layer of "logits", and Blocks.tens'),
+    (Blocks, None, {"sequence": True}, 'strategy.sequence = true needs one module with the style "scatter"'),
+    (Blocks, None, {"split_logits": True}, 'strategy.loss = "vocabulary" needs one layer with the style "logits", but'),
     (
         gpt,
         {"blocks.*.*.*": "replicated", "head": "logits"},
         {},
-        'strategy.plan says "logits" of `head`, which has no weights, and "vocabulary" of 0 embeddings',
+        'strategy.plan has "logits" for `head`, which has no weights, and "vocabulary" for 0 embeddings',
     ),
 ]
 
@@ -200,4 +210,4 @@ def test_a_plan_that_cannot_work_is_refused_by_name(build: Any, plan: Any, optio
 @pytest.mark.parametrize("word", ["grouped_gemm", "moe_tp_experts", "rowwise_split_input"])
 def test_words_of_transformers_that_mean_something_else_are_refused(word: str) -> None:
     said = refused(UsageError, lambda: plan_of(Blocks(), {"blocks.*.up": word}))
-    assert f'has the style "{word}", which is none that tensor parallelism has' in said
+    assert f'has the style "{word}", which tensor parallelism does not have' in said

@@ -155,7 +155,7 @@ def test_buffers_activations_and_copies_may_be_written(shards: bool) -> None:
         (lambda net, x: net.layer(x).sum().backward(), "calls backward itself", True),
         (
             lambda net, x: torch.autograd.grad(net.layer(x).sum(), net.layer.bias),
-            "computes gradients of its own",
+            "computes gradients itself",
             False,
         ),
         (
@@ -276,7 +276,7 @@ def test_gradients_of_the_losss_own_need_what_is_not_sharded(weights: bool, grad
             net(torch.ones(3, 4))
 
     if weights or gradients:
-        with pytest.raises(StrategyError, match="computes gradients of its own"):
+        with pytest.raises(StrategyError, match="computes gradients itself"):
             run()
     else:
         run()
@@ -390,8 +390,12 @@ class Smoothed(nn.Module):
 @pytest.mark.parametrize(
     ("build", "options", "said"),
     [
-        (Outside, {}, r"`matmul` uses parameter `blocks.0.0.weight` where this rank has a part of it"),
-        (Smoothed, {"tensor": 2, "loss": "vocabulary"}, r"`cross_entropy` mixes whole tensors with one .*vocabulary"),
+        (Outside, {}, r"`matmul` uses parameter `blocks.0.0.weight` while this rank has only a part of it"),
+        (
+            Smoothed,
+            {"tensor": 2, "loss": "vocabulary"},
+            r"`cross_entropy` mixes whole tensors with a tensor .*vocabulary",
+        ),
     ],
 )
 def test_tensors_in_parts_where_whole_ones_are_needed_are_refused_by_name(

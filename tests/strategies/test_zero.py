@@ -356,7 +356,7 @@ def state(**changes: Any) -> CanonicalState[Any]:
         ({"model": {"w": Saved(torch.ones(4))}}, "`w` is float32 [3] in the model and float32 [4] in the checkpoint"),
         ({"model": {"mean": Saved(torch.ones(3))}}, "`mean` is float32 [2] in the model and float32 [3]"),
         ({"frozen": {"momentum_buffer": Saved(torch.ones(3))}}, "the checkpoint holds optimizer state of `frozen`"),
-        ({"v": {}}, "the checkpoint holds nothing of the optimizer for `v` and `momentum_buffer` for `w`"),
+        ({"v": {}}, "the checkpoint's optimizer has nothing for `v` and `momentum_buffer` for `w`"),
         ({"v": {"momentum_buffer": Saved(torch.ones(2))}}, "`momentum_buffer of v` is float32 [3] in the model"),
         (
             {name: {"momentum_buffer": Saved(torch.ones(3)), "step": 3 + (name == "v")} for name in "wv"},
@@ -415,9 +415,9 @@ def _more(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = True)
     [
         (_more(0), (1, 2, 3), "parameter `more` has no elements"),
         (_more(0, trained=False), (3,), "parameter `more` has no elements"),
-        (_more(2, dtype=torch.float64), (1, 2, 3), "parameter `more` is float64, and DeepSpeed keeps and updates"),
+        (_more(2, dtype=torch.float64), (1, 2, 3), "parameter `more` is float64, but DeepSpeed stores and updates"),
         (_more(2, dtype=torch.bfloat16), (1, 2, 3), "parameter `more` is bfloat16, and DeepSpeed promises float32"),
-        (_more(2, dtype=torch.int16, trained=False), (3,), "parameter `more` is int16, and gloo and NCCL cannot"),
+        (_more(2, dtype=torch.int16, trained=False), (3,), "parameter `more` is int16, which gloo and NCCL cannot"),
         (_more(2, dtype=torch.float64, trained=False), (), ""),
     ],
 )

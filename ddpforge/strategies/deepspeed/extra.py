@@ -1,4 +1,4 @@
-"""`strategy.extra`: which keys of DeepSpeed's configuration a recipe may add to those that ddpforge writes."""
+"""Keys of DeepSpeed's configuration that a recipe may add with `strategy.extra`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["Offload", "merge", "refuse_owned"]
 
 Offload = Literal["none", "cpu", "nvme"]
 
-# How fast DeepSpeed works and what it tells, never what is computed. DeepSpeed itself takes any key in silence, so one
-# that is not known here is refused too.
+# Keys for speed and reports, which do not change results. DeepSpeed ignores unknown keys silently, so ddpforge refuses
+# all other keys.
 _PASSED_ON = {
     "aio.block_size",
     "aio.intra_op_parallelism",
@@ -86,12 +86,12 @@ _OWNERS = {
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
     ),
-    "ddpforge, which averages all gradients in float32 and tries out every optimizer",
+    "ddpforge, which averages all gradients in float32 and tests every optimizer",
 )
 
 
 def merge(into: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """`into` with the keys of `extra`, table by table."""
+    """Returns `into` with the keys of `extra`; nested tables are merged."""
     merged = dict(into)
     for key, value in extra.items():
         known = merged.get(key)
@@ -100,7 +100,7 @@ def merge(into: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_owned(extra: Mapping[str, Any], optimizer: Offload, parameters: Offload) -> None:
-    """Raises ValueError for what the recipe or ddpforge decides, and for what DeepSpeed would ignore."""
+    """Raises ValueError for keys that the recipe or ddpforge sets, that have no effect, or that are unknown."""
     used = {
         "zero_optimization.offload_optimizer.": optimizer != "none",
         "zero_optimization.offload_param.": parameters != "none",
@@ -111,9 +111,9 @@ def refuse_owned(extra: Mapping[str, Any], optimizer: Offload, parameters: Offlo
         path = f"{section}{key}"
         if path in _PASSED_ON:
             if not all(needed for start, needed in used.items() if path.startswith(start)):
-                raise ValueError(f"extra: `{path}` has no effect, for nothing is offloaded there")
+                raise ValueError(f"extra: `{path}` has no effect, because nothing is offloaded there")
             if section == "aio." and (not isinstance(extra["aio"][key], int) or extra["aio"][key] < 0):
-                raise ValueError(f"extra: `{path}` must be a whole number, or true or false")
+                raise ValueError(f"extra: `{path}` must be an integer of at least 0, true or false")
         elif owner := next((_OWNERS[name] for name in _OWNERS if f"{path}.".startswith(f"{name}.")), None):
             raise ValueError(f"extra: `{path}` belongs to {owner}")
         else:
@@ -122,7 +122,7 @@ def refuse_owned(extra: Mapping[str, Any], optimizer: Offload, parameters: Offlo
 
 
 def _keys(extra: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
-    """(section, key), with the tables of `zero_optimization` and `aio` opened."""
+    """Yields (section, key); lists the keys within `zero_optimization` and `aio` one by one."""
     for key, value in extra.items():
         path = f"{section}{key}"
         opened = path in ("aio", "zero_optimization") or path.startswith("zero_optimization.offload_")

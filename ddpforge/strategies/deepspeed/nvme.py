@@ -1,4 +1,4 @@
-"""ZeRO-3's offload to NVMe: the operation that it needs, a folder of its own for each rank, and what lies in there."""
+"""Offload to NVMe under ZeRO-3: the I/O operation, one folder per rank, and access to its files."""
 
 from __future__ import annotations
 
@@ -20,38 +20,40 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST", "Folder", "SwapFiles", "check_root", "is_swapped", "mend_prefetch", "require_io"]
 
-SMALLEST = 1 << 20  # bytes: what is smaller, DeepSpeed leaves in memory
+SMALLEST = 1 << 20  # bytes; DeepSpeed leaves smaller tensors in memory
 
 
 def require_io() -> None:
-    """Builds and loads DeepSpeed's asynchronous I/O, once per machine; raises StrategyError where that fails."""
+    """Builds (once per machine) and loads DeepSpeed's asynchronous I/O; raises StrategyError if that fails."""
     builder = import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
-    # Beside Python is where pip puts ninja. Another one would build everything again: they do not know each other.
+    # pip installs ninja into the folder of Python. Another ninja would build everything again.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     try:
         builder.load(verbose=False)
     except Exception as error:
         raise StrategyError(
-            f"offload to NVMe needs DeepSpeed's async_io operation, which cannot be built here: {error}",
-            hints=["apt-get install libaio-dev g++ && pip install ninja", 'or offload to memory: "cpu" for "nvme"'],
+            f"offload to NVMe needs DeepSpeed's async_io operation, whose build failed: {error}",
+            hints=[
+                "apt-get install libaio-dev g++ && pip install ninja",
+                'or offload to memory: "cpu" instead of "nvme"',
+            ],
         ) from error
 
 
 def check_root(root: Path) -> None:
-    """Raises StrategyError unless `root` is a folder that can be written to."""
+    """Raises StrategyError unless `root` is a writable folder."""
     if not root.is_dir() or not os.access(root, os.W_OK | os.X_OK):
         raise StrategyError(
-            f"strategy.nvme_path = {root}: there is no folder that can be written to",
+            f"strategy.nvme_path = {root} is not a writable folder",
             hints=["name an existing folder on a local NVMe disk"],
         )
 
 
 class Folder:
-    """A folder under `root` that no other process uses, for as long as this one lives.
+    """Folder under `root` that is locked for this process; a later process uses it again."""
 
-    DeepSpeed names files by rank only, and leaves them behind when it is killed. Whoever comes next uses the same
-    folder again.
-    """
+    # DeepSpeed names files by rank only, so two runs must not share a folder. It leaves its files behind when it is
+    # killed.
 
     def __init__(self, root: Path) -> None:
         check_root(root)
@@ -68,7 +70,7 @@ class Folder:
         self._clear()
 
     def close(self) -> None:
-        """Removes what is in the folder, and lets others use it."""
+        """Deletes DeepSpeed's files in the folder and releases the lock."""
         self._clear()
         self._lock.close()
 
@@ -77,19 +79,19 @@ class Folder:
 
 
 class SwapFiles:
-    """The files that DeepSpeed swaps float32 tensors to, as tensors: reading and writing them is reading and writing
-    the files, of which no more is in memory than the system has room for.
+    """Files to which DeepSpeed swaps float32 tensors, as memory-mapped tensors.
 
-    DeepSpeed goes past the system's cache, which sees what DeepSpeed has written. The other way round, `flush` is
-    needed.
+    Writes into these tensors reach DeepSpeed only after `flush`.
     """
+
+    # DeepSpeed bypasses the system's page cache. Its writes appear in the cache, but the cache must be flushed for it.
 
     def __init__(self, zero: Any) -> None:
         self._swapper = zero.optimizer_swapper if zero.swap_optimizer else None
         self._maps: dict[str, mmap.mmap] = {}
 
     def optimizers(self, flat: Any, tensor: Tensor) -> Tensor:
-        """A tensor that the optimizer updates, or keeps of `flat`: its file if it is swapped out, else itself."""
+        """Returns `tensor`, which is `flat` or optimizer state of it; the file instead if it is swapped out."""
         if self._swapper and (info := self._swapper.swap_params_info.get(flat.ds_id)):
             for swapped in info.tensors:
                 if swapped.compute_tensor is tensor:
@@ -97,14 +99,14 @@ class SwapFiles:
         return tensor.detach()
 
     def parameters(self, parameter: Any) -> Tensor:
-        """A rank's part of a parameter of the model."""
+        """Returns this rank's part of a model's parameter; the file instead if it is swapped out."""
         held: Tensor = parameter.ds_tensor.detach()
         if is_swapped(parameter):
             return self._map(parameter.nvme_swapper.get_path(parameter, must_exist=True), parameter.ds_tensor.ds_numel)
         return held
 
     def flush(self) -> None:
-        """Writes to the files what was written to the tensors."""
+        """Writes changes of the tensors to the files."""
         for memory in self._maps.values():
             memory.flush()
 
@@ -118,12 +120,13 @@ class SwapFiles:
 
 
 def mend_prefetch(parameters: Iterable[Any]) -> None:
-    """DeepSpeed 0.19.8 fails when it prefetches a parameter for the forward and the backward pass at once."""
+    """Removes duplicates when DeepSpeed swaps parameters in."""
+    # DeepSpeed 0.19.8 fails when it prefetches a parameter for the forward and the backward pass at the same time.
     for swapper in {parameter.nvme_swapper for parameter in parameters}:
         theirs = swapper.swap_in
         swapper.swap_in = lambda params, *rest, theirs=theirs, **more: theirs([*dict.fromkeys(params)], *rest, **more)
 
 
 def is_swapped(parameter: Any) -> bool:
-    """True if a parameter of the model waits on NVMe."""
+    """True if a parameter of the model is offloaded to NVMe."""
     return bool(getattr(parameter.ds_tensor, "final_location", None) == "nvme")

@@ -1,4 +1,4 @@
-"""The replica that one rank trains under ZeRO: a DeepSpeed engine around the recipe's model and optimizer."""
+"""Replica for ZeRO: a DeepSpeed engine around the recipe's model and optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeroReplica"]
 
-_BUCKET = 500_000_000  # DeepSpeed's: the most elements whose gradients are reduced together
+_BUCKET = 500_000_000  # DeepSpeed's default: the largest number of elements whose gradients are reduced together
 _GATHERED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
@@ -36,16 +36,16 @@ _GATHERED = {
 
 
 class ZeroReplica(Replica):
-    """A DeepSpeed engine, and this rank's part of what it spreads over ranks."""
+    """DeepSpeed engine, and this rank's part of the sharded weights and state."""
 
     weights: ZeroWeights
 
     def __init__(self, strategy: DeepSpeed, model: nn.Module, optimizer: Optimizer) -> None:
-        """Starts the engine; raises StrategyError where it is not the one that was asked for."""
+        """Starts the engine; raises StrategyError if it does not run with the requested settings."""
         self.strategy, self.world, self.train = strategy, strategy.world, strategy.train
         self.bare, self.optimizer = model, optimizer
         self.gradients = Gradients(model, self.world.all)
-        self._updated = False  # whether the weights have been, since this process began
+        self._updated = False  # True after the first step of this process
         fp16 = self.train.precision == "fp16"
         self.precision = (
             _EngineScaling(self.world.device) if fp16 else precision_for(self.train.precision, self.world.device)
@@ -54,8 +54,8 @@ class ZeroReplica(Replica):
             self._refuse_form(parameter)
         if strategy.offload_optimizer == "nvme" and getattr(optimizer, "passes", 1) > 1:
             raise StrategyError(
-                f"{type(optimizer).__name__} moves the weights between the passes of a step, and what is on NVMe can "
-                "only be updated",
+                f"{type(optimizer).__name__} moves the weights between the passes of a step, but weights on NVMe may "
+                "change only in its update",
                 hints=['set strategy.offload_optimizer = "cpu"'],
             )
         self._own = OwnState(optimizer)
@@ -77,7 +77,7 @@ class ZeroReplica(Replica):
         self._check(engine)
         zero = engine.optimizer
         if zero.optimizer is not self.optimizer:
-            raise StrategyError("asked for DeepSpeed around the recipe's optimizer, but it uses one of its own")
+            raise StrategyError("DeepSpeed uses its own optimizer instead of the recipe's")
         if isinstance(self.precision, _EngineScaling):
             self.precision.attach(zero)
         if self.train.compile != "off" and not self.train.compile_blocks:
@@ -85,7 +85,8 @@ class ZeroReplica(Replica):
         return engine
 
     def _fit_buffers(self, zero: dict[str, Any], keys: Keys) -> None:
-        """Chooses the sizes that DeepSpeed leaves to its user: too small it fails, its own are 2 GB per rank."""
+        """Sets DeepSpeed's buffer sizes in `zero`, to fit the model."""
+        # DeepSpeed fails if they are too small; its defaults take 2 GB per rank.
         elements = sum(parameter.numel() for parameter in self.gradients.trained)
         zero.setdefault("reduce_bucket_size", min(_BUCKET, elements))
         if self.strategy.offload_optimizer == "nvme":
@@ -99,7 +100,7 @@ class ZeroReplica(Replica):
                 if parameter.dtype != torch.float32:
                     dtype = str(parameter.dtype).removeprefix("torch.")
                     raise StrategyError(
-                        f"parameter `{name}` is {dtype}, and DeepSpeed offloads only float32 to NVMe as it is",
+                        f"parameter `{name}` is {dtype}, but DeepSpeed offloads only float32 to NVMe unchanged",
                         hints=['set strategy.offload_parameters = "cpu", or build the model in float32'],
                     )
             largest = max(parameter.numel() for parameter in self.gradients.parameters)
@@ -112,29 +113,30 @@ class ZeroReplica(Replica):
         name = self.gradients.names[id(parameter)]
         if not parameter.numel() and (parameter.requires_grad or self.strategy.stage == 3):
             raise StrategyError(
-                f"parameter `{name}` has no elements, and DeepSpeed cannot shard it",
+                f"parameter `{name}` has no elements: DeepSpeed cannot shard it",
                 hints=["remove it from the model"],
             )
         dtype = str(parameter.dtype).removeprefix("torch.")
         if parameter.requires_grad and parameter.dtype == torch.float64:
             raise StrategyError(
-                f"parameter `{name}` is float64, and DeepSpeed keeps and updates weights in float32",
+                f"parameter `{name}` is float64, but DeepSpeed stores and updates weights in float32",
                 hints=['build the model in float32, or set strategy.use = "ddp", "single" or "fsdp"'],
             )
         if not parameter.requires_grad and self.strategy.stage == 3 and parameter.dtype not in _GATHERED:
             raise StrategyError(
-                f"parameter `{name}` is {dtype}, and gloo and NCCL cannot gather that under stage 3",
+                f"parameter `{name}` is {dtype}, which gloo and NCCL cannot gather under stage 3",
                 hints=["make it a buffer, or set strategy.stage = 2"],
             )
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise StrategyError(
                 f"parameter `{name}` is {dtype}, and DeepSpeed promises float32 master weights: updates smaller than a "
                 "rounding step would vanish",
-                hints=['build the model in float32; train.precision = "bf16" computes in bfloat16 all the same'],
+                hints=['build the model in float32; train.precision = "bf16" still computes in bfloat16'],
             )
 
     def _check(self, engine: Any) -> None:
-        """Compares what runs with what was asked for: DeepSpeed falls back to something else in many places."""
+        """Raises StrategyError unless the engine runs with the requested settings."""
+        # DeepSpeed falls back to other settings in many places.
         zero = engine.optimizer
         stage3 = self.strategy.stage == 3
         found = {
@@ -171,7 +173,7 @@ class ZeroReplica(Replica):
         }
         for what, wanted in asked.items():
             if found[what] != wanted:
-                raise StrategyError(f"asked DeepSpeed for {what}: {wanted}, and it runs with {found[what]}")
+                raise StrategyError(f"requested from DeepSpeed: {what} = {wanted}, but it runs with {found[what]}")
 
         groups = range(len(zero.fp16_groups)) if stage3 else ()
         if self.strategy.offload_optimizer == "nvme" and not any(zero._swappable_optimizer_subgroup(n) for n in groups):
@@ -185,13 +187,13 @@ class ZeroReplica(Replica):
         smallest = max(SMALLEST, self.strategy.extra.get("aio", {}).get("block_size", 0))
         raise StrategyError(
             f'strategy.{option} = "nvme": no {what} has {smallest:,} bytes on each of {self.world.all.size} ranks, and '
-            "what is smaller stays in memory",
+            "smaller ones stay in memory",
             hints=[f'set strategy.{option} = "cpu"'],
         )
 
     # -- one step
     def _watch(self) -> None:
-        """Notes which parameters a micro-batch's backward pass reaches."""
+        """Registers hooks that record the parameters with a gradient in a micro-batch."""
         self._reached: set[int] = set()
         for parameter in self.gradients.trained:
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -199,11 +201,9 @@ class ZeroReplica(Replica):
             )
 
     def _look(self) -> None:
-        """Every trained parameter must have got a gradient, on every rank, in every micro-batch, and no other.
-
-        DeepSpeed averages whatever gradients ranks have, in the order in which they come, even if they belong to
-        different parameters; and where a micro-batch has none, stage 3 adds up those of an earlier step.
-        """
+        """Raises StrategyError unless exactly the trained parameters got a gradient in this micro-batch."""
+        # DeepSpeed averages the gradients of ranks in the order of their arrival, even of different parameters. If a
+        # micro-batch lacks a gradient, stage 3 adds that of an earlier step.
         if len(self._reached) != len(self.gradients.trained):
             self.gradients.refuse_unused([p for p in self.gradients.trained if id(p) not in self._reached])
         for parameter in self.gradients.frozen:
@@ -213,9 +213,9 @@ class ZeroReplica(Replica):
 
     @contextmanager
     def forward(self, *, last: bool = True) -> Iterator[None]:
-        """Autocast, which under stage 3 keeps no copies of gathered weights; the engine's own goes by this one.
+        """Wraps a forward pass in autocast, which the engine uses too; sets if the step ends with this micro-batch.
 
-        Tells the engine whether the step ends with this micro-batch. Until the first update, training is watched.
+        Under stage 3 autocast keeps no copies of gathered weights. Until the first step, training passes are checked.
         """
         self.engine.set_gradient_accumulation_boundary(last)
         with self._autocast():
@@ -235,13 +235,13 @@ class ZeroReplica(Replica):
         """Adds the gradients of `loss` times `scale`."""
         refuse_loss(loss)
         loss = loss * scale
-        # `_look` runs when the last gradient is there, before DeepSpeed reduces what is left in its bucket.
+        # `_look` runs after the last gradient, before DeepSpeed reduces the rest of its bucket.
         execution: Any = torch.autograd.Variable._execution_engine
         loss.register_hook(lambda gradient: execution.queue_callback(self._look))  # type: ignore[no-untyped-call]
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> Tensor:
-        """DeepSpeed measures, clips, updates and clears; it leaves out a step whose norm is not finite."""
+        """Makes DeepSpeed measure the norm, clip, update and clear; it skips the update if the norm is not finite."""
         self._updated = True
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
@@ -250,7 +250,7 @@ class ZeroReplica(Replica):
         return norm
 
     def explore(self, optimizer: Exploring) -> Tensor:
-        """A step of the engine that does not clip, and in which the optimizer explores instead of updating."""
+        """Runs a step of the engine without clipping, in which the optimizer explores instead of updating."""
         zero, update = self.engine.optimizer, cast(Any, optimizer)
 
         def explore() -> None:
@@ -262,24 +262,24 @@ class ZeroReplica(Replica):
         finally:
             zero.clip_grad = clip
             del update.step
-            zero._hp_optimizer_states_linked = False  # there is no state yet that DeepSpeed could have a view of
+            zero._hp_optimizer_states_linked = False  # there is no optimizer state yet for DeepSpeed to link
 
     def overflowed(self) -> bool:
-        """True when a non-finite norm only lowered fp16's loss scale."""
+        """True if a non-finite norm only lowered the loss scale of fp16."""
         return self.precision.overflowed()
 
     def sync_buffers(self) -> None:
-        """BatchNorm's statistics become their mean over ranks, other buffers rank 0's."""
+        """Averages BatchNorm's statistics over ranks, and sets other buffers to rank 0's values."""
         equalise_buffers(self.bare, self.world.all)
 
     # -- to disk and back
     def state(self) -> CanonicalState[Tensor | Part]:
-        """Each rank's parts."""
+        """Returns this rank's parts."""
         state = self.weights.capture(self.optimizer)
         return replace(state, shared=self._own.capture(), numbers=self.precision.state())
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Every rank reads its parts."""
+        """Reads this rank's parts."""
         self.weights.restore(self.optimizer, state, partial=partial)
         self._own.restore(state.shared)
         self.precision.load_state(state.numbers)
@@ -287,22 +287,23 @@ class ZeroReplica(Replica):
             self.precision.tell()
 
     def close(self) -> None:
-        """Takes the engine's hooks away, and what is on NVMe."""
+        """Removes the engine's hooks and the files on NVMe."""
         self.engine.destroy()
         if self.strategy.folder:
             self.strategy.folder.close()
 
 
 class _EngineScaling(LossScaling):
-    """fp16 by DeepSpeed, with the loss scale that torch's GradScaler decides on.
+    """fp16 with DeepSpeed, with the loss scale of torch's GradScaler.
 
-    DeepSpeed's own scaling for autocast measures and clips gradients that are still scaled, and never lowers a scale
-    that overflowed. So the engine is told which scale to use; with that it multiplies the loss, divides the norm, and
-    skips a step.
+    The engine receives the scale. It multiplies the loss, divides the norm, and skips a step that overflowed.
     """
 
+    # DeepSpeed's own scaling for autocast measures and clips gradients that are still scaled, and never lowers the
+    # scale after an overflow.
+
     def attach(self, zero: Any) -> None:
-        """Takes over from the engine's own scaler."""
+        """Replaces the engine's own scaler."""
         self._zero = zero
         self._stand_in = nn.Parameter(torch.zeros((), device=self.device))
         self._updated = torch.optim.SGD([self._stand_in], lr=0.0)
@@ -310,12 +311,12 @@ class _EngineScaling(LossScaling):
         self.tell()
 
     def tell(self) -> None:
-        """Gives the engine the present scale."""
-        self.scaler.scale(torch.zeros((), device=self.device))  # before which there is none
+        """Passes the current scale to the engine."""
+        self.scaler.scale(torch.zeros((), device=self.device))  # the first call creates the scale
         self._zero.override_loss_scale(self.scaler.get_scale())
 
     def adapt(self, norm: Tensor) -> None:
-        """Lowers the scale when `norm` is not finite, raises it after many steps in which it was."""
+        """Lowers the scale if `norm` is not finite; raises it after many steps with a finite norm."""
         self._stand_in.grad = norm.clone()
         self.scaler.unscale_(self._updated)
         self.scaler.update()

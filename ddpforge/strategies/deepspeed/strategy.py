@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: ranks share out the optimizer's state, and with higher stages gradients and weights too."""
+"""DeepSpeed's ZeRO: shards the optimizer state over ranks; higher stages also shard gradients and weights."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _ACCUMULATES = {
     2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
     3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
 }
-_COMPILES = "2.12"  # torch 2.11: the compiled backward pass does not reach what stage 3 gathered
+_COMPILES = "2.12"  # torch 2.11: the compiled backward pass does not use the weights that stage 3 gathered
 
 
 class DeepSpeed(Strategy):
-    """The DeepSpeed engine with ZeRO, around the recipe's own optimizer.
+    """DeepSpeed engine with ZeRO, around the recipe's own optimizer.
 
-    Stage 1 shards the optimizer's state and the weights it updates, stage 2 gradients too, stage 3 also the weights
+    Stage 1 shards the optimizer state and the weights that it updates, stage 2 also gradients, stage 3 also the weights
     of the forward pass. See https://www.deepspeed.ai/docs/config-json/ and Rajbhandari et al., "ZeRO" (SC 2020).
 
-    Offload to NVMe is for stage 3, and for tensors of a MiB and more on each rank; smaller ones stay in memory.
+    Offload to NVMe needs stage 3 and tensors of at least 1 MiB on each rank; smaller tensors stay in memory.
     """
 
     joins_alone = True
@@ -51,26 +51,27 @@ class DeepSpeed(Strategy):
         *,
         stage: Annotated[
             Literal[1, 2, 3],
-            Field(description="What is sharded: optimizer state (1), gradients too (2), weights too (3)."),
+            Field(description="Sharded state: optimizer state (1), also gradients (2), also weights (3)."),
         ] = 2,
         offload_optimizer: Annotated[
-            Offload, Field(description="Where optimizer state lives; if not on the device (none), the CPU updates it.")
+            Offload,
+            Field(description="Place of the optimizer state; unless it is on the device (none), the CPU updates it."),
         ] = "none",
         offload_parameters: Annotated[
-            Offload, Field(description="Where weights wait until they are gathered; none: on the device. Stage 3 only.")
+            Offload, Field(description="Place of the sharded weights; none: on the device. Stage 3 only.")
         ] = "none",
         nvme_path: Annotated[
-            Path | None, Field(description="An existing folder on a local NVMe disk, for what is offloaded to nvme.")
+            Path | None, Field(description="An existing folder on a local NVMe disk, for offload to nvme.")
         ] = None,
         extra: Annotated[
             dict[str, Any],
-            Field(description="Further keys of the DeepSpeed configuration, for speed and for what it reports."),
+            Field(description="Further keys of the DeepSpeed configuration, for speed and reports."),
         ] = {},  # noqa: B006 (copied, never changed)
     ) -> None:
         if offload_parameters != "none" and stage != 3:
             raise ValueError(
-                f'offload_parameters = "{offload_parameters}" needs stage 3: under stage {stage} every rank uses whole '
-                "weights"
+                f'offload_parameters = "{offload_parameters}" needs stage 3: under stage {stage} every rank holds '
+                "whole weights"
             )
         if offload_optimizer == "nvme" and stage != 3:
             raise ValueError(
@@ -78,9 +79,9 @@ class DeepSpeed(Strategy):
             )
         offloads = (offload_optimizer, offload_parameters)
         if "nvme" in offloads and nvme_path is None:
-            raise ValueError("nvme_path is missing: the folder for what is offloaded to nvme")
+            raise ValueError("nvme_path is missing: set the folder for offload to nvme")
         if "nvme" not in offloads and nvme_path is not None:
-            raise ValueError("nvme_path has no effect, for nothing is offloaded to nvme")
+            raise ValueError("nvme_path has no effect, because nothing is offloaded to nvme")
         self.stage = stage
         self.offload_optimizer, self.offload_parameters = offloads
         self.nvme_path = nvme_path
@@ -101,15 +102,13 @@ class DeepSpeed(Strategy):
         }
 
     def generated_config(self, train: TrainSection, ranks: int) -> Mapping[str, Any]:
-        """The DeepSpeed configuration."""
+        """Returns the DeepSpeed configuration, for `ddpforge show`."""
         return {"deepspeed config": self.config(train, ranks)}
 
     def config(self, train: TrainSection, ranks: int) -> dict[str, Any]:
-        """The configuration for DeepSpeed.
-
-        Its own accumulation count is 1, because micro-batches are weighed by what is in them: the last step of an
-        epoch may have fewer. The strategy tells it which micro-batch is a step's last.
-        """
+        """Returns the configuration for DeepSpeed."""
+        # DeepSpeed's accumulation count is 1: micro-batches are weighted by their number of items, and the last step of
+        # an epoch may have fewer micro-batches. The replica marks the last micro-batch of a step.
         zero: dict[str, Any] = {"stage": self.stage}
         if self.offload_optimizer != "none":
             zero["offload_optimizer"] = self._offload(self.offload_optimizer)
@@ -125,19 +124,19 @@ class DeepSpeed(Strategy):
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per step
+            "timers": {"throughput": {"enabled": False}},  # this timer waits for the device twice per step
         }
         if train.precision != "fp32":
-            # Master weights stay fp32 and so does communication: DeepSpeed would reduce the gradients of the modules
-            # it holds safe for lower precision in that precision.
+            # Master weights and communication stay fp32. DeepSpeed would reduce gradients in lower precision for the
+            # modules that it lists as safe, hence an empty list.
             dtype = {"bf16": "bfloat16", "fp16": "float16"}[train.precision]
             config["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
         merged = merge(config, self.extra)
         zero = merged["zero_optimization"]
         if self.stage < 3 and zero.get("use_multi_rank_bucket_allreduce", True):
-            # Its "scatter" is then an all-reduce of a copy, whose slices are copied back.
+            # DeepSpeed's "scatter" is then an all-reduce of a copy; its slices are copied back.
             zero.setdefault("reduce_scatter", False)
-        # Means are made alike on every way: gradients are divided first, then added up.
+        # On every path gradients are divided first and then summed, so that means are identical.
         merged["prescale_gradients"] = self.stage < 3 and not zero.get("reduce_scatter", True)
         return merged
 
@@ -146,7 +145,7 @@ class DeepSpeed(Strategy):
 
     # -- before the loop
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
-        """Refuses what cannot be compiled, and a DeepSpeed that is not there."""
+        """Refuses settings that cannot be compiled, and a missing or untested DeepSpeed."""
         import torch
         from packaging.version import Version
 
@@ -159,19 +158,19 @@ class DeepSpeed(Strategy):
         if self.stage == 3 and device == "cuda" and train.uses_cuda_graphs:
             yield Refusal(
                 "train.compile",
-                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
-                "and ZeRO stage 3 gathers them again for every pass",
+                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights at fixed addresses, '
+                "but ZeRO stage 3 gathers them again for every pass",
                 ('set train.compile = "default", or strategy.stage = 2',),
             )
         if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < Version(_COMPILES):
             yield Refusal(
                 "train.compile",
-                f"under ZeRO stage 3, torch {torch.__version__} compiles models whose gradients are zero in part",
+                f"under ZeRO stage 3, models compiled by torch {torch.__version__} get wrong gradients: some are zero",
                 (f'update to torch {_COMPILES} or newer, set train.compile = "off", or strategy.stage = 2',),
             )
 
     def setup(self, train: TrainSection, world: World) -> World:
-        """Imports DeepSpeed for the device."""
+        """Imports DeepSpeed for the device, and opens the folder for offload to NVMe."""
         from ddpforge.strategies.deepspeed.zero import import_deepspeed
 
         self.deepspeed = import_deepspeed(world.device)
@@ -181,30 +180,30 @@ class DeepSpeed(Strategy):
         return super().setup(train, world)
 
     def swap_folder(self) -> Folder:
-        """The folder for what is on NVMe, where anything is."""
+        """Returns this rank's folder for offload to NVMe; only if something is offloaded to it."""
         assert self.folder is not None
         return self.folder
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        """Moves the model to the device, but under stage 3, where that happens parameter by parameter."""
+        """Moves the model to the device; under stage 3 `prepare` moves it, parameter by parameter."""
         return model if self.stage == 3 else super().wrap(model, blocks)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Starts the engine around both, and proves that it is the one that was asked for."""
+        """Starts the engine around both, and checks that it runs with the requested settings."""
         from ddpforge.strategies.deepspeed.replica import ZeroReplica
 
         return ZeroReplica(self, model, optimizer)
 
     def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
-        """Stage 3 cuts the module up like the model, with an engine of its own; below it every rank holds it whole.
+        """Shards the module with its own engine under stage 3; below stage 3 every rank holds the whole module.
 
-        What is offloaded waits in host memory, also where the model's weights are on NVMe.
+        If the model's weights are offloaded, to the CPU or to NVMe, the module's are offloaded to host memory.
         """
         if self.stage < 3 or not any(True for _ in module.parameters()):
             return super().beside(module, blocks)
         from ddpforge.strategies.deepspeed.zero import BesideWeights, start
 
-        zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # nothing old may stay gathered
+        zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # no old values may stay gathered
         if self.offload_parameters != "none":
             zero["offload_param"] = {"device": "cpu"}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}

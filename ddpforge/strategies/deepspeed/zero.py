@@ -1,8 +1,8 @@
-"""All that touches DeepSpeed's internals: how its engine starts, and the weights and optimizer state it spreads.
+"""Access to DeepSpeed's internals: starts its engine, reads and writes the sharded weights and optimizer state.
 
-ZeRO flattens the parameters of each group into one tensor, gives every rank a piece of it, and lets the optimizer
-update that piece. So a rank holds a contiguous range of the elements of some parameters, and the optimizer's state
-is kept by flat tensor, not by parameter.
+ZeRO flattens the parameters of each group into one tensor. Every rank receives a piece of it, which the optimizer
+updates. So a rank holds a contiguous range of the elements of some parameters, and the optimizer's state is stored by
+flat tensor, not by parameter.
 """
 
 from __future__ import annotations
@@ -43,48 +43,48 @@ __all__ = [
     "start",
 ]
 
-TESTED = SpecifierSet(">=0.19.8,<0.20")  # the versions whose internals are what this module takes them for
+TESTED = SpecifierSet(">=0.19.8,<0.20")  # versions whose internals this module supports
 _INSTALL = "pip install 'ddpforge[deepspeed]'"
 
 
 # ---------------------------------------------------------------------------------------------- the library
 def require_deepspeed() -> None:
-    """Raises StrategyError unless a version is installed that this module is tested with; imports nothing."""
+    """Raises StrategyError unless a tested version of DeepSpeed is installed; imports nothing."""
     found = version("deepspeed")
     if found is None:
         raise StrategyError('strategy.use = "deepspeed" needs DeepSpeed, which is not installed', hints=[_INSTALL])
     if not TESTED.contains(found, prereleases=True):
         raise StrategyError(
-            f"DeepSpeed {found} is installed, and ddpforge is tested with deepspeed{TESTED}: it reads weights and "
-            "optimizer state where DeepSpeed keeps them, and that changes between versions",
+            f"DeepSpeed {found} is installed, but ddpforge is tested with deepspeed{TESTED}: it reads weights and "
+            "optimizer state from DeepSpeed's internals, which change between versions",
             hints=[_INSTALL],
         )
 
 
 def _refuse_other_accelerator(device: str) -> None:
-    """Raises StrategyError where DeepSpeed is told to use something else than ranks on `device` do."""
+    """Raises StrategyError if DS_ACCELERATOR sets another device than this run's `device`."""
     said = os.environ.get("DS_ACCELERATOR", device)
     if said != device:
         raise StrategyError(
-            f"DS_ACCELERATOR={said} in the environment, and this run is on {device}",
+            f"the environment has DS_ACCELERATOR={said}, but this run is on {device}",
             hints=["unset DS_ACCELERATOR"],
         )
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, for ranks on `device`, with what it has to say on stderr."""
+    """Imports DeepSpeed for `device` and redirects its log to stderr; raises StrategyError for another device."""
     _refuse_other_accelerator(device.type)
     os.environ["DS_ACCELERATOR"] = device.type
     with _lightly():
         deepspeed = import_module("deepspeed")
-        import_module("deepspeed.runtime.zero.muon.original_muon")  # which its engine imports
+        import_module("deepspeed.runtime.zero.muon.original_muon")  # its engine imports this
     chosen = deepspeed.get_accelerator().device_name()
     if chosen != device.type:
         raise StrategyError(
             f"DeepSpeed was imported for {chosen} before this run began on {device.type}",
             hints=[f"set DS_ACCELERATOR={device.type}"],
         )
-    # An extension that only inference uses, and for which every machine would need a C++ compiler at the start.
+    # Only inference uses this extension, and to build it every machine would need a C++ compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for handler in logging.getLogger("DeepSpeed").handlers:
         if isinstance(handler, logging.StreamHandler):
@@ -94,7 +94,8 @@ def import_deepspeed(device: torch.device) -> Any:
 
 @contextmanager
 def _lightly() -> Iterator[None]:
-    """Has DeepSpeed leave out what takes half of its import: MLflow for its autotuner, and a compiler for its Muon."""
+    """Skips two slow parts of DeepSpeed's import: MLflow for its autotuner, and torch.compile for its Muon."""
+    # They take half of the time of the import.
     absent: dict[str, Any] = {} if "mlflow" in sys.modules else {"mlflow": None}
     sys.modules.update(absent)
     try:
@@ -108,19 +109,19 @@ def _lightly() -> Iterator[None]:
 def start(
     deepspeed: Any, model: nn.Module, optimizer: Optimizer | None, config: Mapping[str, Any], world: World
 ) -> Any:
-    """A DeepSpeed engine around `model`, in the process group that there is; without an optimizer it trains nothing.
+    """Returns a DeepSpeed engine around `model`, in the existing process group; without an optimizer it trains nothing.
 
-    Under stage 3 the model may come on the CPU: a parameter goes to the device when it is its turn to be cut up, so
-    the model need not fit into one device.
+    Under stage 3 the model may be on the CPU and need not fit into one device: its parameters are moved to the device
+    and sharded one by one.
     """
     try:
         deepspeed.DeepSpeedConfig(dict(config))
     except Exception as error:
-        raise StrategyError(f"DeepSpeed refuses its configuration: {error}") from error
+        raise StrategyError(f"DeepSpeed rejects its configuration: {error}") from error
 
-    # DeepSpeed takes it for the number of the GPU, stage 3 at every pass; but ranks may see one GPU each.
+    # DeepSpeed uses it as the index of the GPU (stage 3 in every pass), but each rank may have one visible GPU only.
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
-    # On CPUs it would start a process (numactl) to count them whenever it reduces gradients.
+    # Without it, DeepSpeed on CPUs starts a process (numactl) to count the ranks whenever it reduces gradients.
     os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
     with _sharing_ourselves(world.all):
         deepspeed.init_distributed(dist_init_required=False)
@@ -132,13 +133,14 @@ def start(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
-    del engine.training  # it would be true for ever; without it the engine answers with the model's
+    del engine.training  # it would stay True; without it the engine returns the model's attribute
     return engine
 
 
 @contextmanager
 def _sharing_ourselves(ranks: Ranks) -> Iterator[None]:
-    """DeepSpeed 0.19.8 fails when it broadcasts a 0-d parameter, and does not broadcast buffers."""
+    """Replaces DeepSpeed's broadcasts of parameters within the block."""
+    # DeepSpeed 0.19.8 fails to broadcast a 0-d parameter, and does not broadcast buffers.
     engine = import_module("deepspeed.runtime.engine").DeepSpeedEngine
     init = import_module("deepspeed.runtime.zero.partition_parameters").Init
 
@@ -156,41 +158,41 @@ def _sharing_ourselves(ranks: Ranks) -> Iterator[None]:
 
 
 def _share(tensors: Iterable[Tensor], device: torch.device, ranks: Ranks) -> None:
-    """Moves tensors to the device and gives every rank rank 0's values."""
+    """Moves tensors to the device and broadcasts rank 0's values."""
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
         ranks.broadcast(tensor.data)
 
 
 # ---------------------------------------------------------------------------------------------- the optimizer
-_ROWS = 6  # of the weight that an optimizer is tried on: 24 elements, which four ranks share
+_ROWS = 6  # of the tested weight: 24 elements, in pieces for four ranks
 
 
 class Keys(NamedTuple):
-    """The state of an optimizer: what it keeps once per parameter (`step`), and once per element (`exp_avg`)."""
+    """Keys of an optimizer's state: values per parameter (`step`), and values per element (`exp_avg`)."""
 
     per_parameter: set[str]
     per_element: set[str]
 
 
 def keys_of(optimizer: Optimizer, device: torch.device) -> Keys:
-    """Lists the state that `optimizer` keeps.
+    """Returns the keys of the optimizer's state, after test steps with another optimizer like it.
 
-    Finds out by using it. Raises StrategyError for an optimizer that does not treat each element by itself (Adafactor,
-    Muon, LAMB): under ZeRO it sees flat pieces of many parameters, and would train another curve.
+    Raises StrategyError for an optimizer that is not element-wise (Adafactor, Muon, LAMB): ZeRO passes it flat pieces
+    of many parameters, so it would train another curve.
     """
     if isinstance(optimizer, torch.optim.Adagrad):
         raise StrategyError(
-            "DeepSpeed replaces Adagrad by one of its own, without the recipe's parameter groups",
+            "DeepSpeed replaces Adagrad by its own, which ignores the recipe's parameter groups",
             hints=['set strategy.use = "ddp" or "fsdp", or use another optimizer'],
         )
     kept = refuse_unlike(
         optimizer,
         device,
         [partial(_piece, number) for number in range(4)],
-        fails="cannot be used under ZeRO, where it would see flat pieces of many parameters",
-        differs="does not update each element of a parameter by itself, and under ZeRO it would see flat pieces of "
-        "many parameters: it would train another curve than elsewhere",
+        fails="cannot be used under ZeRO, which passes it flat pieces of many parameters",
+        differs="does not update each element of a parameter by itself, but ZeRO passes it flat pieces of many "
+        "parameters: training would differ from other strategies",
         hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
         rows=_ROWS,
         flat=True,
@@ -200,21 +202,21 @@ def keys_of(optimizer: Optimizer, device: torch.device) -> Keys:
 
 
 def _piece(number: int, whole: Tensor) -> Tensor:
-    """A quarter of a flattened tensor, as one of four ranks has it."""
+    """Returns the quarter number `number` of a flattened tensor, as one of four ranks holds it."""
     return whole.flatten().tensor_split(4)[number]
 
 
 # ---------------------------------------------------------------------------------------------- weights and state
 class _Place(NamedTuple):
-    """The place of a part of a parameter in the tensors that the optimizer updates."""
+    """Place of a part of a parameter in the flat tensors that the optimizer updates."""
 
-    flat: Tensor  # under which the optimizer knows it; empty while it is swapped out
+    flat: Tensor  # the optimizer's key of it; empty while it is swapped out
     numel: int  # of that tensor
     inside: slice
 
 
 class ZeroWeights(Weights):
-    """The fp32 weights that a ZeRO optimizer updates, and what goes from and to checkpoints."""
+    """fp32 weights that a ZeRO optimizer updates, and their state for checkpoints."""
 
     def __init__(self, engine: Any, model: nn.Module, per_parameter: set[str]) -> None:
         self._zero, self._model, self._per_parameter = engine.optimizer, model, per_parameter
@@ -227,24 +229,24 @@ class ZeroWeights(Weights):
         self._parts = {name: found[name][0] for name in names.values() if name in found}
         self._places = {name: found[name][1] for name in self._parts}
         self._frozen = {names[id(p)]: part for p, part in self._frozen_parts()}
-        # Trained weights are copied from the optimizer's, and under stage 3 all are gathered again.
+        # Trained weights are copied from the optimizer's; under stage 3 all weights are gathered again.
         self._guard = Guard(model, set(names.values()) if self._stage == 3 else set(self._parts))
 
     def parts(self) -> Mapping[str, Part]:
-        """This rank's ranges of the flattened parameters that are trained."""
+        """Returns this rank's ranges of the flattened trained parameters."""
         return self._parts
 
     def frozen(self) -> Mapping[str, Part]:
-        """The weights that are not trained: whole on every rank below stage 3, and cut up there."""
+        """Returns the weights that are not trained: whole on every rank below stage 3, sharded under stage 3."""
         return self._frozen
 
     def observing(self) -> AbstractContextManager[Any]:
-        """Refuses what callbacks write into parameters that DeepSpeed copies from elsewhere."""
+        """Raises an error within the block if a callback writes into parameters that DeepSpeed overwrites."""
         return self._guard.on()
 
     @torch.no_grad()
     def changed(self) -> None:
-        """Copies the parts to where forward passes take weights from, and gathers those that are kept whole."""
+        """Copies the parts into the weights of forward passes; gathers the weights that stay whole."""
         self._guard.off = True
         try:
             self._changed()
@@ -256,7 +258,7 @@ class ZeroWeights(Weights):
         if self._stage < 3:
             zero.update_lp_params()
             return
-        # What a step does after the update, beginning with what it does before: nothing old may stay gathered.
+        # The same calls as before and after the update of a step: no old values may stay gathered.
         zero._partition_all_parameters()
         assert self._files is not None
         self._files.flush()
@@ -269,7 +271,7 @@ class ZeroWeights(Weights):
 
     @contextmanager
     def _in_memory(self, number: int) -> Iterator[None]:
-        """Has what the optimizer updates and keeps of a group in memory; swaps it out again if it was."""
+        """Swaps a group's weights and optimizer state into memory within the block, if they are swapped out."""
         swapped = self._stage == 3 and self._zero._swappable_optimizer_subgroup(number)
         if swapped:
             self._zero._optimizer_states_and_gradient_swap_in(number)
@@ -277,9 +279,9 @@ class ZeroWeights(Weights):
         if swapped:
             self._zero._optimizer_states_and_gradient_swap_out(number)
 
-    # -- where ZeRO keeps it
+    # -- where ZeRO stores weights
     def _trained_parts(self) -> Iterator[tuple[Any, Part, _Place]]:
-        """Contiguous ranges of the flattened parameters, as views of what the optimizer updates."""
+        """Yields each trained parameter, this rank's range of it (a view of the optimizer's tensor), and its place."""
         zero = self._zero
         if self._stage < 3:
             for flat, parameters in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
@@ -298,7 +300,7 @@ class ZeroWeights(Weights):
                 yield parameter, *_part(tuple(parameter.ds_shape), *_range(parameter), flat, held, first)
 
     def _frozen_parts(self) -> Iterator[tuple[Any, Part]]:
-        """Yields the parts of weights that are not trained, and under stage 3 cut up all the same."""
+        """Yields each frozen parameter and this rank's part: all of it, or a shard under stage 3."""
         parameter: Any
         for parameter in self._model.parameters():
             if parameter.requires_grad:
@@ -311,7 +313,7 @@ class ZeroWeights(Weights):
             yield parameter, Part(held, tuple(parameter.ds_shape), Range(start, start + count))
 
     def elements(self, name: str, region: Region) -> Tensor:
-        """As forward passes use them: below stage 3 every rank has all of them."""
+        """Returns elements of the weights in forward passes; below stage 3 every rank holds all of them."""
         parameter: Any = self._model.get_parameter(name)
         if self._stage < 3:
             return Part.whole(parameter.detach()).elements(region)
@@ -320,7 +322,7 @@ class ZeroWeights(Weights):
         return part.elements(region)
 
     def _flats(self) -> dict[Tensor, list[str]]:
-        """The parameters in each tensor that the optimizer updates."""
+        """Returns the names of the parameters in each flat tensor."""
         flats: dict[Tensor, list[str]] = {}
         for name, place in self._places.items():
             flats.setdefault(place.flat, []).append(name)
@@ -328,7 +330,7 @@ class ZeroWeights(Weights):
 
     # -- to disk
     def capture(self, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
-        """Captures this rank's part of the model and of the optimizer."""
+        """Returns this rank's part of the state of the model and the optimizer."""
         if not self._compared:
             self._compare_used()
             self._compared = True
@@ -339,7 +341,7 @@ class ZeroWeights(Weights):
         return CanonicalState(model, {name: entry for name, entry in state.items() if entry}, aliases)
 
     def _entry(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state of a parameter."""
+        """Returns the optimizer's state of this rank's part of a parameter."""
         part, place = self._parts[name], self._places[name]
         entry: dict[str, Any] = {}
         for key, value in (optimizer.state.get(place.flat) or {}).items():
@@ -348,27 +350,28 @@ class ZeroWeights(Weights):
                 if held.shape != (place.numel,) or key in self._per_parameter:
                     raise CheckpointError(
                         f"the optimizer keeps `{key}` in the shape {list(held.shape)} for a flat piece of "
-                        f"{place.numel} elements, and it cannot be told what of it belongs to which parameter"
+                        f"{place.numel} elements: it cannot be split by parameter"
                     )
                 value = part.of(held[place.inside])
             entry[key] = value
         return entry
 
     def compare(self) -> None:
-        """Checks the parts against the weights of the forward pass, and a few against what DeepSpeed says they are.
+        """Compares the parts with the weights of the forward pass, and three of them with DeepSpeed's own reading.
 
-        DeepSpeed's own reading communicates, is too slow for the rest, and not always right: with
-        `round_robin_gradients` 0.19.8 takes one parameter for another.
+        Raises StrategyError if they differ.
         """
         self._compare_used()
         parameters = dict(self._model.named_parameters())
         names = list(self._parts)
+        # That function communicates and is slow, hence only three. It is not always right either: with
+        # `round_robin_gradients`, DeepSpeed 0.19.8 confuses parameters.
         say = import_module("deepspeed.utils").safe_get_full_fp32_param
         for name in dict.fromkeys((names[0], names[len(names) // 2], names[-1])):  # in one order on every rank
             self._same(name, self._of_whole(name, say(parameters[name])))
 
     def _compare_used(self) -> None:
-        """Checks the parts against the weights of the forward pass, without communication."""
+        """Compares the parts with the weights of the forward pass, without communication."""
         parameter: Any
         for name, parameter in self._model.named_parameters():
             if name in self._parts:
@@ -376,7 +379,7 @@ class ZeroWeights(Weights):
                 self._same(name, used[: self._parts[name].tensor.numel()])
 
     def _used(self, parameter: Any) -> Tensor:
-        """Under stage 3: this rank's part of what forward passes gather."""
+        """Returns this rank's shard of the weights that forward passes gather (stage 3 only)."""
         assert self._files is not None
         return self._files.parameters(parameter)
 
@@ -389,7 +392,7 @@ class ZeroWeights(Weights):
         held = self._parts[name].tensor
         if not torch.equal(weights.to(held.device), held):
             raise StrategyError(
-                f"what DeepSpeed holds of `{name}` on rank {dist.get_rank()} is not where ddpforge looks for it",
+                f"DeepSpeed's values of `{name}` on rank {dist.get_rank()} are not where ddpforge expects them",
                 hints=[f"ddpforge is tested with deepspeed{TESTED}; please report the version that you use"],
             )
 
@@ -397,7 +400,7 @@ class ZeroWeights(Weights):
     def restore(self, optimizer: Optimizer, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
         """Reads this rank's parts; the optimizer keeps the recipe's hyper-parameters.
 
-        Where `partial`, what the state lacks stays as it is.
+        If `partial`, tensors that the state lacks keep their values.
         """
         tensors, _ = named_state.tensors(self._model)
         named_state.match(set(tensors), set(state.model) - set(state.aliases), partial=partial)
@@ -426,12 +429,12 @@ class ZeroWeights(Weights):
             optimizer.load_state_dict(packed)
         if self._stage == 3 and self._zero.swap_optimizer:
             self._restore_swapped(optimizer, groups, state)
-        self._zero._hp_optimizer_states_linked = False  # DeepSpeed's own view of the state: made again at the next step
+        self._zero._hp_optimizer_states_linked = False  # DeepSpeed links its view of the state again in the next step
 
     def _restore_swapped(
         self, optimizer: Optimizer, groups: Mapping[Tensor, list[str]], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Makes the state of what is swapped out, one group at a time."""
+        """Restores the state of swapped-out groups, one group at a time."""
         self._zero.optimizer_swapper.purge_state()
         for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
             if not flat.numel():
@@ -440,15 +443,15 @@ class ZeroWeights(Weights):
                         optimizer.state[flat].update(elements)
 
     def _numbers(self, names: Sequence[str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The optimizer's numbers of these parameters, which must be the same for all."""
+        """Returns the optimizer's numbers of these parameters; raises CheckpointError if they are not all the same."""
         first = names[0]
         found: dict[str, Any] = {}
         for name in names:
             saved = state.get(name, {})
             if saved.keys() != state.get(first, {}).keys():
                 raise CheckpointError(
-                    f"the checkpoint holds {_listed(saved)} of the optimizer for `{name}` and "
-                    f"{_listed(state.get(first, {}))} for `{first}`, and ZeRO updates both in one",
+                    f"the checkpoint's optimizer has {_listed(saved)} for `{name}` and "
+                    f"{_listed(state.get(first, {}))} for `{first}`, but ZeRO updates both as one tensor",
                     hints=['resume with strategy.use = "ddp", "single" or "fsdp"'],
                 )
             for key, value in saved.items():
@@ -462,7 +465,7 @@ class ZeroWeights(Weights):
                     here, there = (torch.as_tensor(number).item() for number in (value, found[key]))
                     raise CheckpointError(
                         f"the checkpoint's optimizer has `{key}` {here:g} for `{name}` and {there:g} for `{first}`, "
-                        "and ZeRO keeps one for both",
+                        "but ZeRO has one value for both",
                         hints=['resume with strategy.use = "ddp", "single" or "fsdp"'],
                     )
         return found
@@ -470,7 +473,7 @@ class ZeroWeights(Weights):
     def _elements(
         self, flat: Tensor, names: Sequence[str], state: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Tensor]:
-        """The optimizer's state for each element of a flat tensor, put together from that of its parameters."""
+        """Returns the per-element state of a flat tensor, read from the state of its parameters."""
         found: dict[str, Tensor] = {}
         reads: list[tuple[SavedTensor, Region, Tensor]] = []
         for name in names:
@@ -490,7 +493,8 @@ class ZeroWeights(Weights):
 
     @contextmanager
     def _flats_in(self, optimizer: Optimizer) -> Iterator[None]:
-        """The flat tensors in the optimizer's groups, which under stage 3 are there only while it steps."""
+        """Puts the flat tensors into the optimizer's groups within the block."""
+        # Under stage 3 DeepSpeed puts them there only while the optimizer steps.
         if self._stage < 3:
             yield
             return
@@ -502,27 +506,27 @@ class ZeroWeights(Weights):
 
 
 class BesideWeights(Weights):
-    """The weights of a module that is not trained and that stage 3 has cut up, none of which stays gathered."""
+    """Weights of an auxiliary module that is not trained, sharded by stage 3."""
 
     def __init__(self, engine: Any, module: nn.Module) -> None:
         self._engine = engine
         self._frozen = {name: _held(parameter) for name, parameter in module.named_parameters()}
 
     def parts(self) -> Mapping[str, Part]:
-        """Nothing is trained."""
+        """Returns nothing: no parameter is trained."""
         return {}
 
     def frozen(self) -> Mapping[str, Part]:
-        """This rank's ranges of all parameters."""
+        """Returns this rank's ranges of all parameters."""
         return self._frozen
 
     def changed(self) -> None:
-        """Gives back what is gathered, so that forward passes gather it again."""
+        """Frees gathered weights, so that forward passes gather them again."""
         self._engine.optimizer.partition_all_parameters()
 
 
 def _held(parameter: Any) -> Part:
-    """Under stage 3: this rank's part of a parameter that is in memory."""
+    """Returns this rank's shard of a parameter that is in memory (stage 3 only)."""
     start, count = _range(parameter)
     return Part(parameter.ds_tensor.detach()[:count], tuple(parameter.ds_shape), Range(start, start + count))
 
@@ -530,13 +534,16 @@ def _held(parameter: Any) -> Part:
 def _part(
     shape: tuple[int, ...], start: int, count: int, flat: Tensor, held: Tensor, first: int
 ) -> tuple[Part, _Place]:
-    """`count` elements from `start` on of a parameter, which are those from `first` on of what is held of `flat`."""
+    """Returns the part of a parameter, and its place.
+
+    The part is `count` elements of the parameter from `start`, stored in `held` (the values of `flat`) from `first`.
+    """
     inside = slice(first, first + count)
     return Part(held[inside], shape, Range(start, start + count)), _Place(flat, held.numel(), inside)
 
 
 def _range(parameter: Any) -> tuple[int, int]:
-    """Under stage 3: where this rank's part begins in the parameter, and how many elements it has without padding."""
+    """Returns the start and the length (without padding) of this rank's shard in the parameter (stage 3 only)."""
     start = min(dist.get_rank() * parameter.partition_numel(), parameter.ds_numel)
     return start, min(parameter.partition_numel(), parameter.ds_numel - start)
 

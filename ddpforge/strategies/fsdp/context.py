@@ -1,4 +1,4 @@
-"""Context parallelism: sequences are cut over neighbouring ranks, and attention gathers their keys and values."""
+"""Context parallelism: neighbouring ranks hold parts of the same sequences; attention gathers keys and values."""
 
 from __future__ import annotations
 
@@ -24,34 +24,36 @@ __all__ = ["ContextReplica", "Cut", "check_context", "refuse_length"]
 
 
 class Cut(Context):
-    """This rank's two of 2·N equal chunks of every sequence, over N ranks: one from the front and one from the back.
+    """This rank's part of every sequence: two of 2·N equal chunks over N ranks, one from the front, one from the back.
 
-    Under a causal mask a position attends to what came before; of chunks r and 2·N - 1 - r all ranks have as much to
-    compute. See Li et al., "Sequence Parallelism" (2021), and the all-gather of keys and values in "The Llama 3 Herd of
-    Models" (2024), section 3.3.2.
+    See Li et al., "Sequence Parallelism" (2021), and the all-gather of keys and values in "The Llama 3 Herd of Models"
+    (2024), section 3.3.2.
     """
+
+    # Under a causal mask, a later position attends to more positions. With chunks r and 2·N - 1 - r, all ranks compute
+    # the same amount.
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = cast(Connected, ranks)
         self.size, self._front, self._back = ranks.size, ranks.rank, 2 * ranks.size - 1 - ranks.rank
 
     def give(self, model: nn.Module) -> None:
-        """Lets the modules of a model that ask a context ask this one."""
+        """Sets this object as the `context` of all modules of a model that have a context."""
         for module in asking(model):
             module.context = self
 
-    # -- what a model asks
+    # -- calls of the model
     def length(self, tokens: int) -> int:
-        """That of all ranks."""
+        """Returns the length of the whole sequence, over all ranks."""
         return self.size * tokens
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Those of both chunks."""
+        """Returns the positions of this rank's two chunks."""
         chunk = tokens // 2
         return torch.cat([torch.arange(n * chunk, (n + 1) * chunk, device=device) for n in (self._front, self._back)])
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Tensor:
-        """One all-gather of keys and values; then each chunk attends to what it may see."""
+        """Computes attention of this rank's queries to the keys and values of all ranks, with one all-gather."""
         k, v = self._whole(torch.stack([k, v]))
         if not causal:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
@@ -60,38 +62,38 @@ class Cut(Context):
         mixed = []
         for queries, number in ((front, self._front), (back, self._back)):
             seen = (number + 1) * chunk
-            with compat.without_modes():  # those that watch the first pass would make another tensor of it
+            with compat.without_modes():  # the mode that checks the first passes would convert the mask
                 mask: Any = causal_lower_right(chunk, seen)
             keys, values = k[:, :, :seen], v[:, :, :seen]
             mixed.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout))
         return torch.cat(mixed, dim=2)
 
     def _whole(self, mine: Tensor) -> Tensor:
-        """The chunks of all ranks, in the order of the sequence: [2, B, heads, tokens, …] → [2, B, heads, T, …]."""
+        """Gathers the chunks of all ranks, in sequence order: [2, B, heads, tokens, …] → [2, B, heads, T, …]."""
         ranks: Any = self._ranks.gather_alike(mine)
         ranks = ranks.unflatten(0, (self.size, 2))  # [ranks, keys and values, …]
         fronts, backs = ranks.unflatten(4, (2, -1)).unbind(4)
         return torch.cat([*fronts, *reversed(backs)], dim=3)
 
-    # -- what a replica asks
+    # -- calls of the replica
     def own_part(self, batch: Any) -> Any:
-        """This rank's positions of all tensors [B, T, …] in a batch; raises UsageError for one that has no such."""
+        """Returns this rank's positions of all tensors [B, T, …] in a batch; raises UsageError for other shapes."""
         lengths = set[int]()
         found = tree_map_only(Tensor, partial(self._own, lengths), batch)
         if len(lengths) > 1:
             raise UsageError(
-                f"strategy.context = {self.size} cuts sequences, and a batch has tensors of {len(lengths)} lengths: "
+                f"strategy.context = {self.size} cuts sequences, but a batch has tensors of {len(lengths)} lengths: "
                 f"{', '.join(map(str, sorted(lengths)))}",
-                hints=["let every tensor of a sample begin with the dimension T, of the same length"],
+                hints=["give every tensor of a sample the same first dimension T"],
             )
         return found
 
     def _own(self, lengths: set[int], tensor: Tensor) -> Tensor:
         if tensor.ndim < 2:
             raise UsageError(
-                f"strategy.context = {self.size} cuts sequences, and a batch has a tensor of shape "
+                f"strategy.context = {self.size} cuts sequences, but a batch has a tensor of shape "
                 f"{list(tensor.shape)}, not [B, T, …]",
-                hints=["leave strategy.context out"],
+                hints=["remove strategy.context"],
             )
         lengths.add(length := tensor.shape[1])
         refuse_length(length, self.size)
@@ -99,7 +101,7 @@ class Cut(Context):
         return torch.cat([chunks[self._front], chunks[self._back]], dim=1)
 
     def seed(self, one: Pass) -> None:
-        """Gives a pass other random numbers than the ranks that compute other positions of the same sequences."""
+        """Seeds a pass differently on each rank that computes positions of the same sequences."""
         one.seed()
         if self._front:
             other = mix(torch.initial_seed(), self._front)
@@ -109,18 +111,19 @@ class Cut(Context):
 
 
 class ContextReplica(FSDPReplica):
-    """Shards of a model, of which this rank computes some positions of every sequence."""
+    """Replica with shards of a model; this rank computes some positions of every sequence."""
 
     def __init__(self, cut: Cut, *parts: Any) -> None:
         super().__init__(*parts)
         self._cut = cut
 
     def own_part(self, batch: Any) -> Any:
-        """This rank's positions."""
+        """Returns this rank's positions."""
         return self._cut.own_part(batch)
 
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
-        """The loss of this rank's positions counts as often as there are such ranks, which all count all items."""
+        """Runs the passes with the loss of this rank's positions times the number of `context` ranks."""
+        # Each of these ranks divides by the items of whole sequences, and gradients are averaged over them.
 
         def share(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
             loss, outputs = compute(module, one)
@@ -130,40 +133,40 @@ class ContextReplica(FSDPReplica):
         return super().passes(apart, share, trains=trains)
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------- refusals
 def asking(model: nn.Module) -> list[Any]:
-    """The modules of a model that ask a context."""
+    """Returns the modules of a model that have a `context`."""
     return [module for module in model.modules() if isinstance(getattr(module, "context", None), Context)]
 
 
 def check_context(size: int, model: nn.Module, task: Task) -> None:
-    """Raises UsageError where sequences cannot be cut over `size` ranks, for the reason that can be known."""
+    """Raises UsageError if the model or the task does not allow sequences to be cut over `size` ranks."""
     if not asking(model):
         raise UsageError(
-            f"strategy.context = {size} cuts sequences over ranks, and {type(model).__name__} does not say that its "
-            "attention can do with that",
+            f"strategy.context = {size} cuts sequences over ranks, but the attention of {type(model).__name__} does "
+            "not support that",
             hints=[
-                "give the modules that attend, or number positions, a `context = ddpforge.interfaces.Context()`, and "
-                "let them ask it, as the built-in gpt does",
-                "or leave strategy.context out",
+                "give the modules that compute attention or positions a `context = ddpforge.interfaces.Context()`, "
+                "and use its methods, as the built-in gpt does",
+                "or remove strategy.context",
             ],
         )
     if any(isinstance(getattr(module, "experts", None), Experts) for module in model.modules()):
         raise UsageError(
-            f"strategy.context = {size} cuts sequences over ranks, and the experts of {type(model).__name__} are "
-            "shared out over whole ones",
-            hints=["leave strategy.context out"],
+            f"strategy.context = {size} cuts sequences over ranks, but the experts of {type(model).__name__} need "
+            "whole sequences",
+            hints=["remove strategy.context"],
         )
     if not task.by_position:
         raise UsageError(
-            f"strategy.context = {size} cuts sequences over ranks, and {type(task).__name__} does not say that its "
+            f"strategy.context = {size} cuts sequences over ranks, but {type(task).__name__} does not declare that its "
             "loss is a sum over positions",
-            hints=["set `by_position = True` on the task if it is", "or leave strategy.context out"],
+            hints=["set `by_position = True` on the task if it is", "or remove strategy.context"],
         )
 
 
 def refuse_length(length: int, size: int) -> None:
-    """Raises UsageError for a sequence that does not give every rank two chunks of equal length."""
+    """Raises UsageError if a sequence cannot be cut into two equal chunks per rank."""
     if length % (2 * size):
         multiple = 2 * size * max(1, round(length / (2 * size)))
         raise UsageError(

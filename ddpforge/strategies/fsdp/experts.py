@@ -1,4 +1,4 @@
-"""Expert parallelism: neighbouring ranks hold some experts of a layer each, and send each other the tokens for them."""
+"""Expert parallelism: each of several neighbouring ranks holds some experts of a layer; tokens travel by all-to-all."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["ExpertReplica", "Spread", "check_experts", "refusals_of_experts"]
 
 
 class Spread(Experts):
-    """The experts of `size` neighbouring ranks, as many on each: all-to-all there and back (Lepikhin et al., "GShard",
-    2020).
+    """Experts spread evenly over `size` neighbouring ranks, with an all-to-all there and back (Lepikhin et al.,
+    "GShard", 2020).
 
-    All ranks see different samples. Ranks with the same place in their group hold the same experts, and shard them
-    among each other, over `mesh`.
+    All ranks see different samples. Ranks at the same place of their groups hold the same experts and shard them over
+    `mesh`.
     """
 
     def __init__(self, world: World, size: int) -> None:
@@ -45,11 +45,11 @@ class Spread(Experts):
 
     # -- where experts are
     def take(self, model: nn.Module, part: nn.Module, shard: Callable[[nn.Module], Any]) -> None:
-        """Leaves this rank its own of all experts in a part of the model; they are sharded as units of their own."""
+        """Keeps only this rank's experts in a part of the model, and calls `shard` on each module of experts."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for module in holding(part):
             if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-                continue  # which was done as part of a block
+                continue  # already done, as part of a block
             for parameter in module.parameters():
                 cut = Cut(tuple(parameter.shape), 0, self._ranks.rank, self._ranks.size)
                 self.cuts[names[id(parameter)]] = cut
@@ -57,15 +57,16 @@ class Spread(Experts):
             module.experts = self
             shard(module)
 
-    # -- what a model asks
+    # -- calls of the model
     def compute(self, slots: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sends slots to the ranks of their experts, and brings back what these make of them."""
+        """Sends slots [experts, slots, width] to the ranks of their experts; returns the experts' results, as sent."""
         experts, mine, width = slots.shape
         counts = self._slots(mine)
         each = experts // self._ranks.size
         there, here = [each * mine] * self._ranks.size, [each * count for count in counts]
-        # FSDP takes the mean of an expert's gradients over the ranks that hold it, each of which has seen the tokens of
-        # its whole group: within they are divided by that, so that the mean is over all ranks, as for other weights.
+        # FSDP averages an expert's gradients over the ranks that hold it. Each of these computes the tokens of its
+        # whole group, so its gradients are divided by the size of the group. The mean is then over all ranks, as for
+        # other weights.
         share = 1 / self._ranks.size
         received: Tensor = _Exchange.apply(slots.flatten(0, 1), self._group, there, here, 1 / share)
         whole = torch.cat([rows.view(each, -1, width) for rows in torch.split(received, here)], dim=1)
@@ -74,19 +75,24 @@ class Spread(Experts):
         return returned.view(experts, mine, width)
 
     def _slots(self, mine: int) -> list[int]:
-        """The slots of an expert on each rank, which are those of all layers of a pass."""
+        """Returns the number of slots of an expert on each rank; it is the same for all layers of a pass."""
         if self._counts is None:
-            self._counts = self._ranks.everyone(mine)  # ragged steps give ranks different numbers of samples
+            self._counts = self._ranks.everyone(
+                mine
+            )  # the last step of an epoch may give ranks different numbers of samples
         return self._counts
 
     def forget(self, one: Pass) -> None:
-        """Seeds a pass; its batch has a size of its own."""
+        """Forgets the numbers of slots, which belong to one batch, and seeds the pass."""
         self._counts = None
         one.seed()
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to ranks of a group, `there` of them to each; `here` come from each. Gradients, times `factor`, go back."""
+    """All-to-all of rows in a group: `there` are the rows sent to each rank, `here` the rows received from each.
+
+    The backward pass returns the gradients, times `factor`.
+    """
 
     @staticmethod
     def forward(
@@ -108,63 +114,63 @@ def _exchanged(rows: Tensor, group: dist.ProcessGroup, there: list[int], here: l
 
 
 class ExpertReplica(FSDPReplica):
-    """Shards of a model, whose experts are spread over ranks."""
+    """Replica with shards of a model whose experts are spread over ranks."""
 
     def __init__(self, spread: Spread, *parts: Any) -> None:
         super().__init__(*parts)
         self._spread = spread
 
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
-        """One after the other, each with a batch of its own size."""
+        """Runs the passes one after the other; batches may differ in size."""
         own = (replace(one, seed=partial(self._spread.forget, one)) for one in passes)
         return super().passes(own, compute, trains=trains)
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------- refusals
 def holding(model: nn.Module) -> list[Any]:
-    """The modules of a model that hold experts."""
+    """Returns the modules of a model that hold experts."""
     return [module for module in model.modules() if isinstance(getattr(module, "experts", None), Experts)]
 
 
 def refusals_of_experts(
     experts: int, grid: Grid, train: TrainSection, ranks: int, *, cpu_offload: bool
 ) -> Iterator[Refusal]:
-    """Ranks that do not divide, and what is not offered together."""
+    """Refuses a size that does not divide the ranks, and options that do not work together."""
     if ranks % experts:
         fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         message = f"strategy.experts = {experts} does not divide the {ranks} rank{'s' * (ranks > 1)}"
-        yield Refusal("strategy.experts", message, (f"use one of {fits}" if ranks > 1 else "leave it out",))
+        yield Refusal("strategy.experts", message, (f"use one of {fits}" if ranks > 1 else "remove it",))
     for key in ("replicas", "context", "tensor"):
         if getattr(grid, key) > 1:
             yield Refusal(
                 f"strategy.{key}",
-                f"strategy.{key} and strategy.experts are not offered together",
-                ("leave one of them out",),
+                f"strategy.{key} and strategy.experts do not work together",
+                ("remove one of them",),
             )
     if cpu_offload:
         yield Refusal(
             "strategy.cpu_offload",
-            "strategy.cpu_offload and strategy.experts are not offered together",
-            ("leave one of them out",),
+            "strategy.cpu_offload and strategy.experts do not work together",
+            ("remove one of them",),
         )
     if train.compile != "off":
         yield Refusal(
             "train.compile",
-            f"strategy.experts = {experts} sends tokens to other ranks in the middle of a layer, which is not compiled",
-            ('set train.compile = "off"', "or leave strategy.experts out"),
+            f"strategy.experts = {experts} sends tokens to other ranks within a layer, which cannot be compiled",
+            ('set train.compile = "off"', "or remove strategy.experts"),
         )
 
 
 def check_experts(size: int, model: nn.Module) -> None:
-    """Raises UsageError where the experts of a model cannot be spread over `size` ranks."""
+    """Raises UsageError if the experts of a model cannot be spread over `size` ranks."""
     modules = holding(model)
     if not modules:
         raise UsageError(
-            f"strategy.experts = {size} spreads experts over ranks, and {type(model).__name__} has none that can be",
+            f"strategy.experts = {size} spreads experts over ranks, but {type(model).__name__} has no such experts",
             hints=[
-                'set model.use = "moe_gpt", or give the module that holds experts\' weights an '
-                "`experts = ddpforge.interfaces.Experts()`, and let it ask that",
-                "or leave strategy.experts out",
+                'set model.use = "moe_gpt", or give the module with the experts\' weights an attribute '
+                "`experts = ddpforge.interfaces.Experts()`, and call its `compute` in forward",
+                "or remove strategy.experts",
             ],
         )
     for count in {len(parameter) for module in modules for parameter in module.parameters()}:

@@ -1,4 +1,4 @@
-"""The places of ranks in a grid: which hold other weights, see other data, or share one computation."""
+"""Grid of ranks: groups that hold different weights, see different data, or share one computation."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ __all__ = ["Grid", "Places"]
 
 @dataclass(frozen=True)
 class Places:
-    """The groups of a grid that this rank is in."""
+    """Groups of the grid that contain this rank."""
 
-    mesh: DeviceMesh  # for FSDP: over its last dimension it shards, over one before it gradients are averaged
-    data: Ranks  # that see different data
-    context: Ranks  # that compute parts of the same sequences
-    tensor: Connected  # that compute shares of the same layers
-    tensor_mesh: DeviceMesh | None  # the same, where they are several
-    groups: tuple[dist.ProcessGroup, ...]  # of the mesh
+    mesh: DeviceMesh  # for FSDP: its last dimension shards; over a first of two, gradients are averaged
+    data: Ranks  # ranks that see different data
+    context: Ranks  # ranks that compute parts of the same sequences
+    tensor: Connected  # ranks that compute shares of the same layers
+    tensor_mesh: DeviceMesh | None  # mesh of the `tensor` ranks, if there are several
+    groups: tuple[dist.ProcessGroup, ...]  # all process groups of the mesh
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Ranks = replicas × shards × context × tensor, the last being neighbours; as many shards as ranks are left.
+    """Layout of ranks: ranks = replicas × shards × context × tensor; `tensor` ranks are neighbours.
 
-    Ranks of one `tensor` group compute shares of the same layers, those of one `context` group parts of the same
-    sequences: together they see the same samples. Weights are sharded over shards × context.
+    The number of shards follows from the number of ranks. Ranks of a `tensor` group compute shares of the same layers,
+    ranks of a `context` group parts of the same sequences; both see the same samples. Weights are sharded over
+    shards × context.
     """
 
     replicas: int = 1
@@ -43,15 +44,15 @@ class Grid:
 
     @property
     def together(self) -> int:
-        """The number of neighbouring ranks that see the same samples."""
+        """Returns the number of neighbouring ranks that see the same samples."""
         return self.context * self.tensor
 
     def data_ranks(self, ranks: int) -> int:
-        """Counts the ranks that see different data."""
+        """Returns the number of groups of ranks that see different data."""
         return max(1, ranks // self.together)
 
     def fitting(self, ranks: int) -> Grid:
-        """The same without the sizes that do not divide the ranks, or the groups that are made of them."""
+        """Returns this grid with every size set to 1 that does not divide the remaining ranks or groups."""
         kept = {}
         for name in ("tensor", "context", "replicas"):
             size = getattr(self, name)
@@ -60,7 +61,7 @@ class Grid:
         return Grid(**kept)
 
     def refusals(self, ranks: int) -> Iterator[Refusal]:
-        """Names the first size that does not divide the ranks, or the groups that the sizes before it make of them."""
+        """Refuses the first size that does not divide the remaining ranks or groups."""
         left = ranks
         for name, size in (("tensor", self.tensor), ("context", self.context), ("replicas", self.replicas)):
             if left % size:
@@ -68,13 +69,13 @@ class Grid:
                 yield Refusal(
                     f"strategy.{name}",
                     f"strategy.{name} = {size} does not divide the {_groups(left, ranks // left)}",
-                    (f"use one of {', '.join(fits)}" if left > 1 else "leave it out",),
+                    (f"use one of {', '.join(fits)}" if left > 1 else "remove it",),
                 )
                 return
             left //= size
 
     def places(self, world: World) -> Places:
-        """Forms the groups; called on every rank, in the same order."""
+        """Forms the groups; all ranks must call it, in the same order."""
         from ddpforge.ranks.collectives import Alone, Group
 
         ranks, together = world.all.size, self.together
@@ -83,7 +84,7 @@ class Grid:
         groups = mesh.get_all_groups()
 
         def alike(key: Callable[[int], tuple[int, int]], size: int) -> Ranks:
-            """The `size` ranks that have the same `key` as this one, in a group of their own."""
+            """Forms the group of the `size` ranks with the same `key` as this rank."""
             if size == 1:
                 return Alone(world.device)
             found: dict[tuple[int, int], list[int]] = {}
@@ -101,7 +102,7 @@ class Grid:
         )
 
     def _mesh(self, world: World) -> DeviceMesh:
-        """All ranks; of dimensions that are 1, only `shard` is needed."""
+        """Returns the mesh of all ranks; of dimensions of size 1 it keeps only `shard`."""
         from torch.distributed.device_mesh import init_device_mesh
 
         shards = world.all.size // self.replicas // self.tensor
@@ -111,7 +112,7 @@ class Grid:
 
 
 def _groups(number: int, size: int) -> str:
-    """So many ranks, or groups of `size` of them, in words."""
+    """Returns the number of ranks, or of groups of `size` ranks, in words."""
     plural = "s" * (number > 1)
     return (
         f"{number} rank{plural}" if size == 1 else f"{number} group{plural} of {size} ranks that see the same samples"

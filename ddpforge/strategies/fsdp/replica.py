@@ -1,4 +1,4 @@
-"""A sharded model in one step after the other, and to disk and back."""
+"""Replica for FSDP: steps of a sharded model, and its state for checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["FSDPReplica"]
 
 
 class FSDPReplica(TorchReplica):
-    """This rank's shards."""
+    """Replica with this rank's shards of the model."""
 
     def __init__(self, strategy: FSDP, model: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(strategy, model, optimizer, Shards(model, strategy.layout.part))
@@ -41,7 +41,7 @@ class FSDPReplica(TorchReplica):
 
     # -- one step
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
-        """One after the other; a loss of logits that ranks share is a plain tensor from here on."""
+        """Runs the passes one after the other; a loss of split logits becomes a plain tensor."""
 
         def whole(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
             loss, outputs = compute(module, one)
@@ -51,7 +51,7 @@ class FSDPReplica(TorchReplica):
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """Gathers weights again, which is when they learn what is frozen."""
+        """Also gathers weights again: gathered weights take over `requires_grad` only when they are gathered."""
         reshard(self.bare)
         try:
             with super().turn(name):
@@ -61,18 +61,18 @@ class FSDPReplica(TorchReplica):
 
     @contextmanager
     def exact(self) -> Iterator[bool]:
-        """Weights may be gathered in lower precision all the same."""
+        """Also yields False if weights are gathered in lower precision."""
         with super().exact() as exact:
             yield exact and self._strategy.gather == "fp32"
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Autocast that keeps no copies of gathered weights, and a cross-entropy of logits that ranks share."""
+        """Wraps a forward pass in autocast without copies of gathered weights, and allows losses of split logits."""
         with self._strategy.sharing.losses(), self.precision.sharded_forward(compiled=self.train.compile != "off"):
             yield
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Holds back what need not happen before the last micro-batch: the all-reduce over replicas, or everything."""
+        """Also postpones communication to the last micro-batch: the all-reduce over replicas, or all of it."""
         if self._strategy.accumulate == "whole":
             self._model.set_requires_gradient_sync(last)
         elif self._strategy.replicas > 1:
@@ -80,11 +80,8 @@ class FSDPReplica(TorchReplica):
         return super().forward(last=last)
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
-        """Adds the gradients of `loss` times `scale`.
-
-        Every trained parameter must get one, on every rank, in every micro-batch: ranks that used
-        different parameters would have added up gradients that do not belong together.
-        """
+        """Adds the gradients of `loss` times `scale`; raises StrategyError if a trained parameter gets none."""
+        # If ranks use different parameters in a micro-batch, FSDP adds gradients of different parameters.
         with self._strategy.sharing.losses():
             super().backward(loss, scale)
         trained, names = self.gradients.trained, self.gradients.names
@@ -93,30 +90,30 @@ class FSDPReplica(TorchReplica):
         self._used.clear()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm over all shards: one all-reduce of a number, and another where ranks share layers."""
+        """Returns the norm over all shards: one all-reduce of a number, and another with tensor parallelism."""
         if self._shared is None:
             square = torch.nn.utils.get_total_norm(local(gradients)).square()
         else:
             names = [self.gradients.names[id(p)] for p in self.gradients.parameters if p.grad is not None]
             mine = dict(zip(names, local(gradients), strict=True))
             self._shared.add_up(mine)
-            square = self._shared.square(mine) + 0  # which waits for it
+            square = self._shared.square(mine) + 0  # the addition waits for the all-reduce
         square = square.to(self.world.device)
         dist.all_reduce(square, group=self._strategy.mesh.get_group(-1))
-        # Where the optimizer updates on the host, it must not look at a number that is still on its way there.
+        # An optimizer on the host must not read the number before its copy to the host has ended.
         return square.sqrt().cpu() if self._strategy.cpu_offload else square.sqrt()
 
     def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """The shards."""
+        """Returns this rank's shards of the gradients."""
         return local(gradients)
 
     def clip(self, largest: float, norm: Tensor) -> None:
-        """Scales the shards."""
+        """Scales this rank's shards."""
         clip_local(self.gradients.trained, largest, norm)
 
     # -- to disk and back
     def state(self) -> CanonicalState[Tensor | Part]:
-        """The shards."""
+        """Returns this rank's shards."""
         reshard(self.bare)
         state = named_state.capture(self.bare, self.optimizer)
         _refuse_own_shapes(state)
@@ -130,7 +127,7 @@ class FSDPReplica(TorchReplica):
         )
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Every rank reads its shards."""
+        """Reads this rank's shards."""
         reshard(self.bare)
         _refuse_own_shapes(state)
         part_of = self._strategy.layout.part
@@ -144,7 +141,7 @@ def _refuse_own_shapes(state: CanonicalState[Any]) -> None:
             shape = tuple(getattr(value, "shape", ()))
             if shape and name in state.model and shape != tuple(state.model[name].shape):
                 raise CheckpointError(
-                    f"the optimizer keeps `{key}` of `{name}` in a shape of its own, {list(shape)}, and which rank "
-                    "would have what of it is not known",
+                    f"the optimizer keeps `{key}` of `{name}` in a different shape, {list(shape)}: it cannot be split "
+                    "over ranks like the weight",
                     hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
                 )

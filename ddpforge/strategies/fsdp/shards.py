@@ -1,4 +1,4 @@
-"""This rank's parts of sharded weights, and tensors laid out like them."""
+"""This rank's parts of sharded weights, and tensors that are distributed like them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ __all__ = ["Layout", "Shards", "clip_local", "local", "part_of", "reshard", "row
 
 
 class Layout:
-    """The parts of a model's tensors by name, where ranks share its layers or its experts: each holds its cut of some.
+    """Distribution of a model's tensors by name, under tensor or expert parallelism.
 
-    All others are whole on each of the `tensor` ranks.
+    `cuts` are this rank's cuts of the tensors that are split over ranks; all others are whole on each of the `tensor`
+    ranks. FSDP shards both.
     """
 
     def __init__(self, cuts: Mapping[str, Cut], tensor: Ranks) -> None:
         self.cuts, self._tensor = cuts, tensor
 
     def part(self, name: str, tensor: Tensor) -> Part:
-        """This rank's part of a tensor that has the form of the parameter of this name."""
+        """Returns this rank's part of a tensor that is distributed like the parameter `name`."""
         found = part_of(tensor)
         if not isinstance(tensor, DTensor):
             return found
@@ -45,11 +46,11 @@ class Layout:
         return replace(found, replica=replica, replicas=replicas)
 
     def parts(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors by name, sharded ones among them as this rank's parts."""
+        """Returns the tensors by name, with sharded tensors replaced by this rank's parts."""
         return {name: self._held(name, value) for name, value in values.items()}
 
     def state(self, owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The state that an optimizer keeps of a parameter, sharded tensors as this rank's parts."""
+        """Returns the optimizer state of a parameter, with sharded tensors replaced by this rank's parts."""
         return {key: self._held(owner, value) for key, value in values.items()}
 
     def _held(self, name: str, value: Any) -> Any:
@@ -60,22 +61,22 @@ class Shards(PartWeights):
     """Weights that are DTensors."""
 
     def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], Part]) -> None:
-        # A forward pass without backward leaves gathered weights in the model, so the shards are remembered here.
+        # A forward pass without backward leaves gathered weights in the model, so this object keeps the shards.
         super().__init__(model, part_of)
         self._model = model
 
     def changed(self) -> None:
-        """Drops what was gathered before the change."""
+        """Drops weights that were gathered before the change."""
         reshard(self._model)
 
     def observing(self) -> AbstractContextManager[Any]:
-        """Gives gathered weights back, so that what callbacks see and write are the shards."""
+        """Drops gathered weights, so that callbacks read and write the shards."""
         reshard(self._model)
         return nullcontext()
 
 
 def reshard(model: nn.Module) -> None:
-    """Drops gathered weights: the model's parameters are the shards again, and what is gathered next is their value."""
+    """Drops gathered weights: the model's parameters are the shards again, and the next pass gathers their values."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -83,19 +84,19 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's shards, without gradients; tensors that are not sharded are its own."""
+    """Returns this rank's shards, detached; tensors that are not sharded stay whole."""
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach() for tensor in tensors]
 
 
 def clip_local(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
-    """Scales this rank's shards of gradients, whose norm over all ranks is `norm`, by torch's own formula."""
+    """Scales this rank's shards of gradients from the norm `norm` over all ranks to `largest`, by torch's formula."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     shards = local(parameter.grad for parameter in parameters if parameter.grad is not None)
     compat.foreach("mul_", shards, factor.to(shards[0].device))
 
 
 def part_of(tensor: Tensor) -> Part:
-    """This rank's part of a tensor: some rows, if it is sharded over FSDP's mesh."""
+    """Returns this rank's part of a tensor: some rows if FSDP shards it, otherwise all of it."""
     if not isinstance(tensor, DTensor):
         return Part.whole(tensor)
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
@@ -106,7 +107,7 @@ def part_of(tensor: Tensor) -> Part:
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:
-    """The first row of a tensor that this rank has of FSDP's mesh, and the first that it has no more."""
+    """Returns the first row of a tensor on this rank, and the end of its rows (exclusive)."""
     mesh, rows = tensor.device_mesh, len(tensor)
     each = -(-rows // mesh.size(-1))
     start = min(mesh.get_local_rank(mesh.ndim - 1) * each, rows)
@@ -114,7 +115,7 @@ def rows_of(tensor: DTensor) -> tuple[int, int]:
 
 
 def shard_like(mine: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows as a tensor that lies on the ranks as `like` does; without communication."""
+    """Returns this rank's rows as a tensor that is distributed like `like`; without communication."""
     if not isinstance(like, DTensor):
         return mine
     return DTensor.from_local(
@@ -123,20 +124,20 @@ def shard_like(mine: Tensor, like: Tensor) -> Tensor:
 
 
 def try_on_shards(optimizer: Optimizer, mesh: DeviceMesh, device: torch.device) -> None:
-    """Raises StrategyError for an optimizer that does not do with shards what it does with a whole weight."""
+    """Raises StrategyError if the optimizer updates shards of a weight differently from the whole weight."""
     refuse_unlike(
         optimizer,
         device,
         [lambda whole: _sharded(whole, mesh)],
         fails="cannot be used under FSDP, which shards weights",
-        differs="updates a sharded weight otherwise than a whole one",
+        differs="updates a sharded weight differently from a whole one",
         hints=['set strategy.use = "ddp", or use AdamW, SGD or another element-wise optimizer'],
         rows=2 * mesh.size(-1),
     )
 
 
 def _sharded(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A weight that every rank holds, as FSDP lays it over the ranks."""
+    """Returns a weight that every rank holds, sharded over the ranks as FSDP does it."""
     rows = len(whole) // mesh.size(-1)
     mine = whole[mesh.get_local_rank(mesh.ndim - 1) * rows :][:rows].clone()
     placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]

@@ -1,4 +1,4 @@
-"""FSDP2: every rank holds a part of the weights, of their gradients and of the optimizer's state."""
+"""FSDP2: every rank holds a part of the weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ __all__ = ["FSDP"]
 
 
 class FSDP(Strategy):
-    """torch's `fully_shard` on each of the model's blocks and on what is left of the model.
+    """torch's `fully_shard` on each of the model's blocks and on the rest of the model.
 
     See https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html and Zhao et al., "PyTorch FSDP" (VLDB
-    2023). With `replicas` the ranks form that many groups; each shards the model among its own ranks and gradients
-    are then averaged over the groups (hybrid sharding, HSDP). With `context` neighbouring ranks see the same samples,
-    and each computes a part of every sequence, of models that can do so; weights are sharded over them as well. With
-    `experts` neighbouring ranks hold some of the experts of each layer, and send each other the tokens for them. With
-    `tensor` neighbouring ranks share out the layers, as a plan says (Shoeybi et al., "Megatron-LM", 2019).
+    2023). With `replicas` the ranks form that number of groups. Each group shards the model among its own ranks, and
+    gradients are averaged over the groups (hybrid sharding, HSDP). With `context` neighbouring ranks see the same
+    samples, and each computes a part of every sequence; the model must support it. Weights are sharded over these
+    ranks too. With `experts` each neighbouring rank holds some of the experts of each layer, and ranks exchange the
+    tokens for them. With `tensor` neighbouring ranks compute shares of each layer, according to a plan (Shoeybi et
+    al., "Megatron-LM", 2019).
     """
 
     contract = Contract(
         shards=("weights", "gradients", "optimizer state"),
-        clips="every rank alike, after the reduce-scatter, by the norm over all shards",
+        clips="identically on every rank, after the reduce-scatter, by the norm over all shards",
         accumulates="the shards' .grad; one reduce-scatter per micro-batch",
         reads_gradients=True,
         optimizers="several",
@@ -63,7 +64,7 @@ class FSDP(Strategy):
                 ge=1,
                 le=2**16,
                 description="Neighbouring ranks that each compute a part of the same sequences; must divide ranks, and"
-                " twice it the length of sequences.",
+                " its double must divide the length of sequences.",
             ),
         ] = 1,
         experts: Annotated[
@@ -85,15 +86,16 @@ class FSDP(Strategy):
         accumulate: Annotated[
             Literal["shards", "whole"],
             Field(
-                description='Where gradients of a step\'s micro-batches add up: in "shards", or "whole", which saves'
-                " communication and costs the memory of all gradients."
+                description='How gradients of a step\'s micro-batches are added up: in "shards", or "whole", which'
+                " saves communication and costs the memory of all gradients."
             ),
         ] = "shards",
         gather: Annotated[
             Literal["fp32", "compute"],
             Field(
-                description='Dtype in which a block\'s weights are gathered: "fp32", or "compute", that of'
-                " train.precision, which halves the traffic and rounds what autocast leaves alone (norms)."
+                description='Dtype in which a block\'s weights are gathered: "fp32", or "compute", the dtype of'
+                " train.precision, which halves the traffic and also rounds weights that autocast leaves in fp32"
+                " (norms)."
             ),
         ] = "fp32",
         cpu_offload: Annotated[
@@ -116,7 +118,7 @@ class FSDP(Strategy):
         self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
         self._lay_out(Grid(replicas=replicas, context=context, tensor=tensor))
         self.shares: Shares | None = None
-        if tensor > 1:  # layers of shares of weights, which torchao has styles of its own for
+        if tensor > 1:  # layers then compute with shares of weights, which torchao supports only with its own styles
             self.contract = replace(self.contract, float8=False, scores=False)
         if accumulate == "whole":
             self.contract = replace(
@@ -131,7 +133,7 @@ class FSDP(Strategy):
 
     # -- before the loop
     def evaluating(self, ranks: int) -> tuple[FSDP, str]:
-        """Leaves out what does not divide the ranks."""
+        """Returns a strategy without the sizes that do not divide the ranks, and the reason."""
         other, grid = copy(self), self.grid.fitting(ranks)
         other._lay_out(grid)
         if grid.tensor == 1:
@@ -142,37 +144,37 @@ class FSDP(Strategy):
         left = [f"strategy.{name} = {size}" for name in names if (size := getattr(self, name)) != getattr(other, name)]
         if not left:
             return self, ""
-        return other, f"{' and '.join(left)} left out: {ranks} rank{'s' * (ranks > 1)} cannot be laid out so"
+        return other, f"{' and '.join(left)} ignored: {ranks} rank{'s' * (ranks > 1)} cannot form this layout"
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
-        """Replicas that do not divide the ranks, and options that have no effect."""
+        """Refuses sizes that do not divide the ranks, and options that have no effect or do not work together."""
         yield from self.grid.refusals(ranks)
         yield from self.sharing.refusals(train)
         if self.cpu_offload and self.tensor > 1:
             yield Refusal(
                 "strategy.cpu_offload",
-                f"strategy.cpu_offload and strategy.tensor = {self.tensor} were never tried together on GPUs",
-                ("leave one of both out",),
+                f"strategy.cpu_offload and strategy.tensor = {self.tensor} were never tested together on GPUs",
+                ("remove one of them",),
             )
         if self.cpu_offload and device == "cpu":
             yield Refusal(
                 "strategy.cpu_offload",
-                "strategy.cpu_offload moves shards from a GPU to the host, and this run is on a CPU",
-                ("leave strategy.cpu_offload out",),
+                "strategy.cpu_offload moves shards from a GPU to the host, but this run is on a CPU",
+                ("remove strategy.cpu_offload",),
             )
         if device == "cuda" and train.uses_cuda_graphs:
             yield Refusal(
                 "train.compile",
-                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights that stay where they are, '
-                "and FSDP gathers them again for every pass",
+                f'train.compile = "{train.compile}" replays CUDA graphs, which need weights at fixed addresses, '
+                "but FSDP gathers them again for every pass",
                 ('set train.compile = "default", or strategy.use = "ddp"',),
             )
         if self.context > 1 and train.compile != "off":
             yield Refusal(
                 "train.compile",
-                f"strategy.context = {self.context} gathers keys and values of other ranks in the middle of attention, "
-                "which is not compiled",
-                ('set train.compile = "off"', "or leave strategy.context out"),
+                f"strategy.context = {self.context} gathers keys and values of other ranks within attention, which "
+                "cannot be compiled",
+                ('set train.compile = "off"', "or remove strategy.context"),
             )
         if self.experts > 1:
             from ddpforge.strategies.fsdp.experts import refusals_of_experts
@@ -182,7 +184,7 @@ class FSDP(Strategy):
             yield Refusal(
                 "strategy.gather",
                 'strategy.gather = "compute" has no effect while train.precision is "fp32"',
-                ('set train.precision = "bf16", or leave strategy.gather out',),
+                ('set train.precision = "bf16", or remove strategy.gather',),
             )
 
     @property
@@ -191,7 +193,7 @@ class FSDP(Strategy):
         return self.sharing.tensor > 1 or self.context > 1 or self.experts > 1
 
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
-        """Reads the plan of which layers are cut how."""
+        """Raises UsageError or StrategyError if the model's layers, sequences or experts cannot be split as set."""
         self.sharing.check(model, task, blocks)
         if self.context > 1:
             from ddpforge.strategies.fsdp.context import check_context
@@ -203,11 +205,11 @@ class FSDP(Strategy):
             check_experts(self.experts, model)
 
     def data_ranks(self, ranks: int) -> int:
-        """Counts groups of ranks that see the same samples."""
+        """Returns the number of groups of ranks that see the same samples."""
         return self.grid.data_ranks(ranks)
 
     def check_data(self, data: Any) -> None:
-        """Asks whether sequences can be cut."""
+        """Raises UsageError if sequences of the dataset's `block_size` cannot be cut."""
         self.sharing.check_data(data)
         if self.context > 1 and isinstance(length := getattr(data, "block_size", None), int):
             from ddpforge.strategies.fsdp.context import refuse_length
@@ -215,7 +217,7 @@ class FSDP(Strategy):
             refuse_length(length, self.context)
 
     def setup(self, train: TrainSection, world: World) -> World:
-        """Lays the ranks out in the grid."""
+        """Forms the process groups of the grid."""
         from ddpforge.ranks.join import limit_waiting
 
         self.places = self.grid.places(world)
@@ -229,16 +231,16 @@ class FSDP(Strategy):
         return super().setup(train, replace(world, data=self.places.data))
 
     def building(self) -> AbstractContextManager[Any]:
-        """The meta device, where the recipe asks for it."""
+        """Returns the meta device if `meta` is set, to build the model without memory."""
         if not self.meta:
             return nullcontext()
         import torch
 
-        self._random = torch.get_rng_state()  # initial weights are drawn later, from where they would have been
+        self._random = torch.get_rng_state()  # initial weights are drawn later, from this state
         return torch.device("meta")
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        """Shards every block, then the rest of the model; parameters become DTensors, under the same names."""
+        """Shards every block, then the rest of the model; parameters become DTensors with the same names."""
         if self.meta:
             import torch
 
@@ -248,23 +250,23 @@ class FSDP(Strategy):
 
     @property
     def layout(self) -> Layout:
-        """The parts of weights that this rank holds."""
+        """Returns the layout of the weights, which gives this rank's parts."""
         from ddpforge.strategies.fsdp.shards import Layout
 
         held = self.shares or self.spread
         return Layout(held.cuts if held else {}, self.places.tensor)
 
     def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
-        """Shards the module like the model, apart from it."""
+        """Shards the auxiliary module like the model, separately from it."""
         from ddpforge.strategies.fsdp.shards import Shards
 
         if self.tensor > 1:
             raise StrategyError(
-                f"the task uses {type(module).__name__} beside the model, and strategy.tensor = {self.tensor} shares "
-                "out the model's layers only",
+                f"the task uses {type(module).__name__} in addition to the model, but strategy.tensor = {self.tensor} "
+                "splits only the model's layers",
                 hints=["set strategy.tensor = 1, and shard it instead"],
             )
-        # No backward pass comes to free what is left over of the blocks.
+        # The rest outside of blocks must be freed after forward: no backward pass frees it.
         return Shards(self._shard_all(module, blocks, reshard_after_forward=True), self.layout.part)
 
     def _shard_all(
@@ -277,7 +279,7 @@ class FSDP(Strategy):
 
         for name, parameter in model.named_parameters():
             refuse_form(name, parameter)
-            if not parameter.is_meta:  # what is sharded is flat: other layouts would be lost, and fully_shard refuses
+            if not parameter.is_meta:  # shards are flat: `fully_shard` refuses other memory formats
                 parameter.data = parameter.data.contiguous()
         if self.context > 1:
             Cut(self.places.context).give(model)
@@ -287,7 +289,7 @@ class FSDP(Strategy):
         else:
             for block in blocks:
                 self._shard_block(model, block)
-        # What is left over (embeddings, the last norm) is gathered in fp32: autocast decides what it computes in.
+        # The rest (embeddings, the last norm) is gathered in fp32; autocast decides its compute dtype.
         self._agree_on(model)
         self._cut(model, model)
         fully_shard(
@@ -301,7 +303,7 @@ class FSDP(Strategy):
         return model
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Tries the optimizer out on a sharded weight before it gets those of the model, which are proven to be."""
+        """Tests the optimizer on a small sharded weight, and checks that the model is sharded."""
         from ddpforge.strategies.fsdp.context import ContextReplica, Cut
         from ddpforge.strategies.fsdp.experts import ExpertReplica
         from ddpforge.strategies.fsdp.replica import FSDPReplica
@@ -350,7 +352,7 @@ class FSDP(Strategy):
             self.spread.take(model, part, partial(self._shard, mesh=self.spread.mesh))
 
     def _agree_on(self, module: nn.Module) -> None:
-        """Gives every rank rank 0's values of what is not sharded yet, as DDP does; most often they are the same."""
+        """Broadcasts rank 0's values of tensors that are not sharded yet, as DDP does."""
         from torch.distributed.tensor import DTensor
 
         for tensor in (*module.parameters(), *module.buffers()):
@@ -365,13 +367,14 @@ class FSDP(Strategy):
 
 
 def _refuse_norms(block: nn.Module) -> None:
-    """A CPU's kernels take no weights of another dtype than the stream that they normalise; a GPU's do."""
+    """Raises StrategyError for a norm whose weights would be rounded."""
+    # CPU kernels need weights in the dtype of the normalised input; GPU kernels do not.
     from torch import nn
 
     for name, module in block.named_modules():
         if isinstance(module, nn.LayerNorm | nn.GroupNorm) and module.weight is not None:
             raise StrategyError(
                 f'strategy.gather = "compute" rounds the weights of `{name}`, a {type(module).__name__}, which torch '
-                "takes on a GPU and not on a CPU",
-                hints=["leave strategy.gather out"],
+                "supports on a GPU but not on a CPU",
+                hints=["remove strategy.gather"],
             )

@@ -1,4 +1,4 @@
-"""The units that FSDP gathers at a time: a block, or the rest of a model; and models of which it can make none."""
+"""FSDP's units, which are gathered together: a block, or the rest of a model. Checks if a model can be sharded."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def refuse_form(name: str, parameter: nn.Parameter) -> None:
     """Raises StrategyError for a parameter that cannot be sharded."""
     if not parameter.ndim:
         raise StrategyError(
-            f"parameter `{name}` is a scalar, and FSDP shards along the first dimension",
+            f"parameter `{name}` is a scalar, but FSDP shards along the first dimension",
             hints=["give it the shape [1]"],
         )
     if not parameter.numel() and parameter.requires_grad:
         raise StrategyError(
-            f"parameter `{name}` has no elements, and FSDP cannot shard it",
+            f"parameter `{name}` has no elements: FSDP cannot shard it",
             hints=["remove it from the model, or set requires_grad = False"],
         )
     if not (parameter.is_floating_point() or parameter.is_complex()) and not compat.torch_has(_INTEGERS):
@@ -38,13 +38,16 @@ def refuse_form(name: str, parameter: nn.Parameter) -> None:
         )
     if compat.has_gradient_hooks(parameter):
         raise StrategyError(
-            f"parameter `{name}` has a gradient hook, and under FSDP another tensor takes its place, without hooks",
+            f"parameter `{name}` has a gradient hook, but FSDP replaces it by another tensor, without hooks",
             hints=['change gradients in the optimizer or by a module hook, or set strategy.use = "ddp"'],
         )
 
 
 def reduced(unit: nn.Module) -> torch.dtype:
-    """The dtype in which the gradients of what is not sharded yet are reduced: fp32, or the weights' own float64."""
+    """Returns the dtype in which gradients of parameters that are not sharded yet are reduced: float32, or float64.
+
+    Raises StrategyError for trained parameters of several dtypes.
+    """
     found: dict[torch.dtype, str] = {}
     for name, parameter in unit.named_parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -52,88 +55,86 @@ def reduced(unit: nn.Module) -> torch.dtype:
     if len(found) > 1:
         (one, first), (other, second) = [(str(d).removeprefix("torch."), name) for d, name in found.items()][:2]
         raise StrategyError(
-            f"parameter `{first}` is {one} and `{second}` is {other}, and FSDP gathers both together",
-            hints=["build the model in one dtype", "or name classes in train.blocks that hold only one"],
+            f"parameter `{first}` is {one} and `{second}` is {other}, but FSDP gathers both together",
+            hints=["build the model in one dtype", "or name classes in train.blocks with parameters of only one dtype"],
         )
     return torch.float64 if torch.float64 in found else torch.float32
 
 
 def policy(gather: torch.dtype | None, reduce: torch.dtype) -> MixedPrecisionPolicy:
-    """Weights are gathered in dtype `gather`, or as they are; gradients are reduced in dtype `reduce`.
-
-    Inputs are left as they are: the residual stream has the dtype that autocast gives it under every strategy.
-    """
+    """Returns FSDP's policy: gathers weights in dtype `gather` (None: their own), reduces gradients in `reduce`."""
+    # Inputs are not cast: as under every strategy, autocast decides the dtype of the residual stream.
     return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduce, cast_forward_inputs=False)
 
 
 def ties(model: nn.Module) -> set[tuple[str, str]]:
-    """Pairs of names of one parameter."""
+    """Returns pairs of names of one parameter: the first name, and each further one."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {(first[id(p)], name) for name, p in named if first.setdefault(id(p), name) != name}
 
 
 def refuse_ties(before: set[tuple[str, str]], model: nn.Module) -> None:
-    """Raises StrategyError where sharding has made two parameters of one that had several names `before`."""
+    """Raises StrategyError if sharding split a parameter with several names (`before`) into several parameters."""
     if broken := sorted(before - ties(model)):
         raise StrategyError(
-            f"`{broken[0][0]}` and `{broken[0][1]}` are one parameter, and sharding them in different blocks would "
-            "make them two",
-            hints=["name other classes in train.blocks, so that both lie in one block or in none"],
+            f"`{broken[0][0]}` and `{broken[0][1]}` are one parameter, but sharding in different blocks would make "
+            "them two",
+            hints=["name other classes in train.blocks, so that both names are in one block or in none"],
         )
 
 
 def check_sharded(model: nn.Module) -> None:
-    """Every parameter must be a DTensor, sharded over its mesh's last dimension, with its part on this rank."""
+    """Raises StrategyError unless every parameter is a DTensor, sharded over the last dimension of its mesh."""
     for name, parameter in model.named_parameters():
         if not isinstance(model, FSDPModule) or not isinstance(parameter, DTensor):
-            raise StrategyError(f"asked for FSDP, but parameter `{name}` is a {type(parameter).__name__}")
+            raise StrategyError(f"FSDP did not shard parameter `{name}`: it is a {type(parameter).__name__}")
         rows = -(-parameter.shape[0] // parameter.device_mesh.size(-1))
         if len(parameter.to_local()) > rows or not parameter.placements[-1].is_shard(0):
-            raise StrategyError(f"asked for FSDP, but parameter `{name}` is placed as {parameter.placements}")
+            raise StrategyError(f"FSDP did not shard parameter `{name}`: it is placed as {parameter.placements}")
 
 
-# ---------------------------------------------------------------------------------------------- what forward uses
+# ---------------------------------------------------------------------------------------------- used parameters
 class Used:
-    """The names of parameters of `model` that got a gradient since `clear`, before gradients are reduced over ranks.
+    """Names of parameters of `model` that got a gradient on this rank since `clear`."""
 
-    Every trained parameter must get one, on every rank: ranks that used different ones would have added up gradients
-    that do not belong together.
-    """
+    # Every trained parameter must get a gradient on every rank: if ranks use different parameters, the reduction over
+    # ranks adds gradients of different parameters.
 
     def __init__(self, model: nn.Module) -> None:
         self._found: set[str] = set()
         self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.clear = self._found.clear
         if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
-            # Ranks that used different parameters then come to the end of backward, where that is reported.
+            # Then backward does not hang if ranks use different parameters; the error is reported after it.
             cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         for prefix, unit in model.named_modules():
             if isinstance(unit, FSDPModule):
                 _at_first_forward(cast(nn.Module, unit), partial(self._watch, prefix))
 
     def all_of(self, parameters: int) -> bool:
-        """True if as many parameters got one; costs nothing."""
+        """True if this number of parameters got a gradient; cheap."""
         return len(self._found) == parameters
 
     def __contains__(self, name: str) -> bool:
         return name in self._found
 
     def _watch(self, prefix: str, unit: nn.Module) -> None:
-        """Called while the unit's parameters are gathered: what backward gives gradients to are these, not shards."""
+        """Adds hooks to the unit's parameters; call it while they are gathered."""
+        # Backward gives gradients to gathered parameters, not to shards.
         for name, parameter in unit.named_parameters(prefix):
             if name in self._trained and not isinstance(parameter, DTensor):
 
                 def note(_: Tensor, name: str = name) -> None:
                     self._found.add(name)
 
-                trains = parameter.requires_grad  # not in a turn of others, and there are no hooks without
+                trains = parameter.requires_grad  # False in another turn; a hook needs True
                 parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(trains)
 
 
 def _at_first_forward(unit: nn.Module, action: Callable[[nn.Module], None]) -> None:
-    """Calls `action(unit)` once, when the unit's forward begins and FSDP has gathered its parameters."""
+    """Calls `action(unit)` once, at the beginning of the unit's forward, after FSDP gathered its parameters."""
 
     def hook(module: nn.Module, _: Any) -> None:
         handle.remove()
@@ -144,11 +145,11 @@ def _at_first_forward(unit: nn.Module, action: Callable[[nn.Module], None]) -> N
 
 # ---------------------------------------------------------------------------------------------- the meta device
 def materialise(model: nn.Module, *, then: Mapping[int, Callable[[nn.Module], None]]) -> None:
-    """Initialises every layer on the CPU in the model's order; `then[id(module)]` is called when a module is complete.
+    """Initialises every layer on the CPU in the model's order; calls `then[id(module)]` when a module is complete.
 
-    A layer initialises itself with `reset_parameters`, as torch's own do and as it does when it is built. Where
-    layers are built in the order in which the model lists them, the random numbers, and so the weights, are those of
-    a model that was built on the CPU. Raises StrategyError for a layer that cannot initialise itself.
+    Each layer with tensors on the meta device needs `reset_parameters`, as torch's layers have it; otherwise
+    StrategyError is raised. If the model's constructor builds layers in the order in which the model lists them, random
+    numbers and weights equal those of a model that was built on the CPU.
     """
     _visit("", model, then, set())
 
@@ -169,17 +170,19 @@ def _reset(name: str, module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
         raise StrategyError(
-            f"`{name or 'the model'}` ({type(module).__name__}) has parameters or buffers and no reset_parameters: it "
-            "cannot be initialised after it was built on the meta device",
+            f"`{name or 'the model'}` ({type(module).__name__}) has parameters or buffers but no reset_parameters: it "
+            "cannot be initialised after its construction on the meta device",
             hints=["give that class a reset_parameters method", "or set strategy.meta = false"],
         )
     module.to_empty(device="cpu", recurse=False)
     for tensor in _own(module):
-        tensor.data.fill_(torch.nan if tensor.is_floating_point() else 0)  # what is forgotten must show
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else 0)  # to find tensors that `reset` does not fill
     reset()
     forgotten = [key for key, tensor in module.named_parameters(recurse=False) if tensor.isnan().any()]
     if forgotten:
-        raise StrategyError(f"reset_parameters of `{name}` ({type(module).__name__}) leaves `{forgotten[0]}` as it is")
+        raise StrategyError(
+            f"reset_parameters of `{name}` ({type(module).__name__}) does not initialise `{forgotten[0]}`"
+        )
 
 
 def _own(module: nn.Module) -> Iterator[torch.Tensor]:

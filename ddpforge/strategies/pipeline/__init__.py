@@ -1,4 +1,4 @@
-"""Pipeline parallelism: every rank holds a stretch of the model's layers, micro-batches travel from rank to rank."""
+"""Pipeline parallelism: every rank holds some consecutive layers; micro-batches travel from rank to rank."""
 
 from ddpforge.strategies.pipeline.strategy import Pipeline
 

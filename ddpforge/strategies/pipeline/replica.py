@@ -1,4 +1,4 @@
-"""A rank's stage of a pipeline in one step after the other, and to disk and back."""
+"""Replica for a stage of a pipeline: its steps, and its state for checkpoints."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ from ddpforge.strategies.watch import refuse_loss
 
 __all__ = ["PipelineReplica"]
 
-_MOST = 8  # schedules that are kept, each with memory for what it receives
-_MARKS = 8  # more than a rank makes for a micro-batch and one of its parts
+_MOST = 8  # schedules to keep, each with memory for its received tensors
+_MARKS = 8  # more heartbeats than a rank sends for a micro-batch and one of its parts
 
 
 class PipelineReplica(TorchReplica):
-    """This rank's parts of the model. Gradients are averaged over the ranks of the stage, once a step.
+    """Replica with this rank's parts of the model; averages gradients over the ranks of the stage, once per step.
 
-    Where these ranks hold shards of the stage's weights, FSDP does so after every backward pass, and the model is its
-    root: parts run as the model's forward pass, around which what is in no block is gathered.
+    If these ranks hold shards of the stage's weights, FSDP averages gradients after every backward pass.
     """
+
+    # The model is FSDP's root module. Parts run as its forward pass, so that FSDP gathers weights outside of blocks.
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, held: Held, elsewhere: Collection[str]
@@ -83,9 +84,10 @@ class PipelineReplica(TorchReplica):
 
     # -- one step
     def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
-        """Runs all of a step, or as many of an evaluation as fill the pipeline, together; forms one after the other.
+        """Runs all passes of a step together; in an evaluation, as many passes together as fill the pipeline.
 
-        The rank with the last part has the results.
+        Passes with inputs of different forms run one form after the other. The rank with the last part yields the
+        results; other ranks yield None.
         """
         self._compute = compute
         source = iter(passes)
@@ -100,10 +102,8 @@ class PipelineReplica(TorchReplica):
                 yield micro.result
 
     def _join_forms(self, micros: Sequence[Micro]) -> None:
-        """Lets ranks that hold shards of one stage, and so gather them together, take their micro-batches together.
-
-        What one does for a form that is new to it, the others do as well.
-        """
+        """Makes ranks that hold shards of one stage run their micro-batches in the same groups."""
+        # They gather weights together, so all of them must do the extra passes for a form that is new to one rank.
         of_ranks = self._data.everyone([micro.form for micro in micros])
         for micro, *forms in zip(micros, *of_ranks, strict=True):
             micro.form = tuple(forms)
@@ -116,7 +116,7 @@ class PipelineReplica(TorchReplica):
         return self.bare(_Steps(steps), *args, **named)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast, that keeps no copies of gathered weights."""
+        """Returns the autocast context; with sharded weights it keeps no copies of gathered ones."""
         if self._held.sharded:
             return self.precision.sharded_forward(compiled=self.train.compile != "off")
         return super().autocast()
@@ -126,7 +126,7 @@ class PipelineReplica(TorchReplica):
             return called_with(one, self._compute)
 
     def _run(self, micros: Sequence[Micro], *, trains: bool) -> None:
-        """Forward, and backward, of micro-batches of one form."""
+        """Runs forward, and if `trains` backward, of micro-batches of one form."""
         marks = phases.here().marks
         self._micros = micros
         for part in self._parts.values():
@@ -136,7 +136,7 @@ class PipelineReplica(TorchReplica):
                 self._train(micros)
             else:
                 self._evaluate(micros)
-        # The last part makes more marks than the others.
+        # The rank with the last part sends more heartbeats than others.
         phases.count_from(marks + _MARKS * self._layout.kind.parts * (len(micros) + 1))
 
     def _train(self, micros: Sequence[Micro]) -> None:
@@ -150,12 +150,12 @@ class PipelineReplica(TorchReplica):
                 return_outputs=False,
             )
         except RuntimeError as error:
-            if isinstance(error.__cause__, Exception):  # torch wraps what a part raises
+            if isinstance(error.__cause__, Exception):  # torch wraps the error of a part
                 raise error.__cause__ from None
             raise
 
     def _schedule(self, count: int, form: Any) -> Any:
-        """The schedule for micro-batches of a form; at its first step it finds out the shapes of what is sent."""
+        """Returns the schedule for `count` micro-batches of a form; its first step infers shapes of sent tensors."""
         key = count, form
         if key not in self._schedules:
             depth, device = self._layout.parts, self.world.device
@@ -167,11 +167,11 @@ class PipelineReplica(TorchReplica):
         return self._schedules[key]
 
     def _loss(self, _: Tensor, place: Tensor) -> Tensor:
-        """Called where the last part is, when a micro-batch has gone through it."""
+        """Returns the loss of a micro-batch; the schedule calls it after the last part."""
         micro = self._micros[int(place)]
         outputs = [x for x in tree_leaves(micro.output) if isinstance(x, Tensor) and x.requires_grad]
         if outputs and compat.finds_shapes():
-            # Of activations that nothing has filled: the task, which may remember what it sees, is not to see them.
+            # torch infers shapes with uninitialized activations. The task must not receive them: it may store them.
             loss = torch.stack([_local(x.sum()).float() for x in outputs]).sum()
             micro.output = None
             return loss
@@ -180,7 +180,7 @@ class PipelineReplica(TorchReplica):
         return loss * micro.one.scale()
 
     def _finish(self, micro: Micro) -> Tensor:
-        """Has the task compute the loss; keeps it and the task's outputs, without their graph."""
+        """Calls the task to compute the loss; stores it and the task's outputs without their graph."""
         with self.forward():
             loss, outputs = self._compute(Output(micro.output), micro.one)
         loss = _local(loss)
@@ -190,7 +190,7 @@ class PipelineReplica(TorchReplica):
 
     # -- without gradients
     def _evaluate(self, micros: Sequence[Micro]) -> None:
-        """Each part computes all of `micros`; where a rank has two, it sends nothing before it has received all."""
+        """Runs all `micros` through each part; a rank with two parts sends only after it received everything."""
         at_once = self._layout.kind.parts == 1
         sent: list[tuple[dist.Work | None, Tensor]] = []
         kept: dict[int, tuple[Tensor, ...]] = {}
@@ -215,7 +215,7 @@ class PipelineReplica(TorchReplica):
                 work.wait()
 
     def _send(self, part: int, form: Any, tensors: Sequence[Tensor]) -> Iterator[tuple[dist.Work | None, Tensor]]:
-        """Begins to send; before the first of a form it says what to expect."""
+        """Starts to send tensors; before the first of a form it sends their shapes and dtypes."""
         to = self._layout.place(part)
         if (part, form) not in self._forms:
             self._forms[part, form] = [(x.shape, x.dtype) for x in tensors]
@@ -239,12 +239,12 @@ class PipelineReplica(TorchReplica):
 
     # -- the update
     def step(self) -> Tensor:
-        """Adds up gradients over the ranks that have the same weights, then clips and updates."""
+        """Sums gradients over the ranks with the same weights, averages over data ranks, clips and updates."""
         self._exchange()
         return super().step()
 
     def explore(self, optimizer: Exploring) -> Tensor:
-        """Adds up gradients before the optimizer looks at them."""
+        """Reduces gradients over ranks, then explores."""
         self._exchange()
         return super().explore(optimizer)
 
@@ -253,7 +253,7 @@ class PipelineReplica(TorchReplica):
         mine = self._local(self.gradients.trained)
         if self._shared:
             self._shared.add_up(mine)
-        for name, gradient in mine.items():  # in the model's order, on all ranks alike
+        for name, gradient in mine.items():  # in the model's order, which is the same on all ranks
             if group := self._held.shared.get(name):
                 dist.all_reduce(gradient, group=group)
         if self._data.size == 1 or self._held.sharded:
@@ -269,23 +269,21 @@ class PipelineReplica(TorchReplica):
         if self._used is None:
             return
         trained, names = self.gradients.trained, self.gradients.names
-        if not self._used.all_of(len(trained)):  # FSDP gave zeros to what had none
+        if not self._used.all_of(len(trained)):  # FSDP fills missing gradients with zeros
             self.gradients.refuse_unused([p for p in trained if names[id(p)] not in self._used])
         self._used.clear()
 
     def _local(self, parameters: Iterable[Tensor]) -> dict[str, Tensor]:
-        """This rank's gradients of parameters, by name, as plain tensors."""
+        """Returns this rank's gradients of parameters, by name, as plain tensors."""
         found = {self.gradients.names[id(p)]: p.grad for p in parameters if p.grad is not None}
         return dict(zip(found, local(found.values()), strict=True))
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm over all stages, in which a weight of several counts once: one all-reduce of a number.
-
-        Another one where ranks share layers, and where they hold shards.
-        """
+        """Returns the norm over all stages; a weight on several stages counts once."""
+        # This takes one all-reduce of a number, another with tensor parallelism, and another with shards.
         mine = self._local(self._counted.values())
         if self._shared:
-            square = self._shared.square(mine) + 0  # which waits for it
+            square = self._shared.square(mine) + 0  # the addition waits for the all-reduce
         else:
             square = torch.nn.utils.get_total_norm(list(mine.values())).to(self.world.device).square()
         if self._held.sharded:
@@ -293,7 +291,7 @@ class PipelineReplica(TorchReplica):
         return self._pipe.sum(square).sqrt()
 
     def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """The shards, where there are any."""
+        """Returns this rank's shards of the gradients, or whole gradients without shards."""
         return local(gradients)
 
     def clip(self, largest: float, norm: Tensor) -> None:
@@ -301,16 +299,16 @@ class PipelineReplica(TorchReplica):
         clip_local(self.gradients.trained, largest, norm)
 
     def sync_buffers(self) -> None:
-        """Makes them equal on the ranks of a stage."""
+        """Makes buffers equal on the ranks of a stage."""
         equalise_buffers(self.bare, self._data)
 
     # -- to disk and back
     def _places(self, name: str) -> Sequence[int]:
-        """The places in the pipeline of the ranks that hold a tensor."""
+        """Returns the places in the pipeline of the ranks that hold a tensor."""
         return self._held.holders.get(name, (self._layout.here,))
 
     def part(self, name: str, tensor: Tensor) -> Part:
-        """This rank's part of a tensor that has the form of the parameter or buffer of this name."""
+        """Returns this rank's part of a tensor that is distributed like the parameter or buffer `name`."""
         places, own, sharded = self._places(name), self._held.tensor, isinstance(tensor, DTensor)
         replica, replicas = places.index(self._layout.here), len(places)
         if not sharded:
@@ -324,7 +322,7 @@ class PipelineReplica(TorchReplica):
         return replace(part_of(tensor), replica=replica, replicas=replicas, among=among)
 
     def state(self) -> CanonicalState[Tensor | Part]:
-        """Tensors of this rank's parts."""
+        """Returns the state of this rank's parts."""
         reshard(self.bare)
         state = named_state.capture(self.bare, self.optimizer)
         return CanonicalState(
@@ -342,7 +340,7 @@ class PipelineReplica(TorchReplica):
         )
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Reads what belongs to this rank's parts."""
+        """Reads the state of this rank's parts."""
         reshard(self.bare)
         mine, _ = named_state.tensors(self.bare)
         others = self._held.names - mine.keys()
@@ -356,7 +354,7 @@ class PipelineReplica(TorchReplica):
 
 
 class _Weights(Shards):
-    """The weights of a rank's parts."""
+    """Weights of a rank's parts."""
 
     def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], Part], names: Collection[str]) -> None:
         super().__init__(model, part_of)
@@ -372,7 +370,7 @@ class _Weights(Shards):
 
 
 def _tensors(model: nn.Module, steps: Sequence[Step]) -> list[Tensor]:
-    """The tensors that the steps of a part use, each once."""
+    """Returns the tensors that the steps of a part use, each once."""
     return list({id(tensor): tensor for step in steps for tensor in held_by(model, step)}.values())
 
 
@@ -382,7 +380,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Steps that the model is to take as its forward pass."""
+    """Argument that makes the model take these steps as its forward pass."""
 
     take: Callable[..., Any]
 
@@ -392,13 +390,13 @@ def _directly(steps: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def _take_part(*args: Any, **named: Any) -> Any:
-    """The forward pass of a model of which some steps are here."""
+    """Replaces the model's forward pass: takes the steps in `_Steps`; raises StrategyError for any other call."""
     if args and isinstance(args[0], _Steps):
         return args[0].take(*args[1:], **named)
     raise StrategyError(
-        "a callback or the task calls the model itself, of which no rank of a pipeline has all",
+        "a callback or the task calls the model itself, but no rank of a pipeline has the whole model",
         hints=[
-            "leave that callback out; one that says `calls_model = True` is refused before training",
+            "remove that callback; callbacks with `calls_model = True` are refused before training",
             'or set strategy.use = "fsdp"',
         ],
     )

@@ -1,4 +1,4 @@
-"""Lays the parts of a model over ranks, and chooses the schedules in which micro-batches go through them."""
+"""Assigns the parts of a model to ranks, and chooses the schedule of micro-batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpforge.strategies.pipeline.steps import Step
 from ddpforge.strategies.tensor.options import Sharing
 from ddpforge.strategies.tensor.shares import Shares
 
-# What goes wrong is raised; before that, torch lists the plan of all ranks as an error of its own.
+# Errors are raised anyway; torch also logs the plan of all ranks as an error before.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 __all__ = ["SCHEDULES", "Held", "Kind", "Layout", "schedule_for"]
@@ -30,11 +30,11 @@ __all__ = ["SCHEDULES", "Held", "Kind", "Layout", "schedule_for"]
 
 @dataclass(frozen=True)
 class Kind:
-    """A schedule of torch's, and what it asks for."""
+    """Schedule of torch, and its requirements."""
 
     make: Callable[..., Any]
-    parts: int = 1  # of the model, on each rank
-    returns: bool = False  # whether the last part is on the first rank
+    parts: int = 1  # parts of the model on each rank
+    returns: bool = False  # True if the last part is on the first rank
     splits_backward: bool = False
 
 
@@ -49,7 +49,7 @@ SCHEDULES: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a model over the `stages` ranks of a pipeline, of which this one is at place `here`."""
+    """Assignment of a model's parts to the `stages` ranks of a pipeline; this rank is at place `here`."""
 
     here: int
     stages: int
@@ -57,21 +57,23 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """The number of all parts."""
+        """Returns the number of all parts."""
         return self.stages * self.kind.parts
 
     @property
     def mine(self) -> list[int]:
-        """The numbers of those that are here."""
+        """Returns the numbers of this rank's parts."""
         return [part for part in range(self.parts) if self.place(part) == self.here]
 
     def place(self, part: int) -> int:
-        """The place of the rank that has a part: once along the pipeline, and on from its start, or back."""
+        """Returns the place of the rank that has a part."""
+        # The first parts go along the pipeline. Further parts begin at its start again, or go back from its end.
         round, along = divmod(part, self.stages)
         return self.stages - 1 - along if round and self.kind.returns else along
 
     def runs(self, micro_batches: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Cuts micro-batches as the schedule can take them: interleaved ones want rounds of equal length."""
+        """Yields groups of micro-batches for one run of the schedule each."""
+        # Interleaved schedules need a multiple of the number of stages.
         rest = len(micro_batches) % self.stages if self.kind.parts > 1 and not self.kind.returns else 0
         whole = len(micro_batches) - rest
         yield from filter(None, (micro_batches[:whole], micro_batches[whole:]))
@@ -79,24 +81,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Held:
-    """A rank's share of a model, and what is to be known of the others'."""
+    """A rank's share of a model, and data about other ranks' shares."""
 
-    pipe: dist.ProcessGroup  # the ranks that the model is cut for, in the order of stages
+    pipe: dist.ProcessGroup  # the ranks of the pipeline, in the order of stages
     layout: Layout
-    steps: Mapping[int, Sequence[Step]]  # by the numbers of the parts that this rank has
-    names: Collection[str]  # of all tensors of the model, each under its first
+    steps: Mapping[int, Sequence[Step]]  # this rank's steps, by number of the part
+    names: Collection[str]  # first names of all tensors of the model
     aliases: Mapping[str, str]
-    holders: Mapping[str, Sequence[int]]  # of tensors that several ranks of the pipeline have: their places in it
-    shared: Mapping[str, dist.ProcessGroup]  # of those that this rank has: the ranks that add up its gradient
+    holders: Mapping[str, Sequence[int]]  # for tensors on several ranks of the pipeline: the places of these ranks
+    shared: Mapping[str, dist.ProcessGroup]  # for such tensors on this rank: the ranks that sum its gradient
     tensor: Connected  # the ranks that compute shares of the same layers
     sharing: Sharing
-    shares: Shares | None  # where they are several
-    split: Mapping[int, bool]  # by part: whether these ranks get activations of their own
-    sharded: bool  # whether ranks that see different data hold shards of a stage's weights
+    shares: Shares | None  # None without tensor parallelism
+    split: Mapping[int, bool]  # by part: True if activations that enter it are split over the `tensor` ranks
+    sharded: bool  # True if ranks that see different data hold shards of a stage's weights
 
 
 def schedule_for(layout: Layout, stages: Sequence[PipelineStage], count: int, loss: Callable[..., Any]) -> Any:
-    """A schedule for so many micro-batches; with fewer of them than stages, there is nothing to alternate."""
+    """Returns a schedule for `count` micro-batches; GPipe if they are fewer than stages, instead of 1F1B."""
     if layout.kind.parts > 1:
         return layout.kind.make(list(stages), count, loss_fn=loss, scale_grads=False)
     make = ScheduleGPipe if count < layout.stages else layout.kind.make

@@ -1,4 +1,4 @@
-"""A rank's part of the model, as torch's pipelines call it, and what stands in for the model when a task is called."""
+"""A rank's part of the model, as torch's pipelines call it, and stubs that replace the model in calls of the task."""
 
 from __future__ import annotations
 
@@ -22,22 +22,28 @@ __all__ = ["Micro", "Output", "Part", "called_with"]
 
 @dataclass
 class Micro:
-    """A micro-batch that is being computed: what the model is called with, and what comes of it."""
+    """Micro-batch that is being computed: the model's inputs, and the results."""
 
     one: Pass
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
-    form: tuple[Any, ...] = ()  # the same on all ranks that compute it
-    output: Any = None  # of the model, where the last part is
+    form: tuple[Any, ...] = ()  # key of its shapes; the same on all ranks that compute it
+    output: Any = None  # of the model, on the rank with the last part
     result: tuple[Tensor, Any] | None = None  # the loss, and the task's outputs
 
 
 class Part(nn.Module):
-    """Some of the model's steps, one after the other; `number` is its place among `parts`.
+    """Some consecutive steps of the model; the part is number `number` of `parts` parts.
 
-    Its own parameters are those that the steps use: schedules that split the backward pass look for them there, and
-    leave out what they do not find. `elsewhere` has the attributes of modules that this rank lacks. `begin` is called
-    where the part's random numbers have been seeded, `forward` wraps its steps, `through` calls them.
+    Args:
+        steps: The steps, in their order.
+        tensors: All parameters and buffers that the steps use.
+        elsewhere: Names of tensors and modules that only other ranks have.
+        begin: Called after the part's RNG was seeded.
+        forward: Wraps the steps of a forward pass.
+        through: Calls the function that takes the steps.
     """
+
+    # The part registers the parameters of its steps: schedules that split the backward pass skip all others.
 
     def __init__(
         self,
@@ -59,10 +65,10 @@ class Part(nn.Module):
         for place, tensor in enumerate(tensors):
             if not isinstance(tensor, nn.Parameter):
                 self.register_buffer(f"buffer_{place}", tensor, persistent=False)
-        self.micros: Sequence[Micro] = ()  # that are being computed
+        self.micros: Sequence[Micro] = ()  # micro-batches that are being computed
 
     def forward(self, *x: Any, number: int) -> Any:
-        """Returns what the next part gets; the last one keeps what the model returns, which may be anything."""
+        """Returns the inputs of the next part; the last part stores the model's output, which may be any object."""
         _mark(phases.FORWARD)
         micro = self.micros[number]
         args, named = (tuple(map(_received, x)), {}) if self.number else micro.inputs
@@ -91,19 +97,19 @@ class Part(nn.Module):
                 raise
             raise StrategyError(
                 f"`{step.name}` uses `{error.name}` of {type(error.obj).__name__}, which is on another rank: "
-                "`pipeline` does not say that it does",
-                hints=[f'say so: pipeline = (…, ("{step.name}", …, "{error.name}"), …)'],
+                "`pipeline` does not list it for this step",
+                hints=[f'list it: pipeline = (…, ("{step.name}", …, "{error.name}"), …)'],
             ) from error
 
 
 def _sent(x: Tensor) -> Tensor:
-    """The same activation as a tensor of its own: views can be neither sent nor detached in place."""
+    """Returns an activation as a contiguous tensor that is no view: views can be neither sent nor detached in place."""
     x = x.contiguous()
     return x.clone() if compat.is_view(x) else x
 
 
 def _received(x: Tensor) -> Tensor:
-    """A copy of an activation, for a first layer that works in place; its gradient can be sent."""
+    """Returns a copy of an activation, because the first layer may work in place; makes its gradient contiguous."""
     if not x.requires_grad:
         return x
     x = x.clone()
@@ -117,7 +123,7 @@ def _mark(phase: int) -> None:
 
 
 def _seed_on(number: int, device: torch.device) -> None:
-    """Gives each part random numbers of its own, made of those of the pass."""
+    """Seeds the RNG of a part, with a seed from the pass's seed and the part's number."""
     seed = mix(torch.initial_seed(), number + 1)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -128,22 +134,22 @@ def _travels(found: Any, step: Step) -> Any:
     if isinstance(found, Tensor) or (isinstance(found, tuple) and all(isinstance(x, Tensor) for x in found)):
         return found
     raise StrategyError(
-        f"`{step.name}` returns a {type(found).__name__}, and what travels from one rank to the next is a tensor, or a "
-        "tuple of tensors",
+        f"`{step.name}` returns a {type(found).__name__}, but a pipeline can send only a tensor or a tuple of tensors "
+        "to the next rank",
         hints=["return tensors, or cut elsewhere with strategy.split"],
     )
 
 
-# ---------------------------------------------------------------------------------------------- in place of the model
+# ---------------------------------------------------------------------------------------------- stubs of the model
 class _Called(Exception):
-    """A task has called the model."""
+    """Raised by the stub model: the task called the model."""
 
 
 class Inputs(nn.Module):
-    """Takes note of what the task calls the model with, and ends the call."""
+    """Stub model that records the inputs of the task's call, and ends it."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Raises."""
+        """Records the inputs; always raises."""
         self.inputs = args, named
         raise _Called
 
@@ -154,18 +160,18 @@ class Inputs(nn.Module):
 
 
 class Output(nn.Module):
-    """Gives what the model has returned to the task, once."""
+    """Stub model that returns the model's output to the task, once."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
         self._output, self._calls = output, 0
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """The output, whatever it is called with."""
+        """Returns the output, for any inputs; raises StrategyError if called again."""
         self._calls += 1
         if self._calls > 1:
             raise StrategyError(
-                "the task calls the model more than once for a batch, and a pipeline computes one forward pass",
+                "the task calls the model more than once for a batch, but a pipeline computes only one forward pass",
                 hints=["call it once, with all inputs in one batch (torch.cat)", 'or set strategy.use = "fsdp"'],
             )
         return self._output
@@ -178,13 +184,13 @@ class Output(nn.Module):
 
 def _refuse_use(name: str) -> NoReturn:
     raise StrategyError(
-        f"the task's loss uses `{name}` of the model, and under a pipeline it can only call the model",
-        hints=["keep what it needs in `start` or `check`, where it is no weight", 'or set strategy.use = "fsdp"'],
+        f"the task's loss uses `{name}` of the model, but under a pipeline it can only call the model",
+        hints=["store it in `start` or `check`, if it is no weight", 'or set strategy.use = "fsdp"'],
     )
 
 
 def called_with(one: Pass, compute: Compute) -> Micro:
-    """Lets the task go as far as it calls the model, and takes note of what it calls it with."""
+    """Runs the task up to its call of the model; returns a micro-batch with the model's inputs."""
     stand_in = Inputs()
     try:
         compute(stand_in, one)
@@ -197,7 +203,7 @@ def called_with(one: Pass, compute: Compute) -> Micro:
 
 
 def _form(inputs: Any) -> tuple[Any, ...]:
-    """By which inputs are known to give activations of the same shapes: shapes, and what is no tensor."""
+    """Returns a key of inputs: inputs with equal keys give activations of equal shapes."""
     leaves, structure = tree_flatten(inputs)
     return (str(structure), *(_known(leaf) for leaf in leaves))
 

@@ -1,4 +1,4 @@
-"""The steps that a model declares its forward pass to be made of, and where they are cut into parts."""
+"""Steps of a model's forward pass, as the model declares them, and their cut into parts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ddpforge.errors import StrategyError, UsageError
 __all__ = ["Step", "cut_evenly", "cut_where", "declaration", "declared_steps", "forms", "held_by", "named_tensors"]
 
 _HOW = (
-    'name them in a class attribute, in their order: pipeline = ("enter", "blocks", ("leave", "norm")): modules, lists '
-    "of modules, and methods, each with the modules that it uses",
+    'list its steps in a class attribute, in their order: pipeline = ("enter", "blocks", ("leave", "norm")): modules, '
+    "lists of modules, and methods, each with the modules that it uses",
     'or set strategy.use = "fsdp"',
 )
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a forward pass: `call` takes what the step before returned. `uses` names modules and tensors."""
+    """Step of a forward pass: `call` receives the previous step's result. `uses` names modules and tensors."""
 
     name: str
     call: Callable[..., Any]
@@ -34,7 +34,7 @@ class Step:
 
 
 def declaration(model: nn.Module) -> Any:
-    """The attribute `pipeline`; None where there is none, or a class has another `forward` than it speaks of."""
+    """Returns the attribute `pipeline`; None if there is none, or if a subclass overrides `forward` without it."""
     if "pipeline" in vars(model):
         return model.pipeline
     first = next(kind for kind in type(model).__mro__ if {"forward", "pipeline"} & vars(kind).keys())
@@ -42,17 +42,17 @@ def declaration(model: nn.Module) -> Any:
 
 
 def declared_steps(model: nn.Module) -> list[Step]:
-    """The steps in a model's attribute `pipeline`; raises StrategyError unless they use all of its tensors.
+    """Returns the steps in a model's attribute `pipeline`.
 
-    Raises UsageError for a model that has no such attribute.
+    Each entry is the name of a module, of a list of modules (called one after the other), or of a method. A tuple
+    begins with such a name; the names of further modules and tensors that it uses follow.
 
-    Each entry is the name of a module, or of a list of modules, which are called one after the other, or of a method; a
-    tuple begins with such a name, and continues with those of modules and tensors that it uses beside its own.
+    Raises UsageError if the model has no such attribute, and StrategyError unless the steps use all of its tensors.
     """
     declared = declaration(model)
     if not isinstance(declared, tuple | list) or not declared:
         raise UsageError(
-            f"{type(model).__name__} does not say of which steps its forward pass is made, so a pipeline cannot cut it",
+            f"{type(model).__name__} does not declare the steps of its forward pass, so a pipeline cannot cut it",
             hints=_HOW,
         )
     steps = [step for entry in declared for step in _steps(model, entry)]
@@ -61,7 +61,7 @@ def declared_steps(model: nn.Module) -> list[Step]:
         raise StrategyError(
             f"no step in {type(model).__name__}.pipeline uses `{left[0]}`, so it would be on no rank",
             hints=[
-                f'add its module to the method that does: pipeline = (…, ("method", "{left[0].partition(".")[0]}"))'
+                f'add its module to the method that uses it: pipeline = (…, ("method", "{left[0].partition(".")[0]}"))'
             ],
         )
     return steps
@@ -71,9 +71,7 @@ def _steps(model: nn.Module, entry: str | Sequence[str]) -> Iterator[Step]:
     name, *uses = (entry,) if isinstance(entry, str) else entry
     for used in uses:
         if not any(other == used or other.startswith(f"{used}.") for other, _ in named_tensors(model)):
-            raise StrategyError(
-                f"{type(model).__name__}.pipeline says that `{name}` uses `{used}`, which has no weights"
-            )
+            raise StrategyError(f"{type(model).__name__}.pipeline: `{name}` lists `{used}`, which has no weights")
     modules = dict(model.named_modules(remove_duplicate=False))
     found = modules.get(name) or getattr(model, name, None)
     if isinstance(found, nn.ModuleList | nn.Sequential) and not uses:
@@ -92,13 +90,13 @@ def _steps(model: nn.Module, entry: str | Sequence[str]) -> Iterator[Step]:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every name of every parameter and buffer."""
+    """Yields all parameters and buffers under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def held_by(model: nn.Module, step: Step) -> list[Tensor]:
-    """The parameters and buffers that a step uses, each once; modules without any here may be gone."""
+    """Returns the parameters and buffers that a step uses, each once; ignores modules that this rank removed."""
     found: dict[int, Tensor] = {}
     for used in step.uses:
         one: Any = model
@@ -110,12 +108,14 @@ def held_by(model: nn.Module, step: Step) -> list[Tensor]:
     return list(found.values())
 
 
-# ---------------------------------------------------------------------------------------------- where to cut
+# ---------------------------------------------------------------------------------------------- cuts
 def cut_evenly(model: nn.Module, steps: Sequence[Step], parts: int) -> list[int]:
-    """The number of the step with which each part begins, so that the costliest part costs as little as possible.
+    """Returns the number of the first step of each part, so that the most expensive part costs as little as possible.
 
-    A step costs its parameters: so many multiplications a position. Embeddings that the first step looks up are free.
+    The cost of a step is its number of parameters. Embeddings that the first step looks up are free. Raises UsageError
+    for fewer steps than parts.
     """
+    # Each parameter takes one multiplication per position.
     if len(steps) < parts:
         raise UsageError(
             f"{type(model).__name__}.pipeline has {len(steps)} steps, too few for {parts} parts",
@@ -140,7 +140,7 @@ def cut_evenly(model: nn.Module, steps: Sequence[Step], parts: int) -> list[int]
 
 
 def _filled(costs: Sequence[int], most: int, parts: int) -> list[int]:
-    """Begins a part wherever the one before would cost more than `most`; and where else there would be too few."""
+    """Begins a new part when the current one would cost more than `most`, or when too few parts would remain."""
     begins, cost = [0], costs[0]
     for number in range(1, len(costs)):
         missing = parts - len(begins)
@@ -152,7 +152,7 @@ def _filled(costs: Sequence[int], most: int, parts: int) -> list[int]:
 
 
 def cut_where(steps: Sequence[Step], split: Sequence[str], parts: int) -> list[int]:
-    """The numbers of the steps that the recipe names, before which there is the first."""
+    """Returns the number of the first step of each part: 0, then the steps that the recipe names."""
     names = [step.name for step in steps]
     for name in split:
         if name not in names[1:]:
@@ -163,23 +163,23 @@ def cut_where(steps: Sequence[Step], split: Sequence[str], parts: int) -> list[i
     begins = [0, *map(names.index, split)]
     if len(begins) != parts or any(one >= other for one, other in pairwise(begins)):
         raise UsageError(
-            f"strategy.split must name the {parts - 1} steps, in their order, with which the {parts} parts after the "
-            f"first begin, and has {len(split)}: {', '.join(split)}",
-            hints=["leave it out: parts then cost about the same"],
+            f"strategy.split must name {parts - 1} steps in their order, the first of each of {parts} parts but the "
+            f"first part, but it has {len(split)}: {', '.join(split)}",
+            hints=["remove it: parts then cost about the same"],
         )
     return begins
 
 
-# ---------------------------------------------------------------------------------------------- steps that are alike
+# ---------------------------------------------------------------------------------------------- equal stages
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
-_DEPTH = 3  # of objects within objects
+_DEPTH = 3  # levels of nested objects
 _STANDARD = vars(nn.Module()).keys()
 
 
 def forms(model: nn.Module, stages: Sequence[Sequence[Step]], styles: Mapping[str, Hashable]) -> list[Hashable]:
-    """Describes what each stage holds and does: equal for stages of equal layers, in equal `styles` by full names.
+    """Returns a key for each stage; stages of equal layers with equal `styles` (by full name) have equal keys.
 
-    The first and the last are like no other, nor is one that shares a tensor with another.
+    Unique keys are given to the first and the last stage, and to stages that share a tensor with another stage.
     """
     tensors = [{id(tensor) for step in steps for tensor in held_by(model, step)} for steps in stages]
     holders = Counter(key for held in tensors for key in held)
@@ -199,7 +199,7 @@ def _step(model: nn.Module, step: Step, modules: Mapping[str, nn.Module], ways: 
 
 
 def _module(module: nn.Module, ways: Mapping[int, Hashable]) -> Hashable:
-    """Its class, its tensors, its settings, and its children; what cannot be compared is like itself only."""
+    """Returns a key of a module: class, tensors, settings and children; objects that cannot be compared by identity."""
     return (
         type(module),
         tuple((name, _tensor(one)) for name, one in _own(module)),

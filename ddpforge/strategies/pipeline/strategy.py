@@ -1,4 +1,4 @@
-"""Cuts a model into parts for the ranks of a pipeline, several of which may see different data."""
+"""Cuts a model into parts for the ranks of one or several pipelines, which see different data."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline(Strategy):
-    """The model's steps in stages, one on each rank, through which micro-batches flow; by torch.distributed.pipelining.
+    """torch.distributed.pipelining: the model's steps in stages on different ranks; micro-batches flow through them.
 
-    The ranks form `stages` stages; where there are more ranks, each stage is on several, which see different data and
-    average their gradients, or, with `data = "fsdp"`, hold shards of its weights. With `tensor` neighbouring ranks
-    share out the layers of their stage, as a plan says. The schedule's micro-batches are those that a step accumulates.
+    The ranks form `stages` stages. If there are more ranks, each stage is on several ranks, which see different data.
+    They average their gradients, or hold shards of the stage's weights with `data = "fsdp"`. With `tensor`,
+    neighbouring ranks compute shares of their stage's layers, according to a plan. The schedule's micro-batches are
+    those of gradient accumulation.
 
     Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training" (2021); Qi et al.,
     "Zero Bubble Pipeline Parallelism" (2024).
@@ -41,7 +42,7 @@ class Pipeline(Strategy):
 
     contract = Contract(
         shards=("weights", "gradients", "optimizer state"),
-        clips="every rank alike, after the all-reduce, by the norm over all stages",
+        clips="identically on every rank, after the all-reduce, by the norm over all stages",
         accumulates="autograd, in the parameters' .grad, in the order of the schedule; one all-reduce per step",
         reads_gradients=True,
         callable=False,
@@ -53,28 +54,29 @@ class Pipeline(Strategy):
         self,
         *,
         stages: Annotated[
-            int | None, Field(ge=2, le=2**12, description="Ranks that one model is cut for; by default all of them.")
+            int | None,
+            Field(ge=2, le=2**12, description="Number of stages into which the model is cut; by default all ranks."),
         ] = None,
         schedule: Annotated[
             Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"],
             Field(
                 description="Order of forward and backward passes. All but the first two give each rank two parts of"
-                " the model, and those with ZeroBubble compute gradients of weights where a rank would wait."
+                " the model. ZeroBubble schedules compute gradients of weights while a rank would wait."
             ),
         ] = "1F1B",
         split: Annotated[
             Sequence[str],
             Field(
                 max_length=2**13,
-                description='Steps with which the parts after the first begin, e.g. ["blocks.6"]; by default parts'
-                " cost about the same.",
+                description='First step of each part after the first part, e.g. ["blocks.6"]; by default parts cost'
+                " about the same.",
             ),
         ] = (),
         data: Annotated[
             Literal["ddp", "fsdp"],
             Field(
-                description='What ranks of one stage, which see different data, hold: all of its weights ("ddp"), or'
-                ' shards, gathered block by block, with a reduce-scatter of gradients in every micro-batch ("fsdp").'
+                description='Weights on ranks of one stage, which see different data: all of them ("ddp"), or shards,'
+                ' gathered block by block, with a reduce-scatter of gradients in every micro-batch ("fsdp").'
             ),
         ] = "ddp",
         tensor: Tensored = 1,
@@ -83,12 +85,12 @@ class Pipeline(Strategy):
         loss: Loss = "whole",
     ) -> None:
         self.stages, self.schedule, self.split, self.tensor = stages, schedule, split, tensor
-        self._ranks = 0  # as far as known
+        self._ranks = 0  # 0: not known yet
         self.sharded = data == "fsdp"
         if self.sharded:
             self.contract = replace(
                 self.contract,
-                clips="every rank alike, after the reduce-scatter, by the norm over all shards of all stages",
+                clips="identically on every rank, after the reduce-scatter, by the norm over all shards of all stages",
                 accumulates="the shards' .grad; one reduce-scatter per micro-batch",
             )
         if tensor > 1:
@@ -98,32 +100,33 @@ class Pipeline(Strategy):
     # -- before the loop
     @property
     def cuts_model(self) -> bool:
-        """Always true: into stages."""
+        """Returns True: the model is always cut into stages."""
         return True
 
     def evaluating(self, ranks: int) -> tuple[Strategy, str]:
-        """Under DDP where the ranks form no such pipeline: without gradients, a whole model on each may do."""
+        """Returns DDP if the ranks cannot form the pipeline, and the reason."""
+        # A whole model may fit on each rank, because an evaluation has no gradients.
         if any(self._refusals_of_ranks(ranks)):
             there = f"{ranks} rank{'s' * (ranks > 1)}"
             return DDP(), f'{there} cannot form the pipeline: each holds the whole model, as under strategy.use = "ddp"'
         return self, ""
 
     def data_ranks(self, ranks: int) -> int:
-        """Counts the pipelines."""
+        """Returns the number of pipelines."""
         groups = ranks // self.tensor
         return max(1, groups // (self.stages or max(1, groups)))
 
     @property
     def simulation(self) -> Simulation:
-        """One rank of every stage."""
+        """Returns a simulation of one rank of every stage."""
         return StageSimulation(self)
 
     def stages_of(self, ranks: int) -> int:
-        """Counts the stages."""
+        """Returns the number of stages."""
         return self.stages or max(1, ranks // self.tensor)
 
     def steps_of_stages(self, model: nn.Module, ranks: int) -> list[Sequence[Step]]:
-        """The steps of each stage, where a rank has one."""
+        """Returns the steps of each stage; only for schedules with one part per rank."""
         from ddpforge.strategies.pipeline.steps import declared_steps
 
         steps, stages = declared_steps(model), self.stages_of(ranks)
@@ -131,28 +134,28 @@ class Pipeline(Strategy):
         return [steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in range(stages)]
 
     def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
-        """Ranks that stages do not divide, and what needs the whole model, or all micro-batches in their order."""
-        self._promise(self.data_ranks(ranks))  # which is shown before `setup`
+        """Refuses a number of ranks that cannot form the pipeline, and options that do not work in one."""
+        self._promise(self.data_ranks(ranks))  # the contract is shown before `setup`
         self._ranks = ranks
         yield from self._refusals_of_ranks(ranks)
         yield from self.sharing.refusals(train)
         if not compat.has_pipelines():
             import torch
 
-            message = f"pipelines need torch 2.14 or newer, and this is torch {torch.__version__}"
+            message = f"pipelines need torch 2.14 or newer, but this is torch {torch.__version__}"
             yield Refusal("strategy.use", message, ("pip install 'torch>=2.14'", 'or set strategy.use = "fsdp"'))
         if train.precision == "fp16":
             yield Refusal(
                 "train.precision",
-                'train.precision = "fp16" scales the loss by what overflowed, which the ranks of a pipeline would not '
-                "all know",
+                'train.precision = "fp16" adapts the loss scale to overflows, which not all ranks of a pipeline '
+                "would detect",
                 ('set train.precision = "bf16" or "fp32"',),
             )
         if train.sync_batchnorm:
             yield Refusal(
                 "train.sync_batchnorm",
-                "train.sync_batchnorm waits for all ranks, of which a pipeline has only some compute a layer",
-                ("leave it out",),
+                "train.sync_batchnorm waits for all ranks, but only some ranks of a pipeline compute a layer",
+                ("remove train.sync_batchnorm",),
             )
         yield from self._refusals_of_blocks(train)
 
@@ -180,28 +183,28 @@ class Pipeline(Strategy):
         if self.sharded and splits:
             yield Refusal(
                 "strategy.data",
-                f'strategy.schedule = "{self.schedule}" computes gradients of weights in a pass of their own, '
+                f'strategy.schedule = "{self.schedule}" computes gradients of weights in a separate pass, '
                 'for which strategy.data = "fsdp" does not gather weights',
                 ('set strategy.schedule = "1F1B" or "Interleaved1F1B"', 'or strategy.data = "ddp"'),
             )
         if train.compile != "off" and self.tensor == 1 and (splits or not train.compile_blocks):
             yield Refusal(
                 "train.compile",
-                f'strategy.schedule = "{self.schedule}" splits backward passes, which compiled code cannot'
+                f'strategy.schedule = "{self.schedule}" splits backward passes, but compiled code cannot be split'
                 if splits
-                else "no rank of a pipeline has the whole model to compile it",
+                else "no rank of a pipeline has the whole model, so it cannot be compiled",
                 ('set strategy.schedule = "1F1B"' if splits else "set train.compile_blocks = true",),
             )
         if train.activation_checkpointing and splits:
             yield Refusal(
                 "train.activation_checkpointing",
-                f'strategy.schedule = "{self.schedule}" splits backward passes, for both of which activations would be '
-                "computed again",
+                f'strategy.schedule = "{self.schedule}" splits backward passes: activations would be recomputed '
+                "for both parts",
                 ('set strategy.schedule = "1F1B" or "Interleaved1F1B"',),
             )
 
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
-        """Its steps must be known, and be all of it; those that the recipe names must be among them."""
+        """Raises UsageError or StrategyError unless the model declares its steps and can be cut as the recipe sets."""
         from ddpforge.strategies.pipeline.schedules import SCHEDULES
         from ddpforge.strategies.pipeline.steps import cut_where, declared_steps
 
@@ -213,11 +216,11 @@ class Pipeline(Strategy):
         self.sharing.check(model, task, blocks)
 
     def check_data(self, data: Any) -> None:
-        """Asks whether sequences can be cut."""
+        """Raises UsageError if sequences of the dataset's `block_size` cannot be cut."""
         self.sharing.check_data(data)
 
     def setup(self, train: TrainSection, world: World) -> World:
-        """Lays the ranks out as stages × data × tensor: those of a stage are neighbours."""
+        """Forms process groups: ranks = stages × data × tensor; ranks of one stage are neighbours."""
         from torch.distributed.device_mesh import init_device_mesh
 
         from ddpforge.ranks.collectives import Alone, Group
@@ -229,7 +232,7 @@ class Pipeline(Strategy):
         mesh = init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
         limit_waiting(mesh.get_all_groups(), train)
         self.pipe: dist.ProcessGroup = mesh.get_group("stage")
-        self.grid: list[list[int]] = mesh.mesh.flatten(1).tolist()  # of each stage, its ranks
+        self.grid: list[list[int]] = mesh.mesh.flatten(1).tolist()  # the ranks of each stage
         self._promise(data)
         self.data_mesh = mesh["data"]
 
@@ -240,7 +243,7 @@ class Pipeline(Strategy):
         return super().setup(train, replace(world, data=alike("data")))
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        """Keeps the tensors of this rank's steps; all others give their memory back, and keep name and shape."""
+        """Keeps the tensors of this rank's steps; moves all others to the meta device."""
         import torch.distributed as dist
 
         from ddpforge.strategies import named_state
@@ -283,13 +286,13 @@ class Pipeline(Strategy):
         return model
 
     def _begins(self, model: nn.Module, steps: Sequence[Step], parts: int) -> list[int]:
-        """The number of the step with which each part begins."""
+        """Returns the number of the first step of each part."""
         from ddpforge.strategies.pipeline.steps import cut_evenly, cut_where
 
         return cut_where(steps, self.split, parts) if self.split else cut_evenly(model, steps, parts)
 
     def _shard(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Shards this rank's blocks, then what else it has of the model."""
+        """Shards this rank's blocks, then the rest of its part of the model."""
         from torch.distributed.fsdp import fully_shard
 
         from ddpforge.strategies.fsdp.units import policy, reduced, refuse_form, refuse_ties, ties
@@ -309,13 +312,13 @@ class Pipeline(Strategy):
     def _refuse_batchnorm(self, model: nn.Module) -> None:
         if self.train.elastic_shards and any(isinstance(module, compat.batch_norms()) for module in model.modules()):
             raise StrategyError(
-                "train.elastic_shards keeps statistics of BatchNorm by shard, one after the other, and a pipeline "
-                "computes several at a time",
-                hints=["leave train.elastic_shards out, or normalise by GroupNorm or LayerNorm"],
+                "train.elastic_shards keeps statistics of BatchNorm for one shard after the other, but a pipeline "
+                "computes several shards at the same time",
+                hints=["remove train.elastic_shards, or normalise with GroupNorm or LayerNorm"],
             )
 
     def _keep(self, model: nn.Module, mine: set[int], shares: Shares | None) -> None:
-        """Gives every rank rank 0's values, or its share of them; what is not its own then goes to the meta device."""
+        """Broadcasts rank 0's values and keeps this rank's tensors, or its shares; moves others to the meta device."""
         import torch
         from torch import nn
 
@@ -338,18 +341,19 @@ class Pipeline(Strategy):
                     setattr(module, name, away[id(held)])
 
     def _refuse_idle(self, model: nn.Module) -> None:
-        """Every rank must have something to train: an optimizer without weights would keep no step."""
+        """Raises StrategyError if a rank has no parameter to train."""
+        # An optimizer without weights would have no state of the step.
         trains = any(parameter.requires_grad and not parameter.is_meta for parameter in model.parameters())
         everyone = self.world.all.everyone(trains)
         for rank, found in enumerate(everyone):
             if not found:
                 raise StrategyError(
                     f"rank {rank} would have nothing to train: the steps of its stage have no trainable parameters",
-                    hints=["cut elsewhere with strategy.split, use fewer stages, or freeze less"],
+                    hints=["cut elsewhere with strategy.split, use fewer stages, or freeze fewer parameters"],
                 )
 
     def _groups(self, alike: Mapping[str, Sequence[int]], here: int) -> dict[str, dist.ProcessGroup]:
-        """Forms, on all ranks alike, the groups of those that hold the same tensors for the same data."""
+        """Returns the group of ranks of this pipeline that hold a tensor, by its name; all ranks form all groups."""
         import torch.distributed as dist
 
         from ddpforge.ranks.join import limit_waiting
@@ -364,7 +368,7 @@ class Pipeline(Strategy):
         return {name: made[tuple(places)] for name, places in alike.items() if here in places}
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Takes out of the model what other ranks have."""
+        """Removes other ranks' tensors and modules from the model, and returns the replica."""
         from ddpforge.strategies.fsdp.shards import try_on_shards
         from ddpforge.strategies.fsdp.units import check_sharded
         from ddpforge.strategies.optimizer_trial import refuse_sparse
@@ -383,13 +387,14 @@ class Pipeline(Strategy):
 
 
 class StageSimulation(Simulation):
-    """The stages of a pipeline, each of which one rank stands for."""
+    """Simulation of a pipeline, with one rank for each stage."""
 
     def __init__(self, strategy: Pipeline) -> None:
         self._strategy = strategy
 
     def ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
-        """The first of every stage; of two with equal layers the later has no more micro-batches on their way."""
+        """Returns the first rank of every stage and a key of its layers; with several parts per rank, keys differ."""
+        # Of two stages with equal layers, the later one has at most as many micro-batches in flight.
         from ddpforge.strategies.pipeline.schedules import SCHEDULES
         from ddpforge.strategies.pipeline.steps import forms
 
@@ -401,7 +406,10 @@ class StageSimulation(Simulation):
         return dict(zip(first, forms(model, pipeline.steps_of_stages(model, ranks), styles), strict=True))
 
     def micro_batches(self, ranks: int) -> tuple[int, int]:
-        """From where on every rank alternates; in whole rounds where it has two parts."""
+        """Returns two numbers of micro-batches at which every rank alternates forward and backward passes.
+
+        With two parts per rank, they are whole rounds.
+        """
         from ddpforge.strategies.pipeline.schedules import SCHEDULES
 
         stages = self._strategy.stages_of(ranks)
@@ -413,7 +421,7 @@ def _size(begins: Sequence[int], part: int, steps: int) -> int:
 
 
 def _used(model: nn.Module, steps: Sequence[Step]) -> Iterator[str]:
-    """The names of all modules that steps use, in their order."""
+    """Yields the names of all modules that the steps use, in their order."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for step in steps:
         for used in step.uses:
@@ -421,18 +429,18 @@ def _used(model: nn.Module, steps: Sequence[Step]) -> Iterator[str]:
 
 
 def _first(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer under the first of its names."""
+    """Returns all parameters and buffers by the first of their names."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of one module under all of their names."""
+    """Yields the parameters and buffers of one module under all of their names."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _remove(module: nn.Module) -> None:
-    """Takes out modules of which there is nothing here, and of the others tensors that are on the meta device."""
+    """Removes all tensors on the meta device, and modules with no other tensors."""
     for name, tensor in list(_own(module)):
         if tensor.is_meta:
             delattr(module, name)

@@ -1,1 +1,1 @@
-"""Tensor parallelism: neighbouring ranks compute shares of the same layers, as a model's plan says."""
+"""Tensor parallelism: neighbouring ranks compute shares of the same layers, according to a model's plan."""

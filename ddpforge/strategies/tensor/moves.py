@@ -1,4 +1,4 @@
-"""Moves of activations between ranks that share layers; each one's backward pass is the move the other way."""
+"""Communication of activations between ranks that share layers; each backward pass is the adjoint operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 class _Move(torch.autograd.Function):
-    """One collective forward, and its adjoint backward."""
+    """Collective `there` in forward, and its adjoint `back` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
@@ -31,38 +31,38 @@ class _Move(torch.autograd.Function):
 
 
 class Moves:
-    """The moves of Shoeybi et al., "Megatron-LM" (2019), and, along the sequence, Korthikanti et al. (2022).
+    """Operations of Shoeybi et al., "Megatron-LM" (2019), and along the sequence of Korthikanti et al. (2022).
 
-    "Whole" is what all ranks have alike, a "summand" what adds up to the whole over ranks, a "slice" a stretch of it in
-    one dimension.
+    A "whole" tensor is equal on all ranks. The sum of "summands" over ranks is the whole tensor. A "slice" is a part
+    of the whole tensor along one dimension.
     """
 
     def __init__(self, ranks: Connected) -> None:
         self.ranks = ranks
 
     def enter(self, x: Tensor) -> Tensor:
-        """Whole, for ranks that compute shares with it: its gradients are summands."""
+        """Returns the whole tensor, for ranks that compute different shares from it: gradients are summed."""
         return self._moved(x, _same, self._sum)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Summand → whole."""
+        """Sums over ranks: summand → whole."""
         return self._moved(x, self._sum, _same)
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
-        """Whole → slice."""
+        """Returns this rank's slice: whole → slice."""
         return self._moved(x, partial(self._cut, dim=dim), partial(self._join, dim=dim, total=x.shape[dim]))
 
     def join(self, x: Tensor, dim: int, total: int) -> Tensor:
-        """Slice → whole of `total`, for ranks that compute the same with it."""
+        """Gathers slices into a whole of length `total`, for ranks that all compute the same from it."""
         return self._moved(x, partial(self._join, dim=dim, total=total), partial(self._cut, dim=dim))
 
     def enter_cut(self, x: Tensor, dim: int) -> Tensor:
-        """Slice → whole, for ranks that compute shares with it: its gradients are summands."""
+        """Gathers slices of equal length, for ranks that compute different shares from it: gradients are summed."""
         total = x.shape[dim] * self.ranks.size
         return self._moved(x, partial(self._join, dim=dim, total=total), partial(self._sum_cut, dim=dim))
 
     def leave_cut(self, x: Tensor, dim: int) -> Tensor:
-        """Summand → slice; the slices are of one size."""
+        """Sums over ranks and returns this rank's slice: summand → slice; slices have equal length."""
         return self._moved(x, partial(self._sum_cut, dim=dim), partial(self._join, dim=dim, total=x.shape[dim]))
 
     def _moved(self, x: Tensor, there: Move, back: Move) -> Tensor:

@@ -1,4 +1,4 @@
-"""Options of strategies whose ranks may share layers, and what is refused of them."""
+"""Options for tensor parallelism within a strategy, and their checks."""
 
 from __future__ import annotations
 
@@ -27,27 +27,31 @@ if TYPE_CHECKING:
 __all__ = ["Loss", "Sequenced", "Sharing", "Styles", "Tensored"]
 
 Tensored = Annotated[
-    int, Field(ge=1, le=2**10, description="Neighbouring ranks that share out each layer; must divide ranks.")
+    int,
+    Field(
+        ge=1, le=2**10, description="Neighbouring ranks that each compute a share of every layer; must divide ranks."
+    ),
 ]
 Styles = Annotated[
     dict[str, str] | None,
-    Field(description="With `tensor`: the styles of layers by glob over their names; absent: the model's own."),
+    Field(description="With `tensor`: styles of layers, by glob over their names; absent: the model's own plan."),
 ]
 Sequenced = Annotated[
-    bool, Field(description="With `tensor`: cut what lies between layers (norms, residual stream) by the sequence.")
+    bool,
+    Field(description="With `tensor`: cut activations between layers (norms, residual stream) along the sequence."),
 ]
 Loss = Annotated[
     Literal["whole", "vocabulary"],
     Field(
-        description='With `tensor`: compute the loss from "whole" logits, or keep them cut by "vocabulary", which saves'
-        " their memory; for tasks that take cross-entropies of them."
+        description='With `tensor`: compute the loss from "whole" logits, or keep them cut along the "vocabulary",'
+        " which saves memory; for tasks that compute only cross-entropies of logits."
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The options `tensor`, `plan`, `sequence` and `loss` of a strategy."""
+    """Options `tensor`, `plan`, `sequence` and `loss` of a strategy."""
 
     tensor: int = 1
     plan: Mapping[str, str] | None = None
@@ -55,14 +59,14 @@ class Sharing:
     loss: str = "whole"
 
     def refusals(self, train: TrainSection) -> Iterator[Refusal]:
-        """Options that have no effect without sharing layers, or do not work with it."""
+        """Refuses options that have no effect without tensor parallelism, or do not work with it."""
         if self.tensor == 1:
             for key, chosen in (("plan", self.plan), ("sequence", self.sequence), ("loss", self.loss != "whole")):
                 if chosen:
                     yield Refusal(
                         f"strategy.{key}",
                         f"strategy.{key} has no effect while strategy.tensor is 1",
-                        ("set strategy.tensor, or leave it out",),
+                        ("set strategy.tensor, or remove this option",),
                     )
             return
         if self.plan:
@@ -75,26 +79,26 @@ class Sharing:
         if train.compile != "off":
             yield Refusal(
                 "train.compile",
-                f'train.compile = "{train.compile}" cannot follow the collectives and the random numbers of each rank '
-                f"within layers, which strategy.tensor = {self.tensor} puts there",
+                f'train.compile = "{train.compile}" cannot compile the collectives and the random numbers of each rank '
+                f"that strategy.tensor = {self.tensor} adds within layers",
                 ('set train.compile = "off", or strategy.tensor = 1',),
             )
 
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
-        """Reads the plan of which layers are cut how."""
+        """Raises UsageError or StrategyError if the model or the task does not support these options."""
         if self.tensor > 1:
             self._resolved(model, blocks)
         if self.loss == "vocabulary" and not task.takes_split_logits:
             raise UsageError(
-                f'strategy.loss = "vocabulary" leaves logits in parts, and {type(task).__name__} wants them whole',
+                f'strategy.loss = "vocabulary" keeps logits split, but {type(task).__name__} needs whole logits',
                 hints=[
-                    "leave strategy.loss out",
-                    "or set takes_split_logits = True in the task, if all it does with logits is cross_entropy",
+                    "remove strategy.loss",
+                    "or set takes_split_logits = True in the task, if it passes logits only to cross_entropy",
                 ],
             )
 
     def check_data(self, data: Any) -> None:
-        """Asks whether sequences can be cut."""
+        """Raises UsageError if sequences of the dataset's `block_size` cannot be cut."""
         if self.sequence and isinstance(length := getattr(data, "block_size", None), int):
             from ddpforge.strategies.tensor.shares import refuse_uneven
 
@@ -103,7 +107,7 @@ class Sharing:
     def attach(
         self, model: nn.Module, blocks: Sequence[nn.Module], ranks: Connected, mesh: DeviceMesh | None, world: World
     ) -> Shares | None:
-        """Makes layers compute shares among `ranks`, which `mesh` has too; their weights are still whole."""
+        """Makes layers compute shares among `ranks` (`mesh` has the same ranks); `Shares.cut` cuts weights later."""
         if self.tensor == 1:
             return None
         from ddpforge.strategies.tensor.shares import Shares
@@ -114,7 +118,7 @@ class Sharing:
         return shares
 
     def try_out(self, optimizer: Optimizer, device: torch.device) -> None:
-        """Raises StrategyError for an optimizer that does not do with shares what it does with a whole weight."""
+        """Raises StrategyError if the optimizer updates shares of a weight differently from the whole weight."""
         if self.tensor > 1:
             import torch
 
@@ -125,12 +129,12 @@ class Sharing:
                 device,
                 [partial(torch.narrow, dim=dim, start=0, length=2) for dim in (0, 1)],
                 fails="cannot be used on shares of weights",
-                differs="updates a share of a weight otherwise than the whole",
+                differs="updates a share of a weight differently from the whole",
                 hints=["set strategy.tensor = 1", "or use AdamW, SGD or another element-wise optimizer"],
             )
 
     def losses(self) -> AbstractContextManager[Any]:
-        """Wraps what computes a loss of logits that ranks share, and its backward pass; not to be nested."""
+        """Wraps the loss of split logits and its backward pass; must not be nested."""
         if self.loss != "vocabulary":
             return nullcontext()
         from torch.distributed.tensor.parallel import loss_parallel
@@ -138,7 +142,7 @@ class Sharing:
         return loss_parallel()
 
     def styles(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[str, Style]:
-        """Says how each module is shared, by full name."""
+        """Returns the style of each shared module by fully qualified name."""
         return self._resolved(model, blocks).styles if self.tensor > 1 else {}
 
     def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:

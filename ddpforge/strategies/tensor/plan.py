@@ -1,4 +1,4 @@
-"""Reads a model's plan of tensor parallelism, and finds what in it cannot work before anything is cut."""
+"""Reads a model's plan for tensor parallelism, and reports its errors before the model is cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALIASES = {  # transformers' words
 
 
 class Style(NamedTuple):
-    """The way in which ranks share a module; a weight of `parts` weights, one below the other, is cut in each."""
+    """Way in which ranks share a module; a weight that concatenates `parts` weights is cut within each part."""
 
     word: str
     parts: int = 1
@@ -38,14 +38,14 @@ class Style(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The styles of a model's modules by full name, and the cuts of its parameters, for rank 0 of those that share."""
+    """Styles of a model's modules, and cuts of its parameters for the first rank, by fully qualified name."""
 
     styles: Mapping[str, Style] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)  # further names of tied parameters
 
     def owned(self, word: str) -> list[str]:
-        """The modules of a style."""
+        """Returns the names of the modules with the style `word`."""
         return [name for name, style in self.styles.items() if style.word == word]
 
 
@@ -58,11 +58,14 @@ def resolve(
     sequence: bool,
     split_logits: bool,
 ) -> Plan:
-    """The plan of `model` for `ranks` that share its layers: as `given`, or as the model says.
+    """Returns the plan for `ranks` ranks that share the layers of `model`: the recipe's plan `given`, or the model's.
 
-    Raises UsageError for a model without one, for what does not divide, and for what the recipe's plan names and is not
-    there, and for a linear layer in one of the `blocks` that it forgets; of the model's own plan those are
-    StrategyErrors. A module takes the first style that names it.
+    A module gets the first style in the plan whose pattern matches its name.
+
+    Raises:
+        UsageError: There is no plan, a size is not divisible, or the recipe's plan has an error: it names a missing
+            module, or forgets a linear layer in one of the `blocks`.
+        StrategyError: The model's own plan has such an error.
     """
     try:
         return _resolved(model, given, blocks, ranks=ranks, sequence=sequence, split_logits=split_logits)
@@ -73,7 +76,7 @@ def resolve(
 
 
 def check_words(plan: Mapping[str, str]) -> None:
-    """Raises UsageError for a style in a recipe's plan that there is none of."""
+    """Raises UsageError for an unknown style in the recipe's plan."""
     try:
         for glob, text in plan.items():
             _style(glob, text, "strategy.plan")
@@ -94,7 +97,7 @@ def _resolved(
     where, plan = ("strategy.plan", given) if given else (f"{kind}.tensor_plan", _own(model))
     if not plan:
         raise UsageError(
-            f"strategy.tensor = {ranks} needs a plan of which layers are cut how, and {kind} has none",
+            f"strategy.tensor = {ranks} needs a plan for cutting layers, but {kind} has none",
             hints=[
                 'give the class `tensor_plan = {"blocks.*.up": "columns", "blocks.*.down": "rows"}`',
                 "or write [strategy.plan] in the recipe, or set strategy.tensor = 1",
@@ -110,13 +113,13 @@ def _resolved(
 
 
 def _own(model: nn.Module) -> Mapping[str, str]:
-    """The model's own plan, or that of a model of transformers."""
+    """Returns the model's own plan, also of models from transformers; empty if there is none."""
     return getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
 
 
 # ---------------------------------------------------------------------------------------------- words and names
 def _matched(model: nn.Module, plan: Mapping[str, str], where: str) -> dict[str, Style]:
-    """The style of each module that the plan names."""
+    """Returns the styles of all modules that the plan names."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     found: dict[str, Style] = {}
     for glob, text in plan.items():
@@ -125,7 +128,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str], where: str) -> dict[str,
         if not matches:
             near = get_close_matches(glob, names, 1)
             raise StrategyError(
-                f"{where} names `{glob}`, which no module of the model is called",
+                f"{where} names `{glob}`, but no module of the model has this name",
                 hints=[f"did you mean `{near[0]}`?"] if near else ["write full names, e.g. blocks.*.attention.qkv"],
             )
         for name in matches:
@@ -137,19 +140,19 @@ def _style(glob: str, text: object, where: str) -> Style:
     word, _, parts = _ALIASES.get(str(text), str(text)).partition(":")
     if word not in LAYERS + _SEQUENCE or (parts and (word != "columns" or not parts.isdecimal() or not int(parts))):
         raise StrategyError(
-            f'{where}: `{glob}` has the style "{text}", which is none that tensor parallelism has',
+            f'{where}: `{glob}` has the style "{text}", which tensor parallelism does not have',
             hints=[
-                f"there are {', '.join(LAYERS)}; columns:3 where three weights are one; along the sequence "
+                f"styles: {', '.join(LAYERS)}; columns:3 for three weights in one; along the sequence "
                 f"{', '.join(_SEQUENCE)}",
-                f"of transformers' words, {', '.join(_ALIASES)} are known",
+                f"supported styles of transformers: {', '.join(_ALIASES)}",
             ],
         )
     return Style(word, int(parts or 1))
 
 
-# ---------------------------------------------------------------------------------------------- what fits
+# ---------------------------------------------------------------------------------------------- checks
 def _check_kind(name: str, module: nn.Module, style: Style) -> None:
-    """Raises StrategyError for a module that cannot be cut in this style."""
+    """Raises StrategyError if the module cannot be cut in this style."""
     own = {key for key, _ in module.named_parameters()}
     linear = isinstance(module, nn.Linear) and own <= {"weight", "bias"}
     right = {
@@ -166,56 +169,61 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
             "columns": "a torch.nn.Linear",
             "rows": "a torch.nn.Linear with torch's own forward",
             "vocabulary": "a torch.nn.Embedding with torch's own forward, without max_norm and scale_grad_by_freq",
-            "logits": "a torch.nn.Linear, or a module without parameters that is given logits' weights",
+            "logits": "a torch.nn.Linear, or a module without parameters that receives the weights in forward",
         }[style.word]
         raise StrategyError(
-            f'`{name}` ({type(module).__name__}) cannot be cut as "{style.word}", which takes {needs}',
-            hints=[f'name what can, or set "{name}" = "replicated" in [strategy.plan]'],
+            f'`{name}` ({type(module).__name__}) cannot be cut as "{style.word}", which needs {needs}',
+            hints=[f'name another module, or set "{name}" = "replicated" in [strategy.plan]'],
         )
 
 
 def _refuse_forgotten(model: nn.Module, blocks: Sequence[nn.Module], styles: Mapping[str, Style], where: str) -> None:
-    """Raises StrategyError for a linear layer of a block that has no style."""
+    """Raises StrategyError for a linear layer in a block that has no style."""
     inside = {id(module) for block in blocks for module in block.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and id(module) in inside and styles.get(name, Style("")).word not in LAYERS:
             raise StrategyError(
-                f"{where} says nothing of `{name}` ({type(module).__name__}): every rank would hold and compute it all",
-                hints=['give it "columns" or "rows"', 'or "replicated", if that is meant'],
+                f"{where} has no style for `{name}` ({type(module).__name__}): every rank would hold and compute all "
+                "of it",
+                hints=['give it "columns" or "rows"', 'or "replicated" if that is intended'],
             )
 
 
 def _check_sequence(styles: Mapping[str, Style], where: str, *, sequence: bool, split_logits: bool) -> None:
-    """Raises UsageError where an option needs a module that the plan does not name."""
+    """Raises UsageError if an option needs a style that the plan lacks or repeats."""
     words = [style.word for style in styles.values()]
     if sequence and words.count("scatter") != 1:
         raise UsageError(
-            f'strategy.sequence = true needs one module that the sequence is cut before, and {where} says "scatter" '
-            f"of {words.count('scatter')}",
+            f'strategy.sequence = true needs one module with the style "scatter", at which the sequence is cut, '
+            f"but {where} has {words.count('scatter')}",
             hints=['give the first block "scatter", norms "sequence", and the last "gather" if no "logits" follow'],
         )
     if split_logits and words.count("logits") != 1:
         raise UsageError(
-            f'strategy.loss = "vocabulary" needs one layer of "logits", and {where} has {words.count("logits")}',
-            hints=["leave strategy.loss out"],
+            f'strategy.loss = "vocabulary" needs one layer with the style "logits", but {where} has '
+            f"{words.count('logits')}",
+            hints=["remove strategy.loss"],
         )
 
 
 def _check_tied(model: nn.Module, styles: Mapping[str, Style], where: str) -> None:
-    """Raises StrategyError for an output layer that has no weights, and is not given those of one embedding."""
+    """Raises StrategyError for an output layer without weights unless exactly one embedding is cut."""
     cut = [name for name, style in styles.items() if style.word == "vocabulary"]
     for name, style in styles.items():
         bare = next(model.get_submodule(name).parameters(), None) is None
         if style.word == "logits" and bare and len(cut) != 1:
             raise StrategyError(
-                f'{where} says "logits" of `{name}`, which has no weights, and "vocabulary" of {len(cut)} embeddings',
-                hints=['say "vocabulary" of the embedding whose weights it is given'],
+                f'{where} has "logits" for `{name}`, which has no weights, and "vocabulary" for {len(cut)} embeddings',
+                hints=['give "vocabulary" to the one embedding whose weights it uses'],
             )
 
 
 # ---------------------------------------------------------------------------------------------- the cuts
 def _cut(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> Plan:
-    """The cut of each parameter; raises an error for what does not divide, and for ties that are cut apart."""
+    """Returns the plan with the cut of each parameter.
+
+    Raises UsageError if a size is not divisible, and StrategyError if the names of one parameter have different cuts.
+    """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {
         name: first[id(parameter)]
@@ -230,7 +238,7 @@ def _cut(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> Plan:
         known = cuts.setdefault(first[id(parameter)], cut)
         if known != cut:
             raise StrategyError(
-                f"`{first[id(parameter)]}` and `{name}` are one parameter, and the plan cuts it in two ways",
+                f"`{first[id(parameter)]}` and `{name}` are one parameter, but the plan cuts it in two ways",
                 hints=['give an embedding "vocabulary" and the output layer that is tied to it "logits", or neither'],
             )
     return Plan(styles, {name: cut for name, cut in cuts.items() if cut}, aliases)
@@ -265,12 +273,12 @@ def _stretches(count: int, dim: int, parts: int) -> str:
 def _refuse_share(name: str, what: str, ranks: int) -> NoReturn:
     raise UsageError(
         f"strategy.tensor = {ranks} does not divide `{name}`: it has {what}",
-        hints=["use a strategy.tensor that divides them, or another size in [model]"],
+        hints=["use a strategy.tensor that divides this number, or change the size in [model]"],
     )
 
 
 def _head(model: nn.Module, name: str) -> int | None:
-    """The width of the heads that a weight must be cut between: what the module around its layer says."""
+    """Returns the width of heads, which must not be cut: the `head_dim` of the module around the layer, or None."""
     around = name.rpartition(".")[0].rpartition(".")[0]
     width: Any = getattr(model.get_submodule(around), "head_dim", None)
     return width if isinstance(width, int) else None

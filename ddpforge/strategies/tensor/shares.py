@@ -1,4 +1,4 @@
-"""Cuts a model's layers as its plan says, and moves activations into and out of them."""
+"""Cuts a model's layers according to its plan, and communicates activations into and out of them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ _SEQUENCE = 1  # the dimension of activations [B, T, …] that is cut along the 
 
 
 def refuse_uneven(positions: int, ranks: int) -> None:
-    """Raises UsageError for a sequence of so many positions, if it cannot be cut into equal parts."""
+    """Raises UsageError if a sequence of `positions` positions cannot be cut into `ranks` equal parts."""
     if positions % ranks:
         raise UsageError(
-            f"strategy.sequence cuts sequences into {ranks} equal parts, and one has {positions} positions",
-            hints=["let the data fill sequences up to a multiple of that", "or set strategy.sequence = false"],
+            f"strategy.sequence cuts sequences into {ranks} equal parts, but a sequence has {positions} positions",
+            hints=["pad sequences to a multiple of that number", "or set strategy.sequence = false"],
         )
 
 
 class Shares:
-    """The share of a model that one of `ranks` holds and computes: its weights are plain tensors of the share's size.
+    """Share of a model that one of `ranks` holds and computes; its weights are plain tensors of the share's size.
 
-    With `sequence`, what lies between layers is cut along the sequence from the module that the plan "scatter"s on.
-    With `logits`, a mesh of the ranks, logits stay cut by vocabulary: a DTensor, of which torch's `loss_parallel`
-    computes a cross-entropy.
+    Args:
+        sequence: Cuts activations between layers along the sequence, starting at the module with the style "scatter".
+        logits: If given (a mesh of the ranks), logits stay cut along the vocabulary: a DTensor, for which torch's
+            `loss_parallel` computes a cross-entropy.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class Shares:
         self._moves, self._random = Moves(ranks), OwnNumbers(ranks.rank, device)
         self._sequence, self._logits = sequence, logits
         self._done: set[str] = set()
-        self.summed: Collection[str] = ()  # the parameters whose gradient adds up over ranks
+        self.summed: Collection[str] = ()  # parameters whose gradients are summed over ranks
 
     # -- weights
     def cut(self, model: nn.Module, module: nn.Module) -> None:
-        """Cuts what the plan says of the parameters of `module`, a part of the model, which it has not cut yet."""
+        """Cuts the parameters of `module`, a part of the model, according to the plan; each parameter only once."""
         inside = {id(parameter) for parameter in module.parameters()}
         for name, parameter in model.named_parameters():
             if id(parameter) in inside and name in self.cuts and name not in self._done:
@@ -60,7 +61,7 @@ class Shares:
                 self._done.add(name)
 
     def _summed(self, model: nn.Module) -> set[str]:
-        """The names of parameters whose gradient is the sum over ranks, each of which computes a share of it."""
+        """Returns the names of whole parameters whose gradient must be summed over ranks."""
         found = set()
         for owner, style in self.plan.styles.items():
             shares = style.word == "summed" or (self._sequence and style.word in ("sequence", "gather"))
@@ -74,9 +75,9 @@ class Shares:
                 found.add(f"{owner}.bias")
         return found
 
-    # -- where only some of a model's layers are here
+    # -- for a rank with only some of the model's layers
     def splits_behind(self, modules: Iterable[str]) -> bool:
-        """True if activations are split over ranks behind the modules of these names, in the order of their use."""
+        """True if activations are split over ranks after the modules of these names, in the order of their use."""
         opens, closes = ({"scatter"}, {"gather", "logits"}) if self._sequence else ({"columns"}, {"rows"})
         split = False
         for name in modules:
@@ -85,14 +86,14 @@ class Shares:
         return split
 
     def begin(self, *, split: bool) -> None:
-        """Begins with some of the layers; random numbers are the rank's own where activations are `split` already."""
+        """Prepares the RNG for the first of this rank's layers: its own numbers if activations are already `split`."""
         self._random.forget()
         if split:
             self._random.begin()
 
     # -- activations
     def attach(self, model: nn.Module) -> None:
-        """Makes modules compute their shares."""
+        """Changes the modules of `model` so that they compute their shares."""
         self.summed = self._summed(model)
         for name, style in self.plan.styles.items():
             module = model.get_submodule(name)
@@ -122,7 +123,7 @@ class Shares:
         return (self._moves.enter_cut(x, _SEQUENCE) if self._sequence else self._moves.enter(x), *rest)
 
     def _rows(self, module: Any, x: Tensor) -> Tensor:
-        """A linear layer of columns, whose results add up; the bias counts once."""
+        """Computes a linear layer with some columns of the weight; sums results over ranks and adds the bias once."""
         summand = F.linear(x, module.weight)
         if self._sequence:
             out = self._moves.leave_cut(summand, _SEQUENCE)
@@ -132,7 +133,7 @@ class Shares:
         return out if module.bias is None else out + module.bias.to(out.dtype)
 
     def _embed(self, module: Any, cut: Cut, tokens: Tensor) -> Tensor:
-        """The embeddings of tokens, each of which one rank has; it has zeros for the others."""
+        """Computes embeddings: each rank looks up the tokens that it holds, zeros for others; sums over ranks."""
         ((start, stop),) = cut.spans()
         here = (tokens >= start) & (tokens < stop)
         padding = module.padding_idx
@@ -178,7 +179,7 @@ class Shares:
         return self.cuts[self.plan.aliases.get(name, name)]
 
     def _vocabulary(self, model: nn.Module, owner: str) -> int:
-        """The number of logits; a layer without weights is given those of the one embedding that is cut."""
+        """Returns the number of logits; a layer without weights uses those of the only embedding that is cut."""
         source = (
             owner if any(True for _ in model.get_submodule(owner).parameters()) else self.plan.owned("vocabulary")[0]
         )
@@ -186,14 +187,16 @@ class Shares:
 
 
 # ---------------------------------------------------------------------------------------------- gradients
-_TOLERANCE = 1e-3  # relative; sums in another order differ by less, and a share of a sum by more
+_TOLERANCE = 1e-3  # relative; sums in another order differ by less, a missing summand causes more
 
 
 class ShareGradients:
-    """Takes this rank's gradients by parameter name, as plain tensors.
+    """Sums and measures gradients under tensor parallelism; methods receive them by parameter name, as plain tensors.
 
-    Those of `cut` parameters are of a share; those of `summed` ones add up to the whole, over `ranks`; all others are
-    the whole on every rank.
+    Args:
+        ranks: The ranks that share layers.
+        cut: Parameters that are split over ranks.
+        summed: Parameters whose gradients must be summed over `ranks`; all others have whole gradients on every rank.
     """
 
     def __init__(self, ranks: Connected, *, cut: Collection[str], summed: Collection[str]) -> None:
@@ -202,18 +205,18 @@ class ShareGradients:
 
     @torch.no_grad()
     def add_up(self, gradients: Mapping[str, Tensor]) -> None:
-        """Adds up what adds up, in place; at the first of each, raises StrategyError where the plan forgot it."""
+        """Sums gradients over ranks in place; raises StrategyError if the first gradients of others differ by rank."""
         if mine := [gradient for name, gradient in gradients.items() if name in self._summed]:
             total = self._ranks.sum(torch.cat([gradient.flatten() for gradient in mine]))
             for gradient, summed in zip(mine, torch.split(total, [g.numel() for g in mine]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
         new = {name: gradient for name, gradient in gradients.items() if name not in self._compared}
-        if new:  # in the first step, or the first turn that trains them
+        if new:  # in the first step, or in the first turn that trains them
             self._compared |= new.keys()
             self._refuse_unlike({name: gradient for name, gradient in new.items() if name not in self._cut})
 
     def square(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The square of the norm of this rank's gradients over ranks; what all have alike counts once."""
+        """Returns the square of the norm over ranks; gradients that are equal on all ranks count once."""
         shares = [gradient for name, gradient in gradients.items() if name in self._cut]
         others = [gradient for name, gradient in gradients.items() if name not in self._cut]
         mine = _square(shares) + _square(others) / self._ranks.size
@@ -230,11 +233,11 @@ class ShareGradients:
         for name, size, norm, *differences in zip(gradients, sizes, norms.tolist(), *spread, strict=True):
             if any(found > _TOLERANCE * norm * times for found, times in zip(differences, (1.0, size), strict=True)):
                 raise StrategyError(
-                    f"parameter `{name}` is whole on every rank, and those that share layers have other gradients of "
-                    "it: each saw a share of what it is used for",
+                    f"parameter `{name}` is whole on every rank, but the ranks that share layers have different "
+                    "gradients of it: each rank used it for a share only",
                     hints=[
-                        'give its module the style "summed" in the plan, or, if the sequence is cut there, "sequence"',
-                        'look for "columns" in the plan that no "rows" follow, or the other way round',
+                        'give its module the style "summed" in the plan, or "sequence" if the sequence is cut there',
+                        'look in the plan for "columns" without "rows" after it, and for "rows" without "columns"',
                     ],
                 )
 
@@ -248,10 +251,9 @@ _GOLDEN = 0x9E3779B97F4A7C15  # spreads ranks' seeds
 
 
 class OwnNumbers:
-    """Between `begin` and `end`, random numbers of this rank's own; behind them, those that all ranks would have drawn.
+    """RNG of this rank between `begin` and `end`; outside, the RNG that all ranks have in common."""
 
-    They follow from the numbers that all ranks draw, so a block that is recomputed draws the same again.
-    """
+    # The common RNG seeds the rank's own RNG, so a recomputed block draws the same numbers again.
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
@@ -261,11 +263,12 @@ class OwnNumbers:
         self._outside: list[torch.Tensor] | None = None
 
     def forget(self) -> None:
-        """Is outside, whatever became of what was begun: a recomputation ends in the middle."""
+        """Forgets an open `begin` without `end`."""
+        # A recomputation ends in the middle of a block.
         self._outside = None
 
     def begin(self) -> None:
-        """Goes inside; nothing happens there."""
+        """Switches to this rank's RNG, unless it is active."""
         if self._outside is not None:
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -274,7 +277,7 @@ class OwnNumbers:
             generator.manual_seed((seed + (self._rank + 1) * _GOLDEN) % 2**63)
 
     def end(self) -> None:
-        """Goes outside."""
+        """Restores the common RNG, if this rank's is active."""
         if self._outside is None:
             return
         for generator, state in zip(self._generators, self._outside, strict=True):
