@@ -71,7 +71,7 @@ class Evaluator:
         have restored the weights of training, and `failed_together` is True if no rank waits for another.
         """
         if not self.sets:
-            raise UsageError("the recipe has no [data.eval] to evaluate on")
+            raise UsageError("the recipe has no evaluation set: add [data.eval]")
         found: dict[str, float] = {}
         failure: Exception | None = None
         self.looks.restart()
