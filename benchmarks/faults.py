@@ -4,7 +4,7 @@
     python benchmarks/faults.py --tools ddpforge --faults data --ranks 1
     pip install 'ddpforge[bench]'                                 brings Lightning
 
-Every tool trains the same small network with gloo, and is told to wait `--limit` seconds: ddpforge as `train.stall`,
+Every tool trains the same small network with gloo, and is told to wait `--limit` seconds: ddpforge as `train.hang_timeout`,
 the others as the time limit of the process group, which is all that they have (by default 30 minutes on gloo). A job
 that is not over `--patience` seconds after the fault is ended from outside. "Named" is the rank that the last lines on
 the screen blame: of torchrun, its "Root Cause"; of ddpforge, its last error.

@@ -320,7 +320,7 @@ def by_ddpforge(case: Case, ranks: int) -> None:
     text = RECIPE.format(
         case=fields,
         model=case.model,
-        task="language_modelling" if case.sizes["use"] == "gpt" else "classification",
+        task="language_modeling" if case.sizes["use"] == "gpt" else "classification",
         lr=LR,
         log_every=LOG_EVERY,
         steps=case.last,

@@ -66,7 +66,7 @@ use = "text"
 split = "train"
 block_size = {length}
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = {lr}

@@ -49,7 +49,7 @@ use = "text"
 split = "train"
 block_size = {block}
 [task]
-use = "language_modelling"
+use = "language_modeling"
 """
 PICTURES = """
 [model]

@@ -31,7 +31,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     ENVIRONMENT = 3
     DIVERGED = 4
-    STOPPED = 75  # EX_TEMPFAIL: a checkpoint was saved, start me again
+    PREEMPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, start me again
     INTERRUPTED = 130  # interrupted before anything was saved
 
 
@@ -161,7 +161,7 @@ def says_memory_is_full(error: BaseException) -> bool:
 class Postponed(ForgeError):
     """A request to stop came before training began: nothing is lost, and the same command begins again."""
 
-    exit_code = ExitCode.STOPPED
+    exit_code = ExitCode.PREEMPTED
 
 
 class PeerFailed(ForgeError):

@@ -34,7 +34,7 @@ data.eval = { use = "./parts.py:Points", samples = 11 }
 task = { use = "regression" }
 optimizer = { use = "sgd", lr = 0.01 }
 strategy = { use = "ddp" }
-train = { length = "6st", global_batch = 12, micro_batch = 3, elastic_shards = 4, device = "cpu", eval_every = "3st" }
+train = { length = "6st", global_batch = 12, micro_batch = 3, virtual_ranks = 4, device = "cpu", eval_every = "3st" }
 checkpoint = { every = "3st" }
 track.every = "1st"
 """

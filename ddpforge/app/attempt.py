@@ -329,7 +329,7 @@ class Attempt:
         cause = self._failures.explain(self._watch.call) if report.symptom and not is_peers else None
         self._state = "diverged" if isinstance(error, Diverged) else "failed"
         if isinstance(error, NoData):
-            self._state = "stopped"
+            self._state = "preempted"
         speaks = not is_peers and self._write_failure(self._state, cause or report, again=speaks)
         self._failed = _Failed(error, cause or report, speaks=speaks, by_another=cause is not None)
         return self._failed
@@ -351,7 +351,7 @@ class Attempt:
         """True where a run that has ended well was asked for what cannot be: that changes nothing about it."""
         earlier = self.opened.earlier
         refused = report.exit_code == ExitCode.USAGE and not self._begun
-        return refused and earlier is not None and earlier["state"] in ("done", "stopped")
+        return refused and earlier is not None and earlier["state"] in ("done", "preempted")
 
     def _told(self, failed: _Failed) -> ForgeError:
         """The error for a rank that failed because another did; one rank shows it."""
@@ -381,7 +381,7 @@ class Attempt:
 
     def _status(self, state: State, report: Report | None = None, *, begun: bool = False) -> Status:
         """Describes the run for `status.json`; before this attempt trains, as the earlier one left it."""
-        codes = {"running": None, "done": ExitCode.DONE, "stopped": ExitCode.STOPPED}
+        codes = {"running": None, "done": ExitCode.DONE, "preempted": ExitCode.PREEMPTED}
         trainer = self.trainer if self._begun or begun else None
         earlier = self.opened.earlier
         return Status(
@@ -408,7 +408,7 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwat
         world.all.rank,
         world.all.size,
         strategy=recipe.strategy.use,
-        stall=0.0 if train.stall == "off" else train.stall.seconds,
+        stall=0.0 if train.hang_timeout == "off" else train.hang_timeout.seconds,
         compiles=train.compile != "off",
     )
 

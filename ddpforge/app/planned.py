@@ -50,7 +50,7 @@ def compares(recipe: Recipe, size: Size) -> bool:
     """True if a run is to be held against its plan: the same on every rank."""
     if recipe.train.compile != "off":  # compiled steps take other memory
         return False
-    return recipe.track.plan == "on" or (recipe.track.plan == "auto" and size.all >= _SMALL)
+    return recipe.track.memory_check == "on" or (recipe.track.memory_check == "auto" and size.all >= _SMALL)
 
 
 class PlanCheck:
@@ -75,7 +75,7 @@ class PlanCheck:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits for the plan where the recipe asks for it; else it is given up."""
         self._life.close()
-        if self._plan and kind is None and self._recipe.track.plan == "on":
+        if self._plan and kind is None and self._recipe.track.memory_check == "on":
             self._plan.wait(_LONGEST)
             self._look()
         if self._plan:
@@ -173,16 +173,17 @@ class Room:
 def advised(error: BaseException, folder: RunFolder, world: World, recipe: Recipe, room: Room) -> BaseException:
     """Returns `error`, or if it is an OutOfMemory one that says what the plan does: what is needed, and what fits.
 
-    It stays as it is if no plan can be made. With `track.plan = "off"` none is: a plan takes a gigabyte of the host's
-    memory, which may be the full one, and minutes in which the run's devices wait. The error then names the command.
+    It stays as it is if no plan can be made. With `track.memory_check = "off"` none is: a plan takes a gigabyte of the
+    host's memory, which may be the full one, and minutes in which the run's devices wait. The error then names the
+    command.
     """
     if not isinstance(error, OutOfMemory) or not folder.resolved.exists():
         return error
     there = room.bytes(world.device)
-    if recipe.track.plan == "off":
+    if recipe.track.memory_check == "off":
         command = f"ddpforge plan {shlex.quote(str(folder.resolved))} --ranks {world.all.size}"
         budget = _size(there).replace(" ", "")
-        hint = f"see what a step needs, and which changes fit: {command} --budget {budget}"
+        hint = f"see what a step needs, and which changes fit: {command} --memory {budget}"
         return _caused(OutOfMemory(error.message, hints=[*error.hints, hint]), error)
     log.info("memory is full: looking for changes that fit")
     planned = _planned(folder.resolved, world.all.size, there)
@@ -208,7 +209,7 @@ def _caused(said: OutOfMemory, error: OutOfMemory) -> OutOfMemory:
 
 
 def _planned(recipe: Path, ranks: int, budget: int) -> dict[str, Any] | None:
-    plan = _Plan(recipe, ranks, "--budget", str(budget))
+    plan = _Plan(recipe, ranks, "--memory", str(budget))
     plan.wait(_PATIENCE)
     said = plan.said() if plan.is_over else []
     plan.end()

@@ -61,13 +61,13 @@ class Checkpoints:
     def save(self, facts: Facts, state: RankState) -> None:
         """Begins to write a checkpoint; `wait` tells how it went, and nothing of that is raised here.
 
-        With `checkpoint.background`, a thread writes, and the state may change as soon as this returns, but for weights
+        With `checkpoint.async_save`, a thread writes, and the state may change as soon as this returns, but for weights
         and what the optimizer keeps of them: see `before_update`. Otherwise all is written when this returns. A save
         whose outcome was not taken yet is waited for first, see `wait`.
         """
         if self.pending:
             self.wait()
-        background = self._settings.background
+        background = self._settings.async_save
         save = Writer(
             self.folder,
             facts,
@@ -88,7 +88,7 @@ class Checkpoints:
 
     def reserve(self, state: RankState) -> None:
         """Takes memory to copy such a state from GPUs, in a thread, so that the first save need not wait for it."""
-        if self._settings.background and not self.pending:
+        if self._settings.async_save and not self.pending:
             with suppress(CheckpointError):  # that `save` will raise
                 self._staging.reserve(own_part(flatten(state, rank=self._peers.rank, ranks=self._peers.size).held))
 
@@ -168,7 +168,7 @@ class Checkpoints:
         return None if chosen is None else Reader(chosen, verify=self._peers.size > 1)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """True when the metric that `keep.by` names beats that of every checkpoint in the folder."""
+        """True when the metric that `keep.monitor` names beats that of every checkpoint in the folder."""
 
         def look() -> bool:
             found, _ = retention.committed(self.folder, self._known)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: of any dtype, and of a cache line
 
-_HINT = "save without a copy, while training waits: checkpoint.background = false"
+_HINT = "save without a copy, while training waits: checkpoint.async_save = false"
 
 
 class Staging:

@@ -68,7 +68,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     if outcome := getattr(error, "outcome", None):
         return dict(outcome.status)
     return {
-        "state": "stopped" if isinstance(error, Postponed) else "failed",
+        "state": "preempted" if isinstance(error, Postponed) else "failed",
         "exit_code": _exit_code(error),
         "step": 0,
         "total_steps": None,
@@ -122,7 +122,7 @@ def postpone(*, status: bool) -> None:
     A launcher asks for that where another rank has failed.
     """
     error: ForgeError | None = failure_of_another()
-    if error is None or error.exit_code == ExitCode.STOPPED:
+    if error is None or error.exit_code == ExitCode.PREEMPTED:
         hint = "nothing is lost: the same command begins again"
         error = Postponed("asked to stop before training began", hints=[hint])
     if os.environ.get("RANK", "0") == "0":

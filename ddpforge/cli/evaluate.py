@@ -15,7 +15,11 @@ from ddpforge.watchdog.watch import begin
 @run_argument
 @checkpoint_options
 @click.option(
-    "--only", metavar="NAME", multiple=True, help="Evaluate on [data.eval.NAME] alone; may be given several times."
+    "--dataset",
+    "only",
+    metavar="NAME",
+    multiple=True,
+    help="Evaluate on [data.eval.NAME] alone; may be given several times.",
 )
 @sets_options
 @json_option

@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 @click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Processes to start; default: one per GPU, or one.")
 @click.option("--nnodes", metavar="N|A:B", help="Machines that train together, each with this command; A:B may vary.")
 @click.option("--node-rank", type=click.IntRange(min=0), help="This machine's number, from 0; not needed.")
-@click.option("--endpoint", metavar="HOST[:PORT]", help="Where the machines meet: one of them, the same for all.")
-@click.option("--run-id", help="A name for the meeting, the same on all machines; default: the run's and the user's.")
+@click.option(
+    "--rdzv-endpoint", "endpoint", metavar="HOST[:PORT]", help="Where the machines meet: one of them, the same for all."
+)
+@click.option(
+    "--rdzv-id",
+    "run_id",
+    help="A name for the rendezvous, the same on all machines; default: the run's and the user's.",
+)
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), help="Restart the ranks up to N times after failures; default: never."
 )
@@ -113,7 +119,8 @@ def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "Ranks":
     meeting = ("nnodes", "node_rank", "endpoint", "run_id")
     if names_rendezvous(flags):
         if twice := [key for key in meeting if given[key] is not None]:
-            option = f"--{twice[0].replace('_', '-')}"
+            renamed = {"endpoint": "rdzv-endpoint", "run_id": "rdzv-id"}
+            option = f"--{renamed.get(twice[0], twice[0]).replace('_', '-')}"
             raise UsageError(
                 f"{option} is here, and a rendezvous among torchrun's flags", hints=["say it in one place"]
             )

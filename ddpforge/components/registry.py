@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PLUGIN_API", "NamedComponent", "Registry", "WrongKind", "build"]
 
-PLUGIN_API = 2
+PLUGIN_API = 3
 """The newest version of the component contracts that this ddpforge keeps."""
 
 _ABSENT = object()
@@ -121,6 +121,11 @@ class Registry:
         if not self.imports(kind, use):
             raise NotImported(kind, use)
         broken = partial(BrokenComponent, kind, use, entry=entry)
+        if entry and entry.group:
+            raise broken(
+                f"is registered in the entry-point group `{entry.group}`, which is now `ddpforge.{kind}`",
+                hints=["update the plugin; its author finds what to change in docs/how-to/upgrade.md"],
+            )
         location, _, attribute = (entry.target if entry else use).partition(":")
         if not attribute:
             raise broken("names a module, not what to use of it", hints=[f"write `{location}:Name`"])
@@ -141,7 +146,7 @@ class Registry:
         if api < (needed := KINDS[kind].api):
             raise broken(
                 f"is written for plugin API {api}; since version {needed} there is another contract for this kind",
-                hints=["update the plugin; its author finds what to change in docs/how-to/migrate-a-plugin.md"],
+                hints=["update the plugin; its author finds what to change in docs/how-to/upgrade.md"],
             )
         if component is _ABSENT:
             near = get_close_matches(attribute, dir(module), n=1)

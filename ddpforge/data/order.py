@@ -1,7 +1,7 @@
 """The samples that a rank sees, as arithmetic on the step.
 
-An order (see `interfaces.Order`) says which samples form a step; the number of ranks decides who computes a sample,
-never that. Nothing is stored for a resume, and nothing is padded, repeated or lost at uneven ends.
+An order (see `interfaces.BatchSampler`) says which samples form a step; the number of ranks decides who computes a
+sample, never that. Nothing is stored for a resume, and nothing is padded, repeated or lost at uneven ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import EpochOrder, Order
+from ddpforge.interfaces import BatchSampler, EpochBatchSampler
 
 __all__ = ["Dealer", "Even", "MicroBatch", "RankShare", "Request", "Terms", "end_of_epochs"]
 
@@ -100,9 +100,9 @@ class MicroBatch(NamedTuple):
     items: Any = None  # that the loss sums over (a number or a 0-d tensor), where they have been counted
 
 
-def end_of_epochs(order: Order, epochs: int) -> int | None:
+def end_of_epochs(order: BatchSampler, epochs: int) -> int | None:
     """The number of steps that the first `epochs` of an order take, by bisection; None where it tells no epochs."""
-    if order.steps_per_epoch is not None or type(order).epoch is Order.epoch:
+    if order.steps_per_epoch is not None or type(order).epoch is BatchSampler.epoch:
         return None
     found = bisect_left(range(_LONGEST), epochs, key=order.epoch)
     return found if found < _LONGEST else None
@@ -119,7 +119,7 @@ class Terms:
 
 
 class Placed(Protocol):
-    """An order that can be asked for any places of any steps, as `interfaces.EpochOrder`."""
+    """An order that can be asked for any places of any steps, as `interfaces.EpochBatchSampler`."""
 
     def size(self, step: int) -> int:
         """The number of samples in a step."""
@@ -131,7 +131,7 @@ class Placed(Protocol):
 class _Whole:
     """An order that says whole steps only; each is asked for once, and held to be one."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: BatchSampler) -> None:
         self._order = order
         self._asked: dict[int, NDArray[Any]] = {}
 
@@ -161,13 +161,13 @@ def _form(ids: NDArray[Any]) -> str:
 class Dealer:
     """Deals the steps of an order to one rank: its micro-batches, in the order of training or of evaluation."""
 
-    order: Order
+    order: BatchSampler
     samples: int  # of the dataset
     terms: Terms
 
     def sizes(self, steps: int | None) -> tuple[int, int]:
         """The smallest number of samples in a full step, and in an epoch's last, of a run of `steps`."""
-        if not isinstance(self.order, EpochOrder):
+        if not isinstance(self.order, EpochBatchSampler):
             whole = _Whole(self.order)
             smallest = min(whole.size(step) for step in range(min(_FEW, steps or _FEW)))
             return smallest, smallest
@@ -187,7 +187,7 @@ class Dealer:
 
     def _placed(self) -> tuple[Placed, int]:
         """The order, to be asked for places; and for how many steps at once."""
-        if not isinstance(self.order, EpochOrder):
+        if not isinstance(self.order, EpochBatchSampler):
             return _Whole(self.order), 1
         return self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
 
@@ -222,7 +222,7 @@ class Dealer:
         return ids
 
 
-class Even(EpochOrder):
+class Even(EpochBatchSampler):
     """Every sample once, in the order of the data, in batches of nearly the same size and of `global_batch` at most.
 
     So an evaluation compares the same samples with each other on any number of ranks, and leaves none for a small end.

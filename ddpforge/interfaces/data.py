@@ -21,7 +21,7 @@ class Data(Protocol):
     - `random = False` says that fetching draws no random numbers, which saves seeding per sample. Otherwise
       python's, numpy's and torch's generators are seeded from (recipe seed, epoch, sample) before each sample, or
       from (recipe seed, epoch, first sample) before each `__getitems__`; where a sample may come more than once in an
-      epoch (see `Order.once`) the step takes the epoch's place;
+      epoch (see `BatchSampler.once`) the step takes the epoch's place;
     - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched, and in training
       `set_step(step: int)` before the first of each step (0 for the first of the run), in loader processes too;
     - `forkable = True` says that samples may be fetched in processes that are forked from one that has fetched some: it
@@ -60,10 +60,10 @@ class PartedData(ABC):
     shuffle: bool = False
     """Read the parts in another order in every epoch."""
 
-    window: int = 1
+    shuffle_buffer: int = 1
     """Samples that are read ahead, in each lane, and taken in random order."""
 
-    lanes: tuple[int, int] = (8, 4)
+    interleave: tuple[int, int] = (8, 4)
     """The number of places at which the data is read at once: by so many in every step, and by so many in turn.
 
     Part of what decides which samples form a step. Where ranks times micro-batches of a step divide the first, and

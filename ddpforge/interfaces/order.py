@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["EpochOrder", "Order"]
+__all__ = ["BatchSampler", "EpochBatchSampler"]
 
 
-class Order(ABC):
+class BatchSampler(ABC):
     """Says which samples of a map-style dataset form each training step: a pure function of the step.
 
     Nothing of it is saved: a resume asks for the step it begins with. Which rank computes a sample is not its concern:
@@ -20,9 +20,9 @@ class Order(ABC):
 
     Where the turns of a task have batches of their own, each batch is a step here.
 
-    A component of this kind is a class, or a function that returns an Order. It is handed over, where its signature
-    names them: `data`, the dataset; `seed`, the recipe's; `global_batch`; and `drop_last`, true where an epoch's
-    incomplete last step is not to be trained on.
+    A component of this kind is a class, or a function that returns a BatchSampler. It is handed over, where its
+    signature names them: `data`, the dataset; `seed`, the recipe's; `global_batch`; and `drop_last`, true where an
+    epoch's incomplete last step is not to be trained on.
     """
 
     steps_per_epoch: int | None = None
@@ -41,7 +41,7 @@ class Order(ABC):
         return step // self.steps_per_epoch if self.steps_per_epoch else 0
 
 
-class EpochOrder(Order):
+class EpochBatchSampler(BatchSampler):
     """An order in which an epoch is a row of places, each step takes the next global batch of them.
 
     Only `at` is left to say. It works on arrays, and is asked for the places of one rank alone.

@@ -24,7 +24,7 @@ class Task(ABC):
     """Defines what is learnt: the loss of a batch, and what to report about it.
 
     A task with `turns` has several updates a step, one after the other, each of its own part of the parameters
-    (`[optimizer.turns.NAME]`), e.g. ("discriminator", "generator"). Its `loss` is told which: `loss(model, batch,
+    (`[optimizer.updates.NAME]`), e.g. ("discriminator", "generator"). Its `loss` is told which: `loss(model, batch,
     turn)`. What is reported of a turn has its name behind it, "loss/generator", and `loss` is then the sum of all.
     """
 
@@ -53,7 +53,7 @@ class Task(ABC):
 
     takes_split_logits: bool = False
     """True of a loss that takes nothing but `torch.nn.functional.cross_entropy` of logits, over their last dimension:
-    each rank may then have a part of that, and the logits are a `DTensor` (strategy.loss = "vocabulary").
+    each rank may then have a part of that, and the logits are a `DTensor` (strategy.loss_parallel = true).
     """
 
     scores_in_model: bool = False

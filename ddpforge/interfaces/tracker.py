@@ -39,4 +39,4 @@ class Tracker:
         """
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Called once at the end; `state` is that of `status.json` (done, failed, stopped, diverged)."""
+        """Called once at the end; `state` is that of `status.json` (done, failed, preempted, diverged)."""

@@ -23,7 +23,7 @@ class Ranks(ABC):
     """A group of processes that talk to each other; a single process is a group as well.
 
     Every method is collective: all ranks of the group call it, in the same order. When a rank is gone, the others raise
-    RuntimeError, at the latest after `train.timeout`.
+    RuntimeError, at the latest after `train.collective_timeout`.
     """
 
     rank: int

@@ -50,7 +50,7 @@ def _refuse_ties(layers: Sequence[str], aliases: Mapping[str, str]) -> None:
             if layer in layers and aliases.get(twin + _A) != layer + _A:
                 raise UsageError(
                     f"--merge: `{layer}weight` is tied to `{other}`, which has no such adapter",
-                    hints=['--only "*lora_*" writes the adapters'],
+                    hints=['--include "*lora_*" writes the adapters'],
                 )
 
 
@@ -67,7 +67,7 @@ def _folded(layer: str, model: Mapping[str, LazyTensor]) -> LazyTensor:
         if tensor is None:
             raise UsageError(
                 f"--merge: the checkpoint has no `{layer}{part}`",
-                hints=['checkpoints with checkpoint.contents = "trained" hold adapters only: --only "*lora_*"']
+                hints=['checkpoints with checkpoint.save = "trainable" hold adapters only: --include "*lora_*"']
                 if part == f"{_BASE}weight"
                 else ["adapters are folded in that the model `lora` has made"],
             )

@@ -67,7 +67,7 @@ def load_initial(
     for glob in skip:
         if not any(fnmatchcase(name, glob) for name in wanted):
             raise UsageError(
-                f"checkpoint.init_skip: {json.dumps(glob)} matches no tensor of the model",
+                f"checkpoint.init_ignore: {json.dumps(glob)} matches no tensor of the model",
                 hints=[f"the model has {_listed(wanted)}"],
             )
     skipped = [name for name in wanted if any(fnmatchcase(name, glob) for glob in skip)]
@@ -75,7 +75,7 @@ def load_initial(
     missing = [name for name in wanted if name not in found and name not in skipped]
     unexpected = [name for name in found if name not in wanted and name not in aliases]
     if skipped and not missing and not taken:
-        raise UsageError("checkpoint.init_skip leaves nothing to take from checkpoint.init_from")
+        raise UsageError("checkpoint.init_ignore leaves nothing to take from checkpoint.init_from")
     if not taken or (whole and missing):
         raise UsageError(
             f"{key} = {json.dumps(source)}: "
@@ -176,7 +176,7 @@ def _refuse_unfit(
     said = [f"`{name}` is {mine} in the model and {theirs} in {key}" for name, (mine, theirs) in unfit.items()]
     more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
     names = json.dumps(sorted(unfit)) if len(unfit) <= _SHOWN else f"[…], with globs for these {len(unfit)}"
-    skip = f"begin with the model's own: checkpoint.init_skip = {names}"
+    skip = f"begin with the model's own: checkpoint.init_ignore = {names}"
     raise UsageError("; ".join(said[:_SHOWN]) + more, hints=[skip] if key == _KEY else [])
 
 

@@ -42,10 +42,10 @@ def refuse_held_ports(endpoint: str) -> None:
         except (OSError, OverflowError) as error:
             reason = str(error) if isinstance(error, OverflowError) else os.strerror(error.errno or 0)
             raise EnvironmentProblem(
-                f"--endpoint {endpoint}: port {port} of {socket.gethostname()} cannot be taken: {reason}",
+                f"--rdzv-endpoint {endpoint}: port {port} of {socket.gethostname()} cannot be taken: {reason}",
                 hints=[
                     f"another program may hold it: `ss -ltnp 'sport = :{port}'` names it",
-                    f"--endpoint {host}:PORT on all nodes; PORT and the next one must be free on the first",
+                    f"--rdzv-endpoint {host}:PORT on all nodes; PORT and the next one must be free on the first",
                 ],
             ) from error
 
@@ -104,8 +104,8 @@ def _refuse_strangers(endpoint: str) -> None:
 def _held(place: str, endpoint: str) -> EnvironmentProblem:
     host, port = _place(place)
     return EnvironmentProblem(
-        f"--endpoint {endpoint}: another program holds port {port} of {host}, which does not answer as a launch does",
-        hints=[f"--endpoint {host}:PORT on all nodes; PORT and the next one must be free on {host}"],
+        f"--rdzv-endpoint {endpoint}: another program holds port {port} of {host}, which does not answer as a launch does",
+        hints=[f"--rdzv-endpoint {host}:PORT on all nodes; PORT and the next one must be free on {host}"],
     )
 
 

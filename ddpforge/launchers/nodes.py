@@ -49,7 +49,7 @@ class Nodes:
         if most > 1 and endpoint is None:
             raise UsageError(
                 f"{most} nodes need a place to meet, the same on each",
-                hints=["--endpoint HOST, the first node's name or address as the others reach it"],
+                hints=["--rdzv-endpoint HOST, the first node's name or address as the others reach it"],
             )
         return cls(fewest, most, rank, None if endpoint is None or most == 1 else _with_port(endpoint))
 
@@ -180,7 +180,7 @@ def is_mine(host: str) -> bool:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
     except OSError as error:
         raise UsageError(
-            f"--endpoint {host}: this machine does not know that name ({error.strerror or error})",
+            f"--rdzv-endpoint {host}: this machine does not know that name ({error.strerror or error})",
             hints=["give an address as the other machines reach it, or say --node-rank, 0 on the machine itself"],
         ) from error
     mine = {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
@@ -201,7 +201,7 @@ def _with_port(endpoint: str) -> str:
     host, port = (endpoint, str(PORT)) if bare else endpoint.rsplit(":", 1)
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or (":" in host and not host.startswith("[")):
         raise UsageError(
-            f"--endpoint {endpoint} is no address",
+            f"--rdzv-endpoint {endpoint} is no address",
             hints=["expected HOST or HOST:PORT; an IPv6 address in brackets"],
         )
     return f"{host}:{port}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ddpforge.data.order import Even
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
-from ddpforge.interfaces import EpochOrder
+from ddpforge.interfaces import EpochBatchSampler
 from ddpforge.interop.initial import find_initial
 from ddpforge.training.beside import OWNER
 from ddpforge.training.blocks import check_blocks as check_blocks_of
@@ -47,7 +47,7 @@ def check_batches(built: Built) -> Errors:
         return
     total, order = built.plan.horizon.total, built.order
     steps = total and total * draws_of(built.turns)
-    if isinstance(order, EpochOrder):
+    if isinstance(order, EpochBatchSampler):
         last = order.steps_per_epoch - 1
         if steps is None or steps > last:
             yield from _too_small(built, "data.train", order.size(last))
@@ -59,14 +59,14 @@ def check_batches(built: Built) -> Errors:
                     f"order {name_of(order)} has {size} for {built.data_ranks} ranks and forward passes of "
                     f"train.global_batch = {batch}",
                     hints=["let every step have a sample for each rank, and no more than train.global_batch"],
-                    key="data.order",
+                    key="data.sampler",
                 )
                 break
 
 
 def _too_small(built: Built, key: str, smallest: int) -> Errors:
     """Yields the error of a dataset whose smallest batch has fewer samples than there are ranks."""
-    ways = ['set train.last_batch = "drop"', "or train on fewer ranks"]
+    ways = ["set train.drop_last = true", "or train on fewer ranks"]
     if smallest < built.data_ranks:
         yield UsageError(
             f"{name_of(built.task)} compares all samples of a batch with each other, and one of [{key}] has "

@@ -95,7 +95,7 @@ def check_compile(chosen: Chosen) -> Errors:
             ],
             key="train.compile",
         )
-    if chosen.trains and chosen.recipe.optimizer.turns:
+    if chosen.trains and chosen.recipe.optimizer.updates:
         yield UsageError(
             f'train.compile = "{train.compile}" replays CUDA graphs, and each turn trains other parameters',
             hints=['set train.compile = "default"'],
@@ -105,8 +105,8 @@ def check_compile(chosen: Chosen) -> Errors:
 
 def _one_pass(train: TrainSection) -> str:
     """Spells the settings that make a step one forward pass of each rank."""
-    if train.elastic_shards:
-        return f"elastic_shards = ranks, and micro_batch = {train.global_batch} / ranks"
+    if train.virtual_ranks:
+        return f"virtual_ranks = ranks, and micro_batch = {train.global_batch} / ranks"
     return f"micro_batch = {train.global_batch} / ranks"
 
 
@@ -146,10 +146,10 @@ def check_optimizer_options(chosen: Chosen) -> None:
     if not chosen.trains:
         return
     optimizer, registry = chosen.recipe.optimizer, chosen.registry
-    for name, turn in optimizer.turns.items():
+    for name, turn in optimizer.updates.items():
         if not _is_sure(turn, registry):
-            _small(f"optimizer.turns.{name}", turn, registry)
-    is_sure = bool(optimizer.turns) or _is_sure(optimizer, registry)
+            _small(f"optimizer.updates.{name}", turn, registry)
+    is_sure = bool(optimizer.updates) or _is_sure(optimizer, registry)
     built = None if is_sure else _small("optimizer", optimizer, registry)
     for name, group in optimizer.groups.items():
         key, settings = f"optimizer.groups.{name}", settings_of(group, optimizer)
@@ -214,32 +214,32 @@ def check_optimizers(chosen: Chosen) -> Errors:
                 hints=[*_SEVERAL, "or leave its `use` out: settings of one optimizer may differ"],
                 key=f"optimizer.groups.{name}.use",
             )
-    if recipe.optimizer.turns:
+    if recipe.optimizer.updates:
         yield UsageError(
-            f'strategy.use = "{recipe.strategy.use}" makes one update a step, and [optimizer.turns] asks for several',
+            f'strategy.use = "{recipe.strategy.use}" makes one update a step, and [optimizer.updates] asks for several',
             hints=_SEVERAL,
-            key="optimizer.turns",
+            key="optimizer.updates",
         )
 
 
 def check_turns(chosen: Chosen) -> Errors:
     """Yields turns of the recipe that the task does not have, and turns of the task without a table."""
-    turns, given = turns_of(chosen.task), chosen.recipe.optimizer.turns
+    turns, given = turns_of(chosen.task), chosen.recipe.optimizer.updates
     if turns and not takes_turn(chosen.task):
         raise PluginError(
             f"{name_of(chosen.task)} has the turns {', '.join(turns)}, and its `loss` is not told which it computes",
             hints=['def loss(self, model, batch, turn: str = "")'],
         )
-    there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: take [optimizer.turns] out"]
+    there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: take [optimizer.updates] out"]
     for name in given.keys() - set(turns):
         yield UsageError(
             f"the task `{chosen.recipe.task.use}` has no turn `{name}`",
             hints=[*did_you_mean(name, turns), *there],
-            key=f"optimizer.turns.{name}",
+            key=f"optimizer.updates.{name}",
         )
     for name in [turn for turn in turns if turn not in given and chosen.trains]:
         yield UsageError(
-            f"[optimizer.turns.{name}] is missing: the task makes an update of that name in every step",
+            f"[optimizer.updates.{name}] is missing: the task makes an update of that name in every step",
             hints=[f"add it; where it is empty, it is as [optimizer] and trains `{name}.*`"],
             key="optimizer",
         )
@@ -272,7 +272,7 @@ def check_metric_direction(chosen: Chosen) -> Errors:
         yield UsageError(
             f'cannot tell whether less or more of "{metric}" is better',
             hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
-            key="checkpoint.keep.by",
+            key="checkpoint.keep.monitor",
         )
 
 
@@ -297,9 +297,9 @@ def check_whole_batch(chosen: Chosen) -> Errors:
     if not task.whole_batch:
         return
     why = f"{name_of(task)} compares all samples of a step with each other"
-    if train.elastic_shards:
-        message = f"{why}, and `train.elastic_shards` would compute shards apart"
-        yield UsageError(message, hints=["leave it out"], key="train.elastic_shards")
+    if train.virtual_ranks:
+        message = f"{why}, and `train.virtual_ranks` would compute shards apart"
+        yield UsageError(message, hints=["leave it out"], key="train.virtual_ranks")
     elif train.micro_batch and train.micro_batch * data_ranks < train.global_batch:
         yield UsageError(
             f"{why}, and `train.micro_batch` = {train.micro_batch} would cut it into "
@@ -356,7 +356,7 @@ def check_stream(chosen: Chosen) -> Errors:
     kind = chosen.registry.load("data", train.use, train.base) if chosen.trains else None
     if not inspect.isclass(kind) or not _are_streams(kind):
         return
-    if chosen.recipe.data.order:
+    if chosen.recipe.data.sampler:
         yield no_order_of_streams(kind)
     if not hasattr(kind, "__len__"):
         found: list[UsageError] = []
@@ -386,8 +386,8 @@ def no_order_of_streams(stream: type) -> UsageError:
     """Returns the error of an order for data that is a stream."""
     return UsageError(
         f"{stream.__name__} is an iterable dataset, whose samples come in its own order",
-        hints=["leave [data.order] out, or give a dataset with __len__ and __getitem__"],
-        key="data.order",
+        hints=["leave [data.sampler] out, or give a dataset with __len__ and __getitem__"],
+        key="data.sampler",
     )
 
 

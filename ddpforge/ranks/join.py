@@ -75,7 +75,7 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     on_cpu = device.type == "cpu"
     if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         set_batch_policy()
-    timeout = timedelta(seconds=train.timeout.seconds)
+    timeout = timedelta(seconds=train.collective_timeout.seconds)
     with _ports_named():
         agreement = DeviceCheck(device, timeout)
     handlers = [InitProcessGroupKwargs(timeout=timeout, **_backend(device))]
@@ -106,8 +106,8 @@ def leave(world: World) -> None:
 
 
 def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> None:
-    """Makes `train.timeout` hold in groups that a library has formed, which have torch's own timeout."""
-    timeout = timedelta(seconds=train.timeout.seconds)
+    """Makes `train.collective_timeout` hold in groups that a library has formed, which have torch's own timeout."""
+    timeout = timedelta(seconds=train.collective_timeout.seconds)
     for group in groups:
         compat.set_timeout(group, timeout)
 

@@ -23,7 +23,7 @@ __all__ = [
 __all__ += ["spent"]
 __all__ += ["BACKWARD", "CALLBACKS", "DATA", "EVAL", "FORWARD", "NAMES", "REDUCE", "SAVE", "START", "STEP"]
 
-NAMES = ("start", "data", "forward", "backward", "step", "reduce", "callbacks", "eval", "save", "end")
+NAMES = ("start", "data", "forward", "backward", "optimizer", "reduce", "callbacks", "eval", "save", "end")
 START, DATA, FORWARD, BACKWARD, STEP, REDUCE, CALLBACKS, EVAL, SAVE, END = range(len(NAMES))
 # Of 8 bytes each: marks so far and the phase, the step, the attempt's first step, whether it said goodbye, and the
 # milliseconds that it may stand in one place, where it knows them already.

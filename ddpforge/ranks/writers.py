@@ -161,7 +161,7 @@ class _Work(Generic[X]):
 
 
 def _stuck(word: _Word) -> _Report:
-    hints = ("is the disk alive? train.timeout says how long one may write nothing",)
+    hints = ("is the disk alive? train.collective_timeout says how long one may write nothing",)
     return f"nothing could be written for {word.idle:.0f} s", hints
 
 

@@ -21,7 +21,7 @@ SETS = ("data", "eval")
 
 VARIATIONS: dict[tuple[str, ...], type[Component]] = {
     ("optimizer", "groups"): GroupComponent,
-    ("optimizer", "turns"): TurnComponent,
+    ("optimizer", "updates"): TurnComponent,
 }
 """The tables whose inner tables vary the one around them: what they do not say is as it says. With their schemas."""
 

@@ -15,6 +15,9 @@ from pydantic.fields import FieldInfo
 from ddpforge.components.kinds import KINDS
 from ddpforge.interfaces.durations import Duration
 
+VERSION = 2
+"""The version of the recipe format."""
+
 # Larger numbers are slips of the keyboard; the limits keep them from becoming overflows three layers down.
 Count = Annotated[int, Field(ge=1, le=2**31)]
 
@@ -158,10 +161,10 @@ class TurnComponent(Component):
         default=(),
         description='What it trains, written as for a group; absent: "NAME.*", after the turn.',
     )
-    repeats: Annotated[int, Resume.FIXED] = Field(
+    n_updates: Annotated[int, Resume.FIXED] = Field(
         default=1, ge=1, le=10_000, description="Updates in every step, one after another."
     )
-    fresh: Annotated[bool, Resume.FIXED] = Field(
+    new_batch: Annotated[bool, Resume.FIXED] = Field(
         default=False,
         description="Draw a global batch for each of these updates; else they use that of the update before them.",
     )
@@ -202,7 +205,7 @@ class OptimizerComponent(Component):
     groups: Annotated[dict[str, GroupComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each group of parameters with settings of its own, see below."
     )
-    turns: Annotated[dict[str, TurnComponent], Resume.TUNABLE] = Field(
+    updates: Annotated[dict[str, TurnComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each turn of the task, see below."
     )
 
@@ -219,7 +222,7 @@ class DataSection(Section):
     eval: Annotated[Component | dict[str, Component] | None, Resume.FIXED] = (
         None  # with `use` it is one set, else several
     )
-    order: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
+    sampler: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.OUTSIDE] = Field(
         default="auto",
         description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but up to 8 on a GPU, as'
@@ -250,15 +253,15 @@ class TrainSection(Section):
         default=None,
         description="Samples per forward pass on one rank; absent: global_batch / ranks, no accumulation.",
     )
-    elastic_shards: Annotated[Count | None, Resume.FIXED] = Field(
+    virtual_ranks: Annotated[Count | None, Resume.FIXED] = Field(
         default=None,
         description="Make results independent of the number of ranks: every step is computed as if on this many ranks,"
         " on any number that divides it, dropout, augmentation and BatchNorm statistics included. Costs forward passes"
-        " of global_batch / elastic_shards samples at most.",
+        " of global_batch / virtual_ranks samples at most.",
     )
-    last_batch: Annotated[Literal["keep", "drop"], Resume.FIXED] = Field(
-        default="keep",
-        description="An epoch's incomplete last batch: train on it (weighted exactly) or drop it.",
+    drop_last: Annotated[bool, Resume.FIXED] = Field(
+        default=False,
+        description="Drop an epoch's incomplete last batch; else train on it, weighted exactly.",
     )
     eval_every: Annotated[Amount, Resume.FREE] = Field(
         default=Duration(1, "ep"),
@@ -345,17 +348,17 @@ class TrainSection(Section):
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
         default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."
     )
-    stall: Annotated[WallTime | Literal["off"], Resume.OUTSIDE] = Field(
+    hang_timeout: Annotated[WallTime | Literal["off"], Resume.OUTSIDE] = Field(
         default=Duration(10, "m"),
         description="How long a rank may stand in one place (data, forward, backward, ...) before the run fails, with"
         " the stacks of all ranks and the name of the one that the others wait for. Three times as long in the first"
         ' step and in evaluations, six times at the start, in saves and where the first step compiles; "off": for ever.'
         " Of a single rank, only the wait for loader processes.",
     )
-    timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
+    collective_timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
         default=Duration(15, "m"),
         description="How long a collective may wait for a rank, and a save for a disk, before the run fails; where it"
-        " is longer than `stall`, that comes first and says more.",
+        " is longer than `hang_timeout`, that comes first and says more.",
     )
 
     @property
@@ -365,7 +368,7 @@ class TrainSection(Section):
 
     def per_pass(self, data_ranks: int) -> int:
         """Samples per forward pass of one of the `data_ranks` ranks that see different data; 0: there are too many."""
-        return self.micro_batch or self.global_batch // (self.elastic_shards or data_ranks)
+        return self.micro_batch or self.global_batch // (self.virtual_ranks or data_ranks)
 
 
 class KeepSection(Section):
@@ -376,9 +379,9 @@ class KeepSection(Section):
         default=None, description='Also keep one checkpoint every N epochs or steps, e.g. "10ep"; absent: none of them.'
     )
     best: Annotated[int, Resume.OUTSIDE] = Field(
-        default=0, ge=0, le=1000, description="How many of the best to keep, judged by `by`."
+        default=0, ge=0, le=1000, description="How many of the best to keep, judged by `monitor`."
     )
-    by: Annotated[Annotated[str, AfterValidator(on_one_line)] | None, Resume.OUTSIDE] = Field(
+    monitor: Annotated[Annotated[str, AfterValidator(on_one_line)] | None, Resume.OUTSIDE] = Field(
         default=None, description='The metric that decides what is best, e.g. "eval/loss".'
     )
     mode: Annotated[Literal["min", "max"] | None, Resume.OUTSIDE] = Field(
@@ -402,12 +405,12 @@ class CheckpointSection(Section):
         description='"sharded": every rank writes what it holds; "full" adds one file with the whole model, for other'
         " tools. Both can be resumed under any strategy.",
     )
-    contents: Annotated[Literal["all", "trained"], Resume.OUTSIDE] = Field(
+    save: Annotated[Literal["all", "trainable"], Resume.OUTSIDE] = Field(
         default="all",
-        description='"trained" leaves out weights that are frozen: at every start they must come again from the model,'
-        " or from init_from, and others than before are refused.",
+        description='"trainable" leaves out weights that are frozen: at every start they must come again from the'
+        " model, or from init_from, and others than before are refused.",
     )
-    background: Annotated[bool, Resume.OUTSIDE] = Field(
+    async_save: Annotated[bool, Resume.OUTSIDE] = Field(
         default=True, description="Write while training goes on, from a copy of the state in host memory."
     )
     on_failure: Annotated[Literal["stop", "continue"], Resume.OUTSIDE] = Field(
@@ -424,7 +427,7 @@ class CheckpointSection(Section):
         description="Begin with the weights of a run, a checkpoint or a safetensors file; tensors that it lacks keep"
         " their initial values, and are named in the log.",
     )
-    init_skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.FREE] = Field(
+    init_ignore: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.FREE] = Field(
         default=(), description='Tensors that init_from leaves alone, as globs over full names, e.g. "head.*".'
     )
     keep: KeepSection = KeepSection()
@@ -436,7 +439,7 @@ class TrackSection(Section):
     every: Annotated[TrainingTime, Resume.OUTSIDE] = Field(
         default=Duration(10, "st"), description="How often to write a row of training metrics."
     )
-    plan: Annotated[Literal["auto", "on", "off"], Resume.OUTSIDE] = Field(
+    memory_check: Annotated[Literal["auto", "on", "off"], Resume.OUTSIDE] = Field(
         default="off",
         description="Hold the memory of the second step against `ddpforge plan`, which then runs beside rank 0, in "
         "memory.json. auto: from a million parameters on; on: whatever the size, and waits for the plan at the end; "
@@ -448,8 +451,8 @@ class TrackSection(Section):
 class Recipe(Section):
     """A whole run, validated. Built by `load_recipe`, which also gives it as plain tables."""
 
-    recipe: Annotated[Literal[1], Resume.TUNABLE] = Field(
-        description="The recipe format version: write `recipe = 1` as the first line.",
+    recipe: Annotated[Literal[2], Resume.TUNABLE] = Field(
+        description="The recipe format version: write `recipe = 2` as the first line.",
     )
     name: Annotated[str, AfterValidator(_name), Resume.OUTSIDE] = Field(
         min_length=1, description="The run's name and the name of its folder."
@@ -480,8 +483,8 @@ class Recipe(Section):
                 found |= {(spec.named_in, key): component for key, component in named.items()}
         evaluations = self.data.evaluations
         found |= {("data", "eval", *filter(None, [name])): component for name, component in evaluations.items()}
-        for name, turn in self.optimizer.turns.items():
-            found |= {("optimizer", "turns", name): turn, ("optimizer", "turns", name, "schedule"): turn.schedule}
+        for name, turn in self.optimizer.updates.items():
+            found |= {("optimizer", "updates", name): turn, ("optimizer", "updates", name, "schedule"): turn.schedule}
         found |= {("optimizer", "groups", name): group for name, group in self.optimizer.groups.items()}
         return {path: component for path, component in found.items() if component}
 

@@ -35,7 +35,7 @@ def keep_of(folder: RunFolder) -> KeepSection:
 
 
 def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) -> Path:
-    """The checkpoint of `step`, the best by `checkpoint.keep.by`, or the newest intact one.
+    """The checkpoint of `step`, the best by `checkpoint.keep.monitor`, or the newest intact one.
 
     Raises UsageError when there is no such checkpoint; it names those that there are.
     """
@@ -53,9 +53,11 @@ def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) ->
     if best:
         keep = keep_of(folder)
         chosen = retention.best(found, keep)
-        problem = f"no checkpoint of {folder.path} has a finite {keep.by}"
-        if keep.by is None:
-            problem = f"no metric decides what is best: the recipe of {folder.path} does not set checkpoint.keep.by"
+        problem = f"no checkpoint of {folder.path} has a finite {keep.monitor}"
+        if keep.monitor is None:
+            problem = (
+                f"no metric decides what is best: the recipe of {folder.path} does not set checkpoint.keep.monitor"
+            )
     elif step is not None:
         chosen = [each for each in found if each.manifest.step == step]
         problem = f"{folder.path} has no checkpoint of step {step}"
@@ -237,7 +239,7 @@ def metrics(manifest: Manifest) -> dict[str, float | None]:
 def notable(found: Sequence[Row], keep: KeepSection) -> list[str]:
     """The metrics that a list has room for: the one that decides what is best, then those of the evaluation."""
     names = list(dict.fromkeys(name for row in found for name in row.metrics))
-    names = [*([keep.by] if keep.by in names else []), *(name for name in names if name.startswith("eval/"))]
+    names = [*([keep.monitor] if keep.monitor in names else []), *(name for name in names if name.startswith("eval/"))]
     return list(dict.fromkeys(names))[:_MOST_METRICS]
 
 

@@ -242,11 +242,11 @@ class _Forward(_Writes):
                 ) from error
         if parts:
             raise StrategyError(
-                f"{what} mixes whole tensors with one of which each rank has a part: logits that strategy.loss = "
-                '"vocabulary" leaves cut, or what is computed of a sharded weight outside of its block',
+                f"{what} mixes whole tensors with one of which each rank has a part: logits that "
+                "strategy.loss_parallel leaves cut, or what is computed of a sharded weight outside of its block",
                 hints=[
                     "give such logits to torch.nn.functional.cross_entropy alone, without label_smoothing and weight, "
-                    "or leave strategy.loss out",
+                    "or leave strategy.loss_parallel out",
                     'or set strategy.use = "ddp"',
                 ],
             ) from error

@@ -73,8 +73,8 @@ def _in_turns(registry: Registry, component: OptimizerComponent, model: nn.Modul
     parts: dict[str, Optimizer] = {}
     for name, chosen in parameters_of_turns(model, _globs(component, turns)).items():
         params = parameter_groups(model, component.no_decay, chosen)
-        parts[name] = _built(registry, component.turns[name], params)
-    return InTurns(parts, {name: component.turns[name].clip_norm for name in turns})
+        parts[name] = _built(registry, component.updates[name], params)
+    return InTurns(parts, {name: component.updates[name].clip_norm for name in turns})
 
 
 def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Module, blocks: Sequence[str]) -> Optimizer:
@@ -115,7 +115,7 @@ def check_parameters(
 
 def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], turns: Sequence[str]) -> None:
     if turns:
-        raise ValueError("layer_decay is for one model; give each of [optimizer.turns] a rate of its own")
+        raise ValueError("layer_decay is for one model; give each of [optimizer.updates] a rate of its own")
     if not blocks:
         raise ValueError("layer_decay needs repeated blocks and the model has none; name classes in train.blocks")
 
@@ -126,7 +126,7 @@ def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]
         found: Mapping[str, Sequence[str]] = parameters_of_turns(model, _globs(component, turns))
     else:
         found = _chosen(component, model) if component.groups else {}
-    parts: Mapping[str, Component] = {**component.turns, **component.groups}
+    parts: Mapping[str, Component] = {**component.updates, **component.groups}
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return [
         f"{part or 'all others'}: {parts.get(part, component).use}, "
@@ -142,4 +142,4 @@ def _chosen(component: OptimizerComponent, model: nn.Module) -> Mapping[str, Seq
 
 def _globs(component: OptimizerComponent, turns: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """The parameters of each turn, as globs."""
-    return {name: component.turns[name].parameters or (f"{name}.*",) for name in turns}
+    return {name: component.updates[name].parameters or (f"{name}.*",) for name in turns}

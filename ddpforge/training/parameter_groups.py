@@ -109,10 +109,10 @@ def parameters_of_turns(model: nn.Module, turns: Mapping[str, Sequence[str]]) ->
 
     Raises ValueError unless each parameter is one turn's, each turn has one, and each glob matches one.
     """
-    owners = _owners(model, "turns", turns)
+    owners = _owners(model, "updates", turns)
     for name, those in owners.items():
         if not those:
-            raise ValueError(f"turns: parameter `{name}` is in no turn, and must be in one; see their `parameters`")
+            raise ValueError(f"updates: parameter `{name}` is in no turn, and must be in one; see their `parameters`")
     return {turn: [name for name, those in owners.items() if turn in those] for turn in turns}
 
 

@@ -48,8 +48,8 @@ _CHAOS = 2e-3  # the difference that such a change makes in a model of which not
 _HINTS = {
     "layers": (
         "look at the plan (strategy.plan, or the model's `tensor_plan`): a weight of several, one below the other, is "
-        '"columns:3"',
-        'nothing that mixes channels (a norm, a softmax) may lie between "columns" and "rows"',
+        '"colwise:3"',
+        'nothing that mixes channels (a norm, a softmax) may lie between "colwise" and "rowwise"',
     ),
     "positions": (
         "what mixes positions (a convolution, a mean, a norm over them) must not be in the model, except in modules "

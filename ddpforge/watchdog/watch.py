@@ -202,7 +202,7 @@ def _peer_failed(cause: Mapping[str, Any]) -> PeerFailed:
 def beginning() -> Iterator[None]:
     """Raises the failure of another rank in place of what it causes here, while ranks start.
 
-    A rank that did not come is found when the others have waited `train.timeout` for it.
+    A rank that did not come is found when the others have waited `train.collective_timeout` for it.
     """
     try:
         yield

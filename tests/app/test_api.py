@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         os.chdir(folder)
         outcome = ddpforge.run("run.toml")
         again = ddpforge.run("run.toml", fresh=True, sets=["train.seed=1"], out="other")
-        ddpforge.run("run.toml", sets=["name=part", "train.freeze=['one.*']", "checkpoint.contents=trained"])
+        ddpforge.run("run.toml", sets=["name=part", "train.freeze=['one.*']", "checkpoint.save=trainable"])
         evaluated = {step: ddpforge.evaluate("run", checkpoint=step).metrics["eval/loss"] for step in (2, 4)}
         return {"outcomes": [outcome.sentence(), again.sentence()], "evaluated": evaluated, "code": outcome.exit_code}
 

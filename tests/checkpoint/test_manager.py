@@ -342,7 +342,7 @@ def test_too_little_memory_for_a_copy_is_an_error_with_advice_on_every_rank(
     for result in results:
         assert isinstance(result, CheckpointError)
         assert "rank 1: there is no host memory for a copy of" in result.message
-        assert "checkpoint.background = false" in result.hints[0]
+        assert "checkpoint.async_save = false" in result.hints[0]
 
 
 # ---------------------------------------------------------------------------------------------- pruning

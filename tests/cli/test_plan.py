@@ -133,7 +133,7 @@ def test_auto_writes_the_best_into_the_recipe_and_leaves_the_rest_as_it_is(recip
 @pytest.mark.full
 def test_auto_tries_every_kind_of_activation_checkpointing_on_a_model_with_blocks(recipe: str) -> None:
     model = '[model]\nuse = "gpt"\nvocab_size = 256\nblock_size = 64\nlayers = 4\nheads = 4\nwidth = 64\n'
-    data = '[data.train]\nuse = "text"\nsplit = "train"\nblock_size = 64\n[task]\nuse = "language_modelling"\n'
+    data = '[data.train]\nuse = "text"\nsplit = "train"\nblock_size = 64\n[task]\nuse = "language_modeling"\n'
     head, _, tail = RECIPE.partition("[optimizer]")
     Path(recipe).write_text(head.partition("[model]")[0] + model + data + "[optimizer]" + tail, encoding="utf-8")
     answer = _json(recipe, "--auto", "--strategies=single", "--budget=60MB")

@@ -50,7 +50,7 @@ name = "language"
 model = { use = "gpt", vocab_size = 16, block_size = 8, layers = 2, heads = 2, width = 16 }
 data.train = { use = "./parts.py:RaggedTokens" }
 data.eval = { use = "./parts.py:RaggedTokens", samples = 11 }
-task = { use = "language_modelling" }
+task = { use = "language_modeling" }
 optimizer = { use = "sgd", lr = 0.1 }
 train = { length = "2st", global_batch = 8, device = "cpu", eval_every = "2st" }
 checkpoint = { every = "2st" }

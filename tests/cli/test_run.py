@@ -125,7 +125,7 @@ def test_edited_code_is_a_changed_recipe(folder: Path, ddpforge: Callable[..., R
 def test_what_does_not_matter_for_the_result_may_change_after_the_end(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     sets = ["--set", "track.every=2st", "--set", "data.workers=1", "--set", "checkpoint.keep.last=1"]
-    again = ddpforge("run", "tiny.toml", *sets, "--set", "train.timeout=1m")
+    again = ddpforge("run", "tiny.toml", *sets, "--set", "train.collective_timeout=1m")
     assert again.stdout == "runs/tiny: done at step 2\n"
 
 

@@ -37,7 +37,7 @@ def test_what_is_built_instead_is_named(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- one table of kinds
 AS_IT_WAS = """
-model: [model]; data: [data.train] [data.eval]; order: [data.order]; task: [task]; metric: task.metrics
+model: [model]; data: [data.train] [data.eval]; order: [data.sampler]; task: [task]; metric: task.metrics
 optimizer: [optimizer]; schedule: [schedule]; strategy: [strategy]; tracker: [track.NAME]; callback: [callbacks.NAME]
 """
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from ddpforge.builtin.orders.bucketed import Bucketed
-from ddpforge.builtin.orders.curricula import Curriculum, Growing
-from ddpforge.builtin.orders.drawn import Balanced, Weighted
-from ddpforge.builtin.orders.plain import Sequential, Shuffled
-from ddpforge.builtin.orders.repeated import Repeated
+from ddpforge.builtin.samplers.bucketed import Bucketed
+from ddpforge.builtin.samplers.curricula import Curriculum, Growing
+from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
+from ddpforge.builtin.samplers.plain import Sequential, Shuffled
+from ddpforge.builtin.samplers.repeated import Repeated
 from ddpforge.data import Batches, RankShare, open_data
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Duration, Order
+from ddpforge.interfaces import Duration, BatchSampler
 
 
 class Samples:
@@ -32,7 +32,7 @@ class Samples:
         return index, torch.rand(())
 
 
-class Squares(Order):
+class Squares(BatchSampler):
     """An order of a plugin: steps of one, two, three, … samples, at most six."""
 
     steps_per_epoch = 3
@@ -55,7 +55,7 @@ ORDERS: dict[str, Any] = {
 }
 
 
-def opened(order: Order | None, *, rank: int = 0, ranks: int = 1, data: Any = None, **more: Any) -> Batches:
+def opened(order: BatchSampler | None, *, rank: int = 0, ranks: int = 1, data: Any = None, **more: Any) -> Batches:
     options: dict[str, Any] = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False} | more
     share = RankShare(rank, ranks, 12 // ranks // 2 or 1)
     return open_data(data or Samples(), order=order, global_batch=12, share=share, **options)
@@ -116,7 +116,7 @@ def test_a_step_of_another_size_says_so() -> None:
 
 
 def test_what_is_drawn_for_a_sample_is_its_own_in_every_epoch_or_every_time() -> None:
-    def draws(order: Order, number: int) -> list[tuple[int, float]]:
+    def draws(order: BatchSampler, number: int) -> list[tuple[int, float]]:
         return [one for step in steps(opened(order), number) for one in step]
 
     twice = draws(ORDERS["repeated"](), 2)
@@ -150,7 +150,7 @@ def test_a_dataset_is_told_epochs_and_steps_before_their_first_sample(workers: i
     assert {step for steps in evaluated for step in steps} == {-1}
 
 
-class Odd(Order):
+class Odd(BatchSampler):
     def __init__(self, found: Any) -> None:
         self.found = found
 

@@ -41,7 +41,7 @@ LAYOUTS = {
 FURTHER = {"single": Where('use = "single"', 1), "hsdp@4": Where(HSDP, 4), "zero2@4": Where(ZERO[2], 4)}
 
 HALF, WHOLE = 6, 12  # steps; an epoch has four, of which the last is ragged
-ELASTIC = "elastic_shards = 4"
+ELASTIC = "virtual_ranks = 4"
 MORE = """
 [callbacks.ema]
 decay = 0.9

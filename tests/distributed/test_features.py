@@ -167,7 +167,7 @@ recipe = 1
 name = "{name}"
 model = {{ use = "gpt", block_size = 16, layers = 1, heads = 2, width = 16 }}
 data = {{ workers = {workers}, train = {{ use = "text_stream", path = "text.txt", block_size = 16 }} }}
-task = {{ use = "language_modelling" }}
+task = {{ use = "language_modeling" }}
 optimizer = {{ use = "adamw", lr = 1e-2 }}
 train = {{ length = "20st", global_batch = 6 }}
 checkpoint = {{ every = "20st" }}
@@ -271,7 +271,7 @@ def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
 
 def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> None:
     """Four shards of two samples, dealt to two ranks."""
-    ranks = bench("run", train="elastic_shards = 4", length="1st")
+    ranks = bench("run", train="virtual_ranks = 4", length="1st")
     assert "8 per step = 2 per forward pass × 2 accumulation × 2 ranks" in ranks.stderr
 
 

@@ -20,7 +20,7 @@ hidden = [8]
 [data.train]
 use = "digits"
 split = "test"
-[data.order]
+[data.sampler]
 use = "repeated"
 times = 2
 order = {{ use = "growing", start = 3, until = "5st" }}

@@ -119,7 +119,7 @@ def test_after_a_crash(
     """Killed at step 13, it goes on from the checkpoint of step 7, and rows 8 to 13 are there once."""
     expected = undisturbed()
     write(folder, callbacks=INTERRUPTED.format(rank=0, signal="SIGKILL"))
-    at_once = ("--set", "checkpoint.background=false")  # step 7 is saved before step 8 begins
+    at_once = ("--set", "checkpoint.async_save=false")  # step 7 is saved before step 8 begins
     killed = ddpforge("run", "run.toml", *at_once, nproc=2, fails=True)
     assert killed.codes[0] == -9
     assert max(step for step, _ in rows(folder)) in (12, 13)

@@ -14,7 +14,7 @@ from support.doubles import Elsewhere, Plain
 from support.stages import staged
 from torch import Tensor, nn
 
-from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.interfaces import Callback, PartedData, Pass, Task

@@ -371,7 +371,7 @@ def test_a_folder_is_one_of_a_file_system(load: Load, valid: str, key: str, valu
     "text",
     [
         *["clip_norm=1e-300", "clip_norm=0", "clip_norm=true", "timeout=0.01s", "global_batch=8.0", "seed=true"],
-        *["eval_every=0st", "micro_batch=0", "elastic_shards=true"],
+        *["eval_every=0st", "micro_batch=0", "virtual_ranks=true"],
     ],
 )
 def test_absurd_magnitudes_and_other_types_are_refused(load: Load, text: str) -> None:
@@ -381,7 +381,7 @@ def test_absurd_magnitudes_and_other_types_are_refused(load: Load, text: str) ->
 
 def test_a_metric_has_a_name_on_one_line(load: Load) -> None:
     with pytest.raises(RecipeError, match="must not hold control characters"):
-        load(None, "checkpoint.keep.best=1", 'checkpoint.keep.by="eval/\\nloss"')
+        load(None, "checkpoint.keep.best=1", 'checkpoint.keep.monitor="eval/\\nloss"')
 
 
 @pytest.mark.parametrize("table", ["callbacks", "track"])
@@ -411,45 +411,45 @@ def test_initial_weights_have_a_path_on_one_line(load: Load, value: str) -> None
 # ---------------------------------------------------------------------------------------------- turns
 def test_a_turn_takes_over_what_it_does_not_say(load: Load, valid: str) -> None:
     text = f"""{valid}
-[optimizer.turns.d]
+[optimizer.updates.d]
 lr = 0.5
 clip_norm = 1.0
-[optimizer.turns.g]
-[optimizer.turns.h]
+[optimizer.updates.g]
+[optimizer.updates.h]
 use = "sgd"
 lr = 0.25
 schedule = {{ use = "cosine" }}
 """
     loaded = load(text, "optimizer.betas=[0.5, 0.6]")
-    turns = loaded.recipe.optimizer.turns
+    turns = loaded.recipe.optimizer.updates
     assert (turns["d"].options["lr"], turns["d"].options["betas"], turns["d"].clip_norm) == (0.5, (0.5, 0.6), 1.0)
     assert turns["g"].options == loaded.recipe.optimizer.options
     assert turns["h"].options == {"lr": 0.25, "momentum": 0.0, "nesterov": False}
     assert ("optimizer", "turns", "h", "schedule") in loaded.recipe.components()
     # Written out, a turn says what it said, so that a change of [optimizer] still reaches it.
     assert loaded.tables["optimizer"]["turns"]["g"] == {"parameters": [], "repeats": 1, "fresh": False}
-    again = load(loaded.dumps(), "optimizer.betas=[0.7, 0.8]").recipe.optimizer.turns
+    again = load(loaded.dumps(), "optimizer.betas=[0.7, 0.8]").recipe.optimizer.updates
     assert [again[name].options.get("betas") for name in "dgh"] == [(0.7, 0.8), (0.7, 0.8), None]
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("lrr = 0.1", "unknown key `lrr` in [optimizer.turns.d], which uses"),
-        ("repeats = 0", "`optimizer.turns.d.repeats` must be at least 1, not 0"),
-        ("repeats = true", "`optimizer.turns.d.repeats` must be an integer, not a boolean"),
-        ('repeats = "2"', "`optimizer.turns.d.repeats` must be an integer, not a string"),
-        ("fresh = 1", "`optimizer.turns.d.fresh` must be true or false, not an integer"),
-        ('clip_norm = "1"', "`optimizer.turns.d.clip_norm` must be a number, not a string"),
-        ('schedule = "cosine"', "[optimizer.turns.d.schedule] must be a table, not a string"),
+        ("lrr = 0.1", "unknown key `lrr` in [optimizer.updates.d], which uses"),
+        ("repeats = 0", "`optimizer.updates.d.repeats` must be at least 1, not 0"),
+        ("repeats = true", "`optimizer.updates.d.repeats` must be an integer, not a boolean"),
+        ('repeats = "2"', "`optimizer.updates.d.repeats` must be an integer, not a string"),
+        ("fresh = 1", "`optimizer.updates.d.fresh` must be true or false, not an integer"),
+        ('clip_norm = "1"', "`optimizer.updates.d.clip_norm` must be a number, not a string"),
+        ('schedule = "cosine"', "[optimizer.updates.d.schedule] must be a table, not a string"),
         ('use = "sgdd"', "there is no optimizer named `sgdd`"),
     ],
 )
 def test_what_is_wrong_with_a_turn_is_said_at_its_place(load: Load, valid: str, line: str, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        load(f"{valid}\n[optimizer.turns.d]\n{line}\n")
+        load(f"{valid}\n[optimizer.updates.d]\n{line}\n")
     assert said in caught.value.problems[0].message
-    assert caught.value.problems[0].key.startswith("optimizer.turns.d")
+    assert caught.value.problems[0].key.startswith("optimizer.updates.d")
 
 
 def test_a_group_takes_over_what_it_does_not_say(load: Load, valid: str) -> None:
@@ -462,7 +462,7 @@ def test_a_group_takes_over_what_it_does_not_say(load: Load, valid: str) -> None
 
 def test_groups_and_turns_are_not_for_one_recipe(load: Load, valid: str) -> None:
     with pytest.raises(RecipeError, match="cannot be used together"):
-        load(f"{valid}\n[optimizer.turns.d]\n[optimizer.groups.head]\nparameters = ['head.*']\n")
+        load(f"{valid}\n[optimizer.updates.d]\n[optimizer.groups.head]\nparameters = ['head.*']\n")
 
 
 def test_a_group_must_say_what_is_in_it(load: Load, valid: str) -> None:

@@ -82,7 +82,7 @@ def test_a_set_that_names_another_component_loses_the_options_of_the_old_one(loa
 
 @pytest.mark.parametrize("by", ["eval/clean/loss", "eval/seen/accuracy", "train/loss"])
 def test_the_best_checkpoint_is_judged_by_the_metric_of_one_set(load: Load, several: str, by: str) -> None:
-    assert load(several + BEST.format(f'"{by}"')).recipe.checkpoint.keep.by == by
+    assert load(several + BEST.format(f'"{by}"')).recipe.checkpoint.keep.monitor == by
 
 
 def test_sets_are_fixed_for_the_life_of_a_run(load: Load, several: str) -> None:

@@ -106,7 +106,7 @@ def test_what_cannot_be_chosen_is_refused_with_what_there_is(run: RunFolder) -> 
         (empty, {}, f"{empty.path} has no intact checkpoint", "it has checkpoints of step none"),
         (empty, {"best": True}, f"no checkpoint of {empty.path} has a finite eval/loss", "it has checkpoints of step"),
         (odd, {"best": True}, f"no checkpoint of {odd.path} has a finite eval/loss", "it has checkpoints of step 7"),
-        (nameless, {"best": True}, "does not set checkpoint.keep.by", "it has checkpoints of step 5, 6"),
+        (nameless, {"best": True}, "does not set checkpoint.keep.monitor", "it has checkpoints of step 5, 6"),
     ):
         with pytest.raises(UsageError) as caught:
             choose(folder, **options)

@@ -110,7 +110,7 @@ ODD = {
     "one": {"micro": "16"},
     "seven": {"batch": "14"},
     "cut": {"strategy": '\nsplit = ["blocks.1"]'},
-    "shards": {"train": "elastic_shards = 4"},
+    "shards": {"train": "virtual_ranks = 4"},
 }
 
 
@@ -138,7 +138,7 @@ def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
 )
 def test_steps_without_a_finite_gradient_are_left_out_on_all_stages(more: str) -> None:
     text = {
-        "recipe": RECIPE.replace('use = "language_modelling"', 'use = "./parts.py:Spoils"'),
+        "recipe": RECIPE.replace('use = "language_modeling"', 'use = "./parts.py:Spoils"'),
         "train": 'on_nonfinite = "skip"',
     }
     expected = train(DDP, 2, **text)[0]

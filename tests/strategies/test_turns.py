@@ -144,7 +144,7 @@ def test_a_turn_that_does_not_use_its_parameters_is_told_so() -> None:
 
     for said in in_ranks(2, action):
         assert "`0.b` got no gradient" in said
-        assert "optimizer.turns.b.parameters" in said
+        assert "optimizer.updates.b.parameters" in said
 
 
 @pytest.mark.parametrize("turn", ["a", "b"])

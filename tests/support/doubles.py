@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError

@@ -22,7 +22,7 @@ use = "./parts.py:RaggedTokens"
 use = "./parts.py:RaggedTokens"
 samples = 11
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = 3e-3

@@ -161,7 +161,7 @@ def said(contract: Contract, device: str = "cuda", fp8: str = "rowwise") -> list
         name="run",
         model=Component(use="gpt"),
         data={"train": Component(use="text")},
-        task=Component(use="language_modelling"),
+        task=Component(use="language_modeling"),
         optimizer=OptimizerComponent(use="adamw"),
         train=settings(fp8),
     )

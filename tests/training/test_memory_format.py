@@ -105,7 +105,7 @@ FORMS = {
     [
         ('use = "single"', "", 1),
         ('use = "ddp"', "", 2),
-        ('use = "ddp"', ", elastic_shards = 4", 2),
+        ('use = "ddp"', ", virtual_ranks = 4", 2),
         ('use = "fsdp"', "", 2),
     ],
     ids=["single", "ddp", "elastic shards", "fsdp"],

@@ -150,7 +150,7 @@ class Pair(nn.Module):
     [
         ({"d": ["d.*"], "g": ["g.*"]}, "parameter `shared.weight` is in no turn, and must be in one"),
         ({"d": ["d.*", "s*"], "g": ["g.*", "shared.*"]}, "`shared.weight` is in the turns d and g"),
-        ({"d": ["d.*"], "g": ["h.*"]}, "optimizer.turns.g.parameters: `h.*` matches no parameter; near it are"),
+        ({"d": ["d.*"], "g": ["h.*"]}, "optimizer.updates.g.parameters: `h.*` matches no parameter; near it are"),
     ],
 )
 def test_a_parameter_is_in_one_turn(turns: dict[str, list[str]], said: str) -> None:

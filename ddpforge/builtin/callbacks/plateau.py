@@ -16,7 +16,7 @@ class ReduceOnPlateau(Callback):
     """Multiplies the learning rate by `factor` after `patience` evaluations in a row without a new best of `metric`.
 
     The schedule continues: what it says is multiplied. After a reduction the patience starts again, and the rate never
-    falls below `least` times the schedule's.
+    falls below `min_lr_ratio` times the schedule's.
     """
 
     def __init__(
@@ -24,12 +24,14 @@ class ReduceOnPlateau(Callback):
         metric: Metric = "eval/loss",
         patience: Annotated[int, Field(ge=1, le=2**31, description="Evaluations without a new best to wait for.")] = 3,
         factor: Annotated[float, Field(gt=0, lt=1, description="What the rate is multiplied with each time.")] = 0.1,
-        least: Annotated[float, Field(ge=0, lt=1, description="The smallest factor of all reductions together.")] = 0.0,
+        min_lr_ratio: Annotated[
+            float, Field(ge=0, lt=1, description="The smallest factor of all reductions together.")
+        ] = 0.0,
         min_delta: MinDelta = 0.0,
         mode: Mode = None,
     ) -> None:
         self.metric = metric
-        self._patience, self._factor, self._least = patience, factor, least
+        self._patience, self._factor, self._min_lr_ratio = patience, factor, min_lr_ratio
         self._best = Best(metric, mode, min_delta)
         self._now = 1.0
 
@@ -43,7 +45,7 @@ class ReduceOnPlateau(Callback):
         if self._best.waited < self._patience:
             return
         self._best.waited = 0
-        if (lower := max(self._least, self._now * self._factor)) < self._now:
+        if (lower := max(self._min_lr_ratio, self._now * self._factor)) < self._now:
             self._now = lower
             logger.info("step %d: %s is on a plateau; the learning rate is multiplied by %g", step, self.metric, lower)
 

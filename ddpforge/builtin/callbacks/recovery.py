@@ -38,8 +38,8 @@ class WarmupAfterRollback(Callback):
     For `train.on_nonfinite = "rollback"`: the same rate over almost the same samples may well diverge again.
     """
 
-    def __init__(self, steps: Steps = 100, lowest: Lowest = 0.0) -> None:
-        self._rise = _Rise(lowest, steps)
+    def __init__(self, steps: Steps = 100, min_lr_ratio: Lowest = 0.0) -> None:
+        self._rise = _Rise(min_lr_ratio, steps)
 
     def lr_factor(self) -> float:
         """1, or less for some steps after a rollback."""
@@ -67,22 +67,24 @@ class SpikeGuard(Callback):
 
     A spike is a loss of more than `ratio` times the median of the last `window` rows. Training then goes back to the
     newest checkpoint, and on without the steps since the row before, whose updates led there; they count as passed. The
-    rate falls to `lowest` times what it would be, and rises again over `steps` steps. With `undo = false` only the rate
-    falls. A spike is noticed in the row that reports it, so `track.every` is how late that may be, and how many steps
-    are left out. What is not finite never reaches the weights, see `train.on_nonfinite`.
+    rate falls to `min_lr_ratio` times what it would be, and rises again over `steps` steps. With `rollback = false`
+    only the rate falls. A spike is noticed in the row that reports it, so `track.every` is how late that may be, and
+    how many steps are left out. What is not finite never reaches the weights, see `train.on_nonfinite`.
     """
 
     def __init__(
         self,
         ratio: Annotated[float, Field(gt=1, le=1e6, description="How far above the median a spike is.")] = 2.0,
         window: Annotated[int, Field(ge=3, le=10_000, description="Rows of which the median is taken.")] = 20,
-        lowest: Lowest = 0.1,
+        min_lr_ratio: Lowest = 0.1,
         steps: Steps = 100,
-        undo: Annotated[bool, Field(description="Go back to the newest checkpoint, and leave those steps out.")] = True,
+        rollback: Annotated[
+            bool, Field(description="Go back to the newest checkpoint, and leave those steps out.")
+        ] = True,
     ) -> None:
-        self._ratio, self._window, self.goes_back = ratio, window, undo
+        self._ratio, self._window, self.goes_back = ratio, window, rollback
         self._losses: deque[float] = deque(maxlen=window)
-        self._rise = _Rise(lowest, steps)
+        self._rise = _Rise(min_lr_ratio, steps)
         self._row = 0  # the step of the newest
         self._asked = False  # to go back
 

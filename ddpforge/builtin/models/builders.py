@@ -173,17 +173,18 @@ def moe_gpt(
     width: _Width = 128,
     dropout: _Dropout = 0.0,
     experts: Annotated[int, Field(ge=2, le=4096, description="Experts per block.")] = 8,
-    active: Annotated[int, Field(ge=1, le=64, description="Experts that a token uses; fewer than `experts`.")] = 2,
-    capacity: Annotated[
+    top_k: Annotated[int, Field(ge=1, le=64, description="Experts that a token uses; fewer than `experts`.")] = 2,
+    capacity_factor: Annotated[
         float,
         Field(gt=0, le=4096, description="Places of an expert, in even shares of a sequence's choices."),
     ] = 1.5,
 ) -> nn.Module:
-    """Predicts the next token at every position: [B, T] int64 → `Routed`, for the task `moe_language_modelling`.
+    """Predicts the next token at every position: [B, T] int64 → `Routed`, for the task `moe_language_modeling`.
 
-    Each token goes to its `active` most probable experts. An expert has places for `capacity` times its even share of a
-    sequence's choices; earlier tokens come first, and what finds no place passes the layer by. Routing looks at each
-    sequence by itself: what is dropped, and how even experts are used, depends neither on ranks nor on micro-batches.
+    Each token goes to its `top_k` most probable experts. An expert has places for `capacity_factor` times its even
+    share of a sequence's choices; earlier tokens come first, and what finds no place passes the layer by. Routing looks
+    at each sequence by itself: what is dropped, and how even experts are used, depends neither on ranks nor on
+    micro-batches.
     """
     from ddpforge.builtin.models.moe import MoEGPT
 
@@ -195,6 +196,6 @@ def moe_gpt(
         width=width,
         dropout=dropout,
         experts=experts,
-        active=active,
-        capacity=capacity,
+        top_k=top_k,
+        capacity_factor=capacity_factor,
     )

@@ -21,7 +21,7 @@ class MaskedLM(Task):
     """Cross-entropy of chosen tokens, of which a model sees the others; as in BERT (Devlin et al., 2019).
 
     A batch is tokens [B, T], a pair that begins with them, or {input_ids, attention_mask} for a model of transformers.
-    Of each sample `share` of the tokens are chosen, one at least; they become `mask_token`, but for `keep` of
+    Of each sample `mlm_probability` of the tokens are chosen, one at least; they become `mask_token`, but for `keep` of
     them, which stay. The loss is in nats per chosen token, in float32; beside it is reported its exponential,
     `perplexity`. Which tokens are chosen is drawn again in every pass; in evaluation a sample has always the same.
     """
@@ -33,11 +33,13 @@ class MaskedLM(Task):
         self,
         *,
         mask_token: Annotated[int, Field(ge=0, lt=2**24, description="The token that stands for a masked one.")],
-        share: Annotated[float, Field(gt=0, lt=1, description="Share of a sample's tokens to predict.")] = 0.15,
+        mlm_probability: Annotated[
+            float, Field(gt=0, lt=1, description="Share of a sample's tokens to predict.")
+        ] = 0.15,
         keep: Annotated[float, Field(ge=0, lt=1, description="Share of those that the model sees all the same.")] = 0.1,
         metrics: Annotated[Sequence[Metric], Field(description="What to report of the chosen tokens.")] = (),
     ) -> None:
-        self.mask_token, self.share, self.keep = mask_token, share, keep
+        self.mask_token, self.mlm_probability, self.keep = mask_token, mlm_probability, keep
         self.reports = by_name(metrics, "perplexity")
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -65,7 +67,7 @@ class MaskedLM(Task):
 
     def _chosen(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """The number of chosen tokens of each sample: a function of its length, so that `count` knows it too."""
-        return (lengths_of(tokens, mask) * self.share).round().clamp(min=1).long()
+        return (lengths_of(tokens, mask) * self.mlm_probability).round().clamp(min=1).long()
 
     def count(self, batch: Any) -> Tensor:
         """The tokens that are chosen."""

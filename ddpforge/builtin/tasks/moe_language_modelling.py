@@ -23,11 +23,12 @@ class _Outputs(NamedTuple):
 
 
 class MoELanguageModelling(LanguageModelling):
-    """`language_modelling`, and a loss that keeps experts evenly used, for models such as `moe_gpt`.
+    """`language_modeling`, and a loss that keeps experts evenly used, for models such as `moe_gpt`.
 
-    To the cross-entropy is added `balance` times the model's own measure of each sequence (1 where experts are used
-    evenly), weighted by its targets: the same whatever the ranks and micro-batches. Reported are also `cross_entropy`
-    (from which perplexity and bits are), `balance`, and `dropped`: the share of choices that found no place.
+    To the cross-entropy is added `aux_loss_weight` times the model's own measure of each sequence (1 where experts are
+    used evenly), weighted by its targets: the same whatever the ranks and micro-batches. Reported are also
+    `cross_entropy` (from which perplexity and bits are), `balance`, and `dropped`: the share of choices that found no
+    place.
     """
 
     by_position = takes_split_logits = False
@@ -36,26 +37,26 @@ class MoELanguageModelling(LanguageModelling):
         self,
         *,
         ignore_index: IgnoredTarget = IGNORED,
-        balance: Annotated[
+        aux_loss_weight: Annotated[
             float, Field(ge=0, le=100, description="Weight of the measure of balance in the loss.")
         ] = 0.01,
     ) -> None:
         super().__init__(ignore_index=ignore_index)
-        self.balance = balance
+        self.aux_loss_weight = aux_loss_weight
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         """The cross-entropy summed over targets, plus the balance of each sequence times its targets."""
-        tokens, targets = pair(batch, "moe_language_modelling", "(tokens, targets)")
+        tokens, targets = pair(batch, "moe_language_modeling", "(tokens, targets)")
         routed = model(tokens)
         if not all(hasattr(routed, name) for name in ("logits", "balance", "dropped")):
             raise UsageError(
-                f"task moe_language_modelling needs a model of experts, and {type(model).__name__} does not say how "
+                f"task moe_language_modeling needs a model of experts, and {type(model).__name__} does not say how "
                 "evenly they are used",
-                hints=['set model.use = "moe_gpt"', 'or task.use = "language_modelling"'],
+                hints=['set model.use = "moe_gpt"', 'or task.use = "language_modeling"'],
             )
         cross_entropy = self.cross_entropy(routed.logits, targets)
         balance = (routed.balance * self._weights(targets)).sum()
-        return cross_entropy + self.balance * balance, _Outputs(cross_entropy, routed.balance, routed.dropped)
+        return cross_entropy + self.aux_loss_weight * balance, _Outputs(cross_entropy, routed.balance, routed.dropped)
 
     def metrics(self, outputs: _Outputs, batch: Batch) -> Mapping[str, Total]:
         """The parts of the loss, and what was dropped; of the targets, like the loss."""

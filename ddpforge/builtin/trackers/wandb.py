@@ -138,10 +138,10 @@ class WandbTracker(Tracker):
         self.log(step, {"trainer/resumed_at": step})
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Uploads what is left; the run counts as failed unless `state` is done or stopped."""
+        """Uploads what is left; the run counts as failed unless `state` is done or preempted."""
         try:
             self._run.summary.update({"state": state, **summary})
-            self._run.finish(exit_code=0 if state in ("done", "stopped") else 1)
+            self._run.finish(exit_code=0 if state in ("done", "preempted") else 1)
         except TimeoutError:
             logger.warning("W&B: upload cut short; complete it: wandb sync %s", self._run.settings.sync_dir)
         finally:

@@ -130,7 +130,7 @@ def _travels(found: Any, step: Step) -> Any:
     raise StrategyError(
         f"`{step.name}` returns a {type(found).__name__}, and what travels from one rank to the next is a tensor, or a "
         "tuple of tensors",
-        hints=["return tensors, or cut elsewhere with strategy.split"],
+        hints=["return tensors, or cut elsewhere with strategy.split_points"],
     )
 
 

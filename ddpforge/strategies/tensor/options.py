@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ddpforge.strategies.tensor.plan import Plan, Style
     from ddpforge.strategies.tensor.shares import Shares
 
-__all__ = ["Loss", "Sequenced", "Sharing", "Styles", "Tensored"]
+__all__ = ["LossParallel", "Sequenced", "Sharing", "Styles", "Tensored"]
 
 Tensored = Annotated[
     int, Field(ge=1, le=2**10, description="Neighbouring ranks that share out each layer; must divide ranks.")
@@ -36,28 +36,32 @@ Styles = Annotated[
 Sequenced = Annotated[
     bool, Field(description="With `tensor`: cut what lies between layers (norms, residual stream) by the sequence.")
 ]
-Loss = Annotated[
-    Literal["whole", "vocabulary"],
+LossParallel = Annotated[
+    bool,
     Field(
-        description='With `tensor`: compute the loss from "whole" logits, or keep them cut by "vocabulary", which saves'
-        " their memory; for tasks that take cross-entropies of them."
+        description="With `tensor`: keep logits cut by vocabulary, up to the loss, which saves their memory; for tasks"
+        " that take cross-entropies of them."
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The options `tensor`, `plan`, `sequence` and `loss` of a strategy."""
+    """The options `tensor`, `plan`, `sequence_parallel` and `loss_parallel` of a strategy."""
 
     tensor: int = 1
     plan: Mapping[str, str] | None = None
     sequence: bool = False
-    loss: str = "whole"
+    loss_parallel: bool = False
 
     def refusals(self, train: TrainSection) -> Iterator[Refusal]:
         """Options that have no effect without sharing layers, or do not work with it."""
         if self.tensor == 1:
-            for key, chosen in (("plan", self.plan), ("sequence", self.sequence), ("loss", self.loss != "whole")):
+            for key, chosen in (
+                ("plan", self.plan),
+                ("sequence_parallel", self.sequence),
+                ("loss_parallel", self.loss_parallel),
+            ):
                 if chosen:
                     yield Refusal(
                         f"strategy.{key}",
@@ -84,11 +88,11 @@ class Sharing:
         """Reads the plan of which layers are cut how."""
         if self.tensor > 1:
             self._resolved(model, blocks)
-        if self.loss == "vocabulary" and not task.takes_split_logits:
+        if self.loss_parallel and not task.takes_split_logits:
             raise UsageError(
-                f'strategy.loss = "vocabulary" leaves logits in parts, and {type(task).__name__} wants them whole',
+                f"strategy.loss_parallel = true leaves logits in parts, and {type(task).__name__} wants them whole",
                 hints=[
-                    "leave strategy.loss out",
+                    "leave strategy.loss_parallel out",
                     "or set takes_split_logits = True in the task, if all it does with logits is cross_entropy",
                 ],
             )
@@ -108,7 +112,7 @@ class Sharing:
             return None
         from ddpforge.strategies.tensor.shares import Shares
 
-        logits = mesh if self.loss == "vocabulary" else None
+        logits = mesh if self.loss_parallel else None
         shares = Shares(self._resolved(model, blocks), ranks, world.device, sequence=self.sequence, logits=logits)
         shares.attach(model)
         return shares
@@ -131,7 +135,7 @@ class Sharing:
 
     def losses(self) -> AbstractContextManager[Any]:
         """Wraps what computes a loss of logits that ranks share, and its backward pass; not to be nested."""
-        if self.loss != "vocabulary":
+        if not self.loss_parallel:
             return nullcontext()
         from torch.distributed.tensor.parallel import loss_parallel
 
@@ -144,5 +148,6 @@ class Sharing:
     def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
         from ddpforge.strategies.tensor.plan import resolve
 
-        vocabulary = self.loss == "vocabulary"
-        return resolve(model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=vocabulary)
+        return resolve(
+            model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=self.loss_parallel
+        )

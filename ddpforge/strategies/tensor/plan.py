@@ -11,22 +11,21 @@ from typing import Any, NamedTuple, NoReturn
 from torch import nn
 
 from ddpforge.errors import StrategyError, UsageError
+from ddpforge.recipe.renamed import renamed_plan_word
 from ddpforge.strategies.tensor.cut import Cut
 
 __all__ = ["LAYERS", "Plan", "Style", "check_words", "resolve"]
 
-LAYERS = ("columns", "rows", "vocabulary", "logits", "summed", "replicated")
-_SEQUENCE = ("scatter", "sequence", "gather")
-_ALIASES = {  # transformers' words
-    "colwise": "columns",
-    "packed_colwise": "columns:2",
-    "rowwise": "rows",
-    "embedding_rowwise": "vocabulary",
-    "colwise_gather_output": "logits",
-    "colwise_rep": "logits",
-    "replicated_with_grad_allreduce": "summed",
-    "sequence_parallel": "sequence",
-}
+LAYERS = (
+    "colwise",
+    "rowwise",
+    "embedding_rowwise",
+    "colwise_gather_output",
+    "replicated_with_grad_allreduce",
+    "replicated",
+)
+_SEQUENCE = ("scatter", "sequence_parallel", "gather")
+_ALIASES = {"packed_colwise": "colwise:2", "colwise_rep": "colwise_gather_output"}  # in plans of transformers
 
 
 class Style(NamedTuple):
@@ -96,7 +95,7 @@ def _resolved(
         raise UsageError(
             f"strategy.tensor = {ranks} needs a plan of which layers are cut how, and {kind} has none",
             hints=[
-                'give the class `tensor_plan = {"blocks.*.up": "columns", "blocks.*.down": "rows"}`',
+                'give the class `tensor_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`',
                 "or write [strategy.plan] in the recipe, or set strategy.tensor = 1",
             ],
         )
@@ -135,13 +134,14 @@ def _matched(model: nn.Module, plan: Mapping[str, str], where: str) -> dict[str,
 
 def _style(glob: str, text: object, where: str) -> Style:
     word, _, parts = _ALIASES.get(str(text), str(text)).partition(":")
-    if word not in LAYERS + _SEQUENCE or (parts and (word != "columns" or not parts.isdecimal() or not int(parts))):
+    if word not in LAYERS + _SEQUENCE or (parts and (word != "colwise" or not parts.isdecimal() or not int(parts))):
         raise StrategyError(
             f'{where}: `{glob}` has the style "{text}", which is none that tensor parallelism has',
             hints=[
-                f"there are {', '.join(LAYERS)}; columns:3 where three weights are one; along the sequence "
+                *renamed_plan_word(str(text)),
+                f"there are {', '.join(LAYERS)}; colwise:3 where three weights are one; along the sequence "
                 f"{', '.join(_SEQUENCE)}",
-                f"of transformers' words, {', '.join(_ALIASES)} are known",
+                f"{' and '.join(_ALIASES)} are known, too, as transformers has them",
             ],
         )
     return Style(word, int(parts or 1))
@@ -153,20 +153,21 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
     own = {key for key, _ in module.named_parameters()}
     linear = isinstance(module, nn.Linear) and own <= {"weight", "bias"}
     right = {
-        "columns": linear,
-        "rows": linear and (type(module).forward is nn.Linear.forward),
-        "vocabulary": isinstance(module, nn.Embedding)
+        "colwise": linear,
+        "rowwise": linear and (type(module).forward is nn.Linear.forward),
+        "embedding_rowwise": isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
         and module.max_norm is None
         and not module.scale_grad_by_freq,
-        "logits": linear or not own,
+        "colwise_gather_output": linear or not own,
     }.get(style.word, True)
     if not right:
         needs = {
-            "columns": "a torch.nn.Linear",
-            "rows": "a torch.nn.Linear with torch's own forward",
-            "vocabulary": "a torch.nn.Embedding with torch's own forward, without max_norm and scale_grad_by_freq",
-            "logits": "a torch.nn.Linear, or a module without parameters that is given logits' weights",
+            "colwise": "a torch.nn.Linear",
+            "rowwise": "a torch.nn.Linear with torch's own forward",
+            "embedding_rowwise": "a torch.nn.Embedding with torch's own forward, without max_norm and"
+            " scale_grad_by_freq",
+            "colwise_gather_output": "a torch.nn.Linear, or a module without parameters that is given logits' weights",
         }[style.word]
         raise StrategyError(
             f'`{name}` ({type(module).__name__}) cannot be cut as "{style.word}", which takes {needs}',
@@ -181,7 +182,7 @@ def _refuse_forgotten(model: nn.Module, blocks: Sequence[nn.Module], styles: Map
         if isinstance(module, nn.Linear) and id(module) in inside and styles.get(name, Style("")).word not in LAYERS:
             raise StrategyError(
                 f"{where} says nothing of `{name}` ({type(module).__name__}): every rank would hold and compute it all",
-                hints=['give it "columns" or "rows"', 'or "replicated", if that is meant'],
+                hints=['give it "colwise" or "rowwise"', 'or "replicated", if that is meant'],
             )
 
 
@@ -190,26 +191,31 @@ def _check_sequence(styles: Mapping[str, Style], where: str, *, sequence: bool, 
     words = [style.word for style in styles.values()]
     if sequence and words.count("scatter") != 1:
         raise UsageError(
-            f'strategy.sequence = true needs one module that the sequence is cut before, and {where} says "scatter" '
-            f"of {words.count('scatter')}",
-            hints=['give the first block "scatter", norms "sequence", and the last "gather" if no "logits" follow'],
+            f"strategy.sequence_parallel = true needs one module that the sequence is cut before, and {where} says "
+            f'"scatter" of {words.count("scatter")}',
+            hints=[
+                'give the first block "scatter", norms "sequence_parallel", and the last "gather" if no '
+                '"colwise_gather_output" follow'
+            ],
         )
-    if split_logits and words.count("logits") != 1:
+    if split_logits and words.count("colwise_gather_output") != 1:
         raise UsageError(
-            f'strategy.loss = "vocabulary" needs one layer of "logits", and {where} has {words.count("logits")}',
-            hints=["leave strategy.loss out"],
+            f'strategy.loss_parallel = true needs one layer of "colwise_gather_output", and {where} has '
+            f"{words.count('colwise_gather_output')}",
+            hints=["leave strategy.loss_parallel out"],
         )
 
 
 def _check_tied(model: nn.Module, styles: Mapping[str, Style], where: str) -> None:
     """Raises StrategyError for an output layer that has no weights, and is not given those of one embedding."""
-    cut = [name for name, style in styles.items() if style.word == "vocabulary"]
+    cut = [name for name, style in styles.items() if style.word == "embedding_rowwise"]
     for name, style in styles.items():
         bare = next(model.get_submodule(name).parameters(), None) is None
-        if style.word == "logits" and bare and len(cut) != 1:
+        if style.word == "colwise_gather_output" and bare and len(cut) != 1:
             raise StrategyError(
-                f'{where} says "logits" of `{name}`, which has no weights, and "vocabulary" of {len(cut)} embeddings',
-                hints=['say "vocabulary" of the embedding whose weights it is given'],
+                f'{where} says "colwise_gather_output" of `{name}`, which has no weights, and "embedding_rowwise" of '
+                f"{len(cut)} embeddings",
+                hints=['say "embedding_rowwise" of the embedding whose weights it is given'],
             )
 
 
@@ -231,7 +237,10 @@ def _cut(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> Plan:
         if known != cut:
             raise StrategyError(
                 f"`{first[id(parameter)]}` and `{name}` are one parameter, and the plan cuts it in two ways",
-                hints=['give an embedding "vocabulary" and the output layer that is tied to it "logits", or neither'],
+                hints=[
+                    'give an embedding "embedding_rowwise" and the output layer that is tied to it '
+                    '"colwise_gather_output", or neither'
+                ],
             )
     return Plan(styles, {name: cut for name, cut in cuts.items() if cut}, aliases)
 
@@ -244,11 +253,11 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 def _cut_of(model: nn.Module, name: str, parameter: nn.Parameter, style: Style, ranks: int) -> Cut | None:
     shape = tuple(parameter.shape)
-    if style.word in ("vocabulary", "logits"):
+    if style.word in ("embedding_rowwise", "colwise_gather_output"):
         return Cut(shape, 0, 0, ranks)  # the last rank may have fewer
-    if style.word not in ("columns", "rows") or (style.word == "rows" and len(shape) == 1):
+    if style.word not in ("colwise", "rowwise") or (style.word == "rowwise" and len(shape) == 1):
         return None
-    dim = 0 if style.word == "columns" else 1
+    dim = 0 if style.word == "colwise" else 1
     unit = _head(model, name)
     if shape[dim] % (style.parts * ranks):
         _refuse_share(name, f"{_stretches(shape[dim], dim, style.parts)}", ranks)

@@ -27,8 +27,8 @@ def refuse_uneven(positions: int, ranks: int) -> None:
     """Raises UsageError for a sequence of so many positions, if it cannot be cut into equal parts."""
     if positions % ranks:
         raise UsageError(
-            f"strategy.sequence cuts sequences into {ranks} equal parts, and one has {positions} positions",
-            hints=["let the data fill sequences up to a multiple of that", "or set strategy.sequence = false"],
+            f"strategy.sequence_parallel cuts sequences into {ranks} equal parts, and one has {positions} positions",
+            hints=["let the data fill sequences up to a multiple of that", "or set strategy.sequence_parallel = false"],
         )
 
 
@@ -63,12 +63,14 @@ class Shares:
         """The names of parameters whose gradient is the sum over ranks, each of which computes a share of it."""
         found = set()
         for owner, style in self.plan.styles.items():
-            shares = style.word == "summed" or (self._sequence and style.word in ("sequence", "gather"))
+            shares = style.word == "replicated_with_grad_allreduce" or (
+                self._sequence and style.word in ("sequence_parallel", "gather")
+            )
             if shares:
                 found |= {f"{owner}.{key}" for key, _ in model.get_submodule(owner).named_parameters()}
             if (
                 self._sequence
-                and style.word == "rows"
+                and style.word == "rowwise"
                 and getattr(model.get_submodule(owner), "bias", None) is not None
             ):
                 found.add(f"{owner}.bias")
@@ -77,7 +79,9 @@ class Shares:
     # -- where only some of a model's layers are here
     def splits_behind(self, modules: Iterable[str]) -> bool:
         """True if activations are split over ranks behind the modules of these names, in the order of their use."""
-        opens, closes = ({"scatter"}, {"gather", "logits"}) if self._sequence else ({"columns"}, {"rows"})
+        opens, closes = (
+            ({"scatter"}, {"gather", "colwise_gather_output"}) if self._sequence else ({"colwise"}, {"rowwise"})
+        )
         split = False
         for name in modules:
             if style := self.plan.styles.get(name):
@@ -96,16 +100,16 @@ class Shares:
         self.summed = self._summed(model)
         for name, style in self.plan.styles.items():
             module = model.get_submodule(name)
-            if style.word == "columns":
+            if style.word == "colwise":
                 if not self._sequence:
                     around = model.get_submodule(name.rpartition(".")[0])
                     around.register_forward_pre_hook(self._outside)
                 module.register_forward_pre_hook(self._enter)
-            elif style.word == "rows":
+            elif style.word == "rowwise":
                 module.forward = partial(self._rows, module)
-            elif style.word == "vocabulary":
+            elif style.word == "embedding_rowwise":
                 module.forward = partial(self._embed, module, self._cut_of(name))
-            elif style.word == "logits":
+            elif style.word == "colwise_gather_output":
                 self._attach_logits(module, self._vocabulary(model, name))
             elif self._sequence and style.word == "scatter":
                 module.register_forward_pre_hook(self._scatter)
@@ -180,7 +184,9 @@ class Shares:
     def _vocabulary(self, model: nn.Module, owner: str) -> int:
         """The number of logits; a layer without weights is given those of the one embedding that is cut."""
         source = (
-            owner if any(True for _ in model.get_submodule(owner).parameters()) else self.plan.owned("vocabulary")[0]
+            owner
+            if any(True for _ in model.get_submodule(owner).parameters())
+            else self.plan.owned("embedding_rowwise")[0]
         )
         return self._cut_of(source).shape[0]
 
@@ -233,8 +239,9 @@ class ShareGradients:
                     f"parameter `{name}` is whole on every rank, and those that share layers have other gradients of "
                     "it: each saw a share of what it is used for",
                     hints=[
-                        'give its module the style "summed" in the plan, or, if the sequence is cut there, "sequence"',
-                        'look for "columns" in the plan that no "rows" follow, or the other way round',
+                        'give its module the style "replicated_with_grad_allreduce" in the plan, or, if the sequence '
+                        'is cut there, "sequence_parallel"',
+                        'look for "colwise" in the plan that no "rowwise" follow, or the other way round',
                     ],
                 )
 

@@ -37,7 +37,7 @@ class RunFailed(ForgeError):
 
     def __init__(self, spec: Spec, code: int, said: str) -> None:
         self.code = code
-        if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):  # whoever stopped the run meant the comparison
+        if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):  # whoever stopped the run meant the comparison
             self.code = int(ExitCode.INTERRUPTED)
             super().__init__(f"stopped in the run of `{spec.text}`; nothing was compared")
             return

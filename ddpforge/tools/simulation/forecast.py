@@ -145,7 +145,7 @@ def _simulated(parts: Built, ranks: int, build: Callable[[], Built]) -> list[Sim
 
     found: list[Simulated] = []
     first: dict[Hashable, int] = {}  # the place of the first of a kind
-    apart = parts.recipe.optimizer.groups or parts.recipe.optimizer.turns  # which may tell equal layers apart
+    apart = parts.recipe.optimizer.groups or parts.recipe.optimizer.updates  # which may tell equal layers apart
     for place, (rank, form) in enumerate(forms.items()):
         alike = first.setdefault(place if apart else (form, posts[more].get((place - 1, place))), place)
         if alike == place:

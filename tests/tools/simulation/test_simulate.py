@@ -37,7 +37,7 @@ use = "text"
 split = "train"
 block_size = 16
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = 1e-3

@@ -179,7 +179,7 @@ recipe = 1
 name = "tiny"
 model = { use = "gpt", block_size = 20, layers = 1, heads = 1, width = 8 }
 data.train = { use = "text", split = "train", path = "text.txt", block_size = 20 }
-task = { use = "language_modelling" }
+task = { use = "language_modeling" }
 optimizer = { use = "adamw", lr = 0.01 }
 train = { length = "2st", global_batch = 4 }
 """

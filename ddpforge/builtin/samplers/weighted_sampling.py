@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.orders.columns import column, numbers
-from ddpforge.builtin.orders.permutation import draw, key, permute
+from ddpforge.builtin.samplers.columns import column, numbers
+from ddpforge.builtin.samplers.permutation import draw, key, permute
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import EpochOrder, mix
+from ddpforge.interfaces import EpochBatchSampler, mix
 
 __all__ = ["Balanced", "Weighted"]
 
 _STEPS, _CLASSES, _MEMBERS, _OFFSET = 0x57E9, 0xC1A5, 0x3E3B, 0x0FF5  # keep the random numbers of different uses apart
 
 
-class Balanced(EpochOrder):
+class Balanced(EpochBatchSampler):
     """All classes equally often: their numbers in a step, and in an epoch, differ by one at most.
 
     Classes take turns from step to step; within a step their order is random. All samples of a class come before one
@@ -83,7 +83,7 @@ class Balanced(EpochOrder):
         return found
 
 
-class Weighted(EpochOrder):
+class Weighted(EpochBatchSampler):
     """Samples as often as their weights say: in an epoch of n, n · weight / Σ weights times, rounded up or down.
 
     Places of equal distance on the line of all weights, shifted at random for each epoch, in random order (systematic

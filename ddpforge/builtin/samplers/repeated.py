@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.orders.plain import Shuffled
-from ddpforge.interfaces import Order
+from ddpforge.builtin.samplers.plain import Shuffled
+from ddpforge.interfaces import BatchSampler
 
 __all__ = ["Repeated"]
 
 _MOST = 64  # steps whose samples are kept until they come again
 
 
-class Repeated(Order):
+class Repeated(BatchSampler):
     """Another order, each step of which comes `times` times before the next; or `steps` of them, as PPO's epochs do.
 
     With `steps = 2` and `times = 3`: steps 0 1 0 1 0 1, then 2 3 2 3 2 3. Random numbers
@@ -32,9 +32,9 @@ class Repeated(Order):
         *,
         times: Annotated[int, Field(ge=1, le=10**6, description="How often the same samples come.")],
         steps: Annotated[int, Field(ge=1, le=10**6, description="How many steps are repeated together.")] = 1,
-        order: Annotated[Order | None, Field(description="What is repeated; absent: `shuffled`.")] = None,
+        sampler: Annotated[BatchSampler | None, Field(description="What is repeated; absent: `shuffled`.")] = None,
     ) -> None:
-        self._order = order or Shuffled(data, seed, global_batch, drop_last)
+        self._order = sampler or Shuffled(data, seed, global_batch, drop_last)
         self._samples = lru_cache(maxsize=min(steps, _MOST))(self._order)
         self._times, self._steps = times, steps
         if (inner := self._order.steps_per_epoch) is not None and inner % steps == 0:

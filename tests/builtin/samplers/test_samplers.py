@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from ddpforge.builtin.orders.bucketed import Bucketed
-from ddpforge.builtin.orders.columns import column
-from ddpforge.builtin.orders.curricula import Curriculum, Growing
-from ddpforge.builtin.orders.drawn import Balanced, Weighted
-from ddpforge.builtin.orders.permutation import permute
-from ddpforge.builtin.orders.plain import Sequential, Shuffled
-from ddpforge.builtin.orders.repeated import Repeated
+from ddpforge.builtin.samplers.bucketed import Bucketed
+from ddpforge.builtin.samplers.columns import column
+from ddpforge.builtin.samplers.curricula import Curriculum, Growing
+from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
+from ddpforge.builtin.samplers.permutation import permute
+from ddpforge.builtin.samplers.plain import Sequential, Shuffled
+from ddpforge.builtin.samplers.repeated import Repeated
 from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.interfaces import Duration, Order
+from ddpforge.interfaces import Duration, BatchSampler
 
 
 class Samples:
@@ -56,17 +56,17 @@ ORDERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def made(name: str, samples: int = 103, *, batch: int = BATCH, drop: bool = False, seed: int = 5, **more: Any) -> Order:
+def made(name: str, samples: int = 103, *, batch: int = BATCH, drop: bool = False, seed: int = 5, **more: Any) -> BatchSampler:
     kind, options = ORDERS[name]
-    order: Order = kind(Samples(samples), seed, batch, drop, **options | more)
+    order: BatchSampler = kind(Samples(samples), seed, batch, drop, **options | more)
     return order
 
 
-def steps(order: Order, number: int, start: int = 0) -> list[list[int]]:
+def steps(order: BatchSampler, number: int, start: int = 0) -> list[list[int]]:
     return [list(map(int, order(step))) for step in range(start, start + number)]
 
 
-def epoch(order: Order, number: int = 0) -> list[list[int]]:
+def epoch(order: BatchSampler, number: int = 0) -> list[list[int]]:
     assert order.steps_per_epoch
     return steps(order, order.steps_per_epoch, order.steps_per_epoch * number)
 
@@ -340,7 +340,7 @@ def test_weights_that_add_up_to_less_than_one_by_rounding_lead_to_no_sample_beyo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the greatest offset that can be drawn, where the shares of 100,000 samples add up to 1 - 2e-12."""
-    monkeypatch.setattr("ddpforge.builtin.orders.drawn.draw", lambda keys, counts, seed: counts)
+    monkeypatch.setattr("ddpforge.builtin.samplers.weighted_sampling.draw", lambda keys, counts, seed: counts)
     data = Samples(100_000)
     data.weights = np.full(100_000, 0.1)
     assert sorted(map(int, Weighted(data, 5, 100_000, False)(0))) == list(range(100_000))

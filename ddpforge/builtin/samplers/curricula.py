@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.orders.columns import numbers
-from ddpforge.builtin.orders.permutation import permute
+from ddpforge.builtin.samplers.columns import numbers
+from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Duration, EpochOrder, Horizon, Order, mix
+from ddpforge.interfaces import BatchSampler, Duration, EpochBatchSampler, Horizon, mix
 
 __all__ = ["Curriculum", "Growing"]
 
@@ -23,7 +23,7 @@ _LONGEST = 10**6  # steps
 _PART = 1 << 12  # samples whose order is computed in one go
 
 
-class Curriculum(EpochOrder):
+class Curriculum(EpochBatchSampler):
     """Easy samples first: each step draws from the easiest share of the data, which grows linearly to all of it.
 
     While it grows no sample comes twice in a step, but some may in an epoch. From then on every sample comes once an
@@ -69,7 +69,7 @@ class Curriculum(EpochOrder):
         return np.clip(np.ceil(share * self.places), min(self.global_batch, self.places), self.places).astype(np.uint64)
 
 
-class Growing(Order):
+class Growing(BatchSampler):
     """Small steps first: their size grows linearly from `start` to the global batch; every sample once an epoch.
 
     A step is never larger than what is left of its epoch. As epochs take different numbers of steps, what happens

@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.orders.columns import numbers
-from ddpforge.builtin.orders.permutation import key, permute
-from ddpforge.interfaces import EpochOrder, mix
+from ddpforge.builtin.samplers.columns import numbers
+from ddpforge.builtin.samplers.permutation import key, permute
+from ddpforge.interfaces import EpochBatchSampler, mix
 
 __all__ = ["Bucketed"]
 
 _STEPS = 0x57E9  # keeps the order of steps apart from that of samples
 
 
-class Bucketed(EpochOrder):
+class Bucketed(EpochBatchSampler):
     """Every sample once an epoch, and samples of like length in one step.
 
     A random part of the epoch, `window` steps long, is sorted by length and cut into steps, which come in random order;
