@@ -104,7 +104,8 @@ def _refuse_strangers(endpoint: str) -> None:
 def _held(place: str, endpoint: str) -> EnvironmentProblem:
     host, port = _place(place)
     return EnvironmentProblem(
-        f"--rdzv-endpoint {endpoint}: another program holds port {port} of {host}, which does not answer as a launch does",
+        f"--rdzv-endpoint {endpoint}: another program holds port {port} of {host}, "
+        "which does not answer as a launch does",
         hints=[f"--rdzv-endpoint {host}:PORT on all nodes; PORT and the next one must be free on {host}"],
     )
 
