@@ -39,7 +39,7 @@ from ddpforge.interfaces import Callback, StepInfo
 LR, LOG_EVERY = 1e-3, 10
 GPT = 'use = "gpt"\nvocab_size = {}\nblock_size = {}\nlayers = {}\nheads = {}\nwidth = {}'
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "gpu"
 [model]
 {model}

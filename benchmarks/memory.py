@@ -52,7 +52,7 @@ BUCKETS = (
 )
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "bench"
 [model]
 use = "gpt"

@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 RANKS = 2
 
 HEAD = """
-recipe = 1
+recipe = 2
 name = "memory"
 [optimizer]
 use = "adamw"

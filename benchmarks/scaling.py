@@ -115,7 +115,7 @@ def checkpoints(count: int, folder: Path) -> Costs:
         write(folder, facts_at(step), state, peers)
     known = retention.Known()
     retention.committed(folder, known)
-    keep = KeepSection(last=count, best=1, by="eval/loss", mode="min")
+    keep = KeepSection(last=count, best=1, monitor="eval/loss", mode="min")
     return {
         "find the newest intact one": seconds(lambda: retention.newest(folder)),
         "ckpt ls": seconds(lambda: rows(CheckpointFolder(folder, None))),

@@ -26,7 +26,7 @@ from ddpforge.strategies.fsdp.units import refuse_form
 from ddpforge.training import blocks, ledger, recompute
 
 NORMS = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "./odd_models.py:NormedBlocks" }
 data.train = { use = "./parts.py:Points", samples = 36 }

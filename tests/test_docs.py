@@ -47,7 +47,7 @@ def spans(page: Path) -> list[str]:
 
 
 def recipes(page: Path) -> list[str]:
-    return [text for text in blocks(page, "toml") if text.startswith("recipe = 1")]
+    return [text for text in blocks(page, "toml") if text.startswith("recipe = 2")]
 
 
 def write_files(page: Path, folder: Path) -> None:

@@ -49,7 +49,7 @@ for shard in range(100):
 FILES = {
     "gpt.toml": GPT,
     "recipe.toml": SHORT,
-    "base.toml": 'recipe = 1\nname = "base"\nextends = ["digits"]\n',
+    "base.toml": 'recipe = 2\nname = "base"\nextends = ["digits"]\n',
     "words.py": WORDS,
     "letters.txt": "abcdefghijklmno\n" * 200,
     "lines/a.txt": "abcdefg\n" * 16,

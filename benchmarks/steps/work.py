@@ -11,7 +11,7 @@ LR = 1e-3
 LOG_EVERY = 10  # steps
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "bench"
 {model}
 [data.train]

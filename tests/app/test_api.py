@@ -27,7 +27,7 @@ from ddpforge.runs.folder import RunFolder
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search"
 SHORT = ("train.length=4st", "train.eval_every=2st", "checkpoint.every=2st", "schedule.warmup=1st")
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "./net.py:Tied" }
 data.train = { use = "digits", split = "train" }
@@ -36,7 +36,7 @@ task = { use = "classification" }
 optimizer = { use = "sgd", lr = 0.1 }
 strategy = { use = "single" }
 train = { length = "4st", global_batch = 8, device = "cpu", eval_every = "2st" }
-checkpoint = { every = "2st", keep = { last = 9, best = 1, by = "eval/loss" } }
+checkpoint = { every = "2st", keep = { last = 9, best = 1, monitor = "eval/loss" } }
 callbacks.ema = { decay = 0.5 }
 """
 NET = """

@@ -24,7 +24,7 @@ from ddpforge.interfaces import Context
 
 TEXT = "abcdefghij" * 300
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "{name}"
 model = {{ use = "gpt", vocab_size = 256, block_size = 16, layers = 1, heads = 2, width = 32 }}
 data.train = {{ use = "text", split = "train", path = "text.txt", block_size = 16, level = "{level}" }}

@@ -24,7 +24,7 @@ from ddpforge.runs.metrics import read_metrics
 from ddpforge.training.contract import Size
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "gpt"
@@ -201,7 +201,7 @@ def test_full_memory_starts_no_plan_unless_asked_and_names_the_command_that_does
     command = error.hints[1].removeprefix("see what a step needs, and which changes fit: ")
     assert shlex.split(command) == [
         *("ddpforge", "plan", str(recipe.parent / "a run/recipe.resolved.toml"), "--ranks", "1"),
-        *("--budget", "8.0MB"),
+        *("--memory", "8.0MB"),
     ]
 
 

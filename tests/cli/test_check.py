@@ -232,7 +232,7 @@ def test_a_stream_that_comes_with_ddpforge_is_met_so_too() -> None:
 
 # ---------------------------------------------------------------------------------------------- endless recipes
 TINY = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
@@ -314,14 +314,14 @@ def test_a_range_in_the_path_of_tar_files_is_not_expanded_for_ever() -> None:
 
 def test_two_billion_updates_a_step_are_refused() -> None:
     Path("tiny.toml").write_text(TINY)
-    refused = _check("tiny.toml", "--set", "optimizer.updates.a.repeats=2147483648")
+    refused = _check("tiny.toml", "--set", "optimizer.updates.a.n_updates=2147483648")
     assert refused.exit_code == 2
-    assert "`optimizer.updates.a.repeats` must be at most 10000" in refused.stderr
+    assert "`optimizer.updates.a.n_updates` must be at most 10000" in refused.stderr
 
 
 # ---------------------------------------------------------------------------------------------- how a model is cut
 GPT = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "gpt", vocab_size = 256, block_size = 16, layers = 2, heads = 2, width = 16 }
 data.train = { use = "tokens", path = "there_is_no_such_file.bin", block_size = 16 }
@@ -334,14 +334,14 @@ train = { length = "2st", global_batch = 8, device = "cpu" }
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ('{ use = "fsdp", tensor = 2, plan = { "blocks.*.nothing" = "columns" } }', "which no module of the model"),
+        ('{ use = "fsdp", tensor = 2, plan = { "blocks.*.nothing" = "colwise" } }', "which no module of the model"),
         (
             '{ use = "fsdp", tensor = 2, plan = { "blocks.*.mlp.0" = "colums" } }',
             "which is none that tensor parallelism",
         ),
         ('{ use = "fsdp", tensor = 4 }', "2 heads of 8"),
-        ('{ use = "pipeline", split = ["blocks.9"] }', "no part can begin with `blocks.9`"),
-        ('{ use = "pipeline", split = ["blocks.0", "blocks.1"], stages = 2 }', "must name the 1 steps"),
+        ('{ use = "pipeline", split_points = ["blocks.9"] }', "no part can begin with `blocks.9`"),
+        ('{ use = "pipeline", split_points = ["blocks.0", "blocks.1"], stages = 2 }', "must name the 1 steps"),
         ('{ use = "pipeline", schedule = "Interleaved1F1B", stages = 4 }', "too few for 8 parts"),
     ],
 )

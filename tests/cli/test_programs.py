@@ -38,7 +38,7 @@ task = { use = "classification" }
 """,
 }
 REST = """
-recipe = 1
+recipe = 2
 name = "{name}"
 optimizer = {{ use = "sgd", lr = 0.1 }}
 strategy = {{ use = "single" }}

@@ -11,12 +11,12 @@ import torch
 
 from ddpforge.builtin.samplers.bucketed import Bucketed
 from ddpforge.builtin.samplers.curricula import Curriculum, Growing
-from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
 from ddpforge.builtin.samplers.plain import Sequential, Shuffled
 from ddpforge.builtin.samplers.repeated import Repeated
+from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
 from ddpforge.data import Batches, RankShare, open_data
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Duration, BatchSampler
+from ddpforge.interfaces import BatchSampler, Duration
 
 
 class Samples:
@@ -49,8 +49,8 @@ ORDERS: dict[str, Any] = {
     "weighted": partial(Weighted, Samples(), 3, 12, False, by="lengths"),
     "bucketed": partial(Bucketed, Samples(), 3, 12, False, window=3),
     "curriculum": partial(Curriculum, Samples(), 3, 12, False, by="lengths", until=UNTIL),
-    "growing": partial(Growing, Samples(), 3, 12, False, start=1, until=UNTIL),
-    "repeated": partial(Repeated, Samples(), 3, 12, False, times=3),
+    "batch_size_warmup": partial(Growing, Samples(), 3, 12, False, start=1, until=UNTIL),
+    "reuse_batches": partial(Repeated, Samples(), 3, 12, False, times=3),
     "a plugin's": Squares,
 }
 
@@ -119,7 +119,7 @@ def test_what_is_drawn_for_a_sample_is_its_own_in_every_epoch_or_every_time() ->
     def draws(order: BatchSampler, number: int) -> list[tuple[int, float]]:
         return [one for step in steps(opened(order), number) for one in step]
 
-    twice = draws(ORDERS["repeated"](), 2)
+    twice = draws(ORDERS["reuse_batches"](), 2)
     assert [one for one, _ in twice[:12]] == [one for one, _ in twice[12:]]
     assert len(set(twice)) == 24
     by_order = dict(draws(ORDERS["sequential"](), 9))
@@ -141,7 +141,7 @@ def test_a_dataset_is_told_epochs_and_steps_before_their_first_sample(workers: i
         def __getitem__(self, index: int) -> Any:
             return self.epoch, self.step
 
-    source = opened(ORDERS["repeated"](), data=Told(), workers=workers).training(25)
+    source = opened(ORDERS["reuse_batches"](), data=Told(), workers=workers).training(25)
     told = [(epoch.tolist(), step.tolist()) for epoch, step in (micro.data for micro in islice(source, 7))]
     assert [(set(epoch), set(step)) for epoch, step in told] == [
         ({epoch}, {step}) for epoch, step in [(0, 25), (0, 25), (0, 26), (0, 26), (1, 27), (1, 27), (1, 28)]
@@ -176,4 +176,4 @@ def test_what_is_no_step_is_refused(found: Any, said: str) -> None:
 def test_the_smallest_micro_batches_of_an_order_are_those_of_its_first_steps() -> None:
     assert opened(Squares(), ranks=1).fewest(None) == (1, 1)
     assert opened(ORDERS["shuffled"](), ranks=2).fewest(None) == (3, 1)
-    assert opened(ORDERS["growing"](), ranks=2).fewest(None) == (0, 0)
+    assert opened(ORDERS["batch_size_warmup"](), ranks=2).fewest(None) == (0, 0)

@@ -15,7 +15,7 @@ from support.launched import Ranks
 from ddpforge.errors import ExitCode
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
@@ -166,7 +166,7 @@ DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a word: killed, or cr
 def test_a_rank_that_cannot_speak_is_named_by_the_others(
     tmp_path: Path, faulty: Faulty, kind: str, rank: int, nproc: int, said: str
 ) -> None:
-    """Of one that has ended they know it at once, of others when a collective has waited for `train.collective_timeout`."""
+    """Of one that has ended they know it at once, of others after `train.collective_timeout`."""
     more = [WAITS_LITTLE] if kind in ("stopped", "hangs") else []
     ended, status = faulty(kind, *more, rank=rank, nproc=nproc)
     assert all(ended.codes)
@@ -261,11 +261,11 @@ def test_ranks_that_are_asked_to_stop_while_one_hangs_in_the_start_stop(
     starting: Path, ddpforge: Callable[..., Ranks]
 ) -> None:
     ended = ddpforge("run", "run.toml", env={"IMPORT": "asked"}, nproc=2, fails=True)
-    assert ended.codes == [ExitCode.STOPPED] * 2
+    assert ended.codes == [ExitCode.PREEMPTED] * 2
     assert "error: asked to stop before training began" in ended.stderr
     assert "Traceback" not in ended.stderr
     alone = ddpforge("run", "run.toml", "--set=data.train.how=asked", nproc=1, fails=True)
-    assert alone.codes == [ExitCode.STOPPED]
+    assert alone.codes == [ExitCode.PREEMPTED]
     assert "error: asked to stop before training began" in alone.stderr
 
 
@@ -331,7 +331,11 @@ def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Pat
     """Under the real launcher, whose SIGTERM such a rank does not see, and with a time limit of ten minutes."""
     (tmp_path / "run.toml").write_text(RECIPE)
     (tmp_path / "faults.py").write_text(FAULTS)
-    sets = [f"--set=callbacks.fault.kind={kind}", "--set=callbacks.fault.waits=yes", "--set=train.collective_timeout=10m"]
+    sets = [
+        f"--set=callbacks.fault.kind={kind}",
+        "--set=callbacks.fault.waits=yes",
+        "--set=train.collective_timeout=10m",
+    ]
     command = [sys.executable, "-m", "ddpforge", "launch", "run.toml", "--nproc", "2", *sets, "--json"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1

@@ -55,7 +55,7 @@ def test_neither_ranks_nor_layouts_matter(bench: Bench) -> None:
     go(bench, "fsdp", FSDP, ranks=4)
     go(bench, "two", EXPERTS, ranks=4, train="activation_checkpointing = true")
     go(bench, "four", f"{FSDP}\nexperts = 4", ranks=4)
-    go(bench, "whole", f'{EXPERTS}\naccumulate = "whole"\nmeta = true')
+    go(bench, "whole", f"{EXPERTS}\nno_sync = true\nmeta = true")
     for name in ("ddp", "fsdp", "two", "four", "whole"):
         alike(bench, name, "one")
 

@@ -15,7 +15,7 @@ from support.launched import Ranks
 from support.sharding import weights_in
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 [model]
 use = "mlp"
@@ -163,7 +163,7 @@ def test_a_stream_trains_alike_on_one_and_two_ranks(bench: Bench, tmp_path: Path
     """Trap 37."""
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 30)
     recipe = """
-recipe = 1
+recipe = 2
 name = "{name}"
 model = {{ use = "gpt", block_size = 16, layers = 1, heads = 2, width = 16 }}
 data = {{ workers = {workers}, train = {{ use = "text_stream", path = "text.txt", block_size = 16 }} }}
@@ -212,7 +212,7 @@ def test_throughput_adds_columns(bench: Bench) -> None:
 # ---------------------------------------------------------------------------------------------- checkpoints
 def test_the_best_checkpoint_is_saved_when_it_is_found_and_outlives_newer_ones(bench: Bench) -> None:
     """Trap 46."""
-    keep = '[checkpoint]\nevery = "100st"\nkeep = { last = 1, best = 1, by = "eval/loss" }'
+    keep = '[checkpoint]\nevery = "100st"\nkeep = { last = 1, best = 1, monitor = "eval/loss" }'
     bench("best", length="40st", more=keep)
     losses = dict(zip(range(4, 41, 4), bench.column("best", "eval/loss"), strict=True))
     best = min(losses, key=lambda step: losses[step])

@@ -16,7 +16,7 @@ from ddpforge.errors import ExitCode
 from ddpforge.runs.folder import RunFolder
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "mlp"

@@ -19,7 +19,7 @@ from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.data import mix
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 [model]
 use = "gpt"

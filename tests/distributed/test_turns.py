@@ -12,7 +12,11 @@ from support.sharding import weights_in
 
 SMALL = (
     *("train.eval_every=6st", "checkpoint.every=99st", "track.every=1st", "model.width=32"),
-    *("train.global_batch=16", "optimizer.updates.discriminator.repeats=2", "optimizer.updates.discriminator.fresh=true"),
+    *(
+        "train.global_batch=16",
+        "optimizer.updates.discriminator.n_updates=2",
+        "optimizer.updates.discriminator.new_batch=true",
+    ),
 )
 CURVE = ("train/loss", "train/grad_norm", "train/loss/discriminator", "train/grad_norm/generator", "lr/generator")
 

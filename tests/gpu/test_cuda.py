@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 [model]
 use = "gpt"

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 LONG = f"""
-recipe = 1
+recipe = 2
 name = "run"
 model = {{ use = "gpt", vocab_size = 256, block_size = 32, layers = 4, heads = 4, width = 64 }}
 data.train = {{ use = "text", split = "train", block_size = 32 }}

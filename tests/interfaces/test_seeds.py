@@ -223,7 +223,7 @@ def collated(seed: int, step: int, first: int, workers: int = 0) -> float:
 
 # ---------------------------------------------------------------------------------------------- what is built
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model.use = "./mine.py:Net"
 data.train = { use = "digits", split = "train" }

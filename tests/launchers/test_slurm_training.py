@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 
 STEPS = 80
 RECIPE = f"""
-recipe = 1
+recipe = 2
 name = "undisturbed"
 [model]
 use = "mlp"

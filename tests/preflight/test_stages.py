@@ -26,10 +26,18 @@ from ddpforge.recipe import load_recipe
             "data.sampler",
             "Stream is an iterable dataset, whose samples come in its own order",
         ),
-        (["data.sampler={use='balanced', by='label'}"], "data.sampler.by", "by: Data has no `label`, by which to order"),
-        (["data.sampler={use='growing', start=1, until='4ep'}"], "data.sampler.until", "until: 4ep must be in steps"),
         (
-            ["data.sampler={use='growing', start=1, until='4st'}", "train.length=1.5ep"],
+            ["data.sampler={use='balanced', by='label'}"],
+            "data.sampler.by",
+            "by: Data has no `label`, by which to order",
+        ),
+        (
+            ["data.sampler={use='batch_size_warmup', start=1, until='4ep'}"],
+            "data.sampler.until",
+            "until: 4ep must be in steps",
+        ),
+        (
+            ["data.sampler={use='batch_size_warmup', start=1, until='4st'}", "train.length=1.5ep"],
             "train.length",
             "train.length: 1.5ep needs to know how long an epoch is, and this data has no epochs of one length",
         ),
@@ -49,14 +57,14 @@ def test_whole_epochs_of_an_order_whose_steps_grow_are_a_length(
     parts: Callable[..., Staged], length: str, steps: int
 ) -> None:
     """16 samples in steps of 1, 2, 4, 6 and 3, which is what is left; then of 8."""
-    built = parts("data.sampler={use='growing', start=1, until='4st'}", f"train.length={length}")
+    built = parts("data.sampler={use='batch_size_warmup', start=1, until='4st'}", f"train.length={length}")
     assert told(built) == {}
     assert built.stage.plan.horizon.total == steps
 
 
 def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Staged]) -> None:
     assert parts("train.length=2ep").stage.plan.horizon.total == 4
-    assert parts("train.length=2ep", "data.sampler={use='repeated', times=3}").stage.plan.horizon.total == 12
+    assert parts("train.length=2ep", "data.sampler={use='reuse_batches', times=3}").stage.plan.horizon.total == 12
 
 
 def evaluated(*only: str, sets: Sequence[str] = SETS) -> Staged:

@@ -95,7 +95,7 @@ def test_code_that_is_not_beside_its_recipe_is_not_looked_for_elsewhere(load: Lo
 def test_a_recipe_that_comes_with_ddpforge_is_extended_by_its_name_unless_a_file_has_it(
     load: Load, registry: Registry
 ) -> None:
-    child = 'recipe = 1\nextends = ["digits"]\nname = "mine"\ntrain.seed = 3\n'
+    child = 'recipe = 2\nextends = ["digits"]\nname = "mine"\ntrain.seed = 3\n'
     loaded = load(child)
     ours = load_recipe("digits", registry=registry)
     assert loaded.recipe.train == ours.recipe.train.model_copy(update={"seed": 3})
@@ -107,7 +107,7 @@ def test_a_recipe_that_comes_with_ddpforge_is_extended_by_its_name_unless_a_file
 def test_later_layers_win_tables_merge_and_arrays_are_replaced(load: Load, valid: str) -> None:
     child = 'extends = ["one.toml", "two.toml"]\n[optimizer]\nbetas = [0.5, 0.6]\n[train]\nseed = 3\n'
     one = valid + "seed = 1\n[checkpoint]\nkeep = { last = 7 }\n"
-    two = "[train]\nseed = 2\nmicro_batch = 64\n[checkpoint]\nkeep = { best = 1, by = 'train/loss' }\n"
+    two = "[train]\nseed = 2\nmicro_batch = 64\n[checkpoint]\nkeep = { best = 1, monitor = 'train/loss' }\n"
     loaded = load(child, one=one, two=two)
     recipe = loaded.recipe
     assert (recipe.train.seed, recipe.train.micro_batch, recipe.train.global_batch) == (3, 64, 256)
@@ -270,7 +270,7 @@ def test_every_value_knows_where_it_comes_from(load: Load, valid: str, monkeypat
 @pytest.mark.parametrize(
     ("data", "line", "said"),
     [
-        (b"recipe = 1\nname = \xff\n", ":2:8", "not UTF-8 text: byte 0xff"),
+        (b"recipe = 2\nname = \xff\n", ":2:8", "not UTF-8 text: byte 0xff"),
         (b"recipe = \x00", ":1:10", "not valid TOML"),
         (b'name = "a', ":1:10", "is its closing quote missing?"),
         (b"train = { length = ", ":1:19", "not valid TOML"),
@@ -425,9 +425,9 @@ schedule = {{ use = "cosine" }}
     assert (turns["d"].options["lr"], turns["d"].options["betas"], turns["d"].clip_norm) == (0.5, (0.5, 0.6), 1.0)
     assert turns["g"].options == loaded.recipe.optimizer.options
     assert turns["h"].options == {"lr": 0.25, "momentum": 0.0, "nesterov": False}
-    assert ("optimizer", "turns", "h", "schedule") in loaded.recipe.components()
+    assert ("optimizer", "updates", "h", "schedule") in loaded.recipe.components()
     # Written out, a turn says what it said, so that a change of [optimizer] still reaches it.
-    assert loaded.tables["optimizer"]["turns"]["g"] == {"parameters": [], "repeats": 1, "fresh": False}
+    assert loaded.tables["optimizer"]["updates"]["g"] == {"parameters": [], "n_updates": 1, "new_batch": False}
     again = load(loaded.dumps(), "optimizer.betas=[0.7, 0.8]").recipe.optimizer.updates
     assert [again[name].options.get("betas") for name in "dgh"] == [(0.7, 0.8), (0.7, 0.8), None]
 
@@ -436,10 +436,10 @@ schedule = {{ use = "cosine" }}
     ("line", "said"),
     [
         ("lrr = 0.1", "unknown key `lrr` in [optimizer.updates.d], which uses"),
-        ("repeats = 0", "`optimizer.updates.d.repeats` must be at least 1, not 0"),
-        ("repeats = true", "`optimizer.updates.d.repeats` must be an integer, not a boolean"),
-        ('repeats = "2"', "`optimizer.updates.d.repeats` must be an integer, not a string"),
-        ("fresh = 1", "`optimizer.updates.d.fresh` must be true or false, not an integer"),
+        ("n_updates = 0", "`optimizer.updates.d.n_updates` must be at least 1, not 0"),
+        ("n_updates = true", "`optimizer.updates.d.n_updates` must be an integer, not a boolean"),
+        ('n_updates = "2"', "`optimizer.updates.d.n_updates` must be an integer, not a string"),
+        ("new_batch = 1", "`optimizer.updates.d.new_batch` must be true or false, not an integer"),
         ('clip_norm = "1"', "`optimizer.updates.d.clip_norm` must be a number, not a string"),
         ('schedule = "cosine"', "[optimizer.updates.d.schedule] must be a table, not a string"),
         ('use = "sgdd"', "there is no optimizer named `sgdd`"),

@@ -49,7 +49,7 @@ Load = Callable[..., LoadedRecipe]
         ("name", ["name=../escape"]),
         ("name", [f"name={'é' * 150}"]),
         ("output_dir", ["output_dir=/abs"]),
-        ("recipe", ["recipe=2"]),
+        ("recipe", ["recipe=3"]),
         ("recipe", ["recipe=true"]),
         ("callbacks.ema.decay", ["callbacks.ema.decay=1"]),
         ("track.wandb.project", ["track.wandb.project=3"]),
@@ -77,4 +77,4 @@ def test_evaluation_settings_need_something_to_evaluate_on(load: Load, valid: st
 def test_the_best_by_a_metric_of_evaluation_needs_evaluation(load: Load, valid: str) -> None:
     text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "")
     with pytest.raises(RecipeError, match=r"there is no section \[data\.eval\] to compute it from"):
-        load(text + '[checkpoint]\nkeep = { best = 1, by = "eval/loss" }')
+        load(text + '[checkpoint]\nkeep = { best = 1, monitor = "eval/loss" }')

@@ -20,7 +20,7 @@ PART = Component(use="x")
 
 def recipe(train: dict[str, Any], checkpoint: dict[str, Any] | None = None, *, evaluates: bool = True) -> Recipe:
     return Recipe(
-        recipe=1,
+        recipe=2,
         name="run",
         model=PART,
         data=DataSection(train=PART, eval=PART if evaluates else None),
@@ -174,7 +174,7 @@ def test_elastic_shards_fix_the_micro_batch_whatever_the_ranks(ranks: int, accum
     ("values", "ranks", "message", "hint"),
     [
         ({"global_batch": 64}, 3, "`train.virtual_ranks` = 4 cannot be dealt out evenly to 3 ranks", "fit: 1, 2, 4"),
-        ({"global_batch": 66}, 2, "cannot be dealt out evenly to 4 elastic shards", "nearest global_batch: 64 or 68"),
+        ({"global_batch": 66}, 2, "cannot be dealt out evenly to 4 virtual ranks", "nearest global_batch: 64 or 68"),
         (
             {"global_batch": 64, "micro_batch": 3},
             1,

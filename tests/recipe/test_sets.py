@@ -23,7 +23,7 @@ use = "digits"
 split = "train"
 limit = 100
 """
-BEST = "\n[checkpoint]\nkeep = {{ best = 1, by = {} }}\n"
+BEST = "\n[checkpoint]\nkeep = {{ best = 1, monitor = {} }}\n"
 
 
 @pytest.fixture
@@ -138,4 +138,4 @@ def test_what_is_best_must_be_judged_by_one_of_the_sets(load: Load, several: str
 
 def test_an_example_of_what_to_judge_by_is_of_a_set(load: Load, several: str) -> None:
     message = refused(load, several + "\n[checkpoint]\nkeep = { best = 1 }\n")
-    assert 'say by which metric, e.g. by = "eval/clean/loss"' in message
+    assert 'say by which metric, e.g. monitor = "eval/clean/loss"' in message

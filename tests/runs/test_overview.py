@@ -144,7 +144,7 @@ def test_runs_are_sorted_with_the_best_first_and_those_without_a_number_last(swe
 
 def test_a_list_shows_what_decides_then_evaluations_then_the_training_loss(tmp_path: Path) -> None:
     metrics = {"train/loss": 1.0, "lr": 0.1, "eval/loss": 2.0, "eval/a/f1": 0.5, "eval/b/f1": 0.5}
-    keep = {"checkpoint": {"keep": {"by": "eval/b/f1"}}}
+    keep = {"checkpoint": {"keep": {"monitor": "eval/b/f1"}}}
     assert notable([standing(made(tmp_path / "a", metrics=metrics))]) == ["eval/loss", "eval/a/f1", "eval/b/f1"]
     runs = [standing(made(tmp_path / "b", metrics=metrics, recipe=keep))]
     assert notable(runs) == ["eval/b/f1", "eval/loss", "eval/a/f1"]

@@ -102,13 +102,19 @@ def test_words_of_transformers_mean_the_same() -> None:
                 "out": "colwise_gather_output",
             }
 
-    ours = {"embed": "vocabulary", "up": "columns", "gates": "columns:2", "down": "rows", "out": "logits"}
+    ours = {
+        "embed": "embedding_rowwise",
+        "up": "colwise",
+        "gates": "colwise:2",
+        "down": "rowwise",
+        "out": "colwise_gather_output",
+    }
     assert plan_of(Theirs()) == plan_of(Theirs(), ours)
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
 class Blocks(nn.Module):
-    tensor_plan: ClassVar[dict[str, str]] = {"blocks.*.up": "columns", "blocks.*.down": "rows"}
+    tensor_plan: ClassVar[dict[str, str]] = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
     def __init__(self, width: int = 8, **more: nn.Module) -> None:
         super().__init__()
@@ -133,12 +139,12 @@ def tied() -> Any:
 
 WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
     (Bare, None, {}, "strategy.tensor = 2 needs a plan of which layers are cut how, and Bare has none"),
-    (Blocks, {"blocks.*.upp": "columns"}, {}, "strategy.plan names `blocks.*.upp`, which no module of the model is"),
+    (Blocks, {"blocks.*.upp": "colwise"}, {}, "strategy.plan names `blocks.*.upp`, which no module of the model is"),
     (Blocks, {"blocks.*.up": "colums"}, {}, 'strategy.plan: `blocks.*.up` has the style "colums", which is none'),
-    (Blocks, {"blocks.*.up": "columns:0"}, {}, 'strategy.plan: `blocks.*.up` has the style "columns:0", which is none'),
+    (Blocks, {"blocks.*.up": "colwise:0"}, {}, 'strategy.plan: `blocks.*.up` has the style "colwise:0", which is none'),
     (
         Blocks,
-        {"blocks.*.up": "columns"},
+        {"blocks.*.up": "colwise"},
         {},
         "strategy.plan says nothing of `blocks.0.down` (Linear): every rank would",
     ),
@@ -146,13 +152,13 @@ WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
     (lambda: Blocks(9), None, {}, "strategy.tensor = 2 does not divide `blocks.0.up.weight`: it has 9 rows | use"),
     (
         Blocks,
-        {"blocks.*.up": "columns:3", "blocks.*.down": "rows"},
+        {"blocks.*.up": "colwise:3", "blocks.*.down": "rowwise"},
         {},
         "strategy.tensor = 2 does not divide `blocks.0.up.weight`: it has 8 rows in 3 parts | use",
     ),
     (
         Blocks,
-        {"blocks.*.down": "rows", "blocks.*.up": "replicated"},
+        {"blocks.*.down": "rowwise", "blocks.*.up": "replicated"},
         {"ranks": 3},
         "strategy.tensor = 3 does not divide `blocks.0.down.weight`: it has 8 columns | use",
     ),
@@ -164,29 +170,39 @@ WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
     ),
     (
         Blocks,
-        {"blocks.*": "rows"},
+        {"blocks.*": "rowwise"},
         {},
-        '`blocks.0` (Module) cannot be cut as "rows", which takes a torch.nn.Linear with torch\'s own forward',
+        '`blocks.0` (Module) cannot be cut as "rowwise", which takes a torch.nn.Linear with torch\'s own forward',
     ),
     (
         lambda: Blocks(table=nn.Embedding(8, 4, max_norm=1.0)),
-        Blocks.tensor_plan | {"blocks.*.table": "vocabulary"},
+        Blocks.tensor_plan | {"blocks.*.table": "embedding_rowwise"},
         {},
-        '`blocks.0.table` (Embedding) cannot be cut as "vocabulary"',
+        '`blocks.0.table` (Embedding) cannot be cut as "embedding_rowwise"',
     ),
     (
         tied,
-        Blocks.tensor_plan | {"blocks.*.out": "logits"},
+        Blocks.tensor_plan | {"blocks.*.out": "colwise_gather_output"},
         {},
         "`blocks.0.out.weight` and `blocks.0.table.weight` are one parameter, and the plan cuts it in two ways",
     ),
-    (Blocks, None, {"sequence": True}, "strategy.sequence = true needs one module that the sequence is cut before"),
-    (Blocks, None, {"split_logits": True}, 'strategy.loss = "vocabulary" needs one layer of "logits", and Blocks.tens'),
+    (
+        Blocks,
+        None,
+        {"sequence": True},
+        "strategy.sequence_parallel = true needs one module that the sequence is cut before",
+    ),
+    (
+        Blocks,
+        None,
+        {"split_logits": True},
+        'strategy.loss_parallel = true needs one layer of "colwise_gather_output", and Blocks.tens',
+    ),
     (
         gpt,
-        {"blocks.*.*.*": "replicated", "head": "logits"},
+        {"blocks.*.*.*": "replicated", "head": "colwise_gather_output"},
         {},
-        'strategy.plan says "logits" of `head`, which has no weights, and "vocabulary" of 0 embeddings',
+        'strategy.plan says "colwise_gather_output" of `head`, which has no weights, and "embedding_rowwise" of 0 emb',
     ),
 ]
 

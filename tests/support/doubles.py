@@ -273,7 +273,7 @@ class Loop:
         order = [number for step in range(1, steps + 1) for number in _samples_of(step, batch, samples)]
         training = Numbers(samples, bad=[order[(step - 1) * batch] for step in bad])
         recipe = Recipe(
-            recipe=1,
+            recipe=2,
             name="run",
             model=Component(use="line"),
             data=DataSection(train=Component(use="numbers"), eval=Component(use="numbers") if evaluation else None),

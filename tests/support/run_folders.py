@@ -12,7 +12,7 @@ import tomlkit
 from ddpforge.runs.folder import RunFolder, Status
 
 RECIPE = {
-    "recipe": 1,
+    "recipe": 2,
     "name": "digits",
     "model": {"use": "cnn", "classes": 10},
     "data": {"train": {"use": "digits"}},

@@ -81,7 +81,7 @@ use = "classification"
 metrics = ["accuracy"]
 """
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 {parts}
 [optimizer]

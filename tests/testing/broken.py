@@ -19,12 +19,12 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpforge.interfaces import (
+    BatchSampler,
     Callback,
     CanonicalState,
     EpochBatchSampler,
     Horizon,
     Metric,
-    BatchSampler,
     PartedData,
     Replica,
     RunContext,

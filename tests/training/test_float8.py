@@ -157,7 +157,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def said(contract: Contract, device: str = "cuda", fp8: str = "rowwise") -> list[str]:
     recipe = Recipe(
-        recipe=1,
+        recipe=2,
         name="run",
         model=Component(use="gpt"),
         data={"train": Component(use="text")},

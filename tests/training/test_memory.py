@@ -18,7 +18,7 @@ FULL = torch.OutOfMemoryError(
 def recipe(use: str = "ddp", options: dict[str, Any] | None = None, **train: Any) -> Recipe:
     part = {"use": "x"}
     tables = {
-        "recipe": 1,
+        "recipe": 2,
         "name": "x",
         **{"model": part, "task": part, "optimizer": part, "data": {"train": part}},
         "strategy": {"use": use, "options": options or {}},

@@ -84,7 +84,7 @@ def test_a_row_has_the_shares_of_its_window(clock: Clock) -> None:
     loop.fit()
     rows = {step: row for step, row in loop.tracker.rows if "lr" in row}
     assert [rows[step]["train/time/data"] for step in (1, 2, 3, 4)] == pytest.approx([0.75, 0.75, 0.375, 0.75])
-    assert [rows[step]["train/time/step"] for step in (1, 2, 3, 4)] == pytest.approx([0.25, 0.25, 0.125, 0.25])
+    assert [rows[step]["train/time/optimizer"] for step in (1, 2, 3, 4)] == pytest.approx([0.25, 0.25, 0.125, 0.25])
     assert rows[3]["train/time/eval"] == pytest.approx(0.5)
     assert "train/time/eval" not in rows[2]
 

@@ -114,7 +114,7 @@ def test_batches_of_an_evaluation_are_of_nearly_the_same_size(samples: int, size
 
 # ---------------------------------------------------------------------------------------------- what is refused
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "mlp"
@@ -160,7 +160,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
         (["train.eval_batch=16"], "train.eval_batch", "would compare others at evaluation"),
         (["train.global_batch=2", "train.length=1ep"], "data.train", "one of [data.train] has 1 for 2 ranks"),
         (
-            ["data.sampler={use='growing', start=1, until='9st'}", "train.length=20st", *IN_STEPS],
+            ["data.sampler={use='batch_size_warmup', start=1, until='9st'}", "train.length=20st", *IN_STEPS],
             "data.sampler",
             "step 0 of the order Growing has 1 for 2 ranks",
         ),
@@ -180,7 +180,7 @@ def test_what_leaves_a_step_whole_is_not(told: Callable[..., Mapping[str, str]])
     assert told() == told(ranks=4) == {}
     assert told("train.micro_batch=32") == told("train.global_batch=2", "train.drop_last=true") == {}
     assert told("train.global_batch=2", "train.length=5st") == {}
-    assert told("data.sampler={use='repeated', times=2, steps=5}", "train.length=9st", *IN_STEPS) == {}
+    assert told("data.sampler={use='reuse_batches', times=2, steps=5}", "train.length=9st", *IN_STEPS) == {}
 
 
 def test_an_evaluation_set_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:

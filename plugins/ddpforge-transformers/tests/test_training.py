@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ddpforge_transformers.models import causal_lm
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "tiny"
 [model]
 use = "causal_lm"

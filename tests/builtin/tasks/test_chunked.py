@@ -175,7 +175,7 @@ def whole(request: pytest.FixtureRequest) -> tuple[str, list[float]]:
         (DDP, 2),
         pytest.param('use = "fsdp"', 2, marks=pytest.mark.full),
         pytest.param('use = "fsdp"\ncontext = 2', 2, marks=pytest.mark.full),
-        ('use = "fsdp"\nmeta = true\naccumulate = "whole"', 2),
+        ('use = "fsdp"\nmeta = true\nno_sync = true', 2),
         (_ZERO, 2),
     ],
     ids=["single", "ddp", "fsdp", "context", "whole", "zero3"],
@@ -198,7 +198,7 @@ def test_an_output_layer_that_is_gathered_by_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [('use = "fsdp"\ntensor = 2', 2), ('use = "fsdp"\ntensor = 2\nloss = "vocabulary"', 2)]
+    ("strategy", "ranks"), [('use = "fsdp"\ntensor = 2', 2), ('use = "fsdp"\ntensor = 2\nloss_parallel = true', 2)]
 )
 def test_ranks_that_share_the_output_layer_are_refused(strategy: str, ranks: int) -> None:
     with pytest.raises(AssertionError, match="computes its loss within the model's forward"):

@@ -23,7 +23,7 @@ from ddpforge.tools.simulation.fake import pretended
 from ddpforge.tools.simulation.forecast import Forecast, forecast
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "planned"
 [model]
 use = "gpt"
@@ -318,7 +318,7 @@ class Odd(nn.Module):
         return self.layer(x)
 """
 DIGITS = """
-recipe = 1
+recipe = 2
 name = "odd"
 model = { use = "./odd.py:Odd", outputs = 10 }
 data.train = { use = "digits", split = "train" }
