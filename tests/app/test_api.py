@@ -248,8 +248,8 @@ def test_a_cell_of_a_notebook_launches_and_to_interrupt_it_stops_the_run(
     assert reply["content"]["status"] == "ok"
     status = RunFolder(run.parent / "cell").status()
     assert status is not None
-    assert status["state"] == "stopped"
-    assert "runs/cell: stopped at step" in "".join(said)
+    assert status["state"] == "preempted"
+    assert "runs/cell: preempted at step" in "".join(said)
 
 
 def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def test_what_ranks_refuse_after_a_restart_is_the_status_of_the_run(
     told = Ended(2, told=True, error="RecipeError: cannot be dealt out evenly to 3 ranks")
 
     def start(*_: Any, **__: Any) -> Ended:
-        folder.write_status({**status(folder), "state": "stopped", "exit_code": 75, "step": 8})
+        folder.write_status({**status(folder), "state": "preempted", "exit_code": 75, "step": 8})
         return told
 
     monkeypatch.setattr("ddpforge.launchers.process.start", start)

@@ -168,7 +168,7 @@ def test_a_run_that_is_stopped_names_one_step(folder: Path, ddpforge: Callable[.
     stop = ["--set=callbacks.stop.use=./parts.py:StopAt", "--set=callbacks.stop.step=6", "--set=callbacks.stop.rank=0"]
     said = ddpforge("run", "tiny.toml", *stop, "--set=train.length=90st", "--set=track.every=4st", fails=True)
     assert said.codes == [ExitCode.PREEMPTED]
-    assert said.stdout == f"runs/tiny: stopped at step {status()['step']}\n"
+    assert said.stdout == f"runs/tiny: preempted at step {status()['step']}\n"
     assert set(re.findall(r"at step (\d+)", said.stdout + said.stderr)) == {str(status()["step"])}
 
 

@@ -87,7 +87,7 @@ def test_a_stop_in_an_evaluation_leaves_no_trace(ddpforge: Callable[..., Ranks],
 
     stopped = ddpforge(*given, "--set=data.eval.rank=1", nproc=2, fails=True)
     assert stopped.codes == [ExitCode.PREEMPTED] * 2, stopped.stderr
-    assert (status()["state"], status()["step"]) == ("stopped", 2)
+    assert (status()["state"], status()["step"]) == ("preempted", 2)
     assert rows()["eval/loss"] == []
 
     ddpforge(*given, nproc=2)
@@ -101,7 +101,7 @@ def test_the_owner_of_a_run_stops_it_by_the_clock_or_a_file(ddpforge: Callable[.
     given = ["run", "run.toml", "--set=train.eval_every=99999ep"]
     stopped = ddpforge(*given, "--set=train.length=99999ep", asked, nproc=2, fails=True)
     assert stopped.codes == [ExitCode.PREEMPTED] * 2, stopped.stderr
-    assert status()["state"] == "stopped"
+    assert status()["state"] == "preempted"
     saved = len(list(Path("runs/run/checkpoints").glob("step-*")))
     assert saved == (status()["step"] > 0)  # the time may be up before the first step
     assert not Path("runs/run/STOP").exists()
@@ -153,7 +153,7 @@ def test_one_process_that_waits_for_data_saves_and_stops(ddpforge: Callable[...,
     ended = ddpforge("run", "run.toml", *(f"--set={one}" for one in sets), nproc=1, fails=True)
     assert ended.codes == [ExitCode.PREEMPTED], ended.stderr
     found = status()
-    assert (found["state"], found["exit_code"], found["step"]) == ("stopped", ExitCode.PREEMPTED, 2)
+    assert (found["state"], found["exit_code"], found["step"]) == ("preempted", ExitCode.PREEMPTED, 2)
     assert len([*Path("runs/run/checkpoints").glob("step-000000002-*")]) == 1
 
 

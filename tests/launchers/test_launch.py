@@ -337,7 +337,7 @@ def stopped(folder: Path, process: subprocess.Popen[str], curve: list[float]) ->
     assert process.returncode == ExitCode.PREEMPTED, said
     assert "Traceback" not in said
     found = status(folder)
-    assert (found["state"], found["exit_code"]) == ("stopped", 75)
+    assert (found["state"], found["exit_code"]) == ("preempted", 75)
     assert json.loads(told) == found  # one object, from one rank
     assert losses(folder)[:3] == pytest.approx(curve, rel=1e-5)
     assert f"step-{found['step']:09}" in max((folder / "checkpoints").glob("step-*")).name
@@ -396,7 +396,7 @@ def test_ranks_stop_with_a_checkpoint_when_their_launcher_is_killed(
     left = psutil.wait_procs([first, *below], timeout=60)[1]
     assert left == []
     found = status(tmp_path / "runs/tiny")
-    assert (found["state"], found["exit_code"]) == ("stopped", ExitCode.PREEMPTED)
+    assert (found["state"], found["exit_code"]) == ("preempted", ExitCode.PREEMPTED)
     assert losses(tmp_path / "runs/tiny")[:3] == pytest.approx(curve, rel=1e-5)
 
 

@@ -304,7 +304,7 @@ def test_on_a_full_disk_the_status_is_written_where_the_old_one_is(
 
 
 @pytest.mark.parametrize(
-    ("state", "amended"), [("running", True), ("failed", True), ("done", False), ("stopped", False)]
+    ("state", "amended"), [("running", True), ("failed", True), ("done", False), ("preempted", False)]
 )
 def test_a_failure_is_amended_and_nothing_else(folder: RunFolder, state: str, amended: bool) -> None:
     before = status_of(state=state)

@@ -12,7 +12,7 @@ from ddpforge.runs.overview import chosen, differences, find_runs, notable, sort
 
 
 # ---------------------------------------------------------------------------------------------- one run
-@pytest.mark.parametrize("state", ["done", "stopped", "failed", "diverged"])
+@pytest.mark.parametrize("state", ["done", "preempted", "failed", "diverged"])
 def test_a_run_that_has_ended_stands_as_its_status_says(tmp_path: Path, state: str) -> None:
     run = standing(made(tmp_path / "a", state=state, metrics={"eval/loss": 0.5}, error="rank 1: lost"))
     assert (run.state, run.step, run.total_steps, run.attempt) == (state, 10, 10, 1)
@@ -33,7 +33,7 @@ def test_a_run_is_new_until_a_process_starts_it(tmp_path: Path) -> None:
     assert standing(folder).state == "new"
     with trained(folder):
         assert standing(folder).state == "starting"
-    stopped = made(tmp_path / "b", state="stopped")
+    stopped = made(tmp_path / "b", state="preempted")
     with trained(stopped):
         assert standing(stopped).state == "starting"
 

@@ -341,7 +341,7 @@ def test_a_callback_may_end_training_after_a_step_or_an_evaluation() -> None:
 def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
     watcher = Watcher(action=lambda step: step == 3 and os.kill(os.getpid(), signal.SIGUSR1))
     loop = Loop(steps=9, train={"eval_every": "1st"}, callbacks={"watch": watcher})
-    assert loop.fit() == "stopped"
+    assert loop.fit() == "preempted"
     assert loop.trainer.progress.step == 4
     assert loop.tracker.steps("eval/loss") == [1, 2, 3]
     assert loop.checkpoints.steps() == [4]
@@ -350,14 +350,14 @@ def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
 def test_a_request_that_came_while_the_run_started_is_met_before_its_first_step() -> None:
     loop = Loop(steps=9)
     loop.trainer.stop.requested = True
-    assert loop.fit() == "stopped"
+    assert loop.fit() == "preempted"
     assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (0, [])  # nothing is lost
     assert loop.events == []
 
     resumed = Loop(steps=9, train={"eval_every": "3st"})
     resumed.trainer.restore(saved(3))  # type: ignore[arg-type]
     resumed.trainer.stop.requested = True
-    assert resumed.fit() == "stopped"
+    assert resumed.fit() == "preempted"
     assert (resumed.trainer.progress.step, resumed.checkpoints.steps(), resumed.tracker.rows) == (3, [], [])
 
 
@@ -384,7 +384,7 @@ def test_a_request_during_an_evaluation_leaves_it_for_the_next_attempt(
     loop = Loop(steps=steps, train={"eval_every": at}, callbacks={"watch": watcher}, evaluation={"": 9})
     watcher.events = loop.events
     object.__setattr__(loop.evaluator.sets[""], "_data", Stopping(9, at=3))
-    assert loop.fit() == "stopped"
+    assert loop.fit() == "preempted"
     stopped = int(at.removesuffix("st"))
     assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (stopped, [stopped])
     assert loop.events[-3:] == ["evaluation begins", "evaluation ends", "save"]
@@ -413,7 +413,7 @@ def test_the_owner_of_a_run_stops_it_for_good(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("DDPFORGE_VERDICT", str(verdict))
     loop = Loop(steps=9, evaluation=False)
     loop.trainer.consensus.halt = owner = Owner(looks=3)
-    assert loop.fit() == "stopped"
+    assert loop.fit() == "preempted"
     assert (loop.trainer.progress.step, loop.checkpoints.steps(), owner.heard) == (3, [3], 1)
     assert Words(verdict, 1).halted
 
