@@ -72,7 +72,7 @@ def steps(data: Shards, ranks: int, workers: int, number: int, start: int = 0, *
 @pytest.mark.parametrize("window", [1, 5])
 def test_every_sample_is_read_once_over_all_ranks_and_loader_processes(ranks: int, workers: int, window: int) -> None:
     """With windows and processes that share lanes some are read by several; each is used once in any case."""
-    data = Shards(shuffle=True, window=window, interleave=(12, 6))
+    data = Shards(shuffle=True, shuffle_buffer=window, interleave=(12, 6))
     used: Counter[Any] = Counter()
     for rank in range(ranks):
         for worker in range(max(1, workers)):
@@ -99,7 +99,9 @@ def test_lanes_hold_every_place_of_the_row_once(lanes: tuple[int, int], drop: bo
     assert sorted(found) == list(range(143 // batch * batch if drop else 143))
 
 
-@pytest.mark.parametrize("more", [{}, {"shuffle": True}, {"shuffle": True, "window": 4}, {"jumps": False, "window": 3}])
+@pytest.mark.parametrize(
+    "more", [{}, {"shuffle": True}, {"shuffle": True, "shuffle_buffer": 4}, {"jumps": False, "shuffle_buffer": 3}]
+)
 def test_ranks_and_loader_processes_do_not_change_which_samples_form_a_step(more: dict[str, Any]) -> None:
     alone = steps(Shards(**more), 1, 1, 20)
     for ranks, workers in ((1, 3), (2, 1), (2, 2), (4, 2), (4, 5)):
@@ -118,7 +120,7 @@ def test_epochs_have_their_own_order_where_parts_are_shuffled() -> None:
 
 
 def test_a_window_shuffles_neighbours() -> None:
-    data = Shards([1000], window=50, interleave=(1, 1))
+    data = Shards([1000], shuffle_buffer=50, interleave=(1, 1))
     places = [place for step in steps(data, 1, 1, 62) for _, place in step]
     assert sorted(places[:50]) == list(range(50))
     assert places[:50] != list(range(50)) != [place - 50 for place in places[50:100]]
@@ -267,9 +269,9 @@ def test_loader_processes_give_what_this_process_does() -> None:
         (Shards([]), "Shards is empty"),
         (Shards([3, -1]), r"Shards\.parts must hold the number of samples of each part"),
         (Shards(None), r"Shards\.parts must hold the number of samples of each part"),  # type: ignore[arg-type]
-        (Shards(lanes=8), "lanes must be two whole numbers of at least 1"),  # type: ignore[arg-type]
-        (Shards(interleave=(8,)), "lanes must be two whole numbers of at least 1"),
-        (Shards(window=0), "window must be at least 1, not 0"),
+        (Shards(interleave=8), "interleave must be two whole numbers of at least 1"),  # type: ignore[arg-type]
+        (Shards(interleave=(8,)), "interleave must be two whole numbers of at least 1"),
+        (Shards(shuffle_buffer=0), "shuffle_buffer must be at least 1, not 0"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(data: Any, said: str) -> None:

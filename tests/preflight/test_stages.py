@@ -41,7 +41,7 @@ from ddpforge.recipe import load_recipe
             "train.length",
             "train.length: 1.5ep needs to know how long an epoch is, and this data has no epochs of one length",
         ),
-        (["data.sampler={use='collections:Counter'}"], "data.sampler", "must be a ddpforge.interfaces.Order"),
+        (["data.sampler={use='collections:Counter'}"], "data.sampler", "must be a ddpforge.interfaces.BatchSampler"),
     ],
 )
 def test_an_order_that_cannot_be_is_told_before_training(

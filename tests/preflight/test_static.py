@@ -90,7 +90,7 @@ UP, DOWN = "optimizer.updates.up={parameters=['*.weight']}", "optimizer.updates.
         ([UP], "optimizer", "[optimizer.updates.down] is missing: the task makes an update of that name in every step"),
         ([UP, DOWN, "optimizer.updates.sideways={}"], "optimizer.updates.sideways", "has no turn `sideways`"),
         ([UP, "optimizer.updates.down={}"], "optimizer.updates.down.parameters", "`down.*` matches no parameter"),
-        ([UP, "optimizer.updates.down={parameters=['layer.*']}"], "optimizer.updates", "is in the turns up and down"),
+        ([UP, "optimizer.updates.down={parameters=['layer.*']}"], "optimizer.updates", "is in the updates up and down"),
         (
             [UP, DOWN, "optimizer.updates.up.use='torch.optim:SGD'", "optimizer.updates.up.lr=0.0"],
             "optimizer.updates.up.lr",

@@ -33,7 +33,7 @@ def test_shares_are_those_of_the_time_since_the_last_row(clock: Clock) -> None:
     for phase, seconds in ((phases.DATA, 3.0), (phases.FORWARD, 2.0), (phases.DATA, 1.0), (phases.BACKWARD, 4.0)):
         stay(clock, phase, seconds)
     found, items = Spending.taken(spending.totals({}, counts=False))
-    shares = {"data": 0.4, "forward": 0.2, "backward": 0.4, "step": 0.0, "reduce": 0.0, "callbacks": 0.0}
+    shares = {"data": 0.4, "forward": 0.2, "backward": 0.4, "optimizer": 0.0, "reduce": 0.0, "callbacks": 0.0}
     assert found == pytest.approx(shares)
     assert items is None
 

@@ -412,7 +412,7 @@ def test_the_same_samples_come_several_times_in_a_row() -> None:
 
 def test_any_order_can_be_repeated() -> None:
     inner = made("batch_size_warmup")
-    order = Repeated(Samples(), 5, BATCH, False, times=2, order=inner)
+    order = Repeated(Samples(), 5, BATCH, False, times=2, sampler=inner)
     assert steps(order, 6) == [step for step in steps(inner, 3) for _ in range(2)]
     assert order.steps_per_epoch is None
 
