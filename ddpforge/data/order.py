@@ -140,9 +140,9 @@ class _Whole:
         ids = np.asarray(self._order(step))
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise PluginError(
-                f"the order {type(self._order).__name__} gave {'nothing' if not ids.size else _form(ids)} for step "
+                f"the sampler {type(self._order).__name__} gave {'nothing' if not ids.size else _form(ids)} for step "
                 f"{step} (0 is the first)",
-                hints=["an order returns the indices of a step's samples: a row of whole numbers, at least one"],
+                hints=["a sampler returns the indices of a step's samples: a row of whole numbers, at least one"],
             )
         self._asked[step] = ids
         return len(ids)
@@ -214,9 +214,9 @@ class Dealer:
         found = placed.ids(np.repeat(np.array(steps, dtype=np.uint64), [len(part) for part in places]), flat)
         if (outside := np.flatnonzero((found < 0) | (found >= self.samples))).size:
             raise PluginError(
-                f"the order {type(self.order).__name__} asks for sample {found[outside[0]]} by step {steps[-1]}, and "
+                f"the sampler {type(self.order).__name__} asks for sample {found[outside[0]]} by step {steps[-1]}, and "
                 f"the data has {self.samples}",
-                hints=["an order returns indices of samples: 0 up to, not including, the length of the data"],
+                hints=["a sampler returns indices of samples: 0 up to, not including, the length of the data"],
             )
         ids: list[int] = found.tolist()
         return ids

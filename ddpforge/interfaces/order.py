@@ -1,4 +1,4 @@
-"""The order of training data: which samples form a step."""
+"""Samplers of training data: which samples form a step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BatchSampler(ABC):
 
 
 class EpochBatchSampler(BatchSampler):
-    """An order in which an epoch is a row of places, each step takes the next global batch of them.
+    """A sampler for which an epoch is a row of places, each step takes the next global batch of them.
 
     Only `at` is left to say. It works on arrays, and is asked for the places of one rank alone.
     """

@@ -56,7 +56,7 @@ def check_batches(built: Built) -> Errors:
             if not built.data_ranks <= (size := len(order(step))) <= batch:
                 yield UsageError(
                     f"{name_of(built.task)} compares all samples of a step with each other, and step {step} of the "
-                    f"order {name_of(order)} has {size} for {built.data_ranks} ranks and forward passes of "
+                    f"sampler {name_of(order)} has {size} for {built.data_ranks} ranks and forward passes of "
                     f"train.global_batch = {batch}",
                     hints=["let every step have a sample for each rank, and no more than train.global_batch"],
                     key="data.sampler",

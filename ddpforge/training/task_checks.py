@@ -162,7 +162,7 @@ def check_whole(task: Task, micro: MicroBatch) -> None:
         raise UsageError(
             f"{name_of(task)} compares all samples of a batch with each other, and one of {micro.step_samples} samples "
             "is not one forward pass of every rank",
-            hints=["set train.drop_last = true, or let the order give every step train.global_batch samples"],
+            hints=["set train.drop_last = true, or let the sampler give every step train.global_batch samples"],
         )
 
 

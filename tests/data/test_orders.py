@@ -161,7 +161,7 @@ class Odd(BatchSampler):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ([], r"the order Odd gave nothing for step 2 \(0 is the first\)"),
+        ([], r"the sampler Odd gave nothing for step 2 \(0 is the first\)"),
         ([[1, 2]], r"gave an array of shape \[1, 2\] of int64 for step 2"),
         ([0.5], r"gave an array of shape \[1\] of float64"),
         ([7, 103], "asks for sample 103 by step .*, and the data has 103"),

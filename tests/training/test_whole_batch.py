@@ -162,7 +162,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
         (
             ["data.sampler={use='batch_size_warmup', start=1, until='9st'}", "train.length=20st", *IN_STEPS],
             "data.sampler",
-            "step 0 of the order Growing has 1 for 2 ranks",
+            "step 0 of the sampler Growing has 1 for 2 ranks",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""Orders of training data."""
+"""Samplers of training data."""

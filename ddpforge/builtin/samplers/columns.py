@@ -1,4 +1,4 @@
-"""Columns, one value per sample, by which orders choose: from the dataset itself or from a file."""
+"""Columns, one value per sample, by which samplers choose: from the dataset itself or from a file."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _MOST = 64  # steps whose samples are kept until they come again
 
 
 class Repeated(BatchSampler):
-    """Another order, each step of which comes `times` times before the next; or `steps` of them, as PPO's epochs do.
+    """Another sampler, each step of which comes `times` times before the next; or `steps` of them, as PPO's epochs do.
 
     With `steps = 2` and `times = 3`: steps 0 1 0 1 0 1, then 2 3 2 3 2 3. Random numbers
     (augmentation) differ each time.

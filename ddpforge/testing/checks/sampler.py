@@ -1,4 +1,4 @@
-"""Checks of orders: every step is a choice of samples that nothing but the step decides."""
+"""Checks of samplers: every step is a choice of samples that nothing but the step decides."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def whole_steps(case: Case, worlds: Worlds) -> None:
 
 @check("pure", "sampler")
 def pure(case: Case, worlds: Worlds) -> None:
-    """A step's samples are the same in any order, any number of times, and from an order that was built again."""
+    """A step's samples are the same in any order, any number of times, and from a sampler that was built again."""
     order = _build(case)
     first = _steps(case, order)
     turns = random.Random(0).sample(range(_STEPS), _STEPS)
@@ -35,7 +35,7 @@ def pure(case: Case, worlds: Worlds) -> None:
         for step in turns:
             if _at(case, other, step) != first[step]:
                 raise Breach(
-                    "a pure function of the step: nothing of an order is saved, and a resume begins in its middle",
+                    "a pure function of the step: nothing of a sampler is saved, and a resume begins in its middle",
                     f"other samples at step {step} when {what}",
                     where=case.where,
                     hints=["work the samples out from `step` and `seed` alone; keep no state, draw no random numbers"],
