@@ -8,6 +8,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,11 +108,13 @@ def _with_line_ends(text: str, original: str) -> str:
 def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        disk.remove(temporary)
-        temporary.write_bytes(data)
+        disk.remove(temporary)  # of a process that was killed here
+        disk.write_new(temporary, [data])
         shutil.copymode(path, temporary)
         disk.rename(temporary, path)
     except OSError as error:
+        with suppress(OSError):
+            disk.remove(temporary)
         raise RecipeError([Problem(f"cannot write `{path}`: {error.strerror}")]) from error
 
 
