@@ -109,7 +109,7 @@ class Bench:
         self.factor = torch.randn(256, 256)  # of a pass
 
     def _checkpoints(self, name: str) -> Checkpoints:
-        settings = CheckpointSection(background=name == "background", keep=KeepSection(last=1))
+        settings = CheckpointSection(async_save=name == "background", keep=KeepSection(last=1))
         return Checkpoints(self.folder / name, settings, peers=self.peers, ranks=self.ranks)
 
     def begin(self, name: str) -> None:

@@ -4,10 +4,10 @@
     python benchmarks/faults.py --tools ddpforge --faults data --ranks 1
     pip install 'ddpforge[bench]'                                 brings Lightning
 
-Every tool trains the same small network with gloo, and is told to wait `--limit` seconds: ddpforge as `train.stall`,
-the others as the time limit of the process group, which is all that they have (by default 30 minutes on gloo). A job
-that is not over `--patience` seconds after the fault is ended from outside. "Named" is the rank that the last lines on
-the screen blame: of torchrun, its "Root Cause"; of ddpforge, its last error.
+Every tool trains the same small network with gloo, and is told to wait `--limit` seconds: ddpforge as
+`train.hang_timeout`, the others as the time limit of the process group, which is all that they have (by default 30
+minutes on gloo). A job that is not over `--patience` seconds after the fault is ended from outside. "Named" is the rank
+that the last lines on the screen blame: of torchrun, its "Root Cause"; of ddpforge, its last error.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=
 trainer.fit(Module(), torch.utils.data.DataLoader(Points(), batch_size=4))
 """
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = {{ use = "./parts.py:Net" }}
 data.train = {{ use = "./parts.py:Points" }}
 task = {{ use = "classification" }}
 optimizer = {{ use = "sgd", lr = 0.1 }}
-train = {{ length = "100000ep", global_batch = 8, stall = "{limit}s" }}
+train = {{ length = "100000ep", global_batch = 8, hang_timeout = "{limit}s" }}
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

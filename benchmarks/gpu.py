@@ -39,7 +39,7 @@ from ddpforge.interfaces import Callback, StepInfo
 LR, LOG_EVERY = 1e-3, 10
 GPT = 'use = "gpt"\nvocab_size = {}\nblock_size = {}\nlayers = {}\nheads = {}\nwidth = {}'
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "gpu"
 [model]
 {model}
@@ -320,7 +320,7 @@ def by_ddpforge(case: Case, ranks: int) -> None:
     text = RECIPE.format(
         case=fields,
         model=case.model,
-        task="language_modelling" if case.sizes["use"] == "gpt" else "classification",
+        task="language_modeling" if case.sizes["use"] == "gpt" else "classification",
         lr=LR,
         log_every=LOG_EVERY,
         steps=case.last,

@@ -52,7 +52,7 @@ BUCKETS = (
 )
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "bench"
 [model]
 use = "gpt"
@@ -66,7 +66,7 @@ use = "text"
 split = "train"
 block_size = {length}
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = {lr}

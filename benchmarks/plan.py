@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 RANKS = 2
 
 HEAD = """
-recipe = 1
+recipe = 2
 name = "memory"
 [optimizer]
 use = "adamw"
@@ -49,7 +49,7 @@ use = "text"
 split = "train"
 block_size = {block}
 [task]
-use = "language_modelling"
+use = "language_modeling"
 """
 PICTURES = """
 [model]

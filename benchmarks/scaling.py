@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
@@ -115,7 +115,7 @@ def checkpoints(count: int, folder: Path) -> Costs:
         write(folder, facts_at(step), state, peers)
     known = retention.Known()
     retention.committed(folder, known)
-    keep = KeepSection(last=count, best=1, by="eval/loss", mode="min")
+    keep = KeepSection(last=count, best=1, monitor="eval/loss", mode="min")
     return {
         "find the newest intact one": seconds(lambda: retention.newest(folder)),
         "ckpt ls": seconds(lambda: rows(CheckpointFolder(folder, None))),

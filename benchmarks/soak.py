@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "soak"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [32, 32] }
 data.train = { use = "digits", split = "train" }

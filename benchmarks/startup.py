@@ -43,7 +43,7 @@ METADATA = (
 )
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "bench"
 [model]
 use = "mlp"

@@ -31,7 +31,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     ENVIRONMENT = 3
     DIVERGED = 4
-    STOPPED = 75  # EX_TEMPFAIL: a checkpoint was saved; the same command resumes
+    PREEMPTED = 75  # EX_TEMPFAIL: a checkpoint was saved; the same command resumes
     INTERRUPTED = 130  # interrupted before anything was saved
 
 
@@ -161,7 +161,7 @@ def says_memory_is_full(error: BaseException) -> bool:
 class Postponed(ForgeError):
     """Raised for a request to stop before training began; the same command starts it again."""
 
-    exit_code = ExitCode.STOPPED
+    exit_code = ExitCode.PREEMPTED
 
 
 class PeerFailed(ForgeError):

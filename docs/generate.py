@@ -1,4 +1,4 @@
-"""Writes into docs/reference what the code itself knows: a recipe's keys, the built-in components, the commands.
+"""Writes into docs what the code itself knows: a recipe's keys, the built-in components, the commands, renamed names.
 
     python docs/generate.py
 
@@ -22,11 +22,13 @@ from ddpforge.components.kinds import KINDS
 from ddpforge.components.options_table import OptionRow, options_table
 from ddpforge.components.registry import Registry
 from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS, VARIATIONS
-from ddpforge.recipe.report import dotted
+from ddpforge.recipe.renamed import Renamed, components, keys, options
+from ddpforge.recipe.report import KeyPath, dotted
 from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe
 from ddpforge.recipe.vocabulary import Vocabulary
 
-PAGES = Path(__file__).parent / "reference"
+DOCS = Path(__file__).parent
+PAGES = DOCS / "reference"
 # Plugins that are installed beside ddpforge are not ours to document.
 os.environ.setdefault("DDPFORGE_DISABLE_PLUGINS", ",".join(p.name for p in (PAGES.parents[1] / "plugins").glob("*")))
 _SECTIONS = ("data", "train", "checkpoint", "checkpoint.keep", "track")
@@ -61,7 +63,7 @@ def _slots() -> str:
         name: "required" if field.is_required() else f'`use = "{field.default.use}"`'
         for name, field in Recipe.model_fields.items()
         if (name,) in SLOTS
-    } | {"data.train": "required", "data.eval": "no evaluation", "data.order": '`use = "shuffled"`'}
+    } | {"data.train": "required", "data.eval": "no evaluation", "data.sampler": '`use = "shuffled"`'}
     rows = [(f"`[{dotted(path)}]`", _link(kind), absent[dotted(path)]) for path, kind in SLOTS.items()]
     several = rows.index(next(row for row in rows if row[0] == f"`[{dotted(SETS)}]`")) + 1
     rows.insert(several, (f"`[{dotted(SETS)}.NAME]`", _link(SLOTS[SETS]), f"`[{dotted(SETS)}]` is one set"))
@@ -73,6 +75,29 @@ def _slots() -> str:
 
 def _link(kind: str) -> str:
     return f"[{kind}](components.md#{kind})"
+
+
+def _renamed_names() -> str:
+    """The names of recipe version 1 and 2."""
+    rows = [(_key(row, row.old), f"`{dotted(row.new)}`") for row in (*keys(), *options()) if row.old != row.new]
+    rows += [(f'{kind} `use = "{old}"`', f'`use = "{new}"`') for (kind, old), new in components().items()]
+    rows += [
+        (_key(row, row.old, f" = {_toml(old)}"), f"`{'.'.join(map(str, row.new))} = {_toml(new)}`")
+        for row in (*keys(), *options())
+        for old, new in row.values.items()
+        if old != new
+    ]
+    return _table(("Version 1", "Version 2"), rows)
+
+
+def _key(row: Renamed, path: KeyPath, value: str = "") -> str:
+    """A key, or the option of components."""
+    name = ".".join(map(str, path))
+    return f"{', '.join(row.of)}: `{name}{value}`" if row.of else f"`{name}{value}`"
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
 
 
 # ---------------------------------------------------------------------------------------------- components
@@ -157,9 +182,10 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "slots": _slots,
     **{kind: partial(_components, kind) for kind in KINDS},
     "commands": _commands,
+    "renamed": _renamed_names,
 }
 
 
 if __name__ == "__main__":
-    for file in sorted(PAGES.glob("*.md")):
+    for file in sorted([*PAGES.glob("*.md"), DOCS / "how-to/upgrade.md"]):
         file.write_text(render(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -26,7 +26,7 @@ from ddpforge.strategies.fsdp.units import refuse_form
 from ddpforge.training import blocks, ledger, recompute
 
 NORMS = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "./odd_models.py:NormedBlocks" }
 data.train = { use = "./parts.py:Points", samples = 36 }
@@ -34,7 +34,7 @@ data.eval = { use = "./parts.py:Points", samples = 11 }
 task = { use = "regression" }
 optimizer = { use = "sgd", lr = 0.01 }
 strategy = { use = "ddp" }
-train = { length = "6st", global_batch = 12, micro_batch = 3, elastic_shards = 4, device = "cpu", eval_every = "3st" }
+train = { length = "6st", global_batch = 12, micro_batch = 3, virtual_ranks = 4, device = "cpu", eval_every = "3st" }
 checkpoint = { every = "3st" }
 track.every = "1st"
 """

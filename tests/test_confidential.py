@@ -14,7 +14,7 @@ from ddpforge.runs.environment import describe_environment
 
 VALUE = "hunter2-very-secret"
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "mlp"

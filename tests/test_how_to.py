@@ -11,9 +11,9 @@ from support.launched import Ranks
 from test_docs import DOCS, PAGES, ROOT, blocks, write_files
 from test_tutorial import shell
 
-SHORT = 'recipe = 1\nname = "tiny"\nextends = ["digits"]\n[train]\nlength = "2ep"\n'
+SHORT = 'recipe = 2\nname = "tiny"\nextends = ["digits"]\n[train]\nlength = "2ep"\n'
 GPT = """
-recipe = 1
+recipe = 2
 name = "gpt"
 [model]
 use = "gpt"
@@ -27,7 +27,7 @@ use = "text"
 split = "train"
 block_size = 32
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = 1e-3
@@ -37,7 +37,7 @@ global_batch = 8
 micro_batch = 2
 """
 MLP = """
-recipe = 1
+recipe = 2
 name = "mlp"
 extends = ["digits"]
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [32, 32, 32] }
@@ -106,7 +106,10 @@ RUN = {
     ),
     "test-a-plugin": Page(files={"lines/a.txt": "".join(f"line {number:02}\n" for number in range(16))}),
     "tensor-parallel": Page(
-        files={"recipe.toml": GPT + '[strategy]\nuse = "fsdp"\ntensor = 2\nsequence = true\nloss = "vocabulary"\n'},
+        files={
+            "recipe.toml": GPT
+            + '[strategy]\nuse = "fsdp"\ntensor = 2\nsequence_parallel = true\nloss_parallel = true\n'
+        },
         swaps=TWO,
     ),
     "use-a-model": Page(("digits", "gan", "diffusion")),

@@ -139,7 +139,13 @@ def test_a_large_gpt_takes_the_memory_and_the_groups_that_its_header_promises(
 @pytest.mark.full
 def test_the_recipes_of_one_machine_and_of_two_train_one_curve(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
     """With a small model and short sequences, on two and on four ranks."""
-    small = ("model.layers=2", "model.heads=2", "model.width=16", "train.precision=fp32", "strategy.gather=fp32")
+    small = (
+        "model.layers=2",
+        "model.heads=2",
+        "model.width=16",
+        "train.precision=fp32",
+        "strategy.all_gather_dtype=fp32",
+    )
     sizes = ("model.block_size=32", "data.train.block_size=32", "data.eval.block_size=32")
     length = ("train.global_batch=8", "train.micro_batch=2", "train.length=6st", "track.every=1st")
     few = ("schedule.warmup=2st", "data.eval.eval_fraction=0.001")

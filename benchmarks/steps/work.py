@@ -11,7 +11,7 @@ LR = 1e-3
 LOG_EVERY = 10  # steps
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "bench"
 {model}
 [data.train]
@@ -69,7 +69,7 @@ MODELS = {
     "gpt": Work(
         "GPT, 4 layers, 4 heads, width 128, batch of 12 x 64 bytes of text",
         '[model]\nuse = "gpt"\nvocab_size = 256\nblock_size = 64\nlayers = 4\nheads = 4\nwidth = 128\n',
-        "language_modelling",
+        "language_modeling",
         batch=12,
         samples=48_000,
         steps=20,

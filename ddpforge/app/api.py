@@ -36,7 +36,7 @@ from ddpforge.training.stages import key_of
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
 
-# The newest intact checkpoint, the best by `checkpoint.keep.by`, or the checkpoint of a step.
+# The newest intact checkpoint, the best by `checkpoint.keep.monitor`, or the checkpoint of a step.
 _Checkpoint = Literal["newest", "best"] | int
 
 
@@ -309,7 +309,7 @@ class TrainedRun:
                 for name, tensor in saved.items():
                     found[name].detach().copy_(tensor.read())
 
-            load_initial(given.init_from, found, aliases, take, ranks, skip=given.init_skip)
+            load_initial(given.init_from, found, aliases, take, ranks, skip=given.init_ignore)
         frozen = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in held}
         refuse_others(self._reader.facts.loop, frozen, ranks)
         return {name: own for name, own in model.state_dict().items() if aliases.get(name, name) in frozen}

@@ -334,7 +334,7 @@ class Attempt:
         cause = self._failures.explain(self._watch.call) if report.symptom and not is_peers else None
         self._state = "diverged" if isinstance(error, Diverged) else "failed"
         if isinstance(error, NoData):
-            self._state = "stopped"
+            self._state = "preempted"
         speaks = not is_peers and self._write_failure(self._state, cause or report, again=speaks)
         self._failed = _Failed(error, cause or report, speaks=speaks, by_another=cause is not None)
         return self._failed
@@ -359,7 +359,7 @@ class Attempt:
         """True if a usage error must not overwrite the status of a finished run."""
         earlier = self.opened.earlier
         refused = report.exit_code == ExitCode.USAGE and not self._begun
-        return refused and earlier is not None and earlier["state"] in ("done", "stopped")
+        return refused and earlier is not None and earlier["state"] in ("done", "preempted")
 
     def _told(self, failed: _Failed) -> ForgeError:
         """Returns the error for a rank that failed because another rank did. Only one rank shows it."""
@@ -389,7 +389,7 @@ class Attempt:
 
     def _status(self, state: State, report: Report | None = None, *, begun: bool = False) -> Status:
         """Returns the contents of `status.json`; before this attempt trains, with the step of the earlier attempt."""
-        codes = {"running": None, "done": ExitCode.DONE, "stopped": ExitCode.STOPPED}
+        codes = {"running": None, "done": ExitCode.DONE, "preempted": ExitCode.PREEMPTED}
         trainer = self.trainer if self._begun or begun else None
         earlier = self.opened.earlier
         return Status(
@@ -416,7 +416,7 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwat
         world.all.rank,
         world.all.size,
         strategy=recipe.strategy.use,
-        stall=0.0 if train.stall == "off" else train.stall.seconds,
+        stall=0.0 if train.hang_timeout == "off" else train.hang_timeout.seconds,
         compiles=train.compile != "off",
     )
 

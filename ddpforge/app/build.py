@@ -19,14 +19,14 @@ from torch import nn
 
 from ddpforge import preflight
 from ddpforge.app.choose import choose
-from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.components.registry import Registry
 from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.order import Even
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PeerFailed, recipe_faults
-from ddpforge.interfaces import Beside, EpochOrder, Order, Schedule, World
+from ddpforge.interfaces import BatchSampler, Beside, EpochBatchSampler, Schedule, World
 from ddpforge.preflight import Problems
 from ddpforge.preflight.samples import check_first_batch
 from ddpforge.preflight.static import no_order_of_streams
@@ -150,12 +150,12 @@ def check_cut(chosen: Chosen, problems: Problems) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- steps and schedules
-def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[Order | None, Plan]:
+def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler | None, Plan]:
     """Builds the order of the training data, and the plan of steps and cadences."""
     order, plan = MISSING, MISSING
     with problems.at("data", "train"):
         check_data(data)
-        with problems.at("data", "order"):
+        with problems.at("data", "sampler"):
             order = _order(chosen, data)
         if order is not MISSING:
             opened = _opened(chosen, chosen.recipe.train.global_batch)
@@ -166,13 +166,13 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[Order | None, 
     return order, plan
 
 
-def _plan_steps(chosen: Chosen, per_epoch: int | None, order: Order | None, problems: Problems) -> Plan:
+def _plan_steps(chosen: Chosen, per_epoch: int | None, order: BatchSampler | None, problems: Problems) -> Plan:
     batch = plan_batch(chosen.recipe.train, 1) if chosen.batch is MISSING else chosen.batch
     ends = partial(_end_of_epochs, chosen, order)
     return Plan.of(chosen.recipe, batch, per_epoch, noting=problems.at, ends=ends) or MISSING
 
 
-def _end_of_epochs(chosen: Chosen, order: Order | None, epochs: int) -> int | None:
+def _end_of_epochs(chosen: Chosen, order: BatchSampler | None, epochs: int) -> int | None:
     """Returns the last step of the first `epochs` epochs; None if all epochs have one length."""
     batches = end_of_epochs(order, epochs) if order else None
     return batches and math.ceil(batches / draws_of(chosen.turns))
@@ -184,15 +184,15 @@ def _schedules(chosen: Chosen, plan: Plan, problems: Problems) -> dict[str, Sche
     with problems.at("schedule"):
         found[""] = build_component(registry, "schedule", recipe.schedule, horizon=plan.horizon)
     for name, turn in chosen.turns.items():
-        with problems.at("optimizer", "turns", name, "schedule"):
+        with problems.at("optimizer", "updates", name, "schedule"):
             if turn.schedule:
                 found[name] = build_component(registry, "schedule", turn.schedule, horizon=plan.horizon)
     return found
 
 
-def _order(chosen: Chosen, data: Any) -> Order | None:
+def _order(chosen: Chosen, data: Any) -> BatchSampler | None:
     """Builds the recipe's order of the training data; by default shuffled. None for a stream."""
-    train, component = chosen.recipe.train, chosen.recipe.data.order
+    train, component = chosen.recipe.train, chosen.recipe.data.sampler
     if is_stream(data):
         if component:
             raise no_order_of_streams(type(data))
@@ -201,15 +201,17 @@ def _order(chosen: Chosen, data: Any) -> Order | None:
         "data": data,
         "seed": train.seed,
         "global_batch": train.global_batch,
-        "drop_last": train.last_batch == "drop",
+        "drop_last": train.drop_last,
     }
-    order: Order = build_component(chosen.registry, "order", component, **given) if component else Shuffled(**given)
+    order: BatchSampler = (
+        build_component(chosen.registry, "sampler", component, **given) if component else Shuffled(**given)
+    )
     return order
 
 
 def _opened(chosen: Chosen, batch: int) -> dict[str, Any]:
     fetching = {"seed": chosen.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
-    drop_last = chosen.recipe.train.last_batch == "drop"
+    drop_last = chosen.recipe.train.drop_last
     return fetching | {"global_batch": batch, "share": RankShare(0, 1, batch), "drop_last": drop_last}
 
 
@@ -224,7 +226,7 @@ def deal(built: Built, world: World) -> Dealt:
         "prefetch": recipe.data.prefetch,
         "pin": world.device.type == "cuda",
         # With several ranks, the watchdogs detect a rank without progress.
-        "patience": train.stall.seconds if train.stall != "off" and world.all.size == 1 else 0.0,
+        "patience": train.hang_timeout.seconds if train.hang_timeout != "off" and world.all.size == 1 else 0.0,
     }
     training = MISSING
     if built.trains:
@@ -232,8 +234,8 @@ def deal(built: Built, world: World) -> Dealt:
             built.data["train"],
             order=built.order,
             global_batch=built.plan.batch.global_batch,
-            share=RankShare(world.data.rank, ranks, built.plan.batch.micro_batch, train.elastic_shards),
-            drop_last=train.last_batch == "drop",
+            share=RankShare(world.data.rank, ranks, built.plan.batch.micro_batch, train.virtual_ranks),
+            drop_last=train.drop_last,
             **fetching,
         )
     batch = train.eval_batch or max(1, train.per_pass(ranks))
@@ -336,7 +338,7 @@ def on_every_rank(peers: Peers, action: Callable[[], T]) -> T:
 def short_steps(built: Built) -> str:
     """Returns a note if an epoch has fewer samples than `train.global_batch`, so that each step is smaller; else ""."""
     order, batch = built.order, built.recipe.train.global_batch
-    if not isinstance(order, EpochOrder) or order.places >= batch:
+    if not isinstance(order, EpochBatchSampler) or order.places >= batch:
         return ""
     return f"every step has {order.places} samples, not train.global_batch = {batch}: an epoch has no more samples"
 

@@ -75,7 +75,7 @@ def choose(
         task=task,
         callbacks=_named(registry, problems, "callbacks", "callback", recipe.callbacks),
         trackers=_named(registry, problems, "track", "tracker", recipe.track.trackers) if trains else {},
-        turns=_turns(task, recipe.optimizer.turns, problems),
+        turns=_turns(task, recipe.optimizer.updates, problems),
         batch=batch,
         other_layout=other_layout,
     )

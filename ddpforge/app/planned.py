@@ -50,7 +50,7 @@ def compares(recipe: Recipe, size: Size) -> bool:
     """True if the run's memory is compared with its plan; the same on every rank."""
     if recipe.train.compile != "off":  # compiled steps need a different amount of memory
         return False
-    return recipe.track.plan == "on" or (recipe.track.plan == "auto" and size.all >= _SMALL)
+    return recipe.track.memory_check == "on" or (recipe.track.memory_check == "auto" and size.all >= _SMALL)
 
 
 class PlanCheck:
@@ -75,7 +75,7 @@ class PlanCheck:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits for the plan if the recipe has `track.plan = "on"`; otherwise ends the plan's process."""
         self._life.close()
-        if self._plan and kind is None and self._recipe.track.plan == "on":
+        if self._plan and kind is None and self._recipe.track.memory_check == "on":
             self._plan.wait(_LONGEST)
             self._look()
         if self._plan:
@@ -173,16 +173,16 @@ class Room:
 def advised(error: BaseException, folder: RunFolder, world: World, recipe: Recipe, room: Room) -> BaseException:
     """Returns `error`; if it is OutOfMemory, with the planned memory need and settings that would fit.
 
-    Returns it unchanged if the plan fails. With `track.plan = "off"` it only adds the command that makes the plan.
+    Returns it unchanged if the plan fails. With `track.memory_check = "off"` it only adds the command that makes the plan.
     """
     if not isinstance(error, OutOfMemory) or not folder.resolved.exists():
         return error
     there = room.bytes(world.device)
     # A plan takes a gigabyte of host memory, which may be full, and minutes in which the run's devices wait.
-    if recipe.track.plan == "off":
+    if recipe.track.memory_check == "off":
         command = f"ddpforge plan {shlex.quote(str(folder.resolved))} --ranks {world.all.size}"
         budget = _size(there).replace(" ", "")
-        hint = f"for the memory of a step and for settings that fit, run: {command} --budget {budget}"
+        hint = f"for the memory of a step and for settings that fit, run: {command} --memory {budget}"
         return _caused(OutOfMemory(error.message, hints=[*error.hints, hint]), error)
     log.info("memory is full: looking for settings that fit")
     planned = _planned(folder.resolved, world.all.size, there)
@@ -208,7 +208,7 @@ def _caused(said: OutOfMemory, error: OutOfMemory) -> OutOfMemory:
 
 
 def _planned(recipe: Path, ranks: int, budget: int) -> dict[str, Any] | None:
-    plan = _Plan(recipe, ranks, "--budget", str(budget))
+    plan = _Plan(recipe, ranks, "--memory", str(budget))
     plan.wait(_PATIENCE)
     said = plan.said() if plan.is_over else []
     plan.end()

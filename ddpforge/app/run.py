@@ -118,7 +118,7 @@ def run(
 
 def join(chosen: Chosen) -> World:
     """Joins the process group, checks that all hosts agree, and sets up the strategy."""
-    stall = chosen.recipe.train.stall
+    stall = chosen.recipe.train.hang_timeout
     phases.allow(math.inf if stall == "off" else stall.seconds)
     with beginning():
         joined = ranks_join.join(chosen.recipe.train, chosen.strategy)
@@ -140,12 +140,12 @@ def join(chosen: Chosen) -> World:
 
 def peers_of(recipe: Recipe, world: World) -> Peers:
     """Connects the ranks for exchanges outside of training steps. Call it on every rank."""
-    return Peers.of(world.all, timedelta(seconds=recipe.train.timeout.seconds))
+    return Peers.of(world.all, timedelta(seconds=recipe.train.collective_timeout.seconds))
 
 
 def _leave_if_asked(stop: StopRequests, world: World, peers: Peers) -> None:
     """Raises on all ranks if any rank received a stop request before training."""
     if any(peers.ranks.everyone(stop.requested)):
         ranks_join.leave(world)
-        raised = Postponed if world.is_main else partial(PeerFailed, ExitCode.STOPPED)
+        raised = Postponed if world.is_main else partial(PeerFailed, ExitCode.PREEMPTED)
         raise raised("stopped before training began", hints=["nothing is lost: the same command starts it again"])

@@ -177,7 +177,7 @@ def _as_written(ended: Ended, folder: RunFolder) -> Ended:
         return ended
     if ended.told and ended.code == ExitCode.USAGE and status["exit_code"] != ended.code:
         error = ended.error or "the ranks refused to continue"
-        folder.amend_failure(error, ended.code, states=("running", "failed", "stopped"))
+        folder.amend_failure(error, ended.code, states=("running", "failed", "preempted"))
     if not ended.told and ended.death is None and status["exit_code"]:
         return replace(ended, code=status["exit_code"])
     return ended

@@ -62,13 +62,13 @@ class Checkpoints:
     def save(self, facts: Facts, state: RankState) -> None:
         """Begins to write a checkpoint. Call `wait` for its result; errors of the write are raised there, not here.
 
-        With `checkpoint.background`, a thread writes. The state may then change as soon as this returns, except trained
+        With `checkpoint.async_save`, a thread writes. The state may then change as soon as this returns, except trained
         weights and their optimizer state: see `before_update`. Without it, the write has ended when this returns.
         If an earlier save is still pending, this first calls `wait` for it, and raises its error.
         """
         if self.pending:
             self.wait()
-        background = self._settings.background
+        background = self._settings.async_save
         save = Writer(
             self.folder,
             facts,
@@ -89,7 +89,7 @@ class Checkpoints:
 
     def reserve(self, state: RankState) -> None:
         """Allocates host memory for a copy of `state` from GPUs, in a thread, so that the first save is faster."""
-        if self._settings.background and not self.pending:
+        if self._settings.async_save and not self.pending:
             with suppress(CheckpointError):  # the save will raise it
                 self._staging.reserve(own_part(flatten(state, rank=self._peers.rank, ranks=self._peers.size).held))
 
@@ -169,7 +169,7 @@ class Checkpoints:
         return None if chosen is None else Reader(chosen, verify=self._peers.size > 1)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """True if the metric `keep.by` is better in `metrics` than in every checkpoint of the folder."""
+        """True if the metric `keep.monitor` is better in `metrics` than in every checkpoint of the folder."""
 
         def look() -> bool:
             found, _ = retention.committed(self.folder, self._known)

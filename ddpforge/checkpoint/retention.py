@@ -129,12 +129,12 @@ def is_best(metrics: Mapping[str, float], keep: KeepSection, found: list[Committ
     """True if the metric `keep.by` in `metrics` is better than in all of `found`; False if missing or not finite."""
     if (
         not keep.best
-        or keep.by is None
+        or keep.monitor is None
         or _lower(keep) is None
-        or not math.isfinite(value := metrics.get(keep.by, math.nan))
+        or not math.isfinite(value := metrics.get(keep.monitor, math.nan))
     ):
         return False
-    return all(_badness(value, keep) < _badness(each.manifest.metric(keep.by), keep) for each in best(found, keep))
+    return all(_badness(value, keep) < _badness(each.manifest.metric(keep.monitor), keep) for each in best(found, keep))
 
 
 def best(found: list[Committed], keep: KeepSection) -> list[Committed]:
@@ -143,7 +143,7 @@ def best(found: list[Committed], keep: KeepSection) -> list[Committed]:
     `found` must be sorted newest first; of equal ones, the newer comes first. Returns [] if neither `keep.mode` nor the
     metric's name defines whether lower or higher is better.
     """
-    if (by := keep.by) is None or _lower(keep) is None:
+    if (by := keep.monitor) is None or _lower(keep) is None:
         return []
     known = [each for each in found if math.isfinite(each.manifest.metric(by))]
     return sorted(known, key=lambda each: _badness(each.manifest.metric(by), keep))
@@ -208,12 +208,12 @@ def _step(path: Path) -> float:
 
 
 def _badness(value: float, keep: KeepSection) -> float:
-    """Returns `value` of the metric `keep.by`, negated if higher is better."""
+    """Returns `value` of the metric `keep.monitor`, negated if higher is better."""
     return value if _lower(keep) else -value
 
 
 def _lower(keep: KeepSection) -> bool | None:
-    return keep.mode == "min" if keep.mode else lower_is_better(keep.by or "")
+    return keep.mode == "min" if keep.mode else lower_is_better(keep.monitor or "")
 
 
 def _latest(folder: Path) -> str | None:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: of any dtype, and of a cache line
 
-_HINT = "set checkpoint.background = false: it saves without a copy, while training waits"
+_HINT = "set checkpoint.async_save = false: it saves without a copy, while training waits"
 
 
 class Staging:

@@ -31,7 +31,7 @@ _COMMANDS = {
     "generate": ("generate", "Generate text with a trained language model."),
     "export": ("export", "Write a run's weights as plain safetensors."),
     "ckpt": ("ckpt", "List, inspect, verify, compare, export and import checkpoints."),
-    "recipes": ("recipes", "List or copy the recipes that come with ddpforge."),
+    "recipes": ("recipes", "List or copy the recipes that come with ddpforge; upgrade your own."),
     "plugins": ("plugins", "List and show components; write and test plugins."),
     "schema": ("recipes:schema", "Print the recipe's JSON Schema, for editors."),
     "completion": ("completion", "Print a shell completion script."),

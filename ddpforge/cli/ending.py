@@ -68,7 +68,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     if outcome := getattr(error, "outcome", None):
         return dict(outcome.status)
     return {
-        "state": "stopped" if isinstance(error, Postponed) else "failed",
+        "state": "preempted" if isinstance(error, Postponed) else "failed",
         "exit_code": _exit_code(error),
         "step": 0,
         "total_steps": None,
@@ -122,7 +122,7 @@ def postpone(*, status: bool) -> None:
     The request may come from a launcher or a watchdog after another rank failed; then that failure is reported.
     """
     error: ForgeError | None = failure_of_another()
-    if error is None or error.exit_code == ExitCode.STOPPED:
+    if error is None or error.exit_code == ExitCode.PREEMPTED:
         hint = "nothing is lost: the same command starts it again"
         error = Postponed("stopped before training began", hints=[hint])
     if os.environ.get("RANK", "0") == "0":

@@ -14,7 +14,7 @@ from ddpforge.watchdog.watch import begin
 @click.command("eval")
 @run_argument
 @checkpoint_options
-@click.option("--only", metavar="NAME", multiple=True, help="Evaluate only on [data.eval.NAME]; repeatable.")
+@click.option("--dataset", "only", metavar="NAME", multiple=True, help="Evaluate only on [data.eval.NAME]; repeatable.")
 @sets_options
 @json_option
 def evaluate(

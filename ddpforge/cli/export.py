@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     "--weights", default="model", metavar="NAME", show_default=True, help='"model", or a callback such as ema.'
 )
 @click.option(
-    "--only",
+    "--include",
+    "only",
     multiple=True,
     metavar="GLOB",
     help='Only tensors whose names match, e.g. "*lora_*"; repeatable.',
@@ -84,9 +85,9 @@ def export(
 
     form = _form(form, out)
     if form in ("pt2", "onnx"):
-        _refuse(form, {"--only": only, "--merge": merge, "--dtype": dtype, "--max-shard-size": max_shard_size})
+        _refuse(form, {"--include": only, "--merge": merge, "--dtype": dtype, "--max-shard-size": max_shard_size})
     if form == "transformers":
-        _refuse(form, {"--only": only})
+        _refuse(form, {"--include": only})
     checkpoint = find(run, step=step, best=best, intact=True)
     name = (checkpoint if is_checkpoint(Path(run)) else Path(run)).resolve().name
     default = f"{name}{'' if weights == 'model' else f'-{weights}'}"

@@ -59,6 +59,15 @@ _OTHERS = {
 }
 
 
+_RENAMED = {  # options of ours by their names before version 1.0, as (command, option), or of any command
+    ("launch", "endpoint"): "rdzv-endpoint",
+    ("launch", "run-id"): "rdzv-id",
+    ("", "budget"): "memory",
+    ("eval", "only"): "dataset",
+    ("", "only"): "include",
+}
+
+
 def explained(error: click.UsageError) -> click.UsageError:
     """Returns the error for a wrong command line, with suggestions for flags and commands of other tools."""
     hints = list(_hints(error))
@@ -89,6 +98,9 @@ def _hints(error: click.UsageError) -> Iterator[str]:
 
 def _of_option(name: str, command: str) -> Iterator[str]:
     known = name.replace("_", "-").lower()
+    if new := _RENAMED.get((command, known), _RENAMED.get(("", known))):
+        yield f"--{known} is now --{new}"
+        return
     if known in _RANKS:
         yield "write --nproc N" if command == "launch" else "ddpforge launch RECIPE --nproc N starts several processes"
     elif known in _RESUME:

@@ -30,8 +30,15 @@ if TYPE_CHECKING:
 @click.option("-n", "--nproc", type=click.IntRange(1, 1024), help="Processes to start; default: one per GPU, or one.")
 @click.option("--nnodes", metavar="N|A:B", help="Number of machines, each with this command; A:B: from A to B.")
 @click.option("--node-rank", type=click.IntRange(min=0), help="This machine's number, from 0; optional.")
-@click.option("--endpoint", metavar="HOST[:PORT]", help="Rendezvous on one of the machines, the same on all machines.")
-@click.option("--run-id", help="Rendezvous id, the same on all machines; default: the names of run and user.")
+@click.option(
+    "--rdzv-endpoint",
+    "endpoint",
+    metavar="HOST[:PORT]",
+    help="Rendezvous on one of the machines, the same on all machines.",
+)
+@click.option(
+    "--rdzv-id", "run_id", help="Rendezvous id, the same on all machines; default: the names of run and user."
+)
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), help="Restart the ranks up to N times after failures; default: never."
 )
@@ -112,7 +119,8 @@ def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "Ranks":
     meeting = ("nnodes", "node_rank", "endpoint", "run_id")
     if names_rendezvous(flags):
         if twice := [key for key in meeting if given[key] is not None]:
-            option = f"--{twice[0].replace('_', '-')}"
+            renamed = {"endpoint": "rdzv-endpoint", "run_id": "rdzv-id"}
+            option = f"--{renamed.get(twice[0], twice[0]).replace('_', '-')}"
             raise UsageError(f"{option} and torchrun's flags both set a rendezvous", hints=["use one of them"])
         meet = Nodes()
     else:

@@ -119,5 +119,5 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that choose one of a run's checkpoints; see `runs.checkpoints`."""
     step = click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step; default: the newest.")
-    best = click.option("--best", is_flag=True, help="The best checkpoint by the recipe's checkpoint.keep.by.")
+    best = click.option("--best", is_flag=True, help="The best checkpoint by the recipe's checkpoint.keep.monitor.")
     return step(best(command))

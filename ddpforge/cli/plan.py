@@ -47,7 +47,11 @@ _NOTHING = "no setting that was tried makes it fit: use more ranks, or a smaller
     help="Plan for this device: its memory, and its published speeds for the estimate of a step's time.",
 )
 @click.option(
-    "--budget", type=Size(), metavar="MEMORY", help="Memory available to a rank, e.g. 80GiB; default: the device's."
+    "--memory",
+    "budget",
+    type=Size(),
+    metavar="MEMORY",
+    help="Memory available to a rank, e.g. 80GiB; default: the device's.",
 )
 @click.option(
     "--strategies",
@@ -137,7 +141,7 @@ def _auto(
 
     limit = budget or (int(device.memory) if device else None)
     if limit is None:
-        raise click.UsageError("--auto needs a --budget, or a --device other than cpu")
+        raise click.UsageError("--auto needs a --memory, or a --device other than cpu")
     tried = specs or [parse(name, registry, ranks=ranks) for name in (("ddp", "fsdp") if ranks > 1 else ("single",))]
     found = choices(
         recipe,

@@ -20,6 +20,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
+    from ddpforge.components.installed import Entry
     from ddpforge.components.options_table import OptionRow
     from ddpforge.testing.report import Result
 
@@ -39,7 +40,7 @@ def list_(kind: str | None, as_json: bool) -> None:
     clashes = {entry for entry in entries if providers[entry.kind, entry.name] > 1}
 
     if as_json:
-        _print_json(components=[{**asdict(entry), "clash": entry in clashes} for entry in entries])
+        _print_json(components=[{**_shown(entry), "clash": entry in clashes} for entry in entries])
         return
     print_table(
         ("kind", "name", "from", "target", ""),
@@ -78,7 +79,7 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
         _print_json(
             kind=kind,
             use=name,
-            entry=asdict(entry) if entry else None,
+            entry=_shown(entry) if entry else None,
             documentation=documentation,
             options=[asdict(option) for option in options],
             takes_more=takes_more,
@@ -221,6 +222,10 @@ def _example(kind: str, use: str, options: "Sequence[OptionRow]") -> str:
         key = use.rpartition(":")[2].replace(".", "_")
         return "\n".join([f"[{table}.{key}]", *([name] if key != use else []), *required])
     return "\n".join([f"[{table}]", name, *required])
+
+
+def _shown(entry: "Entry") -> dict[str, str]:
+    return {key: value for key, value in asdict(entry).items() if key != "group"}
 
 
 def _print_json(**facts: object) -> None:

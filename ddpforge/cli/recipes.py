@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
 
 from ddpforge.cli.options import json_option
-from ddpforge.errors import UsageError
+from ddpforge.errors import ExitCode, RecipeError, UsageError
 
 _SCHEMA = "recipe.schema.json"
 
 
 @click.group()
 def recipes() -> None:
-    """List or copy the recipes that come with ddpforge."""
+    """List or copy the recipes that come with ddpforge; upgrade your own."""
 
 
 @recipes.command("ls")
@@ -56,6 +57,37 @@ def copy_recipe(name: str, target: Path | None) -> None:
     if not (beside := target.with_name(_SCHEMA)).exists():
         write_schema(beside)
     click.echo(target)
+
+
+@recipes.command("upgrade")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.option("--check", is_flag=True, help="Write nothing; the exit code is 1 if a file would change.")
+def upgrade_recipes(files: tuple[Path, ...], check: bool) -> None:
+    """Upgrade recipes of version 1, `recipe = 1`, to the names of version 2, in place.
+
+    Only renamed words change: comments, order and quotes stay. A recipe that a file extends is a file of its own, to be
+    named here, too. A file that is no recipe, or that has something without counterpart, is reported and left as it is;
+    the exit code is then 2.
+    """
+    from ddpforge.confidential import redact
+    from ddpforge.recipe.report import render
+    from ddpforge.recipe.upgrade import upgrade_file
+
+    failed = changes = False
+    for file in files:
+        try:
+            done = upgrade_file(file, check=check)
+        except RecipeError as error:
+            failed = True
+            click.echo("\n\n".join(redact(render(problem)) for problem in error.problems), err=True)
+            continue
+        changes |= bool(done.changes)
+        click.echo(
+            f"{file}: {('would be upgraded' if check else 'upgraded') if done.changes else 'nothing to upgrade'}"
+        )
+        for change in done.changes:
+            click.echo(f"  {change}")
+    sys.exit(ExitCode.USAGE if failed else ExitCode.FAILED if check and changes else ExitCode.DONE)
 
 
 @click.command()

@@ -52,7 +52,7 @@ def run(
     """Train RECIPE: a TOML file, or the name of a bundled recipe.
 
     An interrupted run resumes from its last checkpoint. Exit codes: 0 done, 1 failed, 2 usage or recipe,
-    3 environment or plugin, 4 diverged, 75 stopped with a checkpoint saved, 130 interrupted before one.
+    3 environment or plugin, 4 diverged, 75 preempted with a checkpoint saved, 130 interrupted before one.
     """
     with ending(status=as_json), StopRequests(), stopping_early(lambda: postpone(status=as_json)):
         os.environ.setdefault(STARTED, str(time.time()))
@@ -84,7 +84,7 @@ def _then(folder: "RunFolder") -> Iterator[str]:
     """Yields the best checkpoint of a finished run, and commands to use next."""
     from ddpforge.runs.checkpoints import choose, keep_of
 
-    if by := keep_of(folder).by:
+    if by := keep_of(folder).monitor:
         with suppress(UsageError):  # the run was never evaluated
             yield f"best by {by}: {choose(folder, best=True)}"
     yield f"next: ddpforge report {folder.path}, or eval, predict and export"

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     "--optuna", "trials", type=click.IntRange(1, 10_000), metavar="N", help="Train N runs, chosen one by one by Optuna."
 )
 @click.option(
-    "--metric", metavar="NAME", help="Metric to sort by and to optimize; default: checkpoint.keep.by, else eval/loss."
+    "--metric",
+    metavar="NAME",
+    help="Metric to sort by and to optimize; default: checkpoint.keep.monitor, else eval/loss.",
 )
 @click.option(
     "--mode", type=click.Choice(["min", "max"]), help="Better: a smaller or a larger metric; default: by its name."
@@ -66,7 +68,7 @@ def sweep(
 
     With --random or --optuna, values of KEY=1e-4..1e-1 are sampled uniformly, and those of KEY=1e-4..1e-1:log
     log-uniformly. KEY=VALUE is set in all runs. The same command resumes a stopped sweep: finished runs are kept, the
-    others are resumed. Exit codes: 0 all done, 1 some failed, 2 usage or recipe, 75 stopped.
+    others are resumed. Exit codes: 0 all done, 1 some failed, 2 usage or recipe, 75 preempted.
     """
     from ddpforge.ranks.logs import keep_output
     from ddpforge.tools.sweeps.space import Space
@@ -86,8 +88,8 @@ def sweep(
         variants = plan.space.drawn(draws, seed) if draws else plan.space.grid()
         ended, stopped = _train(plan, commands, variants, metric)
     _report(plan, ended, metric, as_json)
-    failed = [one for one in ended if one.state not in ("done", "stopped")]
-    sys.exit(ExitCode.STOPPED if stopped else ExitCode.FAILED if failed else ExitCode.DONE)
+    failed = [one for one in ended if one.state not in ("done", "preempted")]
+    sys.exit(ExitCode.PREEMPTED if stopped else ExitCode.FAILED if failed else ExitCode.DONE)
 
 
 def _refuse(draws: int | None, trials: int | None) -> None:
@@ -151,11 +153,11 @@ def _report(plan: "Plan", ended: "Sequence[Trained]", metric: str, as_json: bool
     from ddpforge.runs.folder import RunFolder
     from ddpforge.runs.overview import differences, sorted_by, standing
 
-    fine = [RunFolder(plan.folder / one.name) for one in ended if one.state in ("done", "stopped")]
+    fine = [RunFolder(plan.folder / one.name) for one in ended if one.state in ("done", "preempted")]
     good = [standing(folder) for folder in fine if folder.exists()]  # a run may be stopped before it has a folder
     having = any(run.metrics.get(metric) is not None for run in good)
     good = sorted_by(good, metric if having else "name")
-    bad = [one for one in ended if one.state not in ("done", "stopped")]
+    bad = [one for one in ended if one.state not in ("done", "preempted")]
     told = [_varied(each, tuple(plan.space.axes)) for each in differences(good)]
     if as_json:
         runs = [run.as_dict() | {"difference": each} for run, each in zip(good, told, strict=True)]

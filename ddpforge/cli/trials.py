@@ -17,7 +17,11 @@ from ddpforge.cli.options import Size, json_option, recipe_argument, sets_option
 @recipe_argument
 @sets_options
 @click.option(
-    "--budget", type=Size(), metavar="MEMORY", help="Memory available to a rank, e.g. 8GiB; default: all memory."
+    "--memory",
+    "budget",
+    type=Size(),
+    metavar="MEMORY",
+    help="Memory available to a rank, e.g. 8GiB; default: all memory.",
 )
 @click.option(
     "-n", "--nproc", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks on this machine."

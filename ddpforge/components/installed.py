@@ -10,7 +10,11 @@ from importlib import metadata
 
 from ddpforge.components.kinds import KINDS
 
-__all__ = ["Entry", "entries", "normalised", "version"]
+__all__ = ["RENAMED_GROUPS", "Entry", "entries", "normalised", "version"]
+
+
+RENAMED_GROUPS = {"order": "sampler"}
+"""The kinds that plugin API 3 has renamed: a component in an old group is listed, and refused when it is loaded."""
 
 
 @dataclass(frozen=True, order=True)
@@ -22,6 +26,7 @@ class Entry:
     distribution: str
     version: str
     target: str  # "pkg.mod:attr"
+    group: str = ""  # of entry points, if it is one that plugin API 3 has renamed
 
     @property
     def is_own(self) -> bool:
@@ -50,9 +55,11 @@ def entries(path: Iterable[str]) -> Iterator[Entry]:
         distribution = next(iter(metadata.distributions(name=name, path=path)))
         about = _about(distribution)
         for point in distribution.entry_points:
-            kind = point.group.removeprefix("ddpforge.")
+            old = point.group.removeprefix("ddpforge.")
+            kind = RENAMED_GROUPS.get(old, old)
             if point.group.startswith("ddpforge.") and kind in KINDS:
-                yield Entry(kind, point.name, about["Name"], about["Version"], f"{point.module}:{point.attr or ''}")
+                target, group = f"{point.module}:{point.attr or ''}", "" if old == kind else point.group
+                yield Entry(kind, point.name, about["Name"], about["Version"], target, group)
 
 
 @cache

@@ -180,8 +180,8 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 jobs={2: "data"},
             ),
             KindSpec(
-                name="order",
-                base="ddpforge.interfaces:Order",
+                name="sampler",
+                base="ddpforge.interfaces:BatchSampler",
                 given={
                     "data": _Samples,
                     "seed": lambda _: 0,
@@ -189,7 +189,8 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                     "drop_last": lambda _: False,
                 },
                 nested=True,
-                tables=(("data", "order"),),
+                api=3,
+                tables=(("data", "sampler"),),
                 settings=_columns,
             ),
             KindSpec(name="task", base="ddpforge.interfaces:Task", nested=True, tables=(("task",),)),
@@ -206,7 +207,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
-                framework_keys=("no_decay", "layer_decay", "groups", "turns"),
+                framework_keys=("no_decay", "layer_decay", "groups", "updates"),
                 settings=lambda: {"elementwise": bool, "matrices": bool},
             ),
             KindSpec(

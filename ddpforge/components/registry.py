@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PLUGIN_API", "NamedComponent", "Registry", "WrongKind", "build"]
 
-PLUGIN_API = 2
+PLUGIN_API = 3
 """Newest version of the component contracts that this ddpforge supports."""
 
 _ABSENT = object()
@@ -121,6 +121,11 @@ class Registry:
         if not self.imports(kind, use):
             raise NotImported(kind, use)
         broken = partial(BrokenComponent, kind, use, entry=entry)
+        if entry and entry.group:
+            raise broken(
+                f"is registered in the entry-point group `{entry.group}`, which is now `ddpforge.{kind}`",
+                hints=["update the plugin; its author finds what to change in docs/how-to/upgrade.md"],
+            )
         location, _, attribute = (entry.target if entry else use).partition(":")
         if not attribute:
             raise broken("names a module without a class or function", hints=[f"write `{location}:Name`"])
@@ -141,7 +146,7 @@ class Registry:
         if api < (needed := KINDS[kind].api):
             raise broken(
                 f"is written for plugin API {api}; version {needed} changed the contract of this kind",
-                hints=["update the plugin; for its author, docs/how-to/migrate-a-plugin.md lists the changes"],
+                hints=["update the plugin; for its author, docs/how-to/upgrade.md lists the changes"],
             )
         if component is _ABSENT:
             near = get_close_matches(attribute, dir(module), n=1)

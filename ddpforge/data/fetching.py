@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddpforge.builtin.orders.plain import Sequential
+from ddpforge.builtin.samplers.plain import Sequential
 from ddpforge.data.collating import collate_of
 from ddpforge.data.order import Dealer, MicroBatch, RankShare, Request, Terms
 from ddpforge.data.parted import PartedStream
@@ -19,7 +19,7 @@ from ddpforge.data.randomness import seed_all
 from ddpforge.data.streams import Stream, is_stream, loader_in
 from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, starting, telling_context
 from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError
-from ddpforge.interfaces import Order, PartedData, mix
+from ddpforge.interfaces import BatchSampler, PartedData, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
 __all__ = ["Batches", "check_data", "fetch_some", "open_data"]
@@ -128,8 +128,12 @@ class _Loaded(Iterable[MicroBatch]):
     def _explained(self, error: RuntimeError) -> Exception:
         """Returns a readable error for a DataLoader's RuntimeError."""
         if self.patience and "timed out" in str(error):
-            hints = ["find out why the dataset waits, or raise train.stall", "data.workers = 0 shows where it hangs"]
-            words = f"no micro-batch came from {self.workers} loader processes for {self.patience:.0f} s (train.stall)"
+            hints = [
+                "find out why the dataset waits, or raise train.hang_timeout",
+                "data.workers = 0 shows where it hangs",
+            ]
+            words = f"no micro-batch came from {self.workers} loader processes for {self.patience:.0f} s"
+            words += " (train.hang_timeout)"
             return EnvironmentProblem(words, hints=hints)
         if lacks_resources(error):
             return explained(error, "this process lost the connection to its loader processes")
@@ -160,7 +164,7 @@ class Batches:
     steps_per_epoch: int | None
     _data: Any
     _terms: Terms
-    _order: Order | None  # None for a stream of unknown length
+    _order: BatchSampler | None  # None for a stream of unknown length
     workers: int
     prefetch: int
     _pin: bool
@@ -245,7 +249,7 @@ class _Mapped(Iterable[MicroBatch]):
 def open_data(
     data: Any,
     *,
-    order: Order | None = None,
+    order: BatchSampler | None = None,
     global_batch: int,
     share: RankShare,
     seed: int,
@@ -272,7 +276,7 @@ def open_data(
         raise PluginError(
             f"{type(data).__name__} has {samples} sample{'s' * (samples != 1)}, fewer than one global batch of "
             f"{global_batch}",
-            hints=['lower train.global_batch, or set train.last_batch = "keep"'],
+            hints=["lower train.global_batch, or set train.drop_last = false"],
         )
     terms = Terms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last)
     return Batches(steps, data, terms, order, workers, prefetch, pin, patience)
@@ -323,10 +327,10 @@ def _check_parts(data: PartedData) -> None:
     name = type(data).__name__
     if not _whole_numbers(getattr(data, "parts", None), least=0):
         raise PluginError(f"{name}.parts must hold the number of samples of each part, whole numbers of at least 0")
-    if not _whole_numbers(data.lanes, least=1) or len(data.lanes) != 2:
-        raise PluginError(f"{name}.lanes must be two whole numbers of at least 1, not {data.lanes}")
-    if not _whole_numbers([data.window], least=1):
-        raise PluginError(f"{name}.window must be at least 1, not {data.window}")
+    if not _whole_numbers(data.interleave, least=1) or len(data.interleave) != 2:
+        raise PluginError(f"{name}.interleave must be two whole numbers of at least 1, not {data.interleave}")
+    if not _whole_numbers([data.shuffle_buffer], least=1):
+        raise PluginError(f"{name}.shuffle_buffer must be at least 1, not {data.shuffle_buffer}")
 
 
 def _whole_numbers(found: Any, *, least: int) -> bool:

@@ -1,6 +1,6 @@
 """Computes the samples of a rank from the step number alone.
 
-An order (see `interfaces.Order`) defines the samples of each step. They do not depend on the number of ranks, which
+An order (see `interfaces.BatchSampler`) defines the samples of each step. They do not depend on the number of ranks, which
 only decides the rank that computes a sample. A resume needs no stored state. At an incomplete last step no sample
 counts twice or is lost.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import EpochOrder, Order
+from ddpforge.interfaces import BatchSampler, EpochBatchSampler
 
 __all__ = ["Dealer", "Even", "MicroBatch", "RankShare", "Request", "Terms", "end_of_epochs"]
 
@@ -102,12 +102,12 @@ class MicroBatch(NamedTuple):
     items: Any = None  # number of items that the loss sums over (number or 0-d tensor), if counted
 
 
-def end_of_epochs(order: Order, epochs: int) -> int | None:
+def end_of_epochs(order: BatchSampler, epochs: int) -> int | None:
     """Returns the number of steps of the first `epochs` epochs, by bisection.
 
     For orders whose epochs differ in length. Returns None if all epochs have equal length or the order has no epochs.
     """
-    if order.steps_per_epoch is not None or type(order).epoch is Order.epoch:
+    if order.steps_per_epoch is not None or type(order).epoch is BatchSampler.epoch:
         return None
     found = bisect_left(range(_LONGEST), epochs, key=order.epoch)
     return found if found < _LONGEST else None
@@ -124,7 +124,7 @@ class Terms:
 
 
 class Placed(Protocol):
-    """Order that returns the samples at any places of any steps, such as `interfaces.EpochOrder`."""
+    """Order that returns the samples at any places of any steps, such as `interfaces.EpochBatchSampler`."""
 
     def size(self, step: int) -> int:
         """Returns the number of samples in a step."""
@@ -136,7 +136,7 @@ class Placed(Protocol):
 class _Whole:
     """Adapter for an order that returns only whole steps; calls it once per step and checks the result."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: BatchSampler) -> None:
         self._order = order
         self._asked: dict[int, NDArray[Any]] = {}
 
@@ -145,9 +145,9 @@ class _Whole:
         ids = np.asarray(self._order(step))
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise PluginError(
-                f"the order {type(self._order).__name__} gave {'nothing' if not ids.size else _form(ids)} for step "
+                f"the sampler {type(self._order).__name__} gave {'nothing' if not ids.size else _form(ids)} for step "
                 f"{step} (0 is the first)",
-                hints=["an order must return the indices of a step's samples: a 1-d array of integers, at least one"],
+                hints=["a sampler must return the indices of a step's samples: a 1-d array of integers, at least one"],
             )
         self._asked[step] = ids
         return len(ids)
@@ -166,13 +166,13 @@ def _form(ids: NDArray[Any]) -> str:
 class Dealer:
     """Divides the steps of an order among ranks: builds the requests of one rank's micro-batches."""
 
-    order: Order
+    order: BatchSampler
     samples: int  # length of the dataset
     terms: Terms
 
     def sizes(self, steps: int | None) -> tuple[int, int]:
         """Returns the smallest number of samples of a full step, and of an epoch's last step, in a run of `steps`."""
-        if not isinstance(self.order, EpochOrder):
+        if not isinstance(self.order, EpochBatchSampler):
             whole = _Whole(self.order)
             smallest = min(whole.size(step) for step in range(min(_FEW, steps or _FEW)))
             return smallest, smallest
@@ -192,7 +192,7 @@ class Dealer:
 
     def _placed(self) -> tuple[Placed, int]:
         """Returns the order as `Placed`, and the maximum number of steps of one call."""
-        if not isinstance(self.order, EpochOrder):
+        if not isinstance(self.order, EpochBatchSampler):
             return _Whole(self.order), 1
         return self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
 
@@ -219,15 +219,15 @@ class Dealer:
         found = placed.ids(np.repeat(np.array(steps, dtype=np.uint64), [len(part) for part in places]), flat)
         if (outside := np.flatnonzero((found < 0) | (found >= self.samples))).size:
             raise PluginError(
-                f"the order {type(self.order).__name__} returned sample {found[outside[0]]} for step "
+                f"the sampler {type(self.order).__name__} returned sample {found[outside[0]]} for step "
                 f"{steps[-1]} or earlier, but the data has only {self.samples}",
-                hints=["an order must return indices of samples, from 0 to the length of the data minus 1"],
+                hints=["a sampler must return indices of samples, from 0 to the length of the data minus 1"],
             )
         ids: list[int] = found.tolist()
         return ids
 
 
-class Even(EpochOrder):
+class Even(EpochBatchSampler):
     """Order with every sample once, in dataset order, in batches of nearly equal size, at most `global_batch`."""
 
     # For losses that compare the samples of a batch: batches do not depend on the number of ranks, and none is small.

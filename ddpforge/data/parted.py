@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpforge import compat
-from ddpforge.builtin.orders.permutation import key, permute
+from ddpforge.builtin.samplers.permutation import key, permute
 from ddpforge.data.collating import collate_of
 from ddpforge.data.nests import digest
 from ddpforge.data.order import MicroBatch, Terms
@@ -93,7 +93,7 @@ class Reader:
         self._lengths = np.array(data.parts, dtype=np.int64)
         self._starts = np.cumsum(self._lengths) - self._lengths
         samples = int(self._lengths.sum())
-        self.layout = Layout(samples, terms.global_batch, terms.drop_last, data.lanes)
+        self.layout = Layout(samples, terms.global_batch, terms.drop_last, data.interleave)
         self._epoch: int | None = None
 
     def read(self, epoch: int, step: int, places: range) -> list[tuple[int, Any]]:
@@ -115,10 +115,10 @@ class Reader:
 
     def _take(self, lane: int, place: int) -> tuple[int, Any]:
         """Returns the place in the dataset and the prepared sample at a place of a lane; reads whole windows."""
-        number, within = divmod(place, self.data.window)
+        number, within = divmod(place, self.data.shuffle_buffer)
         if self._windows.get(lane, (-1,))[0] != number:
-            begin, length = number * self.data.window, int(self.layout.lengths[lane])
-            samples = self._neighbours(lane, begin, min(begin + self.data.window, length))
+            begin, length = number * self.data.shuffle_buffer, int(self.layout.lengths[lane])
+            samples = self._neighbours(lane, begin, min(begin + self.data.shuffle_buffer, length))
             self._windows[lane] = number, self._shuffled(samples, lane, number)
         part, place, sample = self._windows[lane][1][within]
         if getattr(self.data, "random", True):

@@ -14,7 +14,7 @@ from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.experts import Experts
 from ddpforge.interfaces.metric import Metric, Rows, Total
 from ddpforge.interfaces.optimizer import Exploring, Schedule
-from ddpforge.interfaces.order import EpochOrder, Order
+from ddpforge.interfaces.order import BatchSampler, EpochBatchSampler
 from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
 from ddpforge.interfaces.seeds import mix
 from ddpforge.interfaces.shown import Histogram, Show, ShownKind, Table
@@ -37,6 +37,7 @@ from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
 
 __all__ = [
+    "BatchSampler",
     "Beside",
     "Box",
     "Callback",
@@ -48,7 +49,7 @@ __all__ = [
     "Data",
     "Draws",
     "Duration",
-    "EpochOrder",
+    "EpochBatchSampler",
     "Experts",
     "Explores",
     "Exploring",
@@ -56,7 +57,6 @@ __all__ = [
     "Histogram",
     "Horizon",
     "Metric",
-    "Order",
     "Part",
     "PartWeights",
     "PartedData",

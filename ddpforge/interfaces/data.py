@@ -21,7 +21,7 @@ class Data(Protocol):
       device.
     - `random = False`: fetching uses no random numbers, which saves seeding. Otherwise the RNGs of python, numpy and
       torch are seeded from (recipe seed, epoch, sample) before each sample, or from (recipe seed, epoch, first sample)
-      before each `__getitems__`. If a sample may come more than once in an epoch (see `Order.once`), the step replaces
+      before each `__getitems__`. If a sample may come more than once in an epoch (see `BatchSampler.once`), the step replaces
       the epoch in the seed.
     - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched, in loader processes too. In
       training, so is `set_step(step: int)` before the first sample of each step. The first step of the run is 0.
@@ -61,10 +61,10 @@ class PartedData(ABC):
     shuffle: bool = False
     """Read the parts in a different order in every epoch."""
 
-    window: int = 1
+    shuffle_buffer: int = 1
     """Size of the shuffle buffer of each lane: number of neighboring samples that are read and shuffled together."""
 
-    lanes: tuple[int, int] = (8, 4)
+    interleave: tuple[int, int] = (8, 4)
     """Number of positions (P, T) at which the data is read at the same time.
 
     Each epoch is cut into P × T lanes. A step takes its samples from P lanes; successive steps cycle through T groups

@@ -1,4 +1,4 @@
-"""The order of training data: which samples form a step."""
+"""Samplers of training data: which samples form a step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["EpochOrder", "Order"]
+__all__ = ["BatchSampler", "EpochBatchSampler"]
 
 
-class Order(ABC):
+class BatchSampler(ABC):
     """Sampler: determines which samples of a map-style dataset form each training step, as a pure function of the step.
 
     Checkpoints contain nothing of it; a resume calls it with the first step to train. ddpforge distributes the samples
@@ -20,8 +20,8 @@ class Order(ABC):
 
     If the alternating updates of a task use batches of their own, each batch is a step here.
 
-    A component of this kind is a class, or a function that returns an Order. It receives the following arguments if its
-    signature names them:
+    A component of this kind is a class, or a function that returns a BatchSampler. It receives the following arguments
+    if its signature names them:
 
     - `data`: the dataset;
     - `seed`: the recipe's seed;
@@ -48,8 +48,8 @@ class Order(ABC):
         return step // self.steps_per_epoch if self.steps_per_epoch else 0
 
 
-class EpochOrder(Order):
-    """Order in which an epoch is a row of `places` positions; each step takes the next `global_batch` of them.
+class EpochBatchSampler(BatchSampler):
+    """Sampler whose epoch is a row of `places` positions; each step takes the next `global_batch` of them.
 
     Subclasses implement only `at`. It works on arrays, and receives only the positions of one rank.
     """

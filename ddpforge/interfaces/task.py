@@ -24,7 +24,7 @@ class Task(ABC):
     """Base class of tasks: the loss of a batch, and the metrics to report.
 
     A task with `turns`, e.g. ("discriminator", "generator"), makes alternating updates: several updates per step, one
-    after the other, each of its own part of the parameters (`[optimizer.turns.NAME]`). Its loss receives the name of
+    after the other, each of its own part of the parameters (`[optimizer.updates.NAME]`). Its loss receives the name of
     the update: `loss(model, batch, turn)`. The metrics of an update end with its name, as "loss/generator"; the metric
     "loss" is the sum of the losses of all updates.
     """
@@ -55,7 +55,7 @@ class Task(ABC):
 
     takes_split_logits: bool = False
     """Set to True if the loss uses logits only in `torch.nn.functional.cross_entropy` over their last dimension. The
-    logits may then be a `DTensor` that is sharded in this dimension (strategy.loss = "vocabulary").
+    logits may then be a `DTensor` that is sharded in this dimension (strategy.loss_parallel = true).
     """
 
     scores_in_model: bool = False

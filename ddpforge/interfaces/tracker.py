@@ -37,4 +37,4 @@ class Tracker:
         """Discards rows and displayed values after `step`: training went back to it, and will log them again."""
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Ends the tracker; called once. `state` is that of `status.json` (done, failed, stopped, diverged)."""
+        """Ends the tracker; called once. `state` is that of `status.json` (done, failed, preempted, diverged)."""

@@ -23,7 +23,7 @@ class Ranks(ABC):
     """Process group; a single process is a group too.
 
     Every method is collective: all ranks of the group call it, in the same order. If a rank is gone, the others raise
-    RuntimeError, at the latest after `train.timeout`.
+    RuntimeError, at the latest after `train.collective_timeout`.
     """
 
     rank: int

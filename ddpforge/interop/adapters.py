@@ -50,7 +50,7 @@ def _refuse_ties(layers: Sequence[str], aliases: Mapping[str, str]) -> None:
             if layer in layers and aliases.get(twin + _A) != layer + _A:
                 raise UsageError(
                     f"--merge: `{layer}weight` is tied to `{other}`, which does not have this adapter",
-                    hints=['--only "*lora_*" writes only the adapters'],
+                    hints=['--include "*lora_*" writes only the adapters'],
                 )
 
 
@@ -67,7 +67,7 @@ def _folded(layer: str, model: Mapping[str, LazyTensor]) -> LazyTensor:
         if tensor is None:
             raise UsageError(
                 f"--merge: the checkpoint has no `{layer}{part}`",
-                hints=['with checkpoint.contents = "trained" it contains only adapters: --only "*lora_*" writes them']
+                hints=['with checkpoint.save = "trainable" it contains only adapters: --include "*lora_*" writes them']
                 if part == f"{_BASE}weight"
                 else ["only adapters of the model `lora` can be folded in"],
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.checkpoint.schema import SECTIONS, Manifest, Section
 from ddpforge.errors import CheckpointError
-from ddpforge.recipe.toml import loads
+from ddpforge.recipe.upgrade import upgrade_tables
 from ddpforge.runs.changes import Change, recipe_changes
 from ddpforge.runs.checkpoints import metrics, plain
 
@@ -108,7 +108,7 @@ def _state(manifest: Manifest) -> dict[str, Any]:
 
 def _recipe(reader: Reader) -> dict[str, Any]:
     try:
-        return loads(reader.manifest.recipe)
+        return upgrade_tables(reader.manifest.recipe)
     except ValueError as error:
         raise CheckpointError(f"the recipe in {reader.path} cannot be read: {error}") from error
 

@@ -198,7 +198,7 @@ def _named(globs: Sequence[str], names: Iterable[str], aliases: Mapping[str, str
         matched = {tensor for name, tensor in known.items() if fnmatchcase(name, glob)}
         if not matched:
             near = get_close_matches(glob, known, n=3, cutoff=0)
-            raise UsageError(f"--only {glob} matches no tensor", hints=[f"near it are {', '.join(near)}"])
+            raise UsageError(f"--include {glob} matches no tensor", hints=[f"near it are {', '.join(near)}"])
         found |= matched
     return found
 
@@ -313,7 +313,7 @@ class FolderParts:
         if not merged and any(".lora_" in name for name, _ in model.named_parameters()):
             raise UsageError(
                 "the model has adapters, and transformers cannot load them under these names",
-                hints=["--merge folds them into the weights", "--only '*lora_*' without --format writes only them"],
+                hints=["--merge folds them into the weights", "--include '*lora_*' without --format writes only them"],
             )
         config.architectures = [type(model).__name__]
         return cls((config, getattr(model, "generation_config", None), getattr(data, "tokenizer", None)))

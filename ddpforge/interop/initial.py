@@ -74,7 +74,7 @@ def load_initial(
     for glob in skip:
         if not any(fnmatchcase(name, glob) for name in wanted):
             raise UsageError(
-                f"checkpoint.init_skip: {json.dumps(glob)} matches no tensor of the model",
+                f"checkpoint.init_ignore: {json.dumps(glob)} matches no tensor of the model",
                 hints=[f"the model has {_listed(wanted)}"],
             )
     skipped = [name for name in wanted if any(fnmatchcase(name, glob) for glob in skip)]
@@ -82,7 +82,7 @@ def load_initial(
     missing = [name for name in wanted if name not in found and name not in skipped]
     unexpected = [name for name in found if name not in wanted and name not in aliases]
     if skipped and not missing and not taken:
-        raise UsageError("checkpoint.init_skip matches all tensors of the model: checkpoint.init_from has no effect")
+        raise UsageError("checkpoint.init_ignore matches all tensors of the model: checkpoint.init_from has no effect")
     if not taken or (whole and missing):
         raise UsageError(
             f"{key} = {json.dumps(source)}: "
@@ -188,7 +188,7 @@ def _refuse_unfit(
     said = [f"`{name}` is {mine} in the model and {theirs} in {key}" for name, (mine, theirs) in unfit.items()]
     more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
     names = json.dumps(sorted(unfit)) if len(unfit) <= _SHOWN else f"[…], with globs for these {len(unfit)}"
-    skip = f"to keep the model's own values: checkpoint.init_skip = {names}"
+    skip = f"to keep the model's own values: checkpoint.init_ignore = {names}"
     raise UsageError("; ".join(said[:_SHOWN]) + more, hints=[skip] if key == _KEY else [])
 
 

@@ -43,10 +43,10 @@ def refuse_held_ports(endpoint: str) -> None:
         except (OSError, OverflowError) as error:
             reason = str(error) if isinstance(error, OverflowError) else os.strerror(error.errno or 0)
             raise EnvironmentProblem(
-                f"--endpoint {endpoint}: cannot listen on port {port} of {socket.gethostname()}: {reason}",
+                f"--rdzv-endpoint {endpoint}: cannot listen on port {port} of {socket.gethostname()}: {reason}",
                 hints=[
                     f"if another program uses it, find it with `ss -ltnp 'sport = :{port}'`",
-                    f"set --endpoint {host}:PORT on all nodes; PORT and the next port must be free on the first node",
+                    f"set --rdzv-endpoint {host}:PORT on all nodes; PORT and the next port must be free on the first node",
                 ],
             ) from error
 
@@ -107,8 +107,8 @@ def _refuse_strangers(endpoint: str) -> None:
 def _held(place: str, endpoint: str) -> EnvironmentProblem:
     host, port = _place(place)
     return EnvironmentProblem(
-        f"--endpoint {endpoint}: the program on port {port} of {host} is not a launch of ddpforge",
-        hints=[f"set --endpoint {host}:PORT on all nodes; PORT and the next port must be free on {host}"],
+        f"--rdzv-endpoint {endpoint}: the program on port {port} of {host} is not a launch of ddpforge",
+        hints=[f"set --rdzv-endpoint {host}:PORT on all nodes; PORT and the next port must be free on {host}"],
     )
 
 

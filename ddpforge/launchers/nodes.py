@@ -49,7 +49,7 @@ class Nodes:
         if most > 1 and endpoint is None:
             raise UsageError(
                 f"{most} nodes need an endpoint for their rendezvous, the same on each",
-                hints=["set --endpoint HOST: the name or address of the first node that the others can reach"],
+                hints=["set --rdzv-endpoint HOST: the name or address of the first node that the others can reach"],
             )
         return cls(fewest, most, rank, None if endpoint is None or most == 1 else _with_port(endpoint))
 
@@ -179,7 +179,7 @@ def is_mine(host: str) -> bool:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
     except OSError as error:
         raise UsageError(
-            f"--endpoint {host}: this machine cannot resolve that name ({error.strerror or error})",
+            f"--rdzv-endpoint {host}: this machine cannot resolve that name ({error.strerror or error})",
             hints=["use an address that the other machines can reach, or set --node-rank: 0 on that machine"],
         ) from error
     mine = {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
@@ -200,7 +200,7 @@ def _with_port(endpoint: str) -> str:
     host, port = (endpoint, str(PORT)) if bare else endpoint.rsplit(":", 1)
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or (":" in host and not host.startswith("[")):
         raise UsageError(
-            f"--endpoint {endpoint} is not an address",
+            f"--rdzv-endpoint {endpoint} is not an address",
             hints=["expected HOST or HOST:PORT; an IPv6 address in brackets"],
         )
     return f"{host}:{port}"

@@ -70,8 +70,8 @@ _TAIL = """
     exit "$code"
 """
 _RENDEZVOUS = (
-    '--nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --endpoint="$head"',
-    '--run-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
+    '--nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --rdzv-endpoint="$head"',
+    '--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
 )
 
 

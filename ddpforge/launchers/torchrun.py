@@ -105,10 +105,10 @@ def _extended(base: Any) -> Any:
             """Restarts ranks at once if a node has left. Raises ChildFailedError if no restart can help."""
             result: RunResult = super()._monitor_workers(worker_group)
             codes = [failure.exitcode for failure in result.failures.values()] if result.is_failed() else []
-            if codes and set(codes) == {ExitCode.STOPPED} and _is_elastic(worker_group) and not _halted(codes):
+            if codes and set(codes) == {ExitCode.PREEMPTED} and _is_elastic(worker_group) and not _halted(codes):
                 self._restart_workers(worker_group)  # restarted here, so that torchrun does not count a failure
                 return RunResult(WorkerState.HEALTHY)
-            if ExitCode.STOPPED in codes or is_final(codes):
+            if ExitCode.PREEMPTED in codes or is_final(codes):
                 name: str = worker_group.spec.get_entrypoint_name()  # type: ignore[no-untyped-call]
                 raise ChildFailedError(name, result.failures)
             if result.state == WorkerState.SUCCEEDED:

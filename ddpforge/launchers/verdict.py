@@ -173,7 +173,7 @@ class Words:
 
     def _unsaid(self, code: int, asked: int | None) -> int:
         if asked and asked != signal.SIGINT and not self.pids:
-            return ExitCode.STOPPED
+            return ExitCode.PREEMPTED
         signalled = asked or -code
         return 128 + signalled if signalled > 0 else code
 

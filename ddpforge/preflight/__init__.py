@@ -25,7 +25,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
         ("optimizer", "static.check_optimizers"),
         ("task", "static.check_turns"),
         ("task", "static.check_metrics"),
-        ("checkpoint.keep.by", "static.check_metric_direction"),
+        ("checkpoint.keep.monitor", "static.check_metric_direction"),
         ("task", "static.check_whole_batch"),
         ("task", "static.check_fused_loss"),
         ("callbacks", "static.check_callbacks"),

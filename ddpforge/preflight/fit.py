@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ddpforge.data.order import Even
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
-from ddpforge.interfaces import EpochOrder
+from ddpforge.interfaces import EpochBatchSampler
 from ddpforge.interop.initial import find_initial
 from ddpforge.training.beside import OWNER
 from ddpforge.training.blocks import check_blocks as check_blocks_of
@@ -47,7 +47,7 @@ def check_batches(built: Built) -> Errors:
         return
     total, order = built.plan.horizon.total, built.order
     steps = total and total * draws_of(built.turns)
-    if isinstance(order, EpochOrder):
+    if isinstance(order, EpochBatchSampler):
         last = order.steps_per_epoch - 1
         if steps is None or steps > last:
             yield from _too_small(built, "data.train", order.size(last))
@@ -56,17 +56,17 @@ def check_batches(built: Built) -> Errors:
             if not built.data_ranks <= (size := len(order(step))) <= batch:
                 yield UsageError(
                     f"{name_of(built.task)} compares all samples of a step with each other, but step {step} of the "
-                    f"order {name_of(order)} has {size} sample(s) for {built.data_ranks} ranks and "
+                    f"sampler {name_of(order)} has {size} sample(s) for {built.data_ranks} ranks and "
                     f"train.global_batch = {batch}",
                     hints=["give every step a sample for each rank, and at most train.global_batch samples"],
-                    key="data.order",
+                    key="data.sampler",
                 )
                 break
 
 
 def _too_small(built: Built, key: str, smallest: int) -> Errors:
     """Yields an error for a dataset whose smallest batch has fewer samples than there are ranks."""
-    ways = ['set train.last_batch = "drop"', "or train on fewer ranks"]
+    ways = ["set train.drop_last = true", "or train on fewer ranks"]
     if smallest < built.data_ranks:
         yield UsageError(
             f"{name_of(built.task)} compares all samples of a batch with each other, but a batch of [{key}] has "

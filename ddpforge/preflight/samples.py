@@ -188,7 +188,7 @@ def _check_chosen_metrics(built: Built, sets: Mapping[str, Mapping[str, float]],
         return  # their metrics are known after an evaluation
     known = {f"{prefix(name)}{metric}" for name, metrics in sets.items() for metric in metrics}
     wanted = {f"callbacks.{name}.metric": getattr(one, "metric", "") for name, one in built.callbacks.items()}
-    wanted["checkpoint.keep.by"] = built.recipe.checkpoint.keep.by
+    wanted["checkpoint.keep.monitor"] = built.recipe.checkpoint.keep.monitor
     for key, metric in wanted.items():
         if known and str(metric).startswith("eval/") and metric not in known:
             hints = [f"there are {', '.join(sorted(known))}"]

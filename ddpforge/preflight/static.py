@@ -102,7 +102,7 @@ def check_compile(chosen: Chosen) -> Errors:
             ],
             key="train.compile",
         )
-    if chosen.trains and chosen.recipe.optimizer.turns:
+    if chosen.trains and chosen.recipe.optimizer.updates:
         yield UsageError(
             f'train.compile = "{train.compile}" replays CUDA graphs, but each turn trains other parameters',
             hints=['set train.compile = "default"'],
@@ -112,8 +112,8 @@ def check_compile(chosen: Chosen) -> Errors:
 
 def _one_pass(train: TrainSection) -> str:
     """Returns the settings that make a step one forward pass of each rank."""
-    if train.elastic_shards:
-        return f"elastic_shards = ranks, and micro_batch = {train.global_batch} / ranks"
+    if train.virtual_ranks:
+        return f"virtual_ranks = ranks, and micro_batch = {train.global_batch} / ranks"
     return f"micro_batch = {train.global_batch} / ranks"
 
 
@@ -153,10 +153,10 @@ def check_optimizer_options(chosen: Chosen) -> None:
     if not chosen.trains:
         return
     optimizer, registry = chosen.recipe.optimizer, chosen.registry
-    for name, turn in optimizer.turns.items():
+    for name, turn in optimizer.updates.items():
         if not _is_sure(turn, registry):
-            _small(f"optimizer.turns.{name}", turn, registry)
-    is_sure = bool(optimizer.turns) or _is_sure(optimizer, registry)
+            _small(f"optimizer.updates.{name}", turn, registry)
+    is_sure = bool(optimizer.updates) or _is_sure(optimizer, registry)
     built = None if is_sure else _small("optimizer", optimizer, registry)
     for name, group in optimizer.groups.items():
         key, settings = f"optimizer.groups.{name}", settings_of(group, optimizer)
@@ -221,32 +221,32 @@ def check_optimizers(chosen: Chosen) -> Errors:
                 hints=[*_SEVERAL, "or remove its `use`: groups of one optimizer may have different settings"],
                 key=f"optimizer.groups.{name}.use",
             )
-    if recipe.optimizer.turns:
+    if recipe.optimizer.updates:
         yield UsageError(
-            f'strategy.use = "{recipe.strategy.use}" makes one update a step, but [optimizer.turns] needs several',
+            f'strategy.use = "{recipe.strategy.use}" makes one update a step, but [optimizer.updates] needs several',
             hints=_SEVERAL,
-            key="optimizer.turns",
+            key="optimizer.updates",
         )
 
 
 def check_turns(chosen: Chosen) -> Errors:
     """Yields errors for turns of the recipe that the task does not have, and turns of the task without a table."""
-    turns, given = turns_of(chosen.task), chosen.recipe.optimizer.turns
+    turns, given = turns_of(chosen.task), chosen.recipe.optimizer.updates
     if turns and not takes_turn(chosen.task):
         raise PluginError(
             f"{name_of(chosen.task)} has the turns {', '.join(turns)}, but its `loss` does not take the turn",
             hints=['def loss(self, model, batch, turn: str = "")'],
         )
-    there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: remove [optimizer.turns]"]
+    there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: remove [optimizer.updates]"]
     for name in given.keys() - set(turns):
         yield UsageError(
             f"the task `{chosen.recipe.task.use}` has no turn `{name}`",
             hints=[*did_you_mean(name, turns), *there],
-            key=f"optimizer.turns.{name}",
+            key=f"optimizer.updates.{name}",
         )
     for name in [turn for turn in turns if turn not in given and chosen.trains]:
         yield UsageError(
-            f"[optimizer.turns.{name}] is missing: the task makes an update of that name in every step",
+            f"[optimizer.updates.{name}] is missing: the task makes an update of that name in every step",
             hints=[f"add it; if it is empty, it is like [optimizer] and trains `{name}.*`"],
             key="optimizer",
         )
@@ -279,7 +279,7 @@ def check_metric_direction(chosen: Chosen) -> Errors:
         yield UsageError(
             f'it is not known whether less or more of "{metric}" is better',
             hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
-            key="checkpoint.keep.by",
+            key="checkpoint.keep.monitor",
         )
 
 
@@ -304,9 +304,9 @@ def check_whole_batch(chosen: Chosen) -> Errors:
     if not task.whole_batch:
         return
     why = f"{name_of(task)} compares all samples of a step with each other"
-    if train.elastic_shards:
-        message = f"{why}, but `train.elastic_shards` would compute each virtual rank separately"
-        yield UsageError(message, hints=["remove it"], key="train.elastic_shards")
+    if train.virtual_ranks:
+        message = f"{why}, but `train.virtual_ranks` would compute each virtual rank separately"
+        yield UsageError(message, hints=["remove it"], key="train.virtual_ranks")
     elif train.micro_batch and train.micro_batch * data_ranks < train.global_batch:
         yield UsageError(
             f"{why}, but `train.micro_batch` = {train.micro_batch} would cut it into "
@@ -363,7 +363,7 @@ def check_stream(chosen: Chosen) -> Errors:
     kind = chosen.registry.load("data", train.use, train.base) if chosen.trains else None
     if not inspect.isclass(kind) or not _are_streams(kind):
         return
-    if chosen.recipe.data.order:
+    if chosen.recipe.data.sampler:
         yield no_order_of_streams(kind)
     if not hasattr(kind, "__len__"):
         found: list[UsageError] = []
@@ -393,8 +393,8 @@ def no_order_of_streams(stream: type) -> UsageError:
     """Returns the error for a [data.order] of data that is a stream."""
     return UsageError(
         f"{stream.__name__} is an iterable dataset, whose samples come in its own order",
-        hints=["remove [data.order], or use a dataset with __len__ and __getitem__"],
-        key="data.order",
+        hints=["remove [data.sampler], or use a dataset with __len__ and __getitem__"],
+        key="data.sampler",
     )
 
 

@@ -80,7 +80,7 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     on_cpu = device.type == "cpu"
     if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         set_batch_policy()
-    timeout = timedelta(seconds=train.timeout.seconds)
+    timeout = timedelta(seconds=train.collective_timeout.seconds)
     with _ports_named():
         agreement = DeviceCheck(device, timeout)
     handlers = [InitProcessGroupKwargs(timeout=timeout, **_backend(device))]
@@ -111,8 +111,8 @@ def leave(world: World) -> None:
 
 
 def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> None:
-    """Sets `train.timeout` in process groups of a library, which otherwise have torch's default timeout."""
-    timeout = timedelta(seconds=train.timeout.seconds)
+    """Sets `train.collective_timeout` in process groups of a library, which otherwise have torch's default timeout."""
+    timeout = timedelta(seconds=train.collective_timeout.seconds)
     for group in groups:
         compat.set_timeout(group, timeout)
 

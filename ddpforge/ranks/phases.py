@@ -23,7 +23,7 @@ __all__ = [
 __all__ += ["spent"]
 __all__ += ["BACKWARD", "CALLBACKS", "DATA", "EVAL", "FORWARD", "NAMES", "REDUCE", "SAVE", "START", "STEP"]
 
-NAMES = ("start", "data", "forward", "backward", "step", "reduce", "callbacks", "eval", "save", "end")
+NAMES = ("start", "data", "forward", "backward", "optimizer", "reduce", "callbacks", "eval", "save", "end")
 START, DATA, FORWARD, BACKWARD, STEP, REDUCE, CALLBACKS, EVAL, SAVE, END = range(len(NAMES))
 # Words of 8 bytes: number of marks and the phase; the step; the attempt's first step; 1 if the rank has reported its
 # end; the maximum milliseconds without progress, or 0 if not known yet.

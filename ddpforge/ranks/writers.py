@@ -164,7 +164,7 @@ class _Work(Generic[X]):
 
 
 def _stuck(word: _Word) -> _Report:
-    hints = ("check the disk; train.timeout is the maximum time without a write",)
+    hints = ("check the disk; train.collective_timeout is the maximum time without a write",)
     return f"nothing could be written for {word.idle:.0f} s", hints
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddpforge.errors import Place, Problem, RecipeError
 from ddpforge.recipe.bundled import bundled, require_file
 from ddpforge.recipe.layers import Layers, inside, paths
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, printable
+from ddpforge.recipe.schema import VERSION
 from ddpforge.recipe.toml import Origin, Source, Table, parse, read
+from ddpforge.recipe.upgrade import RESOLVED, is_old, upgraded_or_same
 
 _TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")  # a --set value that cannot be a bare word
 _MOST_FILES = 256  # maximum files with repetitions: 16 levels that extend the next one twice would read 65,536 files
@@ -66,6 +70,8 @@ def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
 
 def _file(path: Path, label: str, chain: _Chain, files: _Files) -> tuple[Layers, Source]:
     source = files.read(path, label)
+    if path.name == RESOLVED:
+        source = replace(source, text=upgraded_or_same(source))
     table = parse(source)
     extends = table.pop("extends", [])
     names = extends if isinstance(extends, list) else [extends]
@@ -80,6 +86,8 @@ def _file(path: Path, label: str, chain: _Chain, files: _Files) -> tuple[Layers,
             raise
         except RecipeError as error:
             problems += error.problems
+    if is_old(table):  # each file that says so is reported, and nothing else
+        raise RecipeError([_old(source), *(problem for problem in problems if problem.key == "recipe")])
     if problems:
         raise RecipeError(problems)
 
@@ -89,6 +97,12 @@ def _file(path: Path, label: str, chain: _Chain, files: _Files) -> tuple[Layers,
         raise RecipeError(problems)
     layers.merge(own)
     return layers, source
+
+
+def _old(source: Source) -> Problem:
+    message = f"this recipe is of version 1, and this ddpforge reads version {VERSION}"
+    hints = (f"ddpforge recipes upgrade {shlex.quote(source.label)}", "it renames keys, and keeps comments")
+    return Problem(message, "recipe", source.place(("recipe",)), hints)
 
 
 def _unset(layers: Layers, own: Layers) -> list[Problem]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import tomllib
 from collections.abc import Iterable
 
 from pydantic_core import ErrorDetails
@@ -11,7 +13,8 @@ from ddpforge.components.errors import located
 from ddpforge.components.registry import Registry
 from ddpforge.errors import Place, PluginError, Problem
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import SETS, Layers, inside, kind_at, used_name
+from ddpforge.recipe.layers import NAMED_SLOTS, SETS, Layers, inside, kind_at, used_name
+from ddpforge.recipe.renamed import new_component, now_called, renamed_value
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.toml import Table, Value
 from ddpforge.recipe.vocabulary import Vocabulary, foreign_use, precision_meant
@@ -80,11 +83,13 @@ class Explainer:
         elif kind == "missing":
             self.missing(path)
         elif isinstance(cause, PluginError):
-            self.add(path, cause.message, *cause.hints)
+            now = new_component(None, value) if isinstance(value, str) else value
+            self.add(path, *((cause.message, *cause.hints) if now == value else (f"`{value}` is now `{now}`",)))
         elif kind in ("literal_error", "enum"):
             choices = re.split(r", | or ", str(context["expected"]).replace("'", ""))
             near = did_you_mean(value, choices) if isinstance(value, str) else []
             near = [f"did you mean `{meant}`?"] if (meant := _choice_meant(value, choices)) else near
+            near = [f"`{value}` is now `{new}`"] if (new := renamed_value(path, value)) else near
             self.add(path, f"{name} cannot be {shown(value)}", *near, f"one of: {', '.join(choices)}")
         elif kind in _LIMITS:
             limits = {key: f"{bound:.15g}" if isinstance(bound, float) else bound for key, bound in context.items()}
@@ -100,6 +105,11 @@ class Explainer:
     # -- keys
     def unknown(self, path: KeyPath, value: object) -> None:
         """Reports a key, or a section, that its table does not have."""
+        if found := now_called(path, value, self.layers.tables, _own_name):
+            message, new, written = found
+            self._meant.add(new)
+            self.add(path, message, *written, *self._way_to_upgrade(path), on_key=True)
+            return
         section = isinstance(value, dict) and self._kind_at(path[:-1]) is None
         hints, meant = self.vocabulary.suggest(path, value, section=section)
         hints += self._share(path, value) if "ratio" in str(path[-1]) else []
@@ -112,6 +122,13 @@ class Explainer:
         self._meant |= meant
         what = f"section [{dotted(path)}]" if section else f"key `{dotted(path[-1:])}` {self._in(path[:-1])}"
         self.add(path, f"unknown {what}", *hints, on_key=True)
+
+    def _way_to_upgrade(self, path: KeyPath) -> list[str]:
+        """A hint for a file that another one extends, and that does not say its version."""
+        source = self.layers.origin(path).source
+        file = source is not None and source.label != "--set"
+        is_part = file and "recipe" not in tomllib.loads(source.text)  # type: ignore[union-attr]
+        return [f"ddpforge recipes upgrade {shlex.quote(source.label)}"] if source and is_part else []
 
     def missing(self, path: KeyPath) -> None:
         """Reports a required key or section that is missing."""
@@ -212,6 +229,11 @@ class Explainer:
         inner = inside(self.layers.tables, table)
         found = [key for key in inner if key.lower() in foreign_use() and isinstance(inner[key], str)]
         return [f"instead of `{key}`, write use = {shown(located(inner[key]))}" for key in found]
+
+
+def _own_name(path: KeyPath) -> str | None:
+    """The component that a table implies which has no `use`."""
+    return str(path[-1]) if path[0] in NAMED_SLOTS else None
 
 
 _NEVER = {

@@ -21,7 +21,7 @@ SETS = ("data", "eval")
 
 VARIATIONS: dict[tuple[str, ...], type[Component]] = {
     ("optimizer", "groups"): GroupComponent,
-    ("optimizer", "turns"): TurnComponent,
+    ("optimizer", "updates"): TurnComponent,
 }
 """Tables whose inner tables vary the table around them and inherit its keys; with their schemas."""
 

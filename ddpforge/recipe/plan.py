@@ -34,15 +34,15 @@ class BatchPlan:
 def plan_batch(train: TrainSection, data_ranks: int, *, origin: Origin | None = None) -> BatchPlan:
     """Divides `train.global_batch` among the `data_ranks` ranks that see different data.
 
-    With `train.elastic_shards` it is first divided among these virtual ranks. Raises RecipeError, at `origin`, if it
+    With `train.virtual_ranks` it is first divided among these virtual ranks. Raises RecipeError, at `origin`, if it
     cannot be divided evenly; the error lists the nearest batches or numbers of ranks that fit.
     """
-    shards = train.elastic_shards or data_ranks
+    shards = train.virtual_ranks or data_ranks
     place = origin.place() if origin else None
     if shards % data_ranks:
         fits = ", ".join(str(ranks) for ranks in range(1, shards + 1) if shards % ranks == 0)
-        message = f"`train.elastic_shards` = {shards} cannot be divided evenly among {_ranks(data_ranks)}"
-        raise RecipeError([Problem(message, "train.elastic_shards", place, (f"numbers of ranks that fit: {fits}",))])
+        message = f"`train.virtual_ranks` = {shards} cannot be divided evenly among {_ranks(data_ranks)}"
+        raise RecipeError([Problem(message, "train.virtual_ranks", place, (f"numbers of ranks that fit: {fits}",))])
     batch, micro = train.global_batch, train.per_pass(data_ranks)
     if micro == 0 or batch % (micro * shards):
         problem = Problem(_indivisible(train, shards), "train.global_batch", place, tuple(_ways_out(train, shards)))
@@ -57,7 +57,7 @@ def _indivisible(train: TrainSection, data_ranks: int) -> str:
         return f"`train.global_batch` = {batch} cannot be divided evenly among {_dealt_to(train, data_ranks)}"
     if data_ranks == 1:
         return f"`train.micro_batch` = {micro} does not divide `train.global_batch` = {batch}"
-    what = "`train.elastic_shards`" if train.elastic_shards else "ranks"
+    what = "`train.virtual_ranks`" if train.virtual_ranks else "ranks"
     unit = f"`train.micro_batch` × {what} = {micro} × {data_ranks} = {micro * data_ranks}"
     return f"`train.global_batch` = {batch} is not a multiple of {unit}"
 
@@ -83,7 +83,7 @@ def _either(*choices: int) -> str:
 
 
 def _dealt_to(train: TrainSection, count: int) -> str:
-    return f"{count} elastic shards" if train.elastic_shards else _ranks(count)
+    return f"{count} virtual ranks" if train.virtual_ranks else _ranks(count)
 
 
 def _ranks(count: int) -> str:

@@ -15,6 +15,9 @@ from pydantic.fields import FieldInfo
 from ddpforge.components.kinds import KINDS
 from ddpforge.interfaces.durations import Duration
 
+VERSION = 2
+"""The version of the recipe format."""
+
 # Larger numbers are typing errors; the limit prevents overflows in later code.
 Count = Annotated[int, Field(ge=1, le=2**31)]
 
@@ -159,10 +162,10 @@ class TurnComponent(Component):
         default=(),
         description='Parameters that it trains, as for a group; absent: "NAME.*", with the name of the turn.',
     )
-    repeats: Annotated[int, Resume.FIXED] = Field(
+    n_updates: Annotated[int, Resume.FIXED] = Field(
         default=1, ge=1, le=10_000, description="Updates in every step, one after another."
     )
-    fresh: Annotated[bool, Resume.FIXED] = Field(
+    new_batch: Annotated[bool, Resume.FIXED] = Field(
         default=False,
         description="Use a new global batch for each of these updates; otherwise the batch of the previous update.",
     )
@@ -203,7 +206,7 @@ class OptimizerComponent(Component):
     groups: Annotated[dict[str, GroupComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each group of parameters with its own settings, see below."
     )
-    turns: Annotated[dict[str, TurnComponent], Resume.TUNABLE] = Field(
+    updates: Annotated[dict[str, TurnComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each turn (alternating update) of the task, see below."
     )
 
@@ -220,7 +223,7 @@ class DataSection(Section):
     eval: Annotated[Component | dict[str, Component] | None, Resume.FIXED] = (
         None  # with `use` one set, otherwise several
     )
-    order: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
+    sampler: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.OUTSIDE] = Field(
         default="auto",
         description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but on a GPU up to 8,'
@@ -251,15 +254,15 @@ class TrainSection(Section):
         default=None,
         description="Samples per forward pass on one rank; absent: global_batch / ranks, no accumulation.",
     )
-    elastic_shards: Annotated[Count | None, Resume.FIXED] = Field(
+    virtual_ranks: Annotated[Count | None, Resume.FIXED] = Field(
         default=None,
         description="Make results independent of the number of ranks: every step is computed as on this many virtual"
         " ranks, on any number of ranks that divides it, including dropout, augmentation and BatchNorm statistics."
-        " Forward passes then have at most global_batch / elastic_shards samples.",
+        " Forward passes then have at most global_batch / virtual_ranks samples.",
     )
-    last_batch: Annotated[Literal["keep", "drop"], Resume.FIXED] = Field(
-        default="keep",
-        description="An epoch's incomplete last batch: train on it (weighted exactly) or drop it.",
+    drop_last: Annotated[bool, Resume.FIXED] = Field(
+        default=False,
+        description="Drop an epoch's incomplete last batch; else train on it, weighted exactly.",
     )
     eval_every: Annotated[Amount, Resume.FREE] = Field(
         default=Duration(1, "ep"),
@@ -346,17 +349,17 @@ class TrainSection(Section):
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
         default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."
     )
-    stall: Annotated[WallTime | Literal["off"], Resume.OUTSIDE] = Field(
+    hang_timeout: Annotated[WallTime | Literal["off"], Resume.OUTSIDE] = Field(
         default=Duration(10, "m"),
         description="Maximum time that a rank may stay in one phase (data, forward, backward, ...) before the run"
         " fails, with the stacks of all ranks and the name of the rank that the others wait for. Three times as long in"
         " the first step and in evaluations, six times at the start, in saves and if the first step compiles."
         ' "off": no limit. For a single rank, only the wait for loader processes is limited.',
     )
-    timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
+    collective_timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
         default=Duration(15, "m"),
         description="Maximum time that a collective may wait for a rank, and a save for a disk, before the run fails."
-        " If it is longer than `stall`, that limit comes first and reports more.",
+        " If it is longer than `hang_timeout`, that limit comes first and reports more.",
     )
 
     @property
@@ -366,7 +369,7 @@ class TrainSection(Section):
 
     def per_pass(self, data_ranks: int) -> int:
         """Returns the samples per forward pass of one of `data_ranks` ranks; 0 if there are too many ranks."""
-        return self.micro_batch or self.global_batch // (self.elastic_shards or data_ranks)
+        return self.micro_batch or self.global_batch // (self.virtual_ranks or data_ranks)
 
 
 class KeepSection(Section):
@@ -377,9 +380,9 @@ class KeepSection(Section):
         default=None, description='Also keep one checkpoint every N epochs or steps, e.g. "10ep"; absent: no others.'
     )
     best: Annotated[int, Resume.OUTSIDE] = Field(
-        default=0, ge=0, le=1000, description="Number of the best to keep, according to the metric `by`."
+        default=0, ge=0, le=1000, description="Number of the best to keep, according to the metric `monitor`."
     )
-    by: Annotated[Annotated[str, AfterValidator(on_one_line)] | None, Resume.OUTSIDE] = Field(
+    monitor: Annotated[Annotated[str, AfterValidator(on_one_line)] | None, Resume.OUTSIDE] = Field(
         default=None, description='Metric that defines the best checkpoints, e.g. "eval/loss".'
     )
     mode: Annotated[Literal["min", "max"] | None, Resume.OUTSIDE] = Field(
@@ -404,12 +407,12 @@ class CheckpointSection(Section):
         description='"sharded": every rank writes its own shard; "full" adds one file with the whole model, for other'
         " tools. Both can be resumed under any strategy.",
     )
-    contents: Annotated[Literal["all", "trained"], Resume.OUTSIDE] = Field(
+    save: Annotated[Literal["all", "trainable"], Resume.OUTSIDE] = Field(
         default="all",
-        description='"trained" omits frozen weights: every start must load them again from the model, or from'
+        description='"trainable" omits frozen weights: every start must load them again from the model, or from'
         " init_from; other weights than before are an error.",
     )
-    background: Annotated[bool, Resume.OUTSIDE] = Field(
+    async_save: Annotated[bool, Resume.OUTSIDE] = Field(
         default=True, description="Write while training continues, from a copy of the state in host memory."
     )
     on_failure: Annotated[Literal["stop", "continue"], Resume.OUTSIDE] = Field(
@@ -426,7 +429,7 @@ class CheckpointSection(Section):
         description="Begin with the weights of a run, a checkpoint or a safetensors file; tensors that are not in it"
         " keep their initial values, and are listed in the log.",
     )
-    init_skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.FREE] = Field(
+    init_ignore: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.FREE] = Field(
         default=(), description='Tensors that init_from does not change, as globs over full names, e.g. "head.*".'
     )
     keep: KeepSection = KeepSection()
@@ -438,7 +441,7 @@ class TrackSection(Section):
     every: Annotated[TrainingTime, Resume.OUTSIDE] = Field(
         default=Duration(10, "st"), description="How often to write a row of training metrics."
     )
-    plan: Annotated[Literal["auto", "on", "off"], Resume.OUTSIDE] = Field(
+    memory_check: Annotated[Literal["auto", "on", "off"], Resume.OUTSIDE] = Field(
         default="off",
         description="Compare the memory of the second step with `ddpforge plan`, which runs in a process next to rank "
         "0, and write memory.json. auto: from a million parameters on; on: for any size, and wait for the plan at the "
@@ -450,8 +453,8 @@ class TrackSection(Section):
 class Recipe(Section):
     """Validated settings of a whole run. `load_recipe` builds it, and also returns it as plain tables."""
 
-    recipe: Annotated[Literal[1], Resume.TUNABLE] = Field(
-        description="The recipe format version: write `recipe = 1` as the first line.",
+    recipe: Annotated[Literal[2], Resume.TUNABLE] = Field(
+        description="The recipe format version: write `recipe = 2` as the first line.",
     )
     name: Annotated[str, AfterValidator(_name), Resume.OUTSIDE] = Field(
         min_length=1, description="Name of the run and of its folder."
@@ -482,8 +485,8 @@ class Recipe(Section):
                 found |= {(spec.named_in, key): component for key, component in named.items()}
         evaluations = self.data.evaluations
         found |= {("data", "eval", *filter(None, [name])): component for name, component in evaluations.items()}
-        for name, turn in self.optimizer.turns.items():
-            found |= {("optimizer", "turns", name): turn, ("optimizer", "turns", name, "schedule"): turn.schedule}
+        for name, turn in self.optimizer.updates.items():
+            found |= {("optimizer", "updates", name): turn, ("optimizer", "updates", name, "schedule"): turn.schedule}
         found |= {("optimizer", "groups", name): group for name, group in self.optimizer.groups.items()}
         return {path: component for path, component in found.items() if component}
 

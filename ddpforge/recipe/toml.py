@@ -39,6 +39,14 @@ class Source:
             path = path[:-1]
         return self.at(*spans[path])
 
+    def parts(self) -> list[tuple[KeyPath, int, int]]:
+        """Returns the path, start and end of each part of each key, as often as the text has it."""
+        return self._spans.parts
+
+    def value(self, path: KeyPath) -> tuple[int, int]:
+        """Returns the start and end of the value at `path`; raises KeyError if the text has no such value."""
+        return self._spans.values[path]
+
     def at(self, start: int, end: int) -> Place:
         """Returns the place of `text[start:end]`, up to the end of the line."""
         first = self.text.rfind("\n", 0, start) + 1
@@ -81,6 +89,7 @@ class _Spans:
     text: str
     keys: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     values: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
+    parts: list[tuple[KeyPath, int, int]] = field(default_factory=list)  # each part of each key, as often as written
     _at: int = 0
     _elements: dict[KeyPath, int] = field(default_factory=dict)  # arrays of tables: index of the last one
 
@@ -112,6 +121,7 @@ class _Spans:
             path = (*path, name)
             if double and end == parts[-1][2]:
                 self._elements[path] = self._elements.get(path, -1) + 1
+            self.parts.append((path, start, end))
             self.keys.setdefault(path, (start, end))
             self.values.setdefault(path, (start, end))
             if path in self._elements:
@@ -123,6 +133,7 @@ class _Spans:
         path = table
         for name, start, end in self._key():
             path = (*path, name)
+            self.parts.append((path, start, end))
             self.keys.setdefault(path, (start, end))
             self.values.setdefault(path, (start, end))
         self._at += 1  # the `=`

@@ -30,8 +30,9 @@ from ddpforge.recipe.layers import (
     used_name,
 )
 from ddpforge.recipe.plan import plan_batch
+from ddpforge.recipe.renamed import new_component
 from ddpforge.recipe.report import KeyPath, dotted, shown
-from ddpforge.recipe.schema import Recipe, TrackSection, TrainSection, on_one_line, written
+from ddpforge.recipe.schema import VERSION, Recipe, TrackSection, TrainSection, on_one_line, written
 from ddpforge.recipe.toml import Table, Value
 
 _LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")
@@ -133,7 +134,9 @@ class _Validation:
         try:
             self.explainer.vocabulary.models[path] = self.registry.options_model(self._kind(path), use, base)
         except PluginError as error:
-            self.explainer.add((*path, "use"), error.message, *error.hints)
+            now = new_component(self._kind(path), use)
+            message, hints = (error.message, error.hints) if now == use else (f"`{use}` is now `{now}`", ())
+            self.explainer.add((*path, "use"), message, *hints)
         return {"use": use, "base": written(base), **_framework_keys(path, table)}
 
     def _not_a_table(self, path: KeyPath, value: object) -> None:
@@ -179,11 +182,11 @@ class _Validation:
             own = {key: track.pop(key) for key in _OF_TRACK if key in track}
             shaped["track"] = {**own, "trackers": track}
 
-        version = shaped.get("recipe", 1)
-        if version != 1 or isinstance(version, bool | float):  # for pydantic, true is 1 as well
-            hint = "it is the recipe format version: this ddpforge reads version 1"
-            self.explainer.add(("recipe",), f"`recipe` must be 1, not {shown(version)}", hint)
-            shaped["recipe"] = 1
+        version = shaped.get("recipe", VERSION)
+        if version != VERSION or isinstance(version, bool | float):  # for pydantic, 2.0 is 2 as well
+            hint = f"it is the recipe format version: this ddpforge reads version {VERSION}"
+            self.explainer.add(("recipe",), f"`recipe` must be {VERSION}, not {shown(version)}", hint)
+            shaped["recipe"] = VERSION
         try:
             return Recipe.model_validate_json(json.dumps(shaped))
         except ValidationError as error:
@@ -250,9 +253,9 @@ def _cross_check(recipe: Recipe, explainer: Explainer) -> None:
     _check_schedule(recipe, explainer)
     _check_compile(recipe, explainer)
     _check_float8(recipe, explainer)
-    if recipe.optimizer.groups and recipe.optimizer.turns:
-        message = "[optimizer.groups] and [optimizer.turns] cannot be used together"
-        explainer.add(("optimizer", "groups"), message, "give each turn the settings that its parameters need")
+    if recipe.optimizer.groups and recipe.optimizer.updates:
+        message = "[optimizer.groups] and [optimizer.updates] cannot be used together"
+        explainer.add(("optimizer", "groups"), message, "give each update the settings that its parameters need")
 
 
 def _check_compile(recipe: Recipe, explainer: Explainer) -> None:
@@ -278,15 +281,15 @@ def _check_batch(recipe: Recipe, explainer: Explainer) -> None:
         for problem in error.problems:
             explainer.add(("train", "micro_batch"), problem.message, *problem.hints)
 
-    if recipe.train.elastic_shards and recipe.train.sync_batchnorm:
-        message = "`train.sync_batchnorm` computes statistics over all ranks, but `train.elastic_shards` over none"
+    if recipe.train.virtual_ranks and recipe.train.sync_batchnorm:
+        message = "`train.sync_batchnorm` computes statistics over all ranks, but `train.virtual_ranks` over none"
         explainer.add(("train", "sync_batchnorm"), message, "remove one of them", on_key=True)
 
 
 def _check_initial(recipe: Recipe, explainer: Explainer) -> None:
-    if recipe.checkpoint.init_skip and recipe.checkpoint.init_from is None:
-        message = "`checkpoint.init_skip` has no effect without `init_from`"
-        explainer.add(("checkpoint", "init_skip"), message, on_key=True)
+    if recipe.checkpoint.init_ignore and recipe.checkpoint.init_from is None:
+        message = "`checkpoint.init_ignore` has no effect without `init_from`"
+        explainer.add(("checkpoint", "init_ignore"), message, on_key=True)
 
 
 def _check_evaluation(recipe: Recipe, explainer: Explainer) -> None:
@@ -305,29 +308,29 @@ def _check_evaluation(recipe: Recipe, explainer: Explainer) -> None:
 
 def _check_best(recipe: Recipe, explainer: Explainer) -> None:
     keep, at = recipe.checkpoint.keep, ("checkpoint", "keep")
-    if keep.best and keep.by is None:
+    if keep.best and keep.monitor is None:
         example = next((f"eval/{name}/loss" if name else "eval/loss" for name in recipe.data.evaluations), "train/loss")
-        hint = f'name the metric, e.g. by = "{example}"'
-        explainer.add((*at, "best"), "`checkpoint.keep.best` needs `by`", hint)
-    for key in ("by", "mode"):
+        hint = f'name the metric, e.g. monitor = "{example}"'
+        explainer.add((*at, "best"), "`checkpoint.keep.best` needs `monitor`", hint)
+    for key in ("monitor", "mode"):
         if getattr(keep, key) is not None and not keep.best:
             hint = "set the number of the best to keep, e.g. best = 1"
             explainer.add((*at, key), f"`checkpoint.keep.{key}` has no effect without `best`", hint, on_key=True)
 
-    if keep.by is None:
+    if keep.monitor is None:
         return
-    prefix, _, metric = keep.by.partition("/")
+    prefix, _, metric = keep.monitor.partition("/")
     if prefix not in ("train", "eval") or not metric:
-        message = f'`checkpoint.keep.by` must be a metric "train/…" or "eval/…", not "{keep.by}"'
-        explainer.add((*at, "by"), message)
+        message = f'`checkpoint.keep.monitor` must be a metric "train/…" or "eval/…", not "{keep.monitor}"'
+        explainer.add((*at, "monitor"), message)
     elif prefix == "eval" and not recipe.data.evaluations:
-        message = f'`checkpoint.keep.by` is "{keep.by}", but there is no section [data.eval]'
-        explainer.add((*at, "by"), message)
+        message = f'`checkpoint.keep.monitor` is "{keep.monitor}", but there is no section [data.eval]'
+        explainer.add((*at, "monitor"), message)
     elif prefix == "eval" and not _is_of_a_set(metric, recipe):
         last = metric.rpartition("/")[2]
-        message = f'`checkpoint.keep.by` is "{keep.by}", but it must name one of the evaluation sets'
+        message = f'`checkpoint.keep.monitor` is "{keep.monitor}", but it must name one of the evaluation sets'
         hint = f"one of: {', '.join(f'eval/{name}/{last}' for name in recipe.data.evaluations)}"
-        explainer.add((*at, "by"), message, hint)
+        explainer.add((*at, "monitor"), message, hint)
 
 
 def _is_of_a_set(metric: str, recipe: Recipe) -> bool:

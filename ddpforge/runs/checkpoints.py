@@ -35,7 +35,7 @@ def keep_of(folder: RunFolder) -> KeepSection:
 
 
 def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) -> Path:
-    """Returns the checkpoint of `step`, the best one by `checkpoint.keep.by`, or the newest intact one.
+    """Returns the checkpoint of `step`, the best one by `checkpoint.keep.monitor`, or the newest intact one.
 
     Raises UsageError if there is no such checkpoint; the error lists the existing ones.
     """
@@ -53,9 +53,11 @@ def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) ->
     if best:
         keep = keep_of(folder)
         chosen = retention.best(found, keep)
-        problem = f"no checkpoint of {folder.path} has a finite {keep.by}"
-        if keep.by is None:
-            problem = f"no metric ranks the checkpoints: the recipe of {folder.path} does not set checkpoint.keep.by"
+        problem = f"no checkpoint of {folder.path} has a finite {keep.monitor}"
+        if keep.monitor is None:
+            problem = (
+                f"no metric ranks the checkpoints: the recipe of {folder.path} does not set checkpoint.keep.monitor"
+            )
     elif step is not None:
         chosen = [each for each in found if each.manifest.step == step]
         problem = f"{folder.path} has no checkpoint of step {step}"
@@ -239,7 +241,7 @@ def metrics(manifest: Manifest) -> dict[str, float | None]:
 def notable(found: Sequence[Row], keep: KeepSection) -> list[str]:
     """Returns the metrics for a list's columns: the one in `keep.by`, then those of the evaluation."""
     names = list(dict.fromkeys(name for row in found for name in row.metrics))
-    names = [*([keep.by] if keep.by in names else []), *(name for name in names if name.startswith("eval/"))]
+    names = [*([keep.monitor] if keep.monitor in names else []), *(name for name in names if name.startswith("eval/"))]
     return list(dict.fromkeys(names))[:_MOST_METRICS]
 
 

@@ -45,6 +45,7 @@ from ddpforge import disk
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import EnvironmentProblem, UsageError
 from ddpforge.runs.environment import describe_environment
+from ddpforge.runs.metrics import renamed_metric
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -69,7 +70,7 @@ _MOST_CODE = 64 << 20
 _OWN = ("logs", "shown", "code", "profile")
 _MAY_BE_LINKED = ("checkpoints",)
 
-State = Literal["running", "done", "failed", "stopped", "diverged"]
+State = Literal["running", "done", "failed", "preempted", "diverged"]
 _Count = Annotated[int, Ge(0), Lt(2**63)]
 
 
@@ -406,7 +407,7 @@ class RunFolder:
         return self._run()["id"]
 
     def tables(self) -> dict[str, Any]:
-        """Returns the resolved recipe of the last attempt."""
+        """Returns the resolved recipe of the last attempt; one of version 1 is upgraded in memory."""
         return self._toml(self.resolved)
 
     def given(self) -> dict[str, Any]:
@@ -414,10 +415,10 @@ class RunFolder:
         return self._toml(self.recipe) if os.path.lexists(self.recipe) else {}
 
     def _toml(self, path: Path) -> dict[str, Any]:
-        from ddpforge.recipe.toml import loads
+        from ddpforge.recipe.upgrade import upgrade_tables
 
         with _reading(path):
-            return loads(disk.read_plain(path, _MOST_RECIPE).decode("utf-8"))
+            return upgrade_tables(disk.read_plain(path, _MOST_RECIPE).decode("utf-8"))
 
     def lineage(self) -> list[Lineage]:
         """Returns the hashes of the resolved recipes that the run has followed, oldest first."""
@@ -577,9 +578,21 @@ def _read(path: Path, kind: type[_Kind]) -> _Kind:
 
 @cache
 def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter
+    from pydantic import BeforeValidator, TypeAdapter
 
-    return TypeAdapter(kind)
+    return TypeAdapter(Annotated[kind, BeforeValidator(_with_new_words)] if kind is Status else kind)
+
+
+def _with_new_words(status: Any) -> Any:
+    """The status that 0.4 or an earlier version wrote, with the words of this one."""
+    if not isinstance(status, dict):
+        return status
+    words = {"stopped": "preempted"}
+    metrics = status.get("metrics")
+    if isinstance(metrics, dict):
+        status = {**status, "metrics": {renamed_metric(name): value for name, value in metrics.items()}}
+    state = status.get("state")
+    return {**status, "state": words.get(state, state)} if isinstance(state, str) else status
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ddpforge.errors import EnvironmentProblem
 from ddpforge.interfaces import Tracker
 
 FILE = "metrics.jsonl"
+_RENAMED = {"train/time/step": "train/time/optimizer"}  # as 0.4 and earlier versions wrote them
 SUPERSEDED = "metrics.superseded.jsonl"
 REPLACED = "metrics.replaced.jsonl"  # a file that another program put in its place
 
@@ -288,7 +289,15 @@ def _row(text: bytes) -> Row:
             if not isinstance(value, int | float):
                 raise ValueError("a metric is not a number")
             float(value)  # raises OverflowError
+    for old, new in _RENAMED.items():
+        if old in row:
+            row[new] = row.pop(old)
     return row
+
+
+def renamed_metric(name: str) -> str:
+    """Returns the name by which a metric of 0.4 or an earlier version is known now."""
+    return _RENAMED.get(name, name)
 
 
 def _replace(path: Path, rows: list[Row]) -> None:

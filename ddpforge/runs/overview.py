@@ -34,7 +34,7 @@ __all__ = [
     "thinned",
 ]
 
-STATES = ("new", "starting", "running", "done", "stopped", "failed", "diverged", "killed", "unreadable")
+STATES = ("new", "starting", "running", "done", "preempted", "failed", "diverged", "killed", "unreadable")
 
 _DEEPEST = 3  # levels of folders between a named folder and a run
 _MOST_METRICS = 3  # columns of a list
@@ -226,7 +226,7 @@ def sorted_by(runs: Sequence[Standing], by: str, *, reverse: bool = False) -> li
 def notable(runs: Sequence[Standing]) -> list[str]:
     """Returns the metrics for a list's columns: of `checkpoint.keep.by`, of evaluations, and the training loss."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    deciding = [run.recipe.get("checkpoint.keep.by") for run in runs]
+    deciding = [run.recipe.get("checkpoint.keep.monitor") for run in runs]
     wanted = [
         *(name for name in deciding if isinstance(name, str)),
         *(name for name in names if name.startswith("eval/")),

@@ -76,7 +76,7 @@ class TorchReplica(Replica):
                 bare,
                 self.world.all,
                 may_be_unused=may_be_unused,
-                hints=[f"or give it to another turn: optimizer.turns.{name}.parameters", *unused_hints],
+                hints=[f"or give it to another turn: optimizer.updates.{name}.parameters", *unused_hints],
                 some=[parameter for group in part.param_groups for parameter in group["params"]],
             )
             for name, part in (optimizer.parts.items() if isinstance(optimizer, InTurns) else ())

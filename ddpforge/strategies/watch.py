@@ -242,11 +242,11 @@ class _Forward(_Writes):
                 ) from error
         if parts:
             raise StrategyError(
-                f"{what} mixes whole tensors with a tensor that is split over ranks: logits under strategy.loss = "
-                '"vocabulary", or a value computed from a sharded weight outside of its block',
+                f"{what} mixes whole tensors with a tensor that is split over ranks: logits under "
+                "strategy.loss_parallel, or a value computed from a sharded weight outside of its block",
                 hints=[
                     "pass such logits only to torch.nn.functional.cross_entropy, without label_smoothing and weight, "
-                    "or remove strategy.loss",
+                    "or remove strategy.loss_parallel",
                     'or set strategy.use = "ddp"',
                 ],
             ) from error

@@ -21,7 +21,7 @@ from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import PREFIX
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.recipe.schema import Component
+from ddpforge.recipe.schema import VERSION, Component
 from ddpforge.testing import companions
 from ddpforge.testing.report import Breach, source_of
 from ddpforge.testing.settings import SECTIONS, SETTINGS, find_settings, tables_of
@@ -148,7 +148,7 @@ class Case:
         """Returns the tables of a recipe that uses the component, with `changes` to its sections."""
         sections = dict(self.sections)
         component = {"use": self.use, **self.options()}
-        tables: dict[str, Any] = {"recipe": 1, "name": "case", "callbacks": {}, "track": {"every": "1st"}}
+        tables: dict[str, Any] = {"recipe": VERSION, "name": "case", "callbacks": {}, "track": {"every": "1st"}}
         spec = KINDS[self.kind]
         if spec.named_in:
             tables.setdefault(spec.named_in, {})[self.name.lower()] = component
@@ -158,10 +158,12 @@ class Case:
         else:
             sections[self.kind] = component
         data = {"train": sections["data"], "eval": sections["data"]}
-        if "order" in sections:
-            data["order"] = sections.pop("order")
+        if "sampler" in sections:
+            data["sampler"] = sections.pop("sampler")
         tables |= sections | {"data": data}
-        tables["train"] = {"global_batch": 8, "length": "6st", "timeout": "60s"} | dict(sections.get("train", {}))
+        tables["train"] = {"global_batch": 8, "length": "6st", "collective_timeout": "60s"} | dict(
+            sections.get("train", {})
+        )
         for section, values in changes.items():
             tables[section] = {**tables.get(section, {}), **values}
         return tables

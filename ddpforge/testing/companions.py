@@ -117,7 +117,7 @@ def candidates(model: Any = None) -> list[dict[str, Any]]:
     tokens = {
         "model": {"use": "gpt", "vocab_size": 16, "block_size": 8, "layers": 1, "heads": 1, "width": 8},
         "data": {"use": f"{_HERE}:Tokens", "vocab_size": vocabulary, "block_size": block},
-        "task": {"use": "language_modelling"},
+        "task": {"use": "language_modeling"},
     }
     classes = {
         "model": {"use": "mlp", "inputs": inputs, "outputs": outputs, "hidden": [8]},

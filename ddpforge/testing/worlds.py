@@ -130,13 +130,13 @@ def run_to_the_end(module: str, *arguments: str, nproc: int) -> CompletedProcess
             done = run_ranks(module, *arguments, cwd=Path.cwd(), ranks=nproc)
         except KeyboardInterrupt:
             raise Interrupted(_STOPPED) from None
-    if done.returncode in (ExitCode.STOPPED, ExitCode.INTERRUPTED, signal.SIGTERM):
+    if done.returncode in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, signal.SIGTERM):
         raise Interrupted(_STOPPED)
     return done
 
 
 def _tables(case: Case, job: str) -> dict[str, Any]:
-    changes: dict[str, Any] = {"train": {"elastic_shards": 2}} if job == "train" else {}
+    changes: dict[str, Any] = {"train": {"virtual_ranks": 2}} if job == "train" else {}
     if job == "callback":
         changes["checkpoint"] = {"every": "3st", "at_start": True, "keep": {"last": 9}}
         changes["train"] = {"eval_every": "2st", "eval_batch": 8}

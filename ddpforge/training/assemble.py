@@ -78,7 +78,7 @@ def assemble(
     refuse_other_groups(world.all, model, optimizer)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
-        _initialise(replica, init_from, world, skip=recipe.checkpoint.init_skip)
+        _initialise(replica, init_from, world, skip=recipe.checkpoint.init_ignore)
     beside = _beside(parts, world, replica, begins=begins)
     shows = Shows(tracker, is_main=world.is_main)
     parts.task.show = shows  # type: ignore[method-assign]
@@ -128,7 +128,7 @@ def evaluating(
         beside = _beside(parts, world, replica, begins=False)
         _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)
         if has_left_out(checkpoint.facts.loop) and (source := parts.recipe.checkpoint.init_from):
-            _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_skip)
+            _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_ignore)
         restore_weights(replica, checkpoint, world.all)
         restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
         if weights is not None:

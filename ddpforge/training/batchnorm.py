@@ -102,7 +102,7 @@ def watch_batchnorm(model: nn.Module, full: int, last: int) -> None:
     # how many values a sample has.
     if min(full, last) > 1:
         return
-    hints = ['set train.last_batch = "drop"', "or a train.global_batch that leaves a larger last batch"]
+    hints = ["set train.drop_last = true", "or a train.global_batch that leaves a larger last batch"]
     if full <= 1:
         hints = ["set train.micro_batch to 2 or more, and train.global_batch to twice the ranks or more"]
     for name, module in model.named_modules():

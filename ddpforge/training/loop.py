@@ -141,7 +141,7 @@ class Trainer:
         self._rates = Rates(optimizer, schedules)
         self._factor = 1.0  # product of the callbacks' `lr_factor`
         self._steppers = self._stepper_of_turns(compares=compares, whole=whole)
-        turns = {turn: recipe.optimizer.turns[turn] for turn in task.turns}
+        turns = {turn: recipe.optimizer.updates[turn] for turn in task.turns}
         self._train_step, self._draws = step_function(replica, self._update_functions(), turns), draws_of(turns)
         self.rows = RowBuilder(world, task, plan, self._rates, len(updates_of(turns)))
 
@@ -149,7 +149,7 @@ class Trainer:
         """Returns the stepper of each turn by name; without turns, one stepper as ""."""
         recipe, world, replica, optimizer = self._recipe, self.world, self.replica, self.optimizer
         self._stateful = stateful = with_statistics(replica.bare, self.callbacks.values())
-        statistics = BatchNormAverager(stateful) if recipe.train.elastic_shards else None
+        statistics = BatchNormAverager(stateful) if recipe.train.virtual_ranks else None
         optimizers = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
         compare_whole = [partial(whole.compare, replica, world)] if whole else []
         return {
@@ -185,7 +185,7 @@ class Trainer:
         facts = checkpoint.facts
         state = checkpoint.state()
         components = self._recipe.components().items()
-        # A path of four keys is ("optimizer", "turns", NAME, "schedule"), which has no state.
+        # A path of four keys is ("optimizer", "updates", NAME, "schedule"), which has no state.
         optimizers = [(path, one.use) for path, one in components if path[0] == "optimizer" and len(path) != 4]
         if any(is_another(facts, use, *path, world=self.world) for path, use in optimizers):
             state = replace(state, optimizer={}, shared={})
@@ -200,7 +200,7 @@ class Trainer:
         # A stop skips an evaluation that is due: the next attempt runs it first.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
 
-    def fit(self, *around: Around) -> Literal["done", "stopped"]:
+    def fit(self, *around: Around) -> Literal["done", "preempted"]:
         """Trains to the end, or until all ranks agree to stop; then saves the last step.
 
         Each of `around` is entered, and receives the number of every step before it.
@@ -220,7 +220,7 @@ class Trainer:
             for one in around:
                 one.close(self.progress.step + 1)
         left = self.progress.step < self.end or self._interrupted
-        return "stopped" if self.consensus.agreed.stops and left else "done"
+        return "preempted" if self.consensus.agreed.stops and left else "done"
 
     def steps(self) -> Iterator[StepInfo]:
         """Yields each step after it is complete; raises the errors of `fit`.
@@ -509,10 +509,12 @@ class Trainer:
         self._evaluated = step
         self._log(step, row)
         keep = self._recipe.checkpoint.keep
-        if keep.best and keep.by not in self.metrics and self.world.is_main:
+        if keep.best and keep.monitor not in self.metrics and self.world.is_main:
             known = ", ".join(sorted(self.metrics))
             log.warning(
-                "checkpoint.keep.by: no metric is named %s, so no checkpoint is best; there are %s", keep.by, known
+                "checkpoint.keep.monitor: no metric is named %s, so no checkpoint is best; there are %s",
+                keep.monitor,
+                known,
             )
         with self.replica.weights.observing():
             wishes = {name: callback.on_eval(step, row) for name, callback in self.callbacks.items()}

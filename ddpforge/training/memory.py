@@ -41,7 +41,7 @@ def held(contract: Contract, weights: Weights, size: Size) -> dict[str, int]:
 def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
     """Yields ways to need less memory, the one with the best ratio of saving to cost first."""
     train, strategy = recipe.train, recipe.strategy
-    micro, unit = train.per_pass(data_ranks), train.global_batch // (train.elastic_shards or data_ranks)
+    micro, unit = train.per_pass(data_ranks), train.global_batch // (train.virtual_ranks or data_ranks)
     if smaller := next((size for size in range(micro // 2, 0, -1) if unit % size == 0), 0):
         yield f"set train.micro_batch = {smaller}: the global batch, and so the result, stays the same"
     if train.eval_batch and train.eval_batch > 1:

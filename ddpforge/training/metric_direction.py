@@ -21,7 +21,7 @@ def with_direction(loaded: LoadedRecipe, reports: Mapping[str, Metric]) -> Loade
     reports a metric that declares another direction than before.
     """
     for path, options in _deciding(loaded):
-        metric = str(options["by" if path[0] == "checkpoint" else "metric"])
+        metric = str(options["monitor" if path[0] == "checkpoint" else "metric"])
         declared = _declared(metric, reports, loaded.recipe.data.evaluations)
         if declared is not None and declared != lower_is_better(metric):
             loaded = _with_mode(loaded, path, "min" if declared else "max")
@@ -29,15 +29,15 @@ def with_direction(loaded: LoadedRecipe, reports: Mapping[str, Metric]) -> Loade
 
 
 def missing_direction(loaded: LoadedRecipe) -> str | None:
-    """Returns the metric of `checkpoint.keep.by` if its direction is not known; otherwise None."""
+    """Returns the metric of `checkpoint.keep.monitor` if its direction is not known; otherwise None."""
     keep = loaded.recipe.checkpoint.keep
-    return keep.by if keep.by and keep.mode is None and lower_is_better(keep.by) is None else None
+    return keep.monitor if keep.monitor and keep.mode is None and lower_is_better(keep.monitor) is None else None
 
 
 def _deciding(loaded: LoadedRecipe) -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:
     """Yields the tables that decide by a metric and have no `mode`, each with its options."""
     keep = dict(loaded.recipe.checkpoint.keep)
-    tables = {("checkpoint", "keep"): keep} if keep["by"] else {}
+    tables = {("checkpoint", "keep"): keep} if keep["monitor"] else {}
     tables |= {
         ("callbacks", name): one.options for name, one in loaded.recipe.callbacks.items() if "metric" in one.options
     }

@@ -74,8 +74,8 @@ def _in_turns(registry: Registry, component: OptimizerComponent, model: nn.Modul
     parts: dict[str, Optimizer] = {}
     for name, chosen in parameters_of_turns(model, _globs(component, turns)).items():
         params = parameter_groups(model, component.no_decay, chosen)
-        parts[name] = _built(registry, component.turns[name], params)
-    return InTurns(parts, {name: component.turns[name].clip_norm for name in turns})
+        parts[name] = _built(registry, component.updates[name], params)
+    return InTurns(parts, {name: component.updates[name].clip_norm for name in turns})
 
 
 def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Module, blocks: Sequence[str]) -> Optimizer:
@@ -116,7 +116,7 @@ def check_parameters(
 
 def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], turns: Sequence[str]) -> None:
     if turns:
-        raise ValueError("layer_decay does not work with turns; set the `lr` of each of [optimizer.turns]")
+        raise ValueError("layer_decay does not work with turns; set the `lr` of each of [optimizer.updates]")
     if not blocks:
         raise ValueError("layer_decay needs repeated blocks, and the model has none; name classes in train.blocks")
 
@@ -127,7 +127,7 @@ def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]
         found: Mapping[str, Sequence[str]] = parameters_of_turns(model, _globs(component, turns))
     else:
         found = _chosen(component, model) if component.groups else {}
-    parts: Mapping[str, Component] = {**component.turns, **component.groups}
+    parts: Mapping[str, Component] = {**component.updates, **component.groups}
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return [
         f"{part or 'all others'}: {parts.get(part, component).use}, "
@@ -143,4 +143,4 @@ def _chosen(component: OptimizerComponent, model: nn.Module) -> Mapping[str, Seq
 
 def _globs(component: OptimizerComponent, turns: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """Returns the globs of each turn's parameters."""
-    return {name: component.turns[name].parameters or (f"{name}.*",) for name in turns}
+    return {name: component.updates[name].parameters or (f"{name}.*",) for name in turns}

@@ -109,10 +109,10 @@ def parameters_of_turns(model: nn.Module, turns: Mapping[str, Sequence[str]]) ->
 
     Raises ValueError unless each parameter is in exactly one turn, each turn has one, and each glob matches one.
     """
-    owners = _owners(model, "turns", turns)
+    owners = _owners(model, "updates", turns)
     for name, those in owners.items():
         if not those:
-            raise ValueError(f"turns: parameter `{name}` is in no turn; add it to the `parameters` of one turn")
+            raise ValueError(f"updates: parameter `{name}` is in no turn; add it to the `parameters` of one turn")
     return {turn: [name for name, those in owners.items() if turn in those] for turn in turns}
 
 

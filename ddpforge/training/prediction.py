@@ -58,7 +58,7 @@ def in_order(data: Any) -> Any:
     if not isinstance(data, PartedData):
         return data
     data = copy(data)
-    data.shuffle, data.window, data.lanes = False, 1, (1, 1)
+    data.shuffle, data.shuffle_buffer, data.interleave = False, 1, (1, 1)
     return data
 
 

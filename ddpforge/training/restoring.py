@@ -13,7 +13,7 @@ from ddpforge.interfaces import Callback, CanonicalState, Part, Ranks, Replica, 
 from ddpforge.interop.export import chosen_weights
 from ddpforge.interop.initial import in_dtype
 from ddpforge.recipe.schema import Recipe
-from ddpforge.recipe.toml import loads
+from ddpforge.recipe.upgrade import upgrade_tables
 from ddpforge.training.beside import BesideModule
 from ddpforge.training.left_out import complete
 from ddpforge.training.task_state import TaskState
@@ -91,7 +91,7 @@ def is_another(facts: Facts, use: str, *table: str, world: World) -> bool:
 def _use_in(recipe: str, table: Sequence[str]) -> str | None:
     """Returns the `use` of a table in a checkpoint's recipe; None if it has none, as after an import."""
     try:
-        found: Any = loads(recipe)
+        found: Any = upgrade_tables(recipe)
         for name in (*table, "use"):
             found = found[name]
     except (ValueError, KeyError, TypeError):

@@ -60,7 +60,7 @@ class Saving:
         self.settle()
         self._replica.sync_buffers()
         state = self._replica.state()
-        if self.settings.contents == "trained":
+        if self.settings.save == "trainable":
             state = without_frozen(state, self._replica, self._ranks)
             self._refuse_moved(state.numbers)
         facts = Facts(
@@ -74,15 +74,15 @@ class Saving:
         )
         self.checkpoints.save(facts, self._own(state))
         self.step = progress.step
-        if not self.settings.background:
+        if not self.settings.async_save:
             self.settle(last=last)
 
     def reserve(self) -> None:
         """Reserves memory for copies from GPUs, once; call it after the first step, when optimizer state exists."""
-        if self._reserved or not self.settings.background:
+        if self._reserved or not self.settings.async_save:
             return
         self._reserved = True
-        if self.settings.contents == "all":  # otherwise there is little to copy
+        if self.settings.save == "all":  # otherwise there is little to copy
             self.checkpoints.reserve(self._own(self._replica.state()))
 
     def before_update(self) -> None:
@@ -98,7 +98,7 @@ class Saving:
         if self._left_out and not same(now, self._left_out):
             raise CheckpointError(
                 "frozen weights have changed during the run, and checkpoints omit them",
-                hints=['set checkpoint.contents = "all"'],
+                hints=['set checkpoint.save = "all"'],
             )
         self._left_out = now
 

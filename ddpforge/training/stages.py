@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ddpforge.components.registry import Registry
-from ddpforge.interfaces import Beside, Callback, Order, Schedule, Strategy, Task, Tracker
+from ddpforge.interfaces import BatchSampler, Beside, Callback, Schedule, Strategy, Task, Tracker
 from ddpforge.recipe import LoadedRecipe, Recipe
 from ddpforge.recipe.plan import BatchPlan, Plan
 from ddpforge.recipe.schema import Component, TurnComponent
@@ -84,7 +84,7 @@ class Built(Chosen):
     """
 
     data: Mapping[str, Any]
-    order: Order | None  # of the training data; None for a stream, which has its own
+    order: BatchSampler | None  # of the training data; None for a stream, which has its own
     plan: Plan
     schedules: Mapping[str, Schedule]  # by turn; "" is for turns without their own
     model: nn.Module

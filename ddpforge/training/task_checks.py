@@ -165,7 +165,7 @@ def check_whole(task: Task, micro: MicroBatch) -> None:
         raise UsageError(
             f"{name_of(task)} compares all samples of a batch with each other, but a batch of {micro.step_samples} "
             "samples is not one forward pass on every rank",
-            hints=['set train.last_batch = "drop", or let the order give every step train.global_batch samples'],
+            hints=["set train.drop_last = true, or let the sampler give every step train.global_batch samples"],
         )
 
 

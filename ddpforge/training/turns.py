@@ -134,7 +134,7 @@ class Update:
 
 def updates_of(turns: Mapping[str, TurnComponent]) -> list[Update]:
     """Returns the updates of a step, in their order; without turns there is one."""
-    fresh = [(name, turn.fresh) for name, turn in turns.items() for _ in range(turn.repeats)] or [("", True)]
+    fresh = [(name, turn.new_batch) for name, turn in turns.items() for _ in range(turn.n_updates)] or [("", True)]
     draws = [True, *(own for _, own in fresh[1:]), True]
     return [Update(name, draws[n], shared=not draws[n + 1]) for n, (name, _) in enumerate(fresh)]
 

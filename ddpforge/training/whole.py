@@ -48,8 +48,8 @@ _CHAOS = 2e-3  # a model with a larger difference after such a change cannot be 
 _HINTS = {
     "layers": (
         "check the plan (strategy.plan, or the model's `tensor_plan`): a weight that stacks three others is "
-        '"columns:3"',
-        'no operation that mixes channels (a norm, a softmax) may be between "columns" and "rows"',
+        '"colwise:3"',
+        'no operation that mixes channels (a norm, a softmax) may be between "colwise" and "rowwise"',
     ),
     "positions": (
         "the model must not mix positions (a convolution, a mean, a norm over them), except in modules that use their "

@@ -210,7 +210,7 @@ def _peer_failed(cause: Mapping[str, Any]) -> PeerFailed:
 def beginning() -> Iterator[None]:
     """Replaces a lost connection by the failure of the rank that caused it, while ranks start.
 
-    A missing rank is detected after the others have waited `train.timeout` for it.
+    A missing rank is detected after the others have waited `train.collective_timeout` for it.
     """
     try:
         yield

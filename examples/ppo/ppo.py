@@ -40,7 +40,7 @@ class ActorCritic(nn.Module):
 
 
 class PPO(Task):
-    """Episodes are played by `old`, the policy as it was before these `times` steps, as `data.order.times` has them.
+    """Episodes are played by `old`, the policy as it was before these `times` steps, as `data.sampler.times` has them.
 
     They are played anew in each step, by the same policy with the same draws: there is nothing to store for a resume.
     """

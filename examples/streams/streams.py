@@ -24,7 +24,7 @@ class Records(PartedData):
         of: Data,
         folder: str,
         part: Annotated[int, Field(ge=1)] = 100,
-        window: Annotated[int, Field(ge=1)] = 16,
+        shuffle_buffer: Annotated[int, Field(ge=1)] = 16,
     ) -> None:
         samples = [torch.cat([image.flatten(), label[None].float()]).numpy() for image, label in of]
         self.files = [Path(folder) / f"{len(samples)}-{first:06d}.bin" for first in range(0, len(samples), part)]
@@ -33,7 +33,7 @@ class Records(PartedData):
             draft = file.with_suffix(f".{os.getpid()}")  # all ranks write, and each file appears whole
             draft.write_bytes(np.stack(samples[number * part :][:part]).tobytes())
             draft.rename(file)
-        self.values, self.shuffle, self.window = len(samples[0]), True, window
+        self.values, self.shuffle, self.shuffle_buffer = len(samples[0]), True, shuffle_buffer
         self.parts = [file.stat().st_size // (4 * self.values) for file in self.files]
 
     def open(self, part: int, *, epoch: int, skip: int) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ from ddpforge.runs.folder import RunFolder
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search"
 SHORT = ("train.length=4st", "train.eval_every=2st", "checkpoint.every=2st", "schedule.warmup=1st")
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "./net.py:Tied" }
 data.train = { use = "digits", split = "train" }
@@ -36,7 +36,7 @@ task = { use = "classification" }
 optimizer = { use = "sgd", lr = 0.1 }
 strategy = { use = "single" }
 train = { length = "4st", global_batch = 8, device = "cpu", eval_every = "2st" }
-checkpoint = { every = "2st", keep = { last = 9, best = 1, by = "eval/loss" } }
+checkpoint = { every = "2st", keep = { last = 9, best = 1, monitor = "eval/loss" } }
 callbacks.ema = { decay = 0.5 }
 """
 NET = """
@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         os.chdir(folder)
         outcome = ddpforge.run("run.toml")
         again = ddpforge.run("run.toml", fresh=True, sets=["train.seed=1"], out="other")
-        ddpforge.run("run.toml", sets=["name=part", "train.freeze=['one.*']", "checkpoint.contents=trained"])
+        ddpforge.run("run.toml", sets=["name=part", "train.freeze=['one.*']", "checkpoint.save=trainable"])
         evaluated = {step: ddpforge.evaluate("run", checkpoint=step).metrics["eval/loss"] for step in (2, 4)}
         return {"outcomes": [outcome.sentence(), again.sentence()], "evaluated": evaluated, "code": outcome.exit_code}
 
@@ -248,8 +248,8 @@ def test_a_cell_of_a_notebook_launches_and_to_interrupt_it_stops_the_run(
     assert reply["content"]["status"] == "ok"
     status = RunFolder(run.parent / "cell").status()
     assert status is not None
-    assert status["state"] == "stopped"
-    assert "runs/cell: stopped at step" in "".join(said)
+    assert status["state"] == "preempted"
+    assert "runs/cell: preempted at step" in "".join(said)
 
 
 def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

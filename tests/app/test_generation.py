@@ -24,12 +24,12 @@ from ddpforge.interfaces import Context
 
 TEXT = "abcdefghij" * 300
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "{name}"
 model = {{ use = "gpt", vocab_size = 256, block_size = 16, layers = 1, heads = 2, width = 32 }}
 data.train = {{ use = "text", split = "train", path = "text.txt", block_size = 16, level = "{level}" }}
 data.eval = {{ use = "text", split = "eval", path = "text.txt", block_size = 16, level = "{level}" }}
-task = {{ use = "language_modelling" }}
+task = {{ use = "language_modeling" }}
 optimizer = {{ use = "adamw", lr = 1e-2 }}
 strategy = {{ use = "single" }}
 train = {{ length = "40st", global_batch = 16, device = "cpu", eval_every = "40st" }}

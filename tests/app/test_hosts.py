@@ -109,7 +109,7 @@ def test_hosts_may_have_their_data_elsewhere_and_fetch_it_in_their_own_way(tmp_p
         "train": 'length = "1ep"\nglobal_batch = 4',
     }
     listed = "".join(f"[{table}]\n{keys}\n" for table, keys in tables.items())
-    recipe.write_text(f'recipe = 1\nname = "x"\n{listed}')
+    recipe.write_text(f'recipe = 2\nname = "x"\n{listed}')
     here, there = [["data.train.root=/local/a", "data.workers=1"], ["data.train.root=/scratch/b"]]
     assert compared(here, there, source=recipe) == ["", ""]
     assert "data.train.root" in compared(["data.train.root=a"], ["data.train.root=b"], source=recipe)[0]

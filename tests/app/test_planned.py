@@ -24,7 +24,7 @@ from ddpforge.runs.metrics import read_metrics
 from ddpforge.training.contract import Size
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "gpt"
@@ -38,7 +38,7 @@ use = "text"
 split = "train"
 block_size = 32
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = 1e-3
@@ -94,13 +94,13 @@ def test_the_second_step_takes_what_was_planned(recipe: Path, ddpforge: Run, set
 def test_so_does_that_of_every_kind_of_task(tmp_path: Path, ddpforge: Run, bundled: str) -> None:
     short = ["train.length=3st", "train.eval_every=1000st"]
     short += [] if bundled in ("gan", "muon-digits") else ["schedule.warmup=1st"]
-    ddpforge("run", bundled, "name=run", "track.plan=on", *short)
+    ddpforge("run", bundled, "name=run", "track.memory_check=on", *short)
     assert abs(memory(tmp_path)["difference"]) < 0.005
 
 
 def test_measuring_changes_no_number(recipe: Path, ddpforge: Run) -> None:
     for plan in ("on", "off"):
-        ddpforge("run", recipe.name, f"name={plan}", f"track.plan={plan}", nproc=2)
+        ddpforge("run", recipe.name, f"name={plan}", f"track.memory_check={plan}", nproc=2)
     on, off = ([row["train/loss"] for row in read_metrics(recipe.parent / "runs" / name)] for name in ("on", "off"))
     assert on == off
     assert not (recipe.parent / "runs/off/memory.json").exists()
@@ -130,12 +130,12 @@ def test_what_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -
 @pytest.mark.parametrize(
     ("parameters", "sets", "yes"),
     [
-        (999_999, ["track.plan=auto"], False),
-        (1_000_000, ["track.plan=auto"], True),
-        (1_000_000, ["track.plan=auto", "train.compile=default"], False),
-        (1_000_000, ["track.plan=off"], False),
-        (1, ["track.plan=on"], True),
-        (1, ["track.plan=on", "train.compile=default"], False),
+        (999_999, ["track.memory_check=auto"], False),
+        (1_000_000, ["track.memory_check=auto"], True),
+        (1_000_000, ["track.memory_check=auto", "train.compile=default"], False),
+        (1_000_000, ["track.memory_check=off"], False),
+        (1, ["track.memory_check=on"], True),
+        (1, ["track.memory_check=on", "train.compile=default"], False),
         (10**12, [], False),  # nothing runs that the recipe does not ask for
     ],
 )
@@ -196,12 +196,12 @@ def test_full_memory_starts_no_plan_unless_asked_and_names_the_command_that_does
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
-    error = full(recipe, 8_000_000, "track.plan=off")
+    error = full(recipe, 8_000_000, "track.memory_check=off")
     assert (error.message, error.hints[0]) == ("memory is full: torch's words", "by arithmetic")
     command = error.hints[1].removeprefix("for the memory of a step and for settings that fit, run: ")
     assert shlex.split(command) == [
         *("ddpforge", "plan", str(recipe.parent / "a run/recipe.resolved.toml"), "--ranks", "1"),
-        *("--budget", "8.0MB"),
+        *("--memory", "8.0MB"),
     ]
 
 

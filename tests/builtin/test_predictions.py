@@ -66,7 +66,7 @@ def test_losses_of_tokens_that_count() -> None:
     assert found["losses"] == [pytest.approx([0.28768, 0], abs=1e-5), pytest.approx([0.28768, 0.28768], abs=1e-5)]
     assert found["loss"] == pytest.approx([0.28768, 0.28768], abs=1e-5)
 
-    masked = predicted(MaskedLM(mask_token=1, share=0.5), torch.zeros(2, 4, 5), torch.zeros(2, 4).long())
+    masked = predicted(MaskedLM(mask_token=1, mlm_probability=0.5), torch.zeros(2, 4, 5), torch.zeros(2, 4).long())
     assert masked["tokens"] == [2, 2]
     assert masked["loss"] == pytest.approx([1.60944, 1.60944], abs=1e-5)  # ln 5
     assert [sum(loss > 0 for loss in row) for row in masked["losses"]] == [2, 2]

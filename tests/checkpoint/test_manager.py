@@ -342,12 +342,12 @@ def test_too_little_memory_for_a_copy_is_an_error_with_advice_on_every_rank(
     for result in results:
         assert isinstance(result, CheckpointError)
         assert "rank 1: not enough host memory for a copy of" in result.message
-        assert "checkpoint.background = false" in result.hints[0]
+        assert "checkpoint.async_save = false" in result.hints[0]
 
 
 # ---------------------------------------------------------------------------------------------- pruning
 def test_saving_keeps_what_the_recipe_says(folder: Path) -> None:
-    saving = alone(folder, keep={"last": 1, "best": 1, "by": "eval/loss"})
+    saving = alone(folder, keep={"last": 1, "best": 1, "monitor": "eval/loss"})
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
         save(saving, checkpoint_of(step, metrics={"eval/loss": loss}))
 
@@ -507,7 +507,7 @@ def test_retention_parses_every_manifest_once_and_still_sees_damage(
 
 
 def test_a_manifest_that_was_replaced_is_read_again(folder: Path) -> None:
-    saving = alone(folder, keep={"best": 1, "by": "eval/loss"})
+    saving = alone(folder, keep={"best": 1, "monitor": "eval/loss"})
     path = save(saving, checkpoint_of(5))
     assert saving.is_best({"eval/loss": 3.0})
 
@@ -816,7 +816,7 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
 
 def test_what_a_checkpoint_builds_on_is_on_the_disk_before_it_counts(folder: Path) -> None:
     found: list[list[Path]] = []
-    section = CheckpointSection.model_validate({"background": False})
+    section = CheckpointSection.model_validate({"async_save": False})
 
     def act(peers: Peers) -> Path:
         saving = Checkpoints(

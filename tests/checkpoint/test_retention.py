@@ -159,7 +159,7 @@ def test_the_last_ones_stay(folder: Path) -> None:
 def test_the_best_stay_besides_the_last(folder: Path) -> None:
     save(folder, [10, 20, 30, 40, 50], loss=[3.0, 1.0, 2.0, math.nan, 5.0])
 
-    prune(folder, KeepSection(last=1, best=2, by="eval/loss"))
+    prune(folder, KeepSection(last=1, best=2, monitor="eval/loss"))
 
     assert steps(folder) == [20, 30, 50]
 
@@ -182,7 +182,7 @@ def test_less_is_better_for_losses_and_more_for_the_rest_unless_the_recipe_says_
 ) -> None:
     save(folder, [10, 20, 30, 40], **{by.removeprefix("eval/"): [1.0, 2.0, 3.0, math.nan]})
 
-    prune(folder, KeepSection.model_validate({"last": 1, "best": 1, "by": by, "mode": mode}))
+    prune(folder, KeepSection.model_validate({"last": 1, "best": 1, "monitor": by, "mode": mode}))
 
     assert steps(folder) == [kept, 40]
 
@@ -190,7 +190,7 @@ def test_less_is_better_for_losses_and_more_for_the_rest_unless_the_recipe_says_
 def test_of_equally_good_ones_the_newer_stays(folder: Path) -> None:
     save(folder, [10, 20, 30], loss=[1.0, 1.0, 2.0])
 
-    prune(folder, KeepSection(last=1, best=1, by="eval/loss"))
+    prune(folder, KeepSection(last=1, best=1, monitor="eval/loss"))
 
     assert steps(folder) == [20, 30]
 
@@ -198,7 +198,7 @@ def test_of_equally_good_ones_the_newer_stays(folder: Path) -> None:
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_what_is_not_a_finite_number_is_never_best(folder: Path, odd: float) -> None:
     save(folder, [10, 20], loss=[odd, odd])
-    keep = KeepSection(last=1, best=5, by="eval/loss")
+    keep = KeepSection(last=1, best=5, monitor="eval/loss")
     found, _ = committed(folder)
 
     assert best(found, keep) == []
@@ -209,13 +209,13 @@ def test_what_is_not_a_finite_number_is_never_best(folder: Path, odd: float) -> 
 
 def test_nothing_is_best_where_nothing_tells_what_is_better(folder: Path) -> None:
     save(folder, [10, 20], wobble=[2.0, 1.0])
-    keep = KeepSection(last=1, best=1, by="eval/wobble")
+    keep = KeepSection(last=1, best=1, monitor="eval/wobble")
     found, _ = committed(folder)
 
     assert best(found, keep) == []
     assert not is_best({"eval/wobble": 0.5}, keep, found)
     for mode, step, better in (("min", 20, 0.5), ("max", 10, 3.0)):
-        keep = KeepSection.model_validate({"last": 1, "best": 1, "by": "eval/wobble", "mode": mode})
+        keep = KeepSection.model_validate({"last": 1, "best": 1, "monitor": "eval/wobble", "mode": mode})
         assert best(found, keep)[0].manifest.step == step
         assert is_best({"eval/wobble": better}, keep, found)
         assert not is_best({"eval/wobble": 1.5}, keep, found)
@@ -223,11 +223,11 @@ def test_nothing_is_best_where_nothing_tells_what_is_better(folder: Path) -> Non
 
 def test_best_means_better_than_all_that_are_kept(folder: Path) -> None:
     save(folder, [10, 20], loss=[2.0, 1.0])
-    keep = KeepSection(best=1, by="eval/loss")
+    keep = KeepSection(best=1, monitor="eval/loss")
     found, _ = committed(folder)
 
     assert [is_best({"eval/loss": value}, keep, found) for value in (0.9, 1.0, 1.5)] == [True, False, False]
-    assert not is_best({"eval/loss": 0.9}, KeepSection(by="eval/loss"), found), "no best one is to be kept"
+    assert not is_best({"eval/loss": 0.9}, KeepSection(monitor="eval/loss"), found), "no best one is to be kept"
     assert not is_best({"eval/loss": 0.9}, KeepSection(best=1), found), "nothing says what best means"
 
 

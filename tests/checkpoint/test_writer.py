@@ -602,7 +602,7 @@ def test_neither_writing_nor_reading_touches_a_pickle_or_runs_anything(folder: P
             events.append(event)
 
     def there_and_back() -> None:
-        for chosen in ({"layout": "full"}, {"background": False}):
+        for chosen in ({"layout": "full"}, {"async_save": False}):
             saving = checkpoints(folder, Peers.alone(), **chosen)
             saving.save(checkpoint_of(7), checkpoint_of(7).share)
             read(saving.wait())

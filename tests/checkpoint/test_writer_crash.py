@@ -26,8 +26,8 @@ from ddpforge.ranks.writers import Peers
 from ddpforge.recipe.schema import CheckpointSection
 
 ORDERS = [(0, 1), (1, 0)]
-SHARDED: dict[str, Any] = {"background": False}
-SETTINGS = {"sharded": SHARDED, "full": {"background": False, "layout": "full"}, "background": {"background": True}}
+SHARDED: dict[str, Any] = {"async_save": False}
+SETTINGS = {"sharded": SHARDED, "full": {"async_save": False, "layout": "full"}, "background": {"async_save": True}}
 
 
 def save(folder: Path, step: int, order: tuple[int, ...] = (0, 1), settings: dict[str, Any] = SHARDED) -> list[Any]:

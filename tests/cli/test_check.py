@@ -133,11 +133,11 @@ def test_build_finds_empty_evaluation_data_where_the_recipe_names_it() -> None:
 
 
 def test_build_finds_metrics_that_no_evaluation_reports() -> None:
-    keep = ("--set", "checkpoint.keep.best=1", "--set", "checkpoint.keep.by=eval/f1")
+    keep = ("--set", "checkpoint.keep.best=1", "--set", "checkpoint.keep.monitor=eval/f1")
     stop = ("--set", "callbacks.early_stopping.metric=eval/acuracy", "--set", "callbacks.early_stopping.patience=1")
     mode = ("--set", "callbacks.early_stopping.mode=max")
     found = problems("--build", *keep, *stop, *mode)
-    assert found["checkpoint.keep.by"] == "no evaluation reports eval/f1"
+    assert found["checkpoint.keep.monitor"] == "no evaluation reports eval/f1"
     assert found["callbacks.early_stopping.metric"] == "no evaluation reports eval/acuracy"
 
 
@@ -210,29 +210,29 @@ class Counted(Plain):
 @pytest.mark.parametrize(
     ("use", "keys"),
     [
-        ("./streams.py:Plain", {"checkpoint.every", "data.order", "train.eval_every", "train.length"}),
-        ("./streams.py:Torchs", {"checkpoint.every", "data.order", "train.eval_every", "train.length"}),
-        ("./streams.py:Counted", {"data.order"}),
+        ("./streams.py:Plain", {"checkpoint.every", "data.sampler", "train.eval_every", "train.length"}),
+        ("./streams.py:Torchs", {"checkpoint.every", "data.sampler", "train.eval_every", "train.length"}),
+        ("./streams.py:Counted", {"data.sampler"}),
         ("digits", set()),
     ],
 )
 def test_a_class_of_streams_is_met_with_all_that_needs_epochs_and_an_order(use: str, keys: set[str]) -> None:
     Path("streams.py").write_text(STREAMS)
-    sets = [f'data.train={{use="{use}"}}', "data.order.use=sequential", "schedule.warmup=1st", "train.length=3ep"]
+    sets = [f'data.train={{use="{use}"}}', "data.sampler.use=sequential", "schedule.warmup=1st", "train.length=3ep"]
     found = json.loads(_check("digits", "--json", *sets).stdout)["problems"]
     assert {problem["key"] for problem in found} == keys
     assert len(found) == len(keys)
 
 
 def test_a_stream_that_comes_with_ddpforge_is_met_so_too() -> None:
-    sets = ['data.train={use="text_stream", path="."}', "data.order.use=sequential", "checkpoint.every=1ep"]
+    sets = ['data.train={use="text_stream", path="."}', "data.sampler.use=sequential", "checkpoint.every=1ep"]
     found = json.loads(_check("stdlib-lm", "--json", *sets).stdout)["problems"]
-    assert {problem["key"] for problem in found} == {"checkpoint.every", "data.order"}
+    assert {problem["key"] for problem in found} == {"checkpoint.every", "data.sampler"}
 
 
 # ---------------------------------------------------------------------------------------------- endless recipes
 TINY = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
@@ -314,18 +314,18 @@ def test_a_range_in_the_path_of_tar_files_is_not_expanded_for_ever() -> None:
 
 def test_two_billion_updates_a_step_are_refused() -> None:
     Path("tiny.toml").write_text(TINY)
-    refused = _check("tiny.toml", "--set", "optimizer.turns.a.repeats=2147483648")
+    refused = _check("tiny.toml", "--set", "optimizer.updates.a.n_updates=2147483648")
     assert refused.exit_code == 2
-    assert "`optimizer.turns.a.repeats` must be at most 10000" in refused.stderr
+    assert "`optimizer.updates.a.n_updates` must be at most 10000" in refused.stderr
 
 
 # ---------------------------------------------------------------------------------------------- how a model is cut
 GPT = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "gpt", vocab_size = 256, block_size = 16, layers = 2, heads = 2, width = 16 }
 data.train = { use = "tokens", path = "there_is_no_such_file.bin", block_size = 16 }
-task = { use = "language_modelling" }
+task = { use = "language_modeling" }
 optimizer = { use = "sgd", lr = 0.1 }
 train = { length = "2st", global_batch = 8, device = "cpu" }
 """
@@ -335,7 +335,7 @@ train = { length = "2st", global_batch = 8, device = "cpu" }
     ("strategy", "said"),
     [
         (
-            '{ use = "fsdp", tensor = 2, plan = { "blocks.*.nothing" = "columns" } }',
+            '{ use = "fsdp", tensor = 2, plan = { "blocks.*.nothing" = "colwise" } }',
             "but no module of the model has this name",
         ),
         (
@@ -343,8 +343,8 @@ train = { length = "2st", global_batch = 8, device = "cpu" }
             "which tensor parallelism does not have",
         ),
         ('{ use = "fsdp", tensor = 4 }', "2 heads of 8"),
-        ('{ use = "pipeline", split = ["blocks.9"] }', "no part can begin with `blocks.9`"),
-        ('{ use = "pipeline", split = ["blocks.0", "blocks.1"], stages = 2 }', "must name 1 steps"),
+        ('{ use = "pipeline", split_points = ["blocks.9"] }', "no part can begin with `blocks.9`"),
+        ('{ use = "pipeline", split_points = ["blocks.0", "blocks.1"], stages = 2 }', "must name 1 steps"),
         ('{ use = "pipeline", schedule = "Interleaved1F1B", stages = 4 }', "too few for 8 parts"),
     ],
 )

@@ -23,9 +23,9 @@ from ddpforge.cli import main
 from ddpforge.ranks.writers import Peers
 from ddpforge.runs.folder import RunFolder
 
-RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
+RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nmonitor = "eval/loss"\n'
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [16] }
 data.train = { use = "digits", split = "train" }

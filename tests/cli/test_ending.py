@@ -51,7 +51,7 @@ def test_a_traceback_begins_where_the_users_code_does(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- output that goes away
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }

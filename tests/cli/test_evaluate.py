@@ -17,7 +17,7 @@ from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.folder import RunFolder
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [16] }
 data.train = { use = "digits", split = "train" }
@@ -25,7 +25,7 @@ data.eval = { use = "digits", split = "test" }
 task = { use = "classification", metrics = ["accuracy"] }
 optimizer = { use = "adamw", lr = 0.1 }
 train = { length = "6st", global_batch = 64, eval_every = "2st" }
-checkpoint = { every = "2st", keep = { last = 3, best = 1, by = "eval/accuracy" } }
+checkpoint = { every = "2st", keep = { last = 3, best = 1, monitor = "eval/accuracy" } }
 """
 
 

@@ -17,7 +17,7 @@ from ddpforge.errors import UsageError
 from ddpforge.ranks.writers import Peers
 from ddpforge.runs.folder import RunFolder
 
-RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
+RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nmonitor = "eval/loss"\n'
 
 
 @pytest.fixture(autouse=True)

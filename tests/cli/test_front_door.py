@@ -134,6 +134,13 @@ def test_what_was_mistyped_is_recognised(arguments: list[str], hint: str) -> Non
         (["run"], "ddpforge run digits "),
         (["check"], "your own recipe is a TOML file: ddpforge recipes cp NAME"),
         (["run", "--config", "r.toml"], "write the recipe without an option"),
+        (["launch", "digits", "--endpoint", "node01"], "--endpoint is now --rdzv-endpoint"),
+        (["launch", "digits", "--run-id=a"], "--run-id is now --rdzv-id"),
+        (["plan", "digits", "--budget", "1GB"], "--budget is now --memory"),
+        (["batch-size", "digits", "--budget=1GB"], "--budget is now --memory"),
+        (["eval", "digits", "--only", "test"], "--only is now --dataset"),
+        (["export", "digits", "--only", "head.*"], "--only is now --include"),
+        (["ckpt", "export", "digits", "--only", "head.*"], "--only is now --include"),
         (
             ["check", "digits", "optimizer.lr", "1e-3"],
             "expected [KEY=VALUE]... after the recipe, e.g. optimizer.lr=1e-3",

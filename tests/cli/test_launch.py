@@ -25,7 +25,7 @@ class Launcher:
         self.started: list[tuple[list[str], int]] = []
         self.patience = 0.0
         self.nodes: dict[str, str] = {}
-        self.ended = Ended(ExitCode.STOPPED)
+        self.ended = Ended(ExitCode.PREEMPTED)
 
     def __call__(
         self, command: list[str], *, nproc: int, patience: float, variables: Mapping[str, str], store: object
@@ -54,7 +54,7 @@ def test_what_the_ranks_are_told_is_what_launch_was_told(launcher: Launcher) -> 
     changes = ["--allow-change", "train.seed", "--allow-change", "data"]
     result = invoke("digits", "-n", "2", "name=b", *options, *changes, "--", "--max-restarts=3", "--role", "scientist")
 
-    assert result.exit_code == ExitCode.STOPPED  # the exit code of the run
+    assert result.exit_code == ExitCode.PREEMPTED  # the exit code of the run
     ((command, nproc),) = launcher.started
     assert nproc == 2
     torchrun, ranks = command[: command.index("run")], command[command.index("run") + 1 :]
@@ -167,14 +167,14 @@ def test_json_is_told_by_the_launcher_where_the_first_rank_could_not(
 
 
 # ---------------------------------------------------------------------------------------------- several machines
-NODES = ["--nnodes", "2", "--node-rank", "1", "--endpoint", "node01"]
+NODES = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "node01"]
 
 
 def test_several_machines_and_restarts_are_flags_of_torchrun(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpforge.launchers.nodes.local_address", lambda *_, **__: "10.0.0.7")
-    assert invoke("digits", "-n", "2", *NODES, "--run-id", "x", "--max-restarts", "3").exit_code == ExitCode.STOPPED
+    assert invoke("digits", "-n", "2", *NODES, "--rdzv-id", "x", "--max-restarts", "3").exit_code == ExitCode.PREEMPTED
     ((command, _),) = launcher.started
     assert command[5 : command.index("--no-python")] == [
         *("--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node01:29500", "--rdzv-id=x"),
@@ -195,7 +195,7 @@ def test_what_other_engines_say_is_taken_where_an_option_is_left_out(
     monkeypatch.setattr("ddpforge.app.starting.refuse_held_ports", lambda endpoint: None)
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NPROC_PER_NODE": "2"}.items():
         monkeypatch.setenv(f"PET_{name}", value)
-    invoke("digits", "-n", "4", "--endpoint", "b:7")
+    invoke("digits", "-n", "4", "--rdzv-endpoint", "b:7")
     ((command, nproc),) = launcher.started
     assert nproc == 4
     assert {"--nnodes=2", "--rdzv-endpoint=b:7"} <= set(command)
@@ -206,7 +206,7 @@ def test_what_other_engines_say_is_taken_where_an_option_is_left_out(
 def test_an_endpoint_whose_port_is_held_is_refused_before_ranks_are_started(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        result = invoke("digits", "--nnodes", "2", "--node-rank", "0", "--endpoint", f"127.0.0.1:{port}")
+        result = invoke("digits", "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", f"127.0.0.1:{port}")
     assert result.exit_code == ExitCode.ENVIRONMENT
     assert f"cannot listen on port {port} of {socket.gethostname()}: Address already in use" in result.stderr
     assert launcher.started == []
@@ -217,12 +217,15 @@ def test_an_endpoint_whose_port_is_held_is_refused_before_ranks_are_started(laun
     [
         (["--nnodes", "2"], "2 nodes need an endpoint"),
         (
-            ["--nnodes", "1:5", "--node-rank", "0", "--endpoint", "a", "-n", "1"],
+            ["--nnodes", "1:5", "--node-rank", "0", "--rdzv-endpoint", "a", "-n", "1"],
             "cannot be divided evenly among 3 ranks",
         ),
         ([*NODES, "-n", "3"], "cannot be divided evenly among 6 ranks"),
         ([*NODES, "--", "--nnodes=2"], "--nnodes and torchrun's flags both set a rendezvous"),
-        (["--nnodes", "1:2", "--node-rank", "0", "--endpoint", "a", "-n", "1", "--fresh"], "would start from scratch"),
+        (
+            ["--nnodes", "1:2", "--node-rank", "0", "--rdzv-endpoint", "a", "-n", "1", "--fresh"],
+            "would start from scratch",
+        ),
         (["--max-time", "5ep"], "--max-time 5ep is no wall time"),
     ],
 )
@@ -262,7 +265,7 @@ def test_what_ranks_refuse_after_a_restart_is_the_status_of_the_run(
     told = Ended(2, told=True, error="RecipeError: cannot be divided evenly among 3 ranks")
 
     def start(*_: Any, **__: Any) -> Ended:
-        folder.write_status({**status(folder), "state": "stopped", "exit_code": 75, "step": 8})
+        folder.write_status({**status(folder), "state": "preempted", "exit_code": 75, "step": 8})
         return told
 
     monkeypatch.setattr("ddpforge.launchers.process.start", start)
@@ -272,6 +275,6 @@ def test_what_ranks_refuse_after_a_restart_is_the_status_of_the_run(
 
 
 def test_how_a_batch_divides_among_several_nodes_is_left_to_their_ranks(launcher: Launcher) -> None:
-    assert invoke("digits", "--nproc", "3", "--", "--nnodes=64").exit_code == ExitCode.STOPPED
+    assert invoke("digits", "--nproc", "3", "--", "--nnodes=64").exit_code == ExitCode.PREEMPTED
     assert launcher.nodes == {"DDPFORGE_NODES": "64"}  # fewer are refused
     assert len(launcher.started) == 1

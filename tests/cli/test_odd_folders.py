@@ -23,7 +23,7 @@ from ddpforge.cli import main
 SECRET = "the secret of another folder"
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "./parts.py:Net" }
 data.train = { use = "digits", split = "test" }

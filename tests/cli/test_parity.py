@@ -18,7 +18,7 @@ from ddpforge.tools.parity.runs import ParityReport, RunFailed, Verdict
 from ddpforge.tools.parity.specs import Spec
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }

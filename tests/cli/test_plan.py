@@ -12,7 +12,7 @@ from ddpforge.cli import main
 from ddpforge.recipe import load_recipe
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "planned"
 
 [model]
@@ -88,8 +88,8 @@ def test_the_recipes_own_strategy_is_planned_by_default(recipe: str) -> None:
 
 
 def test_what_does_not_fit_ends_with_1(recipe: str) -> None:
-    assert _plan(recipe, "--budget=100MB").exit_code == 0
-    too_much = _plan(recipe, "--budget=1MB")
+    assert _plan(recipe, "--memory=100MB").exit_code == 0
+    too_much = _plan(recipe, "--memory=1MB")
     assert too_much.exit_code == 1
     assert "too much" in too_much.stdout
 
@@ -110,7 +110,7 @@ def test_the_largest_tensors_are_listed_where_they_are_asked_for(recipe: str) ->
 
 @pytest.mark.parametrize("budget", [1_800_000, 2_000_000])
 def test_auto_finds_the_largest_micro_batch_that_fits(recipe: str, budget: int) -> None:
-    found = _json(recipe, "--auto", "--strategies=single", f"--budget={budget}B")
+    found = _json(recipe, "--auto", "--strategies=single", f"--memory={budget}B")
     (plain,) = found["choices"]  # of an MLP, which has no blocks to recompute
     size = plain["micro_batch"]
     assert 1 < size < 256
@@ -120,23 +120,23 @@ def test_auto_finds_the_largest_micro_batch_that_fits(recipe: str, budget: int) 
 
 
 def test_auto_writes_the_best_into_the_recipe_and_leaves_the_rest_as_it_is(recipe: str) -> None:
-    done = _plan(recipe, "--auto", "--strategies=single", "--budget=2MB", "--write")
+    done = _plan(recipe, "--auto", "--strategies=single", "--memory=2MB", "--write")
     assert done.exit_code == 0, done.output
     text = Path(recipe).read_text(encoding="utf-8")
     assert "lr = 1e-3  # found by a sweep" in text
     written = load_recipe(recipe).recipe
     assert written.strategy.use == "single"
     assert written.train.micro_batch
-    assert _plan(recipe, "--budget=2MB").exit_code == 0
+    assert _plan(recipe, "--memory=2MB").exit_code == 0
 
 
 @pytest.mark.full
 def test_auto_tries_every_kind_of_activation_checkpointing_on_a_model_with_blocks(recipe: str) -> None:
     model = '[model]\nuse = "gpt"\nvocab_size = 256\nblock_size = 64\nlayers = 4\nheads = 4\nwidth = 64\n'
-    data = '[data.train]\nuse = "text"\nsplit = "train"\nblock_size = 64\n[task]\nuse = "language_modelling"\n'
+    data = '[data.train]\nuse = "text"\nsplit = "train"\nblock_size = 64\n[task]\nuse = "language_modeling"\n'
     head, _, tail = RECIPE.partition("[optimizer]")
     Path(recipe).write_text(head.partition("[model]")[0] + model + data + "[optimizer]" + tail, encoding="utf-8")
-    answer = _json(recipe, "--auto", "--strategies=single", "--budget=60MB")
+    answer = _json(recipe, "--auto", "--strategies=single", "--memory=60MB")
     found = answer["choices"]
     assert [one["activation_checkpointing"] for one in found] == [False, "selective", True]
     sizes = [one["micro_batch"] for one in found]
@@ -145,7 +145,7 @@ def test_auto_tries_every_kind_of_activation_checkpointing_on_a_model_with_block
     for one in found:
         loaded = load_recipe(recipe, sets=[f"{key}={value}" for key, value in one["sets"].items()]).recipe
         assert loaded.train.activation_checkpointing == one["activation_checkpointing"]
-    done = _plan(recipe, "--auto", "--strategies=single", "--budget=60MB", "--write")
+    done = _plan(recipe, "--auto", "--strategies=single", "--memory=60MB", "--write")
     assert done.exit_code == 0, done.output
     written = load_recipe(recipe).recipe.train
     assert written.activation_checkpointing == answer["best"]["activation_checkpointing"]
@@ -154,7 +154,7 @@ def test_auto_tries_every_kind_of_activation_checkpointing_on_a_model_with_block
 def test_another_strategy_takes_the_options_of_the_one_before_with_it(recipe: str) -> None:
     with_options = '\n[strategy]\nuse = "ddp"\nbucket_cap_mb = 10\n'
     Path(recipe).write_text(RECIPE + with_options, encoding="utf-8")
-    assert _plan(recipe, "--auto", "--strategies=single", "--budget=2MB", "--write").exit_code == 0
+    assert _plan(recipe, "--auto", "--strategies=single", "--memory=2MB", "--write").exit_code == 0
     assert load_recipe(recipe).recipe.strategy.options == {}
 
 
@@ -166,7 +166,7 @@ def test_a_mistake_in_the_recipe_is_shown_where_it_is(recipe: str) -> None:
 
 
 def test_auto_says_where_nothing_fits(recipe: str) -> None:
-    done = _plan(recipe, "--auto", "--strategies=single", "--budget=1MB")
+    done = _plan(recipe, "--auto", "--strategies=single", "--memory=1MB")
     assert done.exit_code == 1
     assert "none fits" in done.stdout
 
@@ -175,9 +175,9 @@ def test_auto_says_where_nothing_fits(recipe: str) -> None:
     ("arguments", "said"),
     [
         (["--write"], "--write needs --auto"),
-        (["--auto"], "--auto needs a --budget, or a --device other than cpu"),
+        (["--auto"], "--auto needs a --memory, or a --device other than cpu"),
         (["--device=abacus"], "abacus"),
-        (["--budget=much"], "not a size"),
+        (["--memory=much"], "not a size"),
     ],
 )
 def test_a_mistake_on_the_command_line_ends_with_2(recipe: str, arguments: list[str], said: str) -> None:
@@ -187,6 +187,6 @@ def test_a_mistake_on_the_command_line_ends_with_2(recipe: str, arguments: list[
 
 
 def test_nothing_can_be_written_into_a_bundled_recipe(recipe: str) -> None:
-    done = _plan("digits", "--auto", "--strategies=single", "--budget=1GB", "--write")
+    done = _plan("digits", "--auto", "--strategies=single", "--memory=1GB", "--write")
     assert "ddpforge recipes cp digits" in done.output
     assert done.exit_code == 2

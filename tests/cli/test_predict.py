@@ -18,7 +18,7 @@ from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError, UsageEr
 from ddpforge.interop.tables import writing
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [16] }
 data.train = { use = "digits", split = "train" }
@@ -28,11 +28,11 @@ task = { use = "classification", metrics = ["accuracy"] }
 optimizer = { use = "adamw", lr = 0.1 }
 strategy = { use = "ddp" }
 train = { length = "6st", global_batch = 64, eval_every = "2st", device = "cpu" }
-checkpoint = { every = "2st", keep = { last = 3, best = 1, by = "eval/test/accuracy" } }
+checkpoint = { every = "2st", keep = { last = 3, best = 1, monitor = "eval/test/accuracy" } }
 callbacks.ema = { decay = 0.5, evaluate = false }
 """
 POINTS = """\
-recipe = 1
+recipe = 2
 name = "points"
 model = { use = "mlp", inputs = 4, outputs = 1, hidden = [9] }
 data.train = { use = "./parts.py:Points" }
@@ -45,12 +45,12 @@ checkpoint = { every = "2st" }
 
 
 LANGUAGE = """\
-recipe = 1
+recipe = 2
 name = "language"
 model = { use = "gpt", vocab_size = 16, block_size = 8, layers = 2, heads = 2, width = 16 }
 data.train = { use = "./parts.py:RaggedTokens" }
 data.eval = { use = "./parts.py:RaggedTokens", samples = 11 }
-task = { use = "language_modelling" }
+task = { use = "language_modeling" }
 optimizer = { use = "sgd", lr = 0.1 }
 train = { length = "2st", global_batch = 8, device = "cpu", eval_every = "2st" }
 checkpoint = { every = "2st" }
@@ -189,7 +189,7 @@ def test_parquet_has_the_same_rows_typed() -> None:
     [
         ["strategy.use=pipeline"],
         ["strategy.use=fsdp", "strategy.tensor=2"],
-        ["strategy.use=fsdp", "strategy.tensor=2", "strategy.loss=vocabulary"],
+        ["strategy.use=fsdp", "strategy.tensor=2", "strategy.loss_parallel=vocabulary"],
         ["strategy.use=deepspeed", "strategy.stage=3"],
     ],
     ids=lambda sets: "-".join(word.rpartition("=")[2] for word in sets),

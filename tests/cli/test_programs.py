@@ -28,7 +28,7 @@ callbacks.ema = { decay = 0.5, evaluate = false }
 model = { use = "gpt", vocab_size = 256, block_size = 16, layers = 2, heads = 2, width = 16 }
 data.train = { use = "text_stream", path = "text.txt", block_size = 16 }
 data.eval.one = { use = "text_stream", path = "text.txt", block_size = 16 }
-task = { use = "language_modelling" }
+task = { use = "language_modeling" }
 """,
     "odd": """
 model = { use = "./net.py:Odd" }
@@ -38,7 +38,7 @@ task = { use = "classification" }
 """,
 }
 REST = """
-recipe = 1
+recipe = 2
 name = "{name}"
 optimizer = {{ use = "sgd", lr = 0.1 }}
 strategy = {{ use = "single" }}

@@ -71,3 +71,49 @@ def test_mistakes_are_told_on_stderr(arguments: list[str], complaint: str) -> No
     assert result.exit_code == ExitCode.USAGE
     assert result.stdout == ""
     assert complaint in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------- upgrade
+OLD = 'recipe = 1\n[train]\nstall = "5m" # minutes\nlast_batch = "drop"\n'
+NEW = 'recipe = 2\n[train]\nhang_timeout = "5m" # minutes\ndrop_last = true\n'
+SAID = """\
+  line 1: recipe = 1 → recipe = 2
+  line 3: train.stall → train.hang_timeout
+  line 4: train.last_batch = "drop" → train.drop_last = true
+"""
+
+
+def test_files_are_upgraded_in_place_and_each_change_is_printed() -> None:
+    Path("old.toml").write_text(OLD)
+    Path("new.toml").write_text(NEW)
+    done = invoke("upgrade", "old.toml", "new.toml")
+    assert done.exit_code == 0
+    assert done.stdout == f"old.toml: upgraded\n{SAID}new.toml: nothing to upgrade\n"
+    assert Path("old.toml").read_text() == Path("new.toml").read_text() == NEW
+
+
+def test_a_check_writes_nothing_and_fails_if_a_file_would_change() -> None:
+    Path("old.toml").write_text(OLD)
+    done = invoke("upgrade", "--check", "old.toml")
+    assert (done.exit_code, done.stdout) == (1, f"old.toml: would be upgraded\n{SAID}")
+    assert Path("old.toml").read_text() == OLD
+    Path("old.toml").write_text(NEW)
+    assert invoke("upgrade", "--check", "old.toml").exit_code == 0
+
+
+def test_what_cannot_be_upgraded_is_reported_and_left_and_the_others_are_upgraded() -> None:
+    Path("bad.toml").write_text(OLD.replace("drop", "dorp"))
+    Path("other.toml").write_text("[tool]\n")
+    Path("old.toml").write_text(OLD)
+    done = invoke("upgrade", "bad.toml", "other.toml", "absent.toml", "old.toml")
+    assert done.exit_code == ExitCode.USAGE
+    assert done.stdout == f"old.toml: upgraded\n{SAID}"
+    for said in (
+        '`train.last_batch` is now `train.drop_last`, and "dorp" has no counterpart',
+        "--> bad.toml:4:14",
+        "`other.toml` is no recipe",
+        "no such file: `absent.toml`",
+    ):
+        assert said in done.stderr
+    assert Path("bad.toml").read_text() == OLD.replace("drop", "dorp")
+    assert invoke("upgrade").exit_code == ExitCode.USAGE

@@ -17,7 +17,7 @@ from ddpforge.cli import main
 from ddpforge.errors import ExitCode
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
@@ -125,7 +125,7 @@ def test_edited_code_is_a_changed_recipe(folder: Path, ddpforge: Callable[..., R
 def test_what_does_not_matter_for_the_result_may_change_after_the_end(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     sets = ["--set", "track.every=2st", "--set", "data.workers=1", "--set", "checkpoint.keep.last=1"]
-    again = ddpforge("run", "tiny.toml", *sets, "--set", "train.timeout=1m")
+    again = ddpforge("run", "tiny.toml", *sets, "--set", "train.collective_timeout=1m")
     assert again.stdout == "runs/tiny: done at step 2\n"
 
 
@@ -167,8 +167,8 @@ def test_a_run_that_is_stopped_names_one_step(folder: Path, ddpforge: Callable[.
     copy(SUPPORT / "parts.py", folder)
     stop = ["--set=callbacks.stop.use=./parts.py:StopAt", "--set=callbacks.stop.step=6", "--set=callbacks.stop.rank=0"]
     said = ddpforge("run", "tiny.toml", *stop, "--set=train.length=90st", "--set=track.every=4st", fails=True)
-    assert said.codes == [ExitCode.STOPPED]
-    assert said.stdout == f"runs/tiny: stopped at step {status()['step']}\n"
+    assert said.codes == [ExitCode.PREEMPTED]
+    assert said.stdout == f"runs/tiny: preempted at step {status()['step']}\n"
     assert set(re.findall(r"at step (\d+)", said.stdout + said.stderr)) == {str(status()["step"])}
 
 
@@ -271,7 +271,7 @@ def test_json_has_no_word_for_what_is_not_a_number(folder: Path, ddpforge: Calla
     copy(SUPPORT / "parts.py", folder)
     Path("tiny.toml").write_text(
         """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "./parts.py:Scalars" }
 data.train = { use = "./parts.py:Values", values = [1.0, 1.0], nan = 0 }

@@ -210,7 +210,7 @@ def test_watching_tells_what_changes_until_the_run_ends() -> None:
 
 
 def test_watching_a_run_that_has_ended_is_one_line() -> None:
-    speeds = {"train/tokens_per_second": 12345.0, "train/time/data": 0.25, "train/time/step": 0.5}
+    speeds = {"train/tokens_per_second": 12345.0, "train/time/data": 0.25, "train/time/optimizer": 0.5}
     run = made(Path("runs/a"), metrics={"eval/loss": 0.5, "lr": 0.1, **speeds})
     assert standing(run).state == "done"
     told = "eval/loss 0.5  train/tokens_per_second 1.234e+04  train/time/data 0.25"

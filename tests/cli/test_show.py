@@ -19,7 +19,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     Path("small.toml").write_text(
         """\
-recipe = 1
+recipe = 2
 name = "small"
 model = { use = "cnn", classes = 10 }
 data.train = { use = "digits", split = "train" }

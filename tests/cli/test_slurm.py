@@ -51,8 +51,8 @@ def test_a_job_of_several_nodes_has_a_launcher_on_each() -> None:
     ]
     assert command(script) == (
         "ddpforge launch digits --set=data.workers=3 '--out=my runs' --max-restarts=3 --nproc=4 "
-        '--nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --endpoint="$head" '
-        '--run-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'
+        '--nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --rdzv-endpoint="$head" '
+        '--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'
     )
 
 

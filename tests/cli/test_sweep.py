@@ -12,7 +12,7 @@ from ddpforge.errors import ExitCode
 from ddpforge.tools.sweeps.training import Commands
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }

@@ -37,7 +37,7 @@ def test_what_is_built_instead_is_named(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- one table of kinds
 AS_IT_WAS = """
-model: [model]; data: [data.train] [data.eval]; order: [data.order]; task: [task]; metric: task.metrics
+model: [model]; data: [data.train] [data.eval]; sampler: [data.sampler]; task: [task]; metric: task.metrics
 optimizer: [optimizer]; schedule: [schedule]; strategy: [strategy]; tracker: [track.NAME]; callback: [callbacks.NAME]
 """
 
@@ -70,8 +70,8 @@ from types import MappingProxyType
 
 from ddpforge.components import kinds
 
-sampler = kinds.KindSpec(
-    name="sampler",
+probe = kinds.KindSpec(
+    name="probe",
     base="collections:Counter",
     given={"seed": lambda settings: settings.get("weights", {}).get("one", 7)},
     nested=True,
@@ -79,7 +79,7 @@ sampler = kinds.KindSpec(
     settings=lambda: {"weights": dict[str, int]},
     jobs={2: "data"},
 )
-kinds.KINDS = MappingProxyType({**kinds.KINDS, "sampler": sampler})
+kinds.KINDS = MappingProxyType({**kinds.KINDS, "probe": probe})
 
 # From here on as if the table had said so from the start.
 import json
@@ -100,13 +100,13 @@ from ddpforge.testing.cases import find_cases
 
 found = {}
 registry = Registry.installed()
-found["listed"] = [(entry.kind, entry.name) for entry in registry.entries("sampler")]
+found["listed"] = [(entry.kind, entry.name) for entry in registry.entries("probe")]
 found["kind at"] = kind_at(("callbacks", "mine"), {})
 schema = recipe_schema(registry)
-found["schema"] = [name for name in schema["$defs"] if name.startswith("sampler")]
+found["schema"] = [name for name in schema["$defs"] if name.startswith("probe")]
 shown = CliRunner().invoke(main, ["plugins", "show", "tally"])
 found["example"] = shown.output.splitlines()[-1]
-found["help"] = "sampler" in CliRunner().invoke(main, ["plugins", "new", "--help"]).output
+found["help"] = "probe" in CliRunner().invoke(main, ["plugins", "new", "--help"]).output
 
 
 def holder(it: Counter) -> None: ...
@@ -116,12 +116,12 @@ found["nested"] = options_model(holder, frozenset(), registry, Path()).model_val
 for name, options in {"given": {"seed": 1}, "wrong": {}}.items():
     use = "tally" if name == "given" else "fractions:Fraction"
     try:
-        build(registry, "sampler", Component(use=use, options=options))
+        build(registry, "probe", Component(use=use, options=options))
     except PluginError as error:
         found[name] = error.message
 (case,) = find_cases("tally.py")
 found["case"] = case.kind, case.settings, case.given()
-found["job"] = sampler.jobs
+found["job"] = probe.jobs
 print(json.dumps(found))
 """
 
@@ -132,10 +132,10 @@ def test_a_tenth_kind_is_one_entry_of_the_table(tmp_path: Path) -> None:
     install(
         tmp_path,
         "tallies",
-        {"ddpforge.sampler": {"tally": "tallies:Tally"}},
+        {"ddpforge.probe": {"tally": "tallies:Tally"}},
         modules={"tallies.py": code, "tally.py": code},
     )
-    (tmp_path / "ddpforge_testing.toml").write_text("[sampler.Tally]\nweights = { one = 3 }\n")
+    (tmp_path / "ddpforge_testing.toml").write_text("[probe.Tally]\nweights = { one = 3 }\n")
     done = subprocess.run(
         [sys.executable, "-c", TENTH],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -145,14 +145,14 @@ def test_a_tenth_kind_is_one_entry_of_the_table(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
-        "listed": [["sampler", "tally"]],
-        "kind at": "sampler",
-        "schema": ["sampler", "sampler.tally"],
+        "listed": [["probe", "tally"]],
+        "kind at": "probe",
+        "schema": ["probe", "probe.tally"],
         "example": "[callbacks.tally]",
         "help": True,
-        "nested": "sampler",
-        "given": "`seed` is not an option of sampler `tally`: ddpforge passes it",
-        "wrong": "sampler `fractions:Fraction` is a Fraction, and must be a collections.Counter",
-        "case": ["sampler", {"weights": {"one": 3}}, {"seed": 3}],
+        "nested": "probe",
+        "given": "`seed` is not an option of probe `tally`: ddpforge passes it",
+        "wrong": "probe `fractions:Fraction` is a Fraction, and must be a collections.Counter",
+        "case": ["probe", {"weights": {"one": 3}}, {"seed": 3}],
         "job": {"2": "data"},
     }

@@ -340,14 +340,14 @@ def test_an_entry_that_leads_nowhere(site: Path, target: str, said: str, hint: s
     assert error.hints == ((hint,) if hint else ())
 
 
-@pytest.mark.parametrize("api", ["3", "'1'", "None"])
+@pytest.mark.parametrize("api", ["4", "'1'", "None"])
 def test_a_plugin_for_a_newer_api_is_refused(site: Path, api: str) -> None:
     source = f"ddpforge_plugin_api = {api}\nclass Net: ..."
     install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
 
     error = broken("model", "net")
 
-    assert f"is written for plugin API {api.strip(chr(39))}; this ddpforge supports version 2" in error.message
+    assert f"is written for plugin API {api.strip(chr(39))}; this ddpforge supports version 3" in error.message
     assert error.hints == ("update ddpforge, or install an older version of the plugin",)
 
 
@@ -358,7 +358,28 @@ def test_a_strategy_for_the_first_api_is_refused(site: Path) -> None:
     error = broken("strategy", "net")
 
     assert "is written for plugin API 1; version 2 changed the contract of this kind" in error.message
-    assert "docs/how-to/migrate-a-plugin.md" in error.hints[0]
+    assert "docs/how-to/upgrade.md" in error.hints[0]
+
+
+@pytest.mark.parametrize("api", [1, 2])
+def test_a_sampler_for_an_older_api_is_refused(site: Path, api: int) -> None:
+    source = f"ddpforge_plugin_api = {api}\nclass Pairs: ..."
+    install(site, "extra", {"ddpforge.sampler": {"pairs": "extra:Pairs"}}, modules={"extra.py": source})
+
+    error = broken("sampler", "pairs")
+
+    assert f"is written for plugin API {api}; since version 3 there is another contract for this kind" in error.message
+
+
+def test_a_component_in_the_old_group_of_samplers_is_listed_and_refused_before_it_is_imported(site: Path) -> None:
+    source = "raise ImportError('cannot import name Order')"
+    install(site, "extra", {"ddpforge.order": {"pairs": "extra:Pairs"}}, modules={"extra.py": source})
+
+    assert "pairs" in Registry.installed().names("sampler")
+    error = broken("sampler", "pairs")
+
+    assert "entry-point group `ddpforge.order`, which is now `ddpforge.sampler`" in error.message
+    assert "docs/how-to/upgrade.md" in error.hints[0]
 
 
 @pytest.mark.parametrize("api", [1, 2])
@@ -516,7 +537,7 @@ def test_what_ddpforge_hands_over_is_refused_as_an_option(folder: Path, kind: st
         Registry().build(kind, component, **{name: 2})
 
 
-@pytest.mark.parametrize("kind", ["data", "order"])
+@pytest.mark.parametrize("kind", ["data", "sampler"])
 def test_a_parameter_with_a_default_is_the_components_own_and_nothing_is_handed_over_for_it(
     folder: Path, kind: str
 ) -> None:

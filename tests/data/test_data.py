@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddpforge.builtin.orders import plain
-from ddpforge.builtin.orders.permutation import permute
+from ddpforge.builtin.samplers import plain
+from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, seed_all, to_device
 from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Order
+from ddpforge.interfaces import BatchSampler
 
 
 class Numbers:
@@ -65,7 +65,7 @@ def deal(
     batch: int,
     micro: int,
     shuffle: bool = True,
-    order: Order | None = None,
+    order: BatchSampler | None = None,
     elastic: int | None = None,
     **more: Any,
 ) -> Batches:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from ddpforge.builtin.orders.bucketed import Bucketed
-from ddpforge.builtin.orders.curricula import Curriculum, Growing
-from ddpforge.builtin.orders.drawn import Balanced, Weighted
-from ddpforge.builtin.orders.plain import Sequential, Shuffled
-from ddpforge.builtin.orders.repeated import Repeated
+from ddpforge.builtin.samplers.bucketed import Bucketed
+from ddpforge.builtin.samplers.curricula import Curriculum, Growing
+from ddpforge.builtin.samplers.plain import Sequential, Shuffled
+from ddpforge.builtin.samplers.repeated import Repeated
+from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
 from ddpforge.data import Batches, RankShare, open_data
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Duration, Order
+from ddpforge.interfaces import BatchSampler, Duration
 
 
 class Samples:
@@ -32,7 +32,7 @@ class Samples:
         return index, torch.rand(())
 
 
-class Squares(Order):
+class Squares(BatchSampler):
     """An order of a plugin: steps of one, two, three, … samples, at most six."""
 
     steps_per_epoch = 3
@@ -49,13 +49,13 @@ ORDERS: dict[str, Any] = {
     "weighted": partial(Weighted, Samples(), 3, 12, False, by="lengths"),
     "bucketed": partial(Bucketed, Samples(), 3, 12, False, window=3),
     "curriculum": partial(Curriculum, Samples(), 3, 12, False, by="lengths", until=UNTIL),
-    "growing": partial(Growing, Samples(), 3, 12, False, start=1, until=UNTIL),
-    "repeated": partial(Repeated, Samples(), 3, 12, False, times=3),
+    "batch_size_warmup": partial(Growing, Samples(), 3, 12, False, start=1, until=UNTIL),
+    "reuse_batches": partial(Repeated, Samples(), 3, 12, False, times=3),
     "a plugin's": Squares,
 }
 
 
-def opened(order: Order | None, *, rank: int = 0, ranks: int = 1, data: Any = None, **more: Any) -> Batches:
+def opened(order: BatchSampler | None, *, rank: int = 0, ranks: int = 1, data: Any = None, **more: Any) -> Batches:
     options: dict[str, Any] = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False} | more
     share = RankShare(rank, ranks, 12 // ranks // 2 or 1)
     return open_data(data or Samples(), order=order, global_batch=12, share=share, **options)
@@ -116,10 +116,10 @@ def test_a_step_of_another_size_says_so() -> None:
 
 
 def test_what_is_drawn_for_a_sample_is_its_own_in_every_epoch_or_every_time() -> None:
-    def draws(order: Order, number: int) -> list[tuple[int, float]]:
+    def draws(order: BatchSampler, number: int) -> list[tuple[int, float]]:
         return [one for step in steps(opened(order), number) for one in step]
 
-    twice = draws(ORDERS["repeated"](), 2)
+    twice = draws(ORDERS["reuse_batches"](), 2)
     assert [one for one, _ in twice[:12]] == [one for one, _ in twice[12:]]
     assert len(set(twice)) == 24
     by_order = dict(draws(ORDERS["sequential"](), 9))
@@ -141,7 +141,7 @@ def test_a_dataset_is_told_epochs_and_steps_before_their_first_sample(workers: i
         def __getitem__(self, index: int) -> Any:
             return self.epoch, self.step
 
-    source = opened(ORDERS["repeated"](), data=Told(), workers=workers).training(25)
+    source = opened(ORDERS["reuse_batches"](), data=Told(), workers=workers).training(25)
     told = [(epoch.tolist(), step.tolist()) for epoch, step in (micro.data for micro in islice(source, 7))]
     assert [(set(epoch), set(step)) for epoch, step in told] == [
         ({epoch}, {step}) for epoch, step in [(0, 25), (0, 25), (0, 26), (0, 26), (1, 27), (1, 27), (1, 28)]
@@ -150,7 +150,7 @@ def test_a_dataset_is_told_epochs_and_steps_before_their_first_sample(workers: i
     assert {step for steps in evaluated for step in steps} == {-1}
 
 
-class Odd(Order):
+class Odd(BatchSampler):
     def __init__(self, found: Any) -> None:
         self.found = found
 
@@ -161,7 +161,7 @@ class Odd(Order):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ([], r"the order Odd gave nothing for step 2 \(0 is the first\)"),
+        ([], r"the sampler Odd gave nothing for step 2 \(0 is the first\)"),
         ([[1, 2]], r"gave an array of shape \[1, 2\] of int64 for step 2"),
         ([0.5], r"gave an array of shape \[1\] of float64"),
         ([7, 103], "returned sample 103 for step .* or earlier, but the data has only 103"),
@@ -176,4 +176,4 @@ def test_what_is_no_step_is_refused(found: Any, said: str) -> None:
 def test_the_smallest_micro_batches_of_an_order_are_those_of_its_first_steps() -> None:
     assert opened(Squares(), ranks=1).fewest(None) == (1, 1)
     assert opened(ORDERS["shuffled"](), ranks=2).fewest(None) == (3, 1)
-    assert opened(ORDERS["growing"](), ranks=2).fewest(None) == (0, 0)
+    assert opened(ORDERS["batch_size_warmup"](), ranks=2).fewest(None) == (0, 0)

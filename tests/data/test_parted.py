@@ -72,7 +72,7 @@ def steps(data: Shards, ranks: int, workers: int, number: int, start: int = 0, *
 @pytest.mark.parametrize("window", [1, 5])
 def test_every_sample_is_read_once_over_all_ranks_and_loader_processes(ranks: int, workers: int, window: int) -> None:
     """With windows and processes that share lanes some are read by several; each is used once in any case."""
-    data = Shards(shuffle=True, window=window, lanes=(12, 6))
+    data = Shards(shuffle=True, shuffle_buffer=window, interleave=(12, 6))
     used: Counter[Any] = Counter()
     for rank in range(ranks):
         for worker in range(max(1, workers)):
@@ -99,7 +99,9 @@ def test_lanes_hold_every_place_of_the_row_once(lanes: tuple[int, int], drop: bo
     assert sorted(found) == list(range(143 // batch * batch if drop else 143))
 
 
-@pytest.mark.parametrize("more", [{}, {"shuffle": True}, {"shuffle": True, "window": 4}, {"jumps": False, "window": 3}])
+@pytest.mark.parametrize(
+    "more", [{}, {"shuffle": True}, {"shuffle": True, "shuffle_buffer": 4}, {"jumps": False, "shuffle_buffer": 3}]
+)
 def test_ranks_and_loader_processes_do_not_change_which_samples_form_a_step(more: dict[str, Any]) -> None:
     alone = steps(Shards(**more), 1, 1, 20)
     for ranks, workers in ((1, 3), (2, 1), (2, 2), (4, 2), (4, 5)):
@@ -118,7 +120,7 @@ def test_epochs_have_their_own_order_where_parts_are_shuffled() -> None:
 
 
 def test_a_window_shuffles_neighbours() -> None:
-    data = Shards([1000], window=50, lanes=(1, 1))
+    data = Shards([1000], shuffle_buffer=50, interleave=(1, 1))
     places = [place for step in steps(data, 1, 1, 62) for _, place in step]
     assert sorted(places[:50]) == list(range(50))
     assert places[:50] != list(range(50)) != [place - 50 for place in places[50:100]]
@@ -141,13 +143,13 @@ PINNED = [
 
 def test_the_order_of_data_in_parts_is_pinned() -> None:
     """A checkpoint of today must go on with the same samples under any later version."""
-    data = Shards([5, 0, 9, 6], shuffle=True, window=2, lanes=(2, 3))
+    data = Shards([5, 0, 9, 6], shuffle=True, shuffle_buffer=2, interleave=(2, 3))
     assert steps(data, 1, 1, 10, batch=4) == PINNED
 
 
 def test_every_window_of_every_lane_is_shuffled_in_its_own_way() -> None:
     """Twelve windows of eight in each of two epochs, which one permutation would shuffle alike."""
-    data = Shards([96], window=8, lanes=(4, 1))
+    data = Shards([96], shuffle_buffer=8, interleave=(4, 1))
     found = [[place for step in epoch for _, place in step] for epoch in
              (steps(data, 1, 1, 6), steps(data, 1, 1, 6, start=6))]  # fmt: skip
     by_lane = [[[place for place in one if place // 24 == lane] for lane in range(4)] for one in found]
@@ -182,7 +184,7 @@ def test_data_that_cannot_jump_is_read_over_where_that_is_shorter() -> None:
     """Two processes share one lane: each reads what lies between, from where it stands."""
     opened = {}
     for jumps in (True, False):
-        data = Shards([64], lanes=(1, 1), jumps=jumps)
+        data = Shards([64], interleave=(1, 1), jumps=jumps)
         epoch(data, rank=0, ranks=1, worker=1, workers=2, batch=8, micro=8)
         opened[jumps] = data.opened, len(data.read)
     assert opened == {True: (4, 32), False: (1, 56)}
@@ -200,7 +202,7 @@ def test_a_part_that_is_shorter_than_it_says_is_named() -> None:
     with pytest.raises(
         PluginError, match="part 1 of Short ended before its sample 5, but according to `parts` it has 9"
     ):
-        steps(Short([5, 9], lanes=(1, 1)), 1, 1, 1, batch=14)
+        steps(Short([5, 9], interleave=(1, 1)), 1, 1, 1, batch=14)
 
 
 def test_a_part_that_is_longer_than_it_says_is_named() -> None:
@@ -211,7 +213,7 @@ def test_a_part_that_is_longer_than_it_says_is_named() -> None:
             return iter([(part, place) for place in range(skip, 10)])
 
     with pytest.raises(PluginError, match="part 1 of Long has more samples than in `parts`, which is 9"):
-        steps(Long([10, 9], lanes=(1, 1)), 1, 1, 1, batch=19)
+        steps(Long([10, 9], interleave=(1, 1)), 1, 1, 1, batch=19)
 
 
 # ---------------------------------------------------------------------------------------------- opened as any data
@@ -257,7 +259,7 @@ def test_what_is_drawn_for_a_sample_depends_on_the_epoch_and_the_sample_alone() 
 @pytest.mark.slow
 def test_loader_processes_give_what_this_process_does() -> None:
     def seen(workers: int) -> list[Any]:
-        source = opened(Draws(shuffle=True, window=4), workers=workers).training(4)
+        source = opened(Draws(shuffle=True, shuffle_buffer=4), workers=workers).training(4)
         return [next(source).data for _ in range(30)]
 
     assert seen(3) == seen(0)
@@ -269,9 +271,9 @@ def test_loader_processes_give_what_this_process_does() -> None:
         (Shards([]), "Shards is empty"),
         (Shards([3, -1]), r"Shards\.parts must hold the number of samples of each part"),
         (Shards(None), r"Shards\.parts must hold the number of samples of each part"),  # type: ignore[arg-type]
-        (Shards(lanes=8), "lanes must be two whole numbers of at least 1"),  # type: ignore[arg-type]
-        (Shards(lanes=(8,)), "lanes must be two whole numbers of at least 1"),
-        (Shards(window=0), "window must be at least 1, not 0"),
+        (Shards(interleave=8), "interleave must be two whole numbers of at least 1"),  # type: ignore[arg-type]
+        (Shards(interleave=(8,)), "interleave must be two whole numbers of at least 1"),
+        (Shards(shuffle_buffer=0), "shuffle_buffer must be at least 1, not 0"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(data: Any, said: str) -> None:

@@ -112,7 +112,7 @@ def test_no_room_for_a_batch_is_no_fault_of_the_samples(monkeypatch: pytest.Monk
 
 def test_loader_processes_that_hang_are_waited_for_as_long_as_the_recipe_says() -> None:
     with pytest.raises(
-        EnvironmentProblem, match=r"no micro-batch came from 2 loader processes for 1 s \(train.stall\)"
+        EnvironmentProblem, match=r"no micro-batch came from 2 loader processes for 1 s \(train.hang_timeout\)"
     ):
         fetched(Rows("hangs"), patience=1.0)
     assert fetched(Rows(), patience=60.0) == [[[i, i], [i + 1, i + 1]] for i in (0.0, 2.0, 4.0, 6.0)]

@@ -32,16 +32,16 @@ LAYOUTS = {
     "zero1@2": Where(ZERO[1], 2),
     "zero3@2": Where(ZERO[3], 2),
     "tensor@2": Where(TENSOR, 2),
-    "tensor@4": Where(f"{TENSOR}\nsequence = true", 4),
+    "tensor@4": Where(f"{TENSOR}\nsequence_parallel = true", 4),
     "pipeline@2": Where(PIPELINE, 2),
     "pipeline@4": Where(PIPELINE, 4),
-    "pipeline+tensor@4": Where(f"{PIPELINE}\ntensor = 2\nsequence = true", 4),
+    "pipeline+tensor@4": Where(f"{PIPELINE}\ntensor = 2\nsequence_parallel = true", 4),
     "pipeline+fsdp@4": Where(f'{PIPELINE}\ndata = "fsdp"', 4),
 }
 FURTHER = {"single": Where('use = "single"', 1), "hsdp@4": Where(HSDP, 4), "zero2@4": Where(ZERO[2], 4)}
 
 HALF, WHOLE = 6, 12  # steps; an epoch has four, of which the last is ragged
-ELASTIC = "elastic_shards = 4"
+ELASTIC = "virtual_ranks = 4"
 MORE = """
 [callbacks.ema]
 decay = 0.9
@@ -65,7 +65,7 @@ def go(bench: Bench, name: str, where: Where, end: int = WHOLE, **text: Any) -> 
     asked = MORE.format(step=end - 1 if end < WHOLE else 100)  # at the last step it would cost the last evaluation
     options = {"model": "dropout = 0.2", "train": ELASTIC, "length": f"{WHOLE}st", "more": asked}
     ended = bench(name, where.strategy, nproc=where.ranks, fails=end < WHOLE, **options | text)
-    assert set(ended.codes) == {ExitCode.STOPPED if end < WHOLE else ExitCode.DONE}, ended.stderr
+    assert set(ended.codes) == {ExitCode.PREEMPTED if end < WHOLE else ExitCode.DONE}, ended.stderr
 
 
 def dropout(*layouts: str) -> str:
@@ -154,7 +154,7 @@ def test_there_and_back_again_not_a_bit_is_lost(
     again = MORE.format(step=100) + '[callbacks.again]\nuse = "./parts.py:SaveAgain"'
     passed = bench("travelled", layouts[back].strategy, nproc=layouts[back].ranks, fails=True, model="dropout = 0.2",
                    train=ELASTIC, length=f"{WHOLE}st", more=again)  # fmt: skip
-    assert set(passed.codes) == {ExitCode.STOPPED}, passed.stderr
+    assert set(passed.codes) == {ExitCode.PREEMPTED}, passed.stderr
     old, new = (Reader(checkpoint) for checkpoint in sorted_by_time(tmp_path / "runs/travelled/checkpoints"))
     assert (old.facts.step, new.facts.step) == (7, 7)
     assert old.facts.recipe != new.facts.recipe

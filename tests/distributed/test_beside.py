@@ -77,9 +77,9 @@ def test_modules_beside_the_model_are_the_same_under_other_strategies(bench: Ben
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", [FSDP, ZERO[3]], ids=["fsdp", "zero3"])
 def test_statistics_of_a_module_in_training_mode_are_those_of_all_ranks(bench: Bench, strategy: str) -> None:
-    """With `elastic_shards` they do not depend on the number of ranks, nor on samples that only fill up a batch."""
+    """With `virtual_ranks` they do not depend on the number of ranks, nor on samples that only fill up a batch."""
     parts = ACCOMPANIED + "training = true\n"
-    train = 'eval_every = "3st"\nelastic_shards = 4\nlast_batch = "drop"'
+    train = 'eval_every = "3st"\nvirtual_ranks = 4\ndrop_last = true'
     options = OPTIONS | {"parts": parts, "model": "normed = true", "train": train}
     bench("one", SINGLE, nproc=1, **options)
     bench("two", strategy, **options)

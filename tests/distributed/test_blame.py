@@ -15,7 +15,7 @@ from support.launched import Ranks
 from ddpforge.errors import ExitCode
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
@@ -25,7 +25,7 @@ train = { length = "100st", global_batch = 12, timeout = "10m" }
 [callbacks.fault]
 use = "./faults.py:Fault"
 """
-WAITS_LITTLE = "--set=train.timeout=3s"  # for what is known only once the time is up
+WAITS_LITTLE = "--set=train.collective_timeout=3s"  # for what is known only once the time is up
 FAULTS = '''
 """Faults of one rank at step 3."""
 
@@ -140,7 +140,7 @@ def test_all_ranks_end_with_the_exit_code_of_the_first(faulty: Faulty) -> None:
 
 
 def test_the_others_learn_that_memory_is_full_before_a_plan_says_what_fits(tmp_path: Path, faulty: Faulty) -> None:
-    ended, status = faulty("full", "--set=track.plan=on")
+    ended, status = faulty("full", "--set=track.memory_check=on")
     assert ended.codes == [1, 1]
     assert (tmp_path / "runs/run/told").read_text() == "True"
     assert "by the plan a step needs 1.0 TB" in status["error"]
@@ -168,7 +168,7 @@ DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a report: killed, or 
 def test_a_rank_that_cannot_speak_is_named_by_the_others(
     tmp_path: Path, faulty: Faulty, kind: str, rank: int, nproc: int, said: str
 ) -> None:
-    """Of one that has ended they know it at once, of others when a collective has waited for `train.timeout`."""
+    """Of one that has ended they know it at once, of others after `train.collective_timeout`."""
     more = [WAITS_LITTLE] if kind in ("stopped", "hangs") else []
     ended, status = faulty(kind, *more, rank=rank, nproc=nproc)
     assert all(ended.codes)
@@ -238,7 +238,7 @@ def test_a_rank_that_cannot_even_begin_says_why(starting: Path, ddpforge: Callab
 def test_a_rank_that_is_killed_while_it_starts_is_named(
     starting: Path, ddpforge: Callable[..., Ranks], imports: bool
 ) -> None:
-    """The others wait in C++ for it to join, or in a collective, and do not wait for `train.timeout`."""
+    """The others wait in C++ for it to join, or in a collective, and do not wait for `train.collective_timeout`."""
     env = {"IMPORT": "killed"} if imports else {}
     ended = ddpforge("run", "run.toml", "--set=data.train.how=killed", env=env, nproc=2, fails=True)
     assert ended.codes == [1, -signal.SIGKILL]
@@ -265,11 +265,11 @@ def test_ranks_that_are_asked_to_stop_while_one_hangs_in_the_start_stop(
     starting: Path, ddpforge: Callable[..., Ranks]
 ) -> None:
     ended = ddpforge("run", "run.toml", env={"IMPORT": "asked"}, nproc=2, fails=True)
-    assert ended.codes == [ExitCode.STOPPED] * 2
+    assert ended.codes == [ExitCode.PREEMPTED] * 2
     assert "error: stopped before training began" in ended.stderr
     assert "Traceback" not in ended.stderr
     alone = ddpforge("run", "run.toml", "--set=data.train.how=asked", nproc=1, fails=True)
-    assert alone.codes == [ExitCode.STOPPED]
+    assert alone.codes == [ExitCode.PREEMPTED]
     assert "error: stopped before training began" in alone.stderr
 
 
@@ -312,7 +312,7 @@ def test_a_refusal_reaches_every_rank_however_late_it_joins(
     """A rank that had joined and left at once would end those that are still joining: with code 1 and gloo's words."""
     (tmp_path / "run.toml").write_text(RECIPE.replace("./faults.py:Fault", "./late.py:JoinsLate"))
     (tmp_path / "late.py").write_text(JOINS_LATE)
-    sets = (f"--set=strategy.use={strategy}", '--set=train.blocks=["Nope"]', "--set=train.timeout=1m")
+    sets = (f"--set=strategy.use={strategy}", '--set=train.blocks=["Nope"]', "--set=train.collective_timeout=1m")
     refused = ddpforge("run", "run.toml", *sets, nproc=2, fails=True)
     assert refused.codes == [ExitCode.USAGE] * 2, refused.stderr
     assert "train.blocks: the model has no Nope" in refused.stderr
@@ -321,7 +321,7 @@ def test_a_refusal_reaches_every_rank_however_late_it_joins(
 
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.full)])
 def test_a_rank_that_hangs_in_a_save_is_waited_for_as_long_as_any_other(faulty: Faulty, background: str) -> None:
-    sets = (WAITS_LITTLE, "--set=checkpoint.every=4st", f"--set=checkpoint.background={background}")
+    sets = (WAITS_LITTLE, "--set=checkpoint.every=4st", f"--set=checkpoint.async_save={background}")
     ended, status = faulty("cannot_write", *sets)
     assert ended.codes == [ExitCode.ENVIRONMENT] * 2
     assert "CheckpointError: rank 1: nothing could be written for 3 s" in status["error"]
@@ -335,7 +335,11 @@ def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Pat
     """Under the real launcher, whose SIGTERM such a rank does not see, and with a time limit of ten minutes."""
     (tmp_path / "run.toml").write_text(RECIPE)
     (tmp_path / "faults.py").write_text(FAULTS)
-    sets = [f"--set=callbacks.fault.kind={kind}", "--set=callbacks.fault.waits=yes", "--set=train.timeout=10m"]
+    sets = [
+        f"--set=callbacks.fault.kind={kind}",
+        "--set=callbacks.fault.waits=yes",
+        "--set=train.collective_timeout=10m",
+    ]
     command = [sys.executable, "-m", "ddpforge", "launch", "run.toml", "--nproc", "2", *sets, "--json"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1

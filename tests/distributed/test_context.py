@@ -36,12 +36,12 @@ def test_losses_are_those_of_whole_sequences(bench: Bench) -> None:
 def test_several_groups_of_ranks_cut_their_own_sequences(bench: Bench) -> None:
     go(bench, "ddp")
     go(bench, "shards", CONTEXT, ranks=4, train="activation_checkpointing = true")
-    go(bench, "replicas", f"{CONTEXT}\nreplicas = 2", ranks=4, train="elastic_shards = 4")
+    go(bench, "replicas", f"{CONTEXT}\nreplicas = 2", ranks=4, train="virtual_ranks = 4")
     go(bench, "chunks", f"{FSDP}\ncontext = 4", ranks=4)
-    go(bench, "layers", f'{CONTEXT}\ntensor = 2\nloss = "vocabulary"', ranks=4)
+    go(bench, "layers", f"{CONTEXT}\ntensor = 2\nloss_parallel = true", ranks=4)
     for name in ("shards", "chunks", "layers"):
         bench.alike(name, "ddp")
-    go(bench, "elastic", train="elastic_shards = 4")
+    go(bench, "elastic", train="virtual_ranks = 4")
     bench.alike("replicas", "elastic")
 
 
@@ -69,7 +69,7 @@ def test_a_run_goes_to_whole_sequences_and_back(bench: Bench) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("more", ['accumulate = "whole"', "meta = true", "reshard_after_forward = false"])
+@pytest.mark.parametrize("more", ["no_sync = true", "meta = true", "reshard_after_forward = false"])
 def test_losses_under_options_are_those_of_whole_sequences(bench: Bench, more: str) -> None:
     go(bench, "ddp")
     go(bench, "context", f"{CONTEXT}\n{more}", ranks=4)

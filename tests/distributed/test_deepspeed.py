@@ -302,7 +302,7 @@ def test_any_optimizer_that_treats_elements_alone_goes_on_elsewhere(bench: Bench
 def test_optimizer_state_that_a_flat_tensor_cannot_hold_is_refused(bench: Bench) -> None:
     """Under DDP `b` is updated for the first time in the second step; ZeRO keeps one count for both."""
     text = (
-        'recipe = 1\nname = "run"\n[model]\nuse = "./parts.py:Scalars"\nweights = "ab"\n{uses}\n'
+        'recipe = 2\nname = "run"\n[model]\nuse = "./parts.py:Scalars"\nweights = "ab"\n{uses}\n'
         '[data.train]\nuse = "./parts.py:Values"\nvalues = [1.0, 1.0]\n[task]\nuse = "./parts.py:SumOfLosses"\n'
         '[optimizer]\nuse = "adamw"\nlr = 1e-2\n[strategy]\n{strategy}\n'
         '[train]\nlength = "{length}"\nglobal_batch = 2\n'

@@ -16,7 +16,7 @@ from ddpforge.errors import ExitCode
 pytestmark = pytest.mark.full
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "train" }
@@ -87,14 +87,14 @@ def test_machines_join_leave_and_die_and_the_curve_stays(hosts: Hosts, folder: P
     code, said = hosts["a"].start(*ddpforge, cwd=folder, env={"OMP_NUM_THREADS": "1"}).ended(timeout=300)
     assert code == 0, said
 
-    elastic = ("--nnodes=1:2", "--endpoint=nodea", "--max-restarts=3", "--set=callbacks.slow.seconds=0.03")
+    elastic = ("--nnodes=1:2", "--rdzv-endpoint=nodea", "--max-restarts=3", "--set=callbacks.slow.seconds=0.03")
     first = launched(hosts, "a", folder, *elastic)
     trains(folder, 1)
     second = launched(hosts, "b", folder, *elastic)
     trains(folder, 2)
     second.signal(signal.SIGTERM)
     code, said = second.ended()
-    assert code == ExitCode.STOPPED, said
+    assert code == ExitCode.PREEMPTED, said
     trains(folder, 1)
     launched(hosts, "b", folder, *elastic)
     trains(folder, 2)

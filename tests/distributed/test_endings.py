@@ -11,7 +11,7 @@ from support.launched import Ranks
 from ddpforge.errors import ExitCode
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }

@@ -17,7 +17,7 @@ from ddpforge.checkpoint.reader import Reader
 from ddpforge.errors import ExitCode
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "mlp"
@@ -44,7 +44,7 @@ global_batch = 8
 eval_every = "3st"
 [checkpoint]
 every = "3st"
-keep = { last = 9, best = 1, by = "eval/many/loss" }
+keep = { last = 9, best = 1, monitor = "eval/many/loss" }
 [callbacks.ema]
 decay = 0.5
 [callbacks.early_stopping]
@@ -135,7 +135,7 @@ def test_a_process_alone_finds_the_same(tmp_path: Path, evaluate: Callable[..., 
     ("strategy", "nproc", "said"),
     [
         (
-            f"{FSDP}\ntensor = 2\nsequence = true\nreplicas = 2\ncontext = 2\nexperts = 2",
+            f"{FSDP}\ntensor = 2\nsequence_parallel = true\nreplicas = 2\ncontext = 2\nexperts = 2",
             1,
             "replicas = 2 and strategy.context = 2 and strategy.tensor = 2 and strategy.experts = 2 ignored: 1 rank c",
         ),

@@ -10,7 +10,7 @@ import pytest
 from support.launched import Zygote
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "short"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }

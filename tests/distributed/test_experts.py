@@ -8,7 +8,7 @@ from support.launched import Ranks
 from support.sharding import FSDP, GPT, Bench, weights_in
 
 MOE = GPT.replace('use = "gpt"', 'use = "moe_gpt"\nexperts = 4\ncapacity = 1.0').replace(
-    "language_modelling", "moe_language_modelling"
+    "language_modeling", "moe_language_modeling"
 )
 EXPERTS = f"{FSDP}\nexperts = 2"
 MORE = """
@@ -55,7 +55,7 @@ def test_neither_ranks_nor_layouts_matter(bench: Bench) -> None:
     go(bench, "fsdp", FSDP, ranks=4)
     go(bench, "two", EXPERTS, ranks=4, train="activation_checkpointing = true")
     go(bench, "four", f"{FSDP}\nexperts = 4", ranks=4)
-    go(bench, "whole", f'{EXPERTS}\naccumulate = "whole"\nmeta = true')
+    go(bench, "whole", f"{EXPERTS}\nno_sync = true\nmeta = true")
     for name in ("ddp", "fsdp", "two", "four", "whole"):
         alike(bench, name, "one")
 

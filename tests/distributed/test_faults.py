@@ -16,14 +16,14 @@ from support.sharding import DDP, FSDP, ZERO
 
 STALL = 3.0
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = {{ use = "./faults.py:Net" }}
 data.train = {{ use = "./faults.py:Points" }}
 data.eval = {{ use = "digits", split = "test" }}
 task = {{ use = "classification" }}
 optimizer = {{ use = "sgd", lr = 0.1 }}
-train = {{ length = "100000st", global_batch = 12, stall = "{stall:g}s", eval_every = "{every}", eval_batch = 100 }}
+train = {{length = "100000st", global_batch = 12, hang_timeout = "{stall:g}s", eval_every="{every}", eval_batch=100}}
 checkpoint = {{ every = "{every}" }}
 track.every = "1000st"
 strategy = {{ {strategy} }}
@@ -132,7 +132,7 @@ KINDS = {
     "eval": Expected("made no progress in eval of step 5", "eval", 5, 3 * STALL),
     "save": Expected("made no progress in save of step 5", "save", 5, 6 * STALL),
 }
-TENSOR = f'{FSDP}\ntensor = 2\nplan = {{ "layers.0" = "columns", "layers.3" = "rows" }}'
+TENSOR = f'{FSDP}\ntensor = 2\nplan = {{ "layers.0" = "colwise", "layers.3" = "rowwise" }}'
 STRATEGIES = {"ddp": DDP, "fsdp": FSDP, "tensor": TENSOR, "zero3": ZERO[3], "pipeline": 'use = "pipeline"'}
 DEFAULT = [("data", "ddp", 1), ("frozen", "ddp", 0)]
 CASES = [
@@ -293,7 +293,7 @@ def test_launches_on_two_hosts_end_soon_and_say_why(
     """Of a cut the launcher of the other host hears nothing: it would wait a minute for the store on the first one."""
     kind, _, cut = fault.partition(" ")
     prepare(tmp_path, "none" if cut else kind, rank, DDP, every="100000st" if cut else "5st")
-    command = (sys.executable, "-m", "ddpforge", "launch", "run.toml", "-n", "1", "--nnodes=2", "--endpoint=nodea")
+    command = (sys.executable, "-m", "ddpforge", "launch", "run.toml", "-n", "1", "--nnodes=2", "--rdzv-endpoint=nodea")
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
     launches = [hosts[letter].start(*command, cwd=tmp_path, env=env) for letter in "ab"]
     if cut:

@@ -15,7 +15,7 @@ from support.launched import Ranks
 from support.sharding import weights_in
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 [model]
 use = "mlp"
@@ -163,11 +163,11 @@ def test_a_stream_trains_alike_on_one_and_two_ranks(bench: Bench, tmp_path: Path
     """Trap 37."""
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 30)
     recipe = """
-recipe = 1
+recipe = 2
 name = "{name}"
 model = {{ use = "gpt", block_size = 16, layers = 1, heads = 2, width = 16 }}
 data = {{ workers = {workers}, train = {{ use = "text_stream", path = "text.txt", block_size = 16 }} }}
-task = {{ use = "language_modelling" }}
+task = {{ use = "language_modeling" }}
 optimizer = {{ use = "adamw", lr = 1e-2 }}
 train = {{ length = "20st", global_batch = 6 }}
 checkpoint = {{ every = "20st" }}
@@ -212,7 +212,7 @@ def test_throughput_adds_columns(bench: Bench) -> None:
 # ---------------------------------------------------------------------------------------------- checkpoints
 def test_the_best_checkpoint_is_saved_when_it_is_found_and_outlives_newer_ones(bench: Bench) -> None:
     """Trap 46."""
-    keep = '[checkpoint]\nevery = "100st"\nkeep = { last = 1, best = 1, by = "eval/loss" }'
+    keep = '[checkpoint]\nevery = "100st"\nkeep = { last = 1, best = 1, monitor = "eval/loss" }'
     bench("best", length="40st", more=keep)
     losses = dict(zip(range(4, 41, 4), bench.column("best", "eval/loss"), strict=True))
     best = min(losses, key=lambda step: losses[step])
@@ -271,7 +271,7 @@ def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
 
 def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> None:
     """Four shards of two samples, dealt to two ranks."""
-    ranks = bench("run", train="elastic_shards = 4", length="1st")
+    ranks = bench("run", train="virtual_ranks = 4", length="1st")
     assert "8 per step = 2 per forward pass × 2 accumulation × 2 ranks" in ranks.stderr
 
 

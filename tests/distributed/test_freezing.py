@@ -10,7 +10,7 @@ from support.launched import Ranks
 from support.sharding import DDP, FSDP, ZERO, Bench, weights_in
 
 FROZEN = 'freeze = ["blocks.0.*", "positions*"]\neval_every = "4st"'
-TRAINED = '[checkpoint]\ncontents = "trained"\nat_start = true\nkeep = { last = 9 }\n'
+TRAINED = '[checkpoint]\nsave = "trainable"\nat_start = true\nkeep = { last = 9 }\n'
 OPTIONS = {"length": "8st", "train": FROZEN}
 
 

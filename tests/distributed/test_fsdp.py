@@ -25,7 +25,7 @@ def test_every_way_to_shard_gives_the_curve_of_one_process(bench: Bench) -> None
     for name, nproc, strategy in (
         ("one-shard", 1, FSDP),
         ("two-shards", 2, FSDP),
-        ("whole-gradients", 2, f'{FSDP}\naccumulate = "whole"'),
+        ("whole-gradients", 2, f"{FSDP}\nno_sync = true"),
         ("kept", 2, f"{FSDP}\nreshard_after_forward = false"),
         ("meta", 2, f"{FSDP}\nmeta = true"),
         ("hybrid", 4, HSDP),
@@ -72,7 +72,7 @@ use = "regression"
 """
     bf16 = 'precision = "bf16"\nblocks = ["Linear"]'
     bench("autocast", FSDP, parts=mlp, train=bf16)
-    bench("gathered", f'{FSDP}\ngather = "compute"', parts=mlp, train=bf16)
+    bench("gathered", f'{FSDP}\nall_gather_dtype = "compute"', parts=mlp, train=bf16)
     bench.alike("gathered", "autocast", rel=2e-2)
 
 
@@ -82,7 +82,7 @@ use = "regression"
     [
         (f"{FSDP}\nreplicas = 3", 2, "", "strategy.replicas = 3 does not divide the 2 ranks"),
         (f"{FSDP}\ncpu_offload = true", 1, "", "strategy.cpu_offload moves shards from a GPU to the host"),
-        (f'{FSDP}\ngather = "compute"', 1, "", 'has no effect while train.precision is "fp32"'),
+        (f'{FSDP}\nall_gather_dtype = "compute"', 1, "", 'has no effect while train.precision is "fp32"'),
         (FSDP, 2, "sync_batchnorm = true", "train.sync_batchnorm needs CUDA"),
     ],
 )

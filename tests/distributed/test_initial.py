@@ -102,7 +102,7 @@ def test_another_shape_is_an_error_unless_it_is_skipped(bench: Bench, weights: d
     assert f"`{name}` is {list(weights[name].shape)} in the model and [2, 2] in checkpoint.init_from" in refused.stderr
     assert "Traceback" not in refused.stderr
 
-    said = begin(bench, "odd.safetensors", more=f'init_skip = ["{name[:-2]}*"]')
+    said = begin(bench, "odd.safetensors", more=f'init_ignore = ["{name[:-2]}*"]')
     assert f"1 tensors skipped by init_skip: {name}" in said.stderr
 
 
@@ -124,14 +124,14 @@ def test_a_source_that_is_none_is_refused(bench: Bench, source: str, reason: str
 @pytest.mark.parametrize(
     ("skip", "reason"),
     [
-        ("nothing.*", 'checkpoint.init_skip: "nothing.*" matches no tensor of the model'),
-        ("*", "checkpoint.init_skip matches all tensors of the model"),
+        ("nothing.*", 'checkpoint.init_ignore: "nothing.*" matches no tensor of the model'),
+        ("*", "checkpoint.init_ignore matches all tensors of the model"),
     ],
 )
 def test_a_glob_that_matches_nothing_or_everything_is_refused(
     bench: Bench, weights: dict[str, Tensor], skip: str, reason: str
 ) -> None:
-    refused = begin(bench, "base", more=f'init_skip = ["{skip}"]', fails=True)
+    refused = begin(bench, "base", more=f'init_ignore = ["{skip}"]', fails=True)
     assert ExitCode.USAGE in refused.codes
     assert reason in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 model = {{ use = "mlp", inputs = 64, outputs = 10, hidden = [8] }}
 data.train = {{ use = "{data}", split = "test" }}

@@ -10,7 +10,7 @@ import pytest
 from support import SUPPORT
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 [model]
 use = "mlp"
@@ -20,10 +20,10 @@ hidden = [8]
 [data.train]
 use = "digits"
 split = "test"
-[data.order]
-use = "repeated"
+[data.sampler]
+use = "reuse_batches"
 times = 2
-order = {{ use = "growing", start = 3, until = "5st" }}
+sampler = {{ use = "batch_size_warmup", start = 3, until = "5st" }}
 [task]
 use = "classification"
 [optimizer]
@@ -58,7 +58,7 @@ def test_steps_that_grow_and_come_twice_train_alike_on_one_rank_and_on_two_that_
 
 
 STREAM = """
-recipe = 1
+recipe = 2
 name = "stream"
 [model]
 use = "./parts.py:Seen"

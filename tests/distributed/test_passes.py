@@ -15,7 +15,7 @@ from support.sharding import DDP, HSDP, ZERO, each_strategy, weights_in
 from torch import Tensor
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "./exploring.py:Bowl"

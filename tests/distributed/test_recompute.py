@@ -26,7 +26,7 @@ samples = 11
 use = "regression"
 """
 EXPLORING = RECIPE.replace('"adamw"\nlr = 1e-2\nweight_decay = 0.1', '"./exploring.py:Uphill"\nlr = 0.1')
-SHARDS = "elastic_shards = 4"  # one rank computes several shards of a step, each with statistics of its own
+SHARDS = "virtual_ranks = 4"  # one rank computes several shards of a step, each with statistics of its own
 
 
 def state(checkpoint: Path) -> dict[str, Tensor]:

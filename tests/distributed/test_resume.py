@@ -16,7 +16,7 @@ from ddpforge.errors import ExitCode
 from ddpforge.runs.folder import RunFolder
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "mlp"
@@ -103,7 +103,7 @@ def test_after_a_stop_request_to_one_rank(
     write(folder, callbacks=INTERRUPTED.format(rank=1, signal="SIGTERM"))
     stopped = ddpforge("run", "run.toml", nproc=2, fails=True)
     assert stopped.codes == [75, 75]
-    assert (status(folder)["state"], status(folder)["exit_code"]) == ("stopped", 75)
+    assert (status(folder)["state"], status(folder)["exit_code"]) == ("preempted", 75)
     step = status(folder)["step"]
     assert isinstance(step, int)
     assert 13 <= step < 30
@@ -119,7 +119,7 @@ def test_after_a_crash(
     """Killed at step 13, it goes on from the checkpoint of step 7, and rows 8 to 13 are there once."""
     expected = undisturbed()
     write(folder, callbacks=INTERRUPTED.format(rank=0, signal="SIGKILL"))
-    at_once = ("--set", "checkpoint.background=false")  # step 7 is saved before step 8 begins
+    at_once = ("--set", "checkpoint.async_save=false")  # step 7 is saved before step 8 begins
     killed = ddpforge("run", "run.toml", *at_once, nproc=2, fails=True)
     assert killed.codes[0] == -9
     assert max(step for step, _ in rows(folder)) in (12, 13)
@@ -233,7 +233,7 @@ def test_a_stopped_run_may_end_where_it_was_stopped_and_is_evaluated_then_but_no
     refused = bench("run", length=f"{reached - 1}st", train='eval_every = "30st"', more=stop, fails=True)
     assert set(refused.codes) == {ExitCode.USAGE}
     assert f"is at step {reached} already, but train.length ends at step {reached - 1}" in refused.stderr
-    assert RunFolder(tmp_path / "runs/run").status()["state"] == "stopped"  # type: ignore[index]
+    assert RunFolder(tmp_path / "runs/run").status()["state"] == "preempted"  # type: ignore[index]
 
     bench("run", length=f"{reached}st", train='eval_every = "30st"', more=stop)
     assert len(bench.column("run", "eval/loss")) == 1

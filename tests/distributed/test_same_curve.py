@@ -15,11 +15,11 @@ from support.parts import RaggedTokens
 
 from ddpforge.app.build import WEIGHTS
 from ddpforge.builtin.models.gpt import GPT
-from ddpforge.builtin.orders.permutation import permute
+from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.data import mix
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 [model]
 use = "gpt"
@@ -34,7 +34,7 @@ use = "./parts.py:RaggedTokens"
 use = "./parts.py:RaggedTokens"
 samples = 11
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = 1e-2

@@ -144,7 +144,7 @@ def test_rows_that_somebody_removes_during_training_are_written_again(bench: Ben
 def test_checkpoints_that_somebody_removes_during_training_are_missed(bench: Bench) -> None:
     (bench.folder / "gone.py").write_text(GONE)
     more = '[callbacks.gone]\nuse = "./gone.py:Gone"\nwhen = "step"\nwhat = "runs/run/checkpoints"'
-    said = bench("run", length="8st", more=f'[checkpoint]\nevery = "2st"\nbackground = false\n{more}', nproc=1)
+    said = bench("run", length="8st", more=f'[checkpoint]\nevery = "2st"\nasync_save = false\n{more}', nproc=1)
     assert said.stderr.count("warning: runs/run/checkpoints does not exist: a new one is created") == 1
     assert steps(bench) == [8]
     bench("plain", length="8st", nproc=1)
@@ -152,7 +152,7 @@ def test_checkpoints_that_somebody_removes_during_training_are_missed(bench: Ben
 
 
 def test_a_metric_that_is_to_decide_what_is_best_and_does_not_exist_is_named(bench: Bench) -> None:
-    keep = '[checkpoint]\nkeep = { best = 1, by = "eval/acuracy", mode = "max" }'
+    keep = '[checkpoint]\nkeep = { best = 1, monitor = "eval/acuracy", mode = "max" }'
     refused = bench("run", length="8st", more=keep, fails=True)
     assert set(refused.codes) == {ExitCode.USAGE}
     assert refused.stderr.count("no evaluation reports eval/acuracy") == 1

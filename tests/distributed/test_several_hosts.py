@@ -13,7 +13,7 @@ from support.sharding import DDP, FSDP, ZERO
 from ddpforge.app.run import run
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 [model]
 use = "mlp"
@@ -82,7 +82,7 @@ def test_a_launch_on_each_of_two_hosts_trains_as_one_does(hosts: Hosts, tmp_path
         (tmp_path / f"{name}.toml").write_text(RECIPE.format(name=name, strategy=strategy))
     # One rank of a host has more threads than one of two, and a sum has another order in more threads.
     ddpforge = ("env", "OMP_NUM_THREADS=1", sys.executable, "-m", "ddpforge", "launch")
-    meet = ("-n", "1", "--nnodes", "2", "--endpoint", "nodea")
+    meet = ("-n", "1", "--nnodes", "2", "--rdzv-endpoint", "nodea")
     launches = [
         hosts[letter].start(*ddpforge, "apart.toml", *meet, "--node-rank", str(number), cwd=tmp_path)
         for number, letter in enumerate("ab")
@@ -130,7 +130,19 @@ def test_two_hosts_whose_clocks_differ_train_together_or_not_at_all(
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(AHEAD)
     (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
-    words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", "-n", "1", "--nnodes", "2", "--endpoint", "nodea"]
+    words = [
+        sys.executable,
+        "-m",
+        "ddpforge",
+        "launch",
+        "tiny.toml",
+        "-n",
+        "1",
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        "nodea",
+    ]
     launches = {
         letter: hosts[letter].start(
             *words,
@@ -172,7 +184,19 @@ def test_a_host_that_is_lost_right_after_the_end_does_not_hold_the_other(hosts: 
     (tmp_path / "lost.py").write_text(LOST)
     recipe = RECIPE.format(name="tiny", strategy=DDP) + '[callbacks.lost]\nuse = "./lost.py:Lost"\n'
     (tmp_path / "tiny.toml").write_text(recipe)
-    words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", "-n", "1", "--nnodes", "2", "--endpoint", "nodea"]
+    words = [
+        sys.executable,
+        "-m",
+        "ddpforge",
+        "launch",
+        "tiny.toml",
+        "-n",
+        "1",
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        "nodea",
+    ]
     launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
     assert [launch.ended(timeout=150)[0] for launch in launches] == [0, 0]
 
@@ -185,7 +209,7 @@ def test_hosts_that_do_not_know_each_others_names_meet_by_address_and_both_show_
         host.names.write_text("127.0.0.1 localhost\n")
     hosts["b"].own_disk(tmp_path / "runs", tmp_path / "disk")
     (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
-    meet = ("-n", "1", "--nnodes", "2", "--endpoint", hosts["a"].address)
+    meet = ("-n", "1", "--nnodes", "2", "--rdzv-endpoint", hosts["a"].address)
     words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", *meet]
     launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
     for code, said in [launch.ended(timeout=120) for launch in launches]:
@@ -200,7 +224,19 @@ def test_an_endpoint_that_another_program_holds_is_named_on_both_hosts(hosts: Ho
     (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
     hold = "import socket; server = socket.create_server(('', 29501)); print(flush=True); server.accept(); input()"
     hosts["a"].start(sys.executable, "-u", "-c", hold, cwd=tmp_path).stdout.readline()
-    words = [sys.executable, "-m", "ddpforge", "launch", "tiny.toml", "-n", "1", "--nnodes", "2", "--endpoint", "nodea"]
+    words = [
+        sys.executable,
+        "-m",
+        "ddpforge",
+        "launch",
+        "tiny.toml",
+        "-n",
+        "1",
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        "nodea",
+    ]
     launches = [hosts[letter].start(*words, cwd=tmp_path) for letter in "ab"]
     for code, said in [launch.ended(timeout=120) for launch in launches]:
         assert code == 3, said

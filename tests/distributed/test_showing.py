@@ -16,7 +16,7 @@ from support.launched import Ranks
 from ddpforge.runs.metrics import read_metrics
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "mlp"

@@ -16,7 +16,7 @@ from ddpforge.errors import ExitCode, ForgeError
 from ddpforge.ranks.signals import StopRequests
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
@@ -86,8 +86,8 @@ def test_a_stop_in_an_evaluation_leaves_no_trace(ddpforge: Callable[..., Ranks],
     ddpforge(*given, "--set=name=undisturbed", nproc=2)
 
     stopped = ddpforge(*given, "--set=data.eval.rank=1", nproc=2, fails=True)
-    assert stopped.codes == [ExitCode.STOPPED] * 2, stopped.stderr
-    assert (status()["state"], status()["step"]) == ("stopped", 2)
+    assert stopped.codes == [ExitCode.PREEMPTED] * 2, stopped.stderr
+    assert (status()["state"], status()["step"]) == ("preempted", 2)
     assert rows()["eval/loss"] == []
 
     ddpforge(*given, nproc=2)
@@ -100,8 +100,8 @@ def test_the_owner_of_a_run_stops_it_by_the_clock_or_a_file(ddpforge: Callable[.
     """An old file, which was meant for that attempt, does not stop the next one."""
     given = ["run", "run.toml", "--set=train.eval_every=99999ep"]
     stopped = ddpforge(*given, "--set=train.length=99999ep", asked, nproc=2, fails=True)
-    assert stopped.codes == [ExitCode.STOPPED] * 2, stopped.stderr
-    assert status()["state"] == "stopped"
+    assert stopped.codes == [ExitCode.PREEMPTED] * 2, stopped.stderr
+    assert status()["state"] == "preempted"
     saved = len(list(Path("runs/run/checkpoints").glob("step-*")))
     assert saved == (status()["step"] > 0)  # the time may be up before the first step
     assert not Path("runs/run/STOP").exists()
@@ -125,7 +125,7 @@ def test_a_request_before_ranks_have_met_ends_all_of_them_and_nothing_has_begun(
                 return int(error.exit_code)
         return 0
 
-    assert in_ranks(2, rank) == [ExitCode.STOPPED] * 2
+    assert in_ranks(2, rank) == [ExitCode.PREEMPTED] * 2
     assert not Path("runs").exists()
 
 
@@ -151,9 +151,9 @@ def test_one_process_that_waits_for_data_saves_and_stops(ddpforge: Callable[...,
     Path("hanging.py").write_text(HANGING)
     sets = ("data.train.use=./hanging.py:Hanging", "~data.eval", "~train.eval_every")
     ended = ddpforge("run", "run.toml", *(f"--set={one}" for one in sets), nproc=1, fails=True)
-    assert ended.codes == [ExitCode.STOPPED], ended.stderr
+    assert ended.codes == [ExitCode.PREEMPTED], ended.stderr
     found = status()
-    assert (found["state"], found["exit_code"], found["step"]) == ("stopped", ExitCode.STOPPED, 2)
+    assert (found["state"], found["exit_code"], found["step"]) == ("preempted", ExitCode.PREEMPTED, 2)
     assert len([*Path("runs/run/checkpoints").glob("step-000000002-*")]) == 1
 
 

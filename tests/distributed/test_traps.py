@@ -14,7 +14,7 @@ from support.launched import Ranks
 from support.sharding import DDP, each_strategy, each_strategy_and_one_process, weights_in
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "./parts.py:Scalars"

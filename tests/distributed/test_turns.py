@@ -12,7 +12,11 @@ from support.sharding import weights_in
 
 SMALL = (
     *("train.eval_every=6st", "checkpoint.every=99st", "track.every=1st", "model.width=32"),
-    *("train.global_batch=16", "optimizer.turns.discriminator.repeats=2", "optimizer.turns.discriminator.fresh=true"),
+    *(
+        "train.global_batch=16",
+        "optimizer.updates.discriminator.n_updates=2",
+        "optimizer.updates.discriminator.new_batch=true",
+    ),
 )
 CURVE = ("train/loss", "train/grad_norm", "train/loss/discriminator", "train/grad_norm/generator", "lr/generator")
 
@@ -43,7 +47,7 @@ def test_one_curve_on_any_number_of_ranks_and_in_one_go_or_two(
     gan: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flat = ("schedule.use=constant", "optimizer.turns.generator.schedule={use='constant', warmup='2st'}")
+    flat = ("schedule.use=constant", "optimizer.updates.generator.schedule={use='constant', warmup='2st'}")
     gan("one", *flat)
     assert [row["samples"] for row in rows("one")] == [32, 64, 96, 128]  # two draws a step
     assert [row["lr/generator"] / rows("one")[2]["lr/generator"] for row in rows("one")] == [1 / 2, 1, 1, 1]
@@ -55,9 +59,9 @@ def test_one_curve_on_any_number_of_ranks_and_in_one_go_or_two(
 
 
 def test_what_cannot_take_turns_is_refused_before_training(gan: Callable[..., Ranks]) -> None:
-    for strategy, key in (("deepspeed", "optimizer.turns"), ("ddp", "")):
+    for strategy, key in (("deepspeed", "optimizer.updates"), ("ddp", "")):
         sets = [f"strategy.use={strategy}"] + (["strategy.compression=powersgd"] if not key else [])
         failed = gan("no", *sets, fails=True)
         assert failed.codes == [2]
-        assert "makes one update a step, but [optimizer.turns] needs several" in failed.stderr
+        assert "makes one update a step, but [optimizer.updates] needs several" in failed.stderr
         assert "Traceback" not in failed.stderr

@@ -10,7 +10,7 @@ from support.launched import Ranks
 from support.torch_versions import needs_pipelines
 
 SMALL = (
-    *("data.train.of.split=test", "train.last_batch=keep", "train.length=7st", "train.eval_every=7st"),
+    *("data.train.of.split=test", "train.drop_last=false", "train.length=7st", "train.eval_every=7st"),
     *("track.every=1st", "checkpoint.every=99st", "schedule.use=constant"),
 )
 CURVE = ("train/loss", "train/accuracy", "train/grad_norm", "eval/loss", "eval/accuracy")

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 [model]
 use = "gpt"
@@ -30,7 +30,7 @@ use = "text"
 split = "train"
 block_size = 32
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = 1e-3

@@ -24,11 +24,11 @@ pytestmark = [
 ]
 
 LONG = f"""
-recipe = 1
+recipe = 2
 name = "run"
 model = {{ use = "gpt", vocab_size = 256, block_size = 32, layers = 4, heads = 4, width = 64 }}
 data.train = {{ use = "text", split = "train", block_size = 32 }}
-task = {{ use = "language_modelling" }}
+task = {{ use = "language_modeling" }}
 optimizer = {{ use = "adamw", lr = 1e-3 }}
 train = {{ length = "100000st", global_batch = {8 * GPUS}, timeout = "20s" }}
 track.every = "10st"
@@ -80,7 +80,7 @@ def wait_for_steps(process: subprocess.Popen[str]) -> None:
 def test_every_strategy_gives_the_curve_of_one_gpu(tmp_path: Path) -> None:
     chosen = "ddp@1,ddp,fsdp,deepspeed:1,deepspeed:2,deepspeed:3" + (",fsdp:replicas=2" if GPUS % 4 == 0 else "")
     command = ("parity", "run.toml", "--strategies", chosen, "--nproc", str(GPUS))
-    process = started(tmp_path, *command, "--set=train.length=40st", "--set=train.timeout=10m")
+    process = started(tmp_path, *command, "--set=train.length=40st", "--set=train.collective_timeout=10m")
     _, said = process.communicate(timeout=600)
     assert process.returncode == 0, said
 
@@ -98,7 +98,7 @@ def test_a_rank_that_is_lost_ends_the_run_soon(tmp_path: Path, strategy: str, ki
     found = status(tmp_path)
     assert found["state"] == "failed"
     assert "rank 1" in found["error"]
-    assert took < SOON + (20 if kind == "hangs" else 0)  # of which the first 20 are train.timeout
+    assert took < SOON + (20 if kind == "hangs" else 0)  # of which the first 20 are train.collective_timeout
 
 
 def test_a_request_to_stop_ends_with_a_checkpoint(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_shards_in_host_memory_train_like_those_on_the_device(bench: Bench, prec
 
 def test_weights_gathered_in_bf16_train_nearly_alike(bench: Bench) -> None:
     bench("autocast", FSDP, nproc=1, train=BF16, more=LOOKS)
-    bench("gathered", f'{FSDP}\ngather = "compute"', nproc=1, train=BF16, more=LOOKS)
+    bench("gathered", f'{FSDP}\nall_gather_dtype = "compute"', nproc=1, train=BF16, more=LOOKS)
     bench.alike("gathered", "autocast", rel=TOLERANCE)
 
 

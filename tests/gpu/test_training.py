@@ -144,7 +144,7 @@ def test_a_gradient_that_is_not_finite_does_what_it_does_on_the_cpu(
     bench: Bench, policy: str, precision: str, optimizer: str
 ) -> None:
     bench.recipe = bench.recipe.replace('use = "adamw"\nlr = 1e-2\nweight_decay = 0.1', OPTIMIZERS[optimizer])
-    parts = GPT.replace('use = "language_modelling"', 'use = "./help.py:Poisoned"')
+    parts = GPT.replace('use = "language_modeling"', 'use = "./help.py:Poisoned"')
     codes = {}
     for device in ("cuda", "cpu"):
         train = f'device = "{device}"\nprecision = "{precision}"\non_nonfinite = "{policy}"'
@@ -249,7 +249,7 @@ def test_compiled_steps_stay_near_eager_ones(bench: Bench, compile: str, micro_b
     "text",
     [
         pytest.param({"more": '[callbacks.ema]\nuse = "ema"\ndecay = 0.9'}, id="ema"),
-        pytest.param({"train": "elastic_shards = 4"}, id="elastic"),
+        pytest.param({"train": "virtual_ranks = 4"}, id="elastic"),
         pytest.param({"more": "[data]\nworkers = 4"}, id="workers"),
         pytest.param({"train": "activation_checkpointing = true"}, id="recomputed"),
     ],

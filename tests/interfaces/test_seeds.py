@@ -14,7 +14,7 @@ from support.doubles import Elsewhere, Plain
 from support.stages import staged
 from torch import Tensor, nn
 
-from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.data.randomness import own_random_numbers
 from ddpforge.interfaces import Callback, PartedData, Pass, Task
@@ -223,7 +223,7 @@ def collated(seed: int, step: int, first: int, workers: int = 0) -> float:
 
 # ---------------------------------------------------------------------------------------------- what is built
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model.use = "./mine.py:Net"
 data.train = { use = "digits", split = "train" }

@@ -264,9 +264,9 @@ def test_what_is_skipped_is_not_missing(tmp_path: Path, said: Any) -> None:
         ({"norm": torch.zeros(3, dtype=torch.int32)}, [], UsageError, "`norm` is float32 in the model and int32"),
         ({"seen": torch.tensor(7.0)}, [], UsageError, "`seen` is int64 in the model and float32 in"),
         ({"seen": torch.tensor(7, dtype=torch.int32)}, [], UsageError, "`seen` is int64 in the model and int32"),
-        ({}, ["Embed"], UsageError, 'checkpoint.init_skip: "Embed" matches no tensor of the model'),
-        ({}, ["norm", "x*"], UsageError, r'checkpoint.init_skip: "x\*" matches no tensor of the model'),
-        ({}, ["*"], UsageError, "checkpoint.init_skip matches all tensors of the model"),
+        ({}, ["Embed"], UsageError, 'checkpoint.init_ignore: "Embed" matches no tensor of the model'),
+        ({}, ["norm", "x*"], UsageError, r'checkpoint.init_ignore: "x\*" matches no tensor of the model'),
+        ({}, ["*"], UsageError, "checkpoint.init_ignore matches all tensors of the model"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(
@@ -296,7 +296,9 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         "`norm` is [3] in the model and [2] in checkpoint.init_from; "
         "`seen` is int64 in the model and float32 in checkpoint.init_from"
     )
-    assert caught.value.hints == ('to keep the model\'s own values: checkpoint.init_skip = ["embed", "norm", "seen"]',)
+    assert caught.value.hints == (
+        'to keep the model\'s own values: checkpoint.init_ignore = ["embed", "norm", "seen"]',
+    )
     assert caught.value.exit_code == 2
 
 

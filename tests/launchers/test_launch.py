@@ -25,7 +25,7 @@ from ddpforge.launchers.verdict import Death, Ended, Words
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "train" }
@@ -35,7 +35,7 @@ train = { length = "3st", global_batch = 8 }
 track.every = "1st"
 """
 NOT_A_NUMBER = """
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "./parts.py:Scalars" }
 data.train = { use = "./parts.py:Values", values = [1.0, 1.0, 1.0, 1.0], nan = 3 }
@@ -334,10 +334,10 @@ def test_launch_ends_with_the_exit_code_of_the_run_and_the_last_word_is_ours(tmp
 def stopped(folder: Path, process: subprocess.Popen[str], curve: list[float]) -> dict[str, Any]:
     """The status of a run that was asked to stop, after having trained the curve that it should."""
     told, said = process.communicate(timeout=300)
-    assert process.returncode == ExitCode.STOPPED, said
+    assert process.returncode == ExitCode.PREEMPTED, said
     assert "Traceback" not in said
     found = status(folder)
-    assert (found["state"], found["exit_code"]) == ("stopped", 75)
+    assert (found["state"], found["exit_code"]) == ("preempted", 75)
     assert json.loads(told) == found  # one object, from one rank
     assert losses(folder)[:3] == pytest.approx(curve, rel=1e-5)
     assert f"step-{found['step']:09}" in max((folder / "checkpoints").glob("step-*")).name
@@ -396,7 +396,7 @@ def test_ranks_stop_with_a_checkpoint_when_their_launcher_is_killed(
     left = psutil.wait_procs([first, *below], timeout=60)[1]
     assert left == []
     found = status(tmp_path / "runs/tiny")
-    assert (found["state"], found["exit_code"]) == ("stopped", ExitCode.STOPPED)
+    assert (found["state"], found["exit_code"]) == ("preempted", ExitCode.PREEMPTED)
     assert losses(tmp_path / "runs/tiny")[:3] == pytest.approx(curve, rel=1e-5)
 
 
@@ -523,7 +523,7 @@ rank = subprocess.Popen([sys.executable, "-c", {rank!r}], stdin=subprocess.PIPE,
 rank.stdout.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert launch(pretend(script), nproc=1) == ExitCode.STOPPED
+    assert launch(pretend(script), nproc=1) == ExitCode.PREEMPTED
 
 
 def test_who_saw_a_rank_die_is_waited_for() -> None:
@@ -563,13 +563,13 @@ signal.signal(signal.SIGTERM, lambda *_: (verdict(75), sys.exit(1)))
 os.kill(os.getppid(), int(sys.argv[1]))
 signal.pause()
 """
-    assert launch([*pretend(script), str(int(number))], nproc=1) == ExitCode.STOPPED
+    assert launch([*pretend(script), str(int(number))], nproc=1) == ExitCode.PREEMPTED
 
 
 @pytest.mark.parametrize(
     ("asked", "began", "expected"),
     [
-        ("SIGTERM", False, ExitCode.STOPPED),  # nothing is lost: a scheduler may start it again
+        ("SIGTERM", False, ExitCode.PREEMPTED),  # nothing is lost: a scheduler may start it again
         ("SIGINT", False, 128 + signal.SIGINT),
         ("SIGTERM", True, 128 + signal.SIGTERM),
     ],
@@ -631,7 +631,7 @@ def _nohup() -> Iterator[None]:
 def test_under_nohup_a_launch_outlives_its_terminal() -> None:
     """Of the two signals only the second is a request to stop, and the launch ends as if it had been the first."""
     script = "os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getppid(), signal.SIGUSR1); signal.pause()"
-    assert launch(pretend(script), nproc=1) == ExitCode.STOPPED
+    assert launch(pretend(script), nproc=1) == ExitCode.PREEMPTED
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 

@@ -79,8 +79,8 @@ def test_worlds_are_all_that_there_may_be() -> None:
         ("two", None, "a", "--nnodes two is not a number"),
         ("2", 2, "a", "--node-rank 2: there are 2 nodes"),
         ("2", 0, None, "2 nodes need an endpoint"),
-        ("2", 0, "a:http", "--endpoint a:http is not an address"),
-        ("2", 0, "a:70000", "--endpoint a:70000 is not an address"),
+        ("2", 0, "a:http", "--rdzv-endpoint a:http is not an address"),
+        ("2", 0, "a:70000", "--rdzv-endpoint a:70000 is not an address"),
         ("2", 0, ":29500", "is not an address"),
         ("2", 0, "fe80::1", "is not an address"),
     ],
@@ -131,7 +131,7 @@ def test_a_second_launch_on_one_machine_meets_the_first() -> None:
 
 @pytest.mark.usefixtures("network")
 def test_a_name_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(UsageError, match="--endpoint node99: this machine cannot resolve that name"):
+    with pytest.raises(UsageError, match="--rdzv-endpoint node99: this machine cannot resolve that name"):
         is_mine("node99")
 
 

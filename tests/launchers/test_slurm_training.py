@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 
 STEPS = 80
 RECIPE = f"""
-recipe = 1
+recipe = 2
 name = "undisturbed"
 [model]
 use = "mlp"
@@ -114,7 +114,7 @@ def test_preempted(slurm: Slurm, folder: Path, flags: tuple[str, ...]) -> None:
     job.wait("PENDING", timeout=100)
     status = RunFolder(folder / "runs/job").status()
     assert status is not None
-    assert (status["state"], status["exit_code"], status["world_size"]) == ("stopped", 75, 2)
+    assert (status["state"], status["exit_code"], status["world_size"]) == ("preempted", 75, 2)
     assert 5 < status["step"] < STEPS
     finishes(job, folder)
     assert RunFolder(folder / "runs/job").attempts() == 2

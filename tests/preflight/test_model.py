@@ -114,7 +114,7 @@ def test_odd_and_fine(model: nn.Module) -> None:
 FLAT, IMAGE = torch.randn(4, 3), torch.randn(4, 3, 2, 2)
 
 
-@pytest.mark.parametrize(("full", "last", "hint"), [(4, 1, "last_batch"), (4, 0, "last_batch"), (1, 1, "micro_batch")])
+@pytest.mark.parametrize(("full", "last", "hint"), [(4, 1, "drop_last"), (4, 0, "drop_last"), (1, 1, "micro_batch")])
 def test_batchnorm_over_single_samples_is_refused_in_the_first_pass(full: int, last: int, hint: str) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3))
     watch_batchnorm(model, full, last)

@@ -13,7 +13,7 @@ from support.stages import Staged, staged
 
 from ddpforge.app.build import short_steps
 from ddpforge.app.evaluate import check_sets
-from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.errors import UsageError
 from ddpforge.recipe import load_recipe
 
@@ -22,18 +22,26 @@ from ddpforge.recipe import load_recipe
     ("sets", "key", "said"),
     [
         (
-            ["data.train.use=./mine.py:Stream", "data.order={use='sequential'}"],
-            "data.order",
+            ["data.train.use=./mine.py:Stream", "data.sampler={use='sequential'}"],
+            "data.sampler",
             "Stream is an iterable dataset, whose samples come in its own order",
         ),
-        (["data.order={use='balanced', by='label'}"], "data.order.by", "by: Data has no attribute or method `label`"),
-        (["data.order={use='growing', start=1, until='4ep'}"], "data.order.until", "until: 4ep must be in steps"),
         (
-            ["data.order={use='growing', start=1, until='4st'}", "train.length=1.5ep"],
+            ["data.sampler={use='balanced', by='label'}"],
+            "data.sampler.by",
+            "by: Data has no attribute or method `label`",
+        ),
+        (
+            ["data.sampler={use='batch_size_warmup', start=1, until='4ep'}"],
+            "data.sampler.until",
+            "until: 4ep must be in steps",
+        ),
+        (
+            ["data.sampler={use='batch_size_warmup', start=1, until='4st'}", "train.length=1.5ep"],
             "train.length",
             "train.length: 1.5ep needs the length of an epoch, but this data has no epochs of a fixed length",
         ),
-        (["data.order={use='collections:Counter'}"], "data.order", "must be a ddpforge.interfaces.Order"),
+        (["data.sampler={use='collections:Counter'}"], "data.sampler", "must be a ddpforge.interfaces.BatchSampler"),
     ],
 )
 def test_an_order_that_cannot_be_is_told_before_training(
@@ -49,14 +57,14 @@ def test_whole_epochs_of_an_order_whose_steps_grow_are_a_length(
     parts: Callable[..., Staged], length: str, steps: int
 ) -> None:
     """16 samples in steps of 1, 2, 4, 6 and 3, which is what is left; then of 8."""
-    built = parts("data.order={use='growing', start=1, until='4st'}", f"train.length={length}")
+    built = parts("data.sampler={use='batch_size_warmup', start=1, until='4st'}", f"train.length={length}")
     assert told(built) == {}
     assert built.stage.plan.horizon.total == steps
 
 
 def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Staged]) -> None:
     assert parts("train.length=2ep").stage.plan.horizon.total == 4
-    assert parts("train.length=2ep", "data.order={use='repeated', times=3}").stage.plan.horizon.total == 12
+    assert parts("train.length=2ep", "data.sampler={use='reuse_batches', times=3}").stage.plan.horizon.total == 12
 
 
 def evaluated(*only: str, sets: Sequence[str] = SETS) -> Staged:
@@ -99,7 +107,7 @@ def test_a_set_that_has_no_name_cannot_be_named() -> None:
 
 
 def test_the_first_micro_batch_is_that_of_training() -> None:
-    from ddpforge.builtin.orders.plain import Shuffled
+    from ddpforge.builtin.samplers.plain import Shuffled
     from ddpforge.data import RankShare, open_data
 
     fetching = {"seed": 3, "drop_last": False, "workers": 0, "prefetch": 2, "pin": False}

@@ -81,25 +81,25 @@ class Duel(Task):
 """
 
 
-UP, DOWN = "optimizer.turns.up={parameters=['*.weight']}", "optimizer.turns.down={parameters=['*.bias']}"
+UP, DOWN = "optimizer.updates.up={parameters=['*.weight']}", "optimizer.updates.down={parameters=['*.bias']}"
 
 
 @pytest.mark.parametrize(
     ("sets", "key", "said"),
     [
-        ([UP], "optimizer", "[optimizer.turns.down] is missing: the task makes an update of that name in every step"),
-        ([UP, DOWN, "optimizer.turns.sideways={}"], "optimizer.turns.sideways", "has no turn `sideways`"),
-        ([UP, "optimizer.turns.down={}"], "optimizer.turns.down.parameters", "`down.*` matches no parameter"),
-        ([UP, "optimizer.turns.down={parameters=['layer.*']}"], "optimizer.turns", "is in the turns up and down"),
+        ([UP], "optimizer", "[optimizer.updates.down] is missing: the task makes an update of that name in every step"),
+        ([UP, DOWN, "optimizer.updates.sideways={}"], "optimizer.updates.sideways", "has no turn `sideways`"),
+        ([UP, "optimizer.updates.down={}"], "optimizer.updates.down.parameters", "`down.*` matches no parameter"),
+        ([UP, "optimizer.updates.down={parameters=['layer.*']}"], "optimizer.updates", "is in the updates up and down"),
         (
-            [UP, DOWN, "optimizer.turns.up.use='torch.optim:SGD'", "optimizer.turns.up.lr=0.0"],
-            "optimizer.turns.up.lr",
-            "`optimizer.turns.up.lr` must be more than 0",
+            [UP, DOWN, "optimizer.updates.up.use='torch.optim:SGD'", "optimizer.updates.up.lr=0.0"],
+            "optimizer.updates.up.lr",
+            "`optimizer.updates.up.lr` must be more than 0",
         ),
-        ([UP, DOWN, "strategy.use=deepspeed"], "optimizer.turns", "makes one update a step"),
+        ([UP, DOWN, "strategy.use=deepspeed"], "optimizer.updates", "makes one update a step"),
         (
-            [UP, DOWN, "optimizer.turns.up.schedule={use='constant', warmup='9st'}"],
-            "optimizer.turns.up",
+            [UP, DOWN, "optimizer.updates.up.schedule={use='constant', warmup='9st'}"],
+            "optimizer.updates.up",
             "warm-up of 9",
         ),
     ],
@@ -118,7 +118,7 @@ def test_a_loss_is_told_its_turn(parts: Callable[..., Staged]) -> None:
 
 def test_turns_of_a_task_that_has_none(parts: Callable[..., Staged]) -> None:
     found = told(parts(UP))
-    assert "the task `classification` has no turn `up`" in found["optimizer.turns.up"]
+    assert "the task `classification` has no turn `up`" in found["optimizer.updates.up"]
 
 
 @pytest.mark.parametrize(

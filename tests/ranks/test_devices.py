@@ -283,7 +283,7 @@ def test_beside_nccl_there_is_gloo_for_what_is_on_the_host(
         (DDP(), 2, "cuda", {}, None),
         (DDP(), 2, "cuda", {"micro_batch": 2}, None),
         (DDP(), 2, "cuda", {"micro_batch": 1}, "gradients of 2 passes"),
-        (DDP(), 1, "cuda", {"elastic_shards": 4}, "gradients of 4 passes"),
+        (DDP(), 1, "cuda", {"virtual_ranks": 4}, "gradients of 4 passes"),
         (DDP(), 2, "cpu", {"micro_batch": 1}, None),
         (FSDP(), 2, "cuda", {}, "FSDP gathers them again"),
         (FSDP(), 2, "cpu", {}, None),

@@ -264,7 +264,7 @@ def test_a_world_of_fewer_nodes_than_were_asked_for_is_refused_by_name(
 
 # ---------------------------------------------------------------------------------------------- ports that are closed
 def test_a_port_that_is_closed_between_nodes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch raises its own error after `train.timeout`, with frames of C++ and no word about what to open."""
+    """Torch raises its own error after `train.collective_timeout`, with frames of C++ and no hint what to open."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nothing listens there
         port = closed.getsockname()[1]

@@ -24,7 +24,7 @@ PARTS = {
     "callback": {"ema": "EMA"},
 }
 VALID = """\
-recipe = 1
+recipe = 2
 name = "digits"
 
 [model]

@@ -11,7 +11,7 @@ from ddpforge.recipe import LoadedRecipe, render
 Load = Callable[..., LoadedRecipe]
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "digits"
 output_dir = "runs"
 model.use = "cnn"
@@ -41,7 +41,7 @@ train.clip_norm = 1.0
 train.precision = "bf16"
 train.seed = 3
 checkpoint.every = "100st"
-checkpoint.keep = { last = 2, best = 1, by = "eval/loss" }
+checkpoint.keep = { last = 2, best = 1, monitor = "eval/loss" }
 track.every = "10st"
 track.wandb.project = "p"
 callbacks.ema.decay = 0.99
@@ -66,7 +66,7 @@ NONSENSE = {
     "train.precision": ('"int8"', '"BF16"', "16", '"bf16 "', '"名"'),
     "model.dropout": ("1", "1.5", "-0.1", '"half"'),
     "optimizer.betas": ("[0.9]", "[0.9, 1.0]", "[0.9, 0.9, 0.9]", "0.9", '["a", "b"]', "{ a = 1 }"),
-    "checkpoint.keep": ("{ best = 1 }", '{ by = "eval/loss" }', '{ best = 1, by = "x" }', "{ lst = 2 }"),
+    "checkpoint.keep": ("{ best = 1 }", '{ monitor = "eval/loss" }', '{ best = 1, by = "x" }', "{ lst = 2 }"),
     "task.metrics": ('["acuracy"]', "[{ top = 5 }]", '[{ use = "accuracy", top = 0 }]', '"accuracy"', "[3]"),
     "model.use": ('"cn"', '""', '"./nowhere.py:Net"', '"no.such.module:Net"', '"\\u0000"', '"名"', "3", '["cnn"]'),
     "name": ('""', '"../up"', '"a/b"', '"-x"', '"' + "x" * 5000 + '"', "3"),

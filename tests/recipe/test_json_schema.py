@@ -128,8 +128,8 @@ def test_descriptions_and_defaults_reach_the_editor(registry: Registry) -> None:
 
 
 def test_a_turn_of_the_optimizer_has_its_own_keys_and_any_options() -> None:
-    turns = recipe_schema(Registry.installed())["$defs"]["optimizer.adamw"]["properties"]["turns"]
+    turns = recipe_schema(Registry.installed())["$defs"]["optimizer.adamw"]["properties"]["updates"]
     turn = turns["additionalProperties"]
-    assert {"use", "parameters", "repeats", "fresh", "clip_norm", "schedule"} == set(turn["properties"])
+    assert {"use", "parameters", "n_updates", "new_batch", "clip_norm", "schedule"} == set(turn["properties"])
     assert turn["properties"]["schedule"] == {"$ref": "#/$defs/schedule"}
     assert "additionalProperties" not in turn

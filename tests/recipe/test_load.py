@@ -95,7 +95,7 @@ def test_code_that_is_not_beside_its_recipe_is_not_looked_for_elsewhere(load: Lo
 def test_a_recipe_that_comes_with_ddpforge_is_extended_by_its_name_unless_a_file_has_it(
     load: Load, registry: Registry
 ) -> None:
-    child = 'recipe = 1\nextends = ["digits"]\nname = "mine"\ntrain.seed = 3\n'
+    child = 'recipe = 2\nextends = ["digits"]\nname = "mine"\ntrain.seed = 3\n'
     loaded = load(child)
     ours = load_recipe("digits", registry=registry)
     assert loaded.recipe.train == ours.recipe.train.model_copy(update={"seed": 3})
@@ -107,7 +107,7 @@ def test_a_recipe_that_comes_with_ddpforge_is_extended_by_its_name_unless_a_file
 def test_later_layers_win_tables_merge_and_arrays_are_replaced(load: Load, valid: str) -> None:
     child = 'extends = ["one.toml", "two.toml"]\n[optimizer]\nbetas = [0.5, 0.6]\n[train]\nseed = 3\n'
     one = valid + "seed = 1\n[checkpoint]\nkeep = { last = 7 }\n"
-    two = "[train]\nseed = 2\nmicro_batch = 64\n[checkpoint]\nkeep = { best = 1, by = 'train/loss' }\n"
+    two = "[train]\nseed = 2\nmicro_batch = 64\n[checkpoint]\nkeep = { best = 1, monitor = 'train/loss' }\n"
     loaded = load(child, one=one, two=two)
     recipe = loaded.recipe
     assert (recipe.train.seed, recipe.train.micro_batch, recipe.train.global_batch) == (3, 64, 256)
@@ -270,7 +270,7 @@ def test_every_value_knows_where_it_comes_from(load: Load, valid: str, monkeypat
 @pytest.mark.parametrize(
     ("data", "line", "said"),
     [
-        (b"recipe = 1\nname = \xff\n", ":2:8", "not UTF-8 text: byte 0xff"),
+        (b"recipe = 2\nname = \xff\n", ":2:8", "not UTF-8 text: byte 0xff"),
         (b"recipe = \x00", ":1:10", "not valid TOML"),
         (b'name = "a', ":1:10", "is its closing quote missing?"),
         (b"train = { length = ", ":1:19", "not valid TOML"),
@@ -371,7 +371,7 @@ def test_a_folder_is_one_of_a_file_system(load: Load, valid: str, key: str, valu
     "text",
     [
         *["clip_norm=1e-300", "clip_norm=0", "clip_norm=true", "timeout=0.01s", "global_batch=8.0", "seed=true"],
-        *["eval_every=0st", "micro_batch=0", "elastic_shards=true"],
+        *["eval_every=0st", "micro_batch=0", "virtual_ranks=true"],
     ],
 )
 def test_absurd_magnitudes_and_other_types_are_refused(load: Load, text: str) -> None:
@@ -381,7 +381,7 @@ def test_absurd_magnitudes_and_other_types_are_refused(load: Load, text: str) ->
 
 def test_a_metric_has_a_name_on_one_line(load: Load) -> None:
     with pytest.raises(RecipeError, match="must not contain control characters"):
-        load(None, "checkpoint.keep.best=1", 'checkpoint.keep.by="eval/\\nloss"')
+        load(None, "checkpoint.keep.best=1", 'checkpoint.keep.monitor="eval/\\nloss"')
 
 
 @pytest.mark.parametrize("table", ["callbacks", "track"])
@@ -411,45 +411,45 @@ def test_initial_weights_have_a_path_on_one_line(load: Load, value: str) -> None
 # ---------------------------------------------------------------------------------------------- turns
 def test_a_turn_takes_over_what_it_does_not_say(load: Load, valid: str) -> None:
     text = f"""{valid}
-[optimizer.turns.d]
+[optimizer.updates.d]
 lr = 0.5
 clip_norm = 1.0
-[optimizer.turns.g]
-[optimizer.turns.h]
+[optimizer.updates.g]
+[optimizer.updates.h]
 use = "sgd"
 lr = 0.25
 schedule = {{ use = "cosine" }}
 """
     loaded = load(text, "optimizer.betas=[0.5, 0.6]")
-    turns = loaded.recipe.optimizer.turns
+    turns = loaded.recipe.optimizer.updates
     assert (turns["d"].options["lr"], turns["d"].options["betas"], turns["d"].clip_norm) == (0.5, (0.5, 0.6), 1.0)
     assert turns["g"].options == loaded.recipe.optimizer.options
     assert turns["h"].options == {"lr": 0.25, "momentum": 0.0, "nesterov": False}
-    assert ("optimizer", "turns", "h", "schedule") in loaded.recipe.components()
+    assert ("optimizer", "updates", "h", "schedule") in loaded.recipe.components()
     # Written out, a turn says what it said, so that a change of [optimizer] still reaches it.
-    assert loaded.tables["optimizer"]["turns"]["g"] == {"parameters": [], "repeats": 1, "fresh": False}
-    again = load(loaded.dumps(), "optimizer.betas=[0.7, 0.8]").recipe.optimizer.turns
+    assert loaded.tables["optimizer"]["updates"]["g"] == {"parameters": [], "n_updates": 1, "new_batch": False}
+    again = load(loaded.dumps(), "optimizer.betas=[0.7, 0.8]").recipe.optimizer.updates
     assert [again[name].options.get("betas") for name in "dgh"] == [(0.7, 0.8), (0.7, 0.8), None]
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("lrr = 0.1", "unknown key `lrr` in [optimizer.turns.d], which uses"),
-        ("repeats = 0", "`optimizer.turns.d.repeats` must be at least 1, not 0"),
-        ("repeats = true", "`optimizer.turns.d.repeats` must be an integer, not a boolean"),
-        ('repeats = "2"', "`optimizer.turns.d.repeats` must be an integer, not a string"),
-        ("fresh = 1", "`optimizer.turns.d.fresh` must be true or false, not an integer"),
-        ('clip_norm = "1"', "`optimizer.turns.d.clip_norm` must be a number, not a string"),
-        ('schedule = "cosine"', "[optimizer.turns.d.schedule] must be a table, not a string"),
+        ("lrr = 0.1", "unknown key `lrr` in [optimizer.updates.d], which uses"),
+        ("n_updates = 0", "`optimizer.updates.d.n_updates` must be at least 1, not 0"),
+        ("n_updates = true", "`optimizer.updates.d.n_updates` must be an integer, not a boolean"),
+        ('n_updates = "2"', "`optimizer.updates.d.n_updates` must be an integer, not a string"),
+        ("new_batch = 1", "`optimizer.updates.d.new_batch` must be true or false, not an integer"),
+        ('clip_norm = "1"', "`optimizer.updates.d.clip_norm` must be a number, not a string"),
+        ('schedule = "cosine"', "[optimizer.updates.d.schedule] must be a table, not a string"),
         ('use = "sgdd"', "there is no optimizer named `sgdd`"),
     ],
 )
 def test_what_is_wrong_with_a_turn_is_said_at_its_place(load: Load, valid: str, line: str, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        load(f"{valid}\n[optimizer.turns.d]\n{line}\n")
+        load(f"{valid}\n[optimizer.updates.d]\n{line}\n")
     assert said in caught.value.problems[0].message
-    assert caught.value.problems[0].key.startswith("optimizer.turns.d")
+    assert caught.value.problems[0].key.startswith("optimizer.updates.d")
 
 
 def test_a_group_takes_over_what_it_does_not_say(load: Load, valid: str) -> None:
@@ -462,7 +462,7 @@ def test_a_group_takes_over_what_it_does_not_say(load: Load, valid: str) -> None
 
 def test_groups_and_turns_are_not_for_one_recipe(load: Load, valid: str) -> None:
     with pytest.raises(RecipeError, match="cannot be used together"):
-        load(f"{valid}\n[optimizer.turns.d]\n[optimizer.groups.head]\nparameters = ['head.*']\n")
+        load(f"{valid}\n[optimizer.updates.d]\n[optimizer.groups.head]\nparameters = ['head.*']\n")
 
 
 def test_a_group_must_say_what_is_in_it(load: Load, valid: str) -> None:

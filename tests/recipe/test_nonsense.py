@@ -32,8 +32,8 @@ Load = Callable[..., LoadedRecipe]
         ("train.clip_norm", ["train.clip_norm=0"]),
         ("train.precision", ["train.precision=int8"]),
         ("train.seed", ["train.seed=-1"]),
-        ("train.timeout", ["train.timeout=5ep"]),
-        ("train.timeout", ["train.timeout=9999999h"]),
+        ("train.collective_timeout", ["train.collective_timeout=5ep"]),
+        ("train.collective_timeout", ["train.collective_timeout=9999999h"]),
         ("train.gradient_accumulation_steps", ["train.gradient_accumulation_steps=4"]),
         ("train.num_processes", ["train.num_processes=8"]),
         ("schedule.warmup", ["schedule.use=cosine", "schedule.warmup=6ep"]),
@@ -41,15 +41,15 @@ Load = Callable[..., LoadedRecipe]
         ("track.every", ["track.every=10s"]),
         ("checkpoint.keep.last", ["checkpoint.keep.last=0"]),
         ("checkpoint.keep.best", ["checkpoint.keep.best=1"]),
-        ("checkpoint.keep.by", ["checkpoint.keep.by=eval/loss"]),
-        ("checkpoint.keep.by", ["checkpoint.keep.best=1", "checkpoint.keep.by=loss"]),
+        ("checkpoint.keep.monitor", ["checkpoint.keep.monitor=eval/loss"]),
+        ("checkpoint.keep.monitor", ["checkpoint.keep.best=1", "checkpoint.keep.monitor=loss"]),
         ("checkpoint.keep.mode", ["checkpoint.keep.mode=min"]),
         ("data.workers", ["data.workers=-1"]),
         ("data.train.split", ["data.train.split=trian"]),
         ("name", ["name=../escape"]),
         ("name", [f"name={'é' * 150}"]),
         ("output_dir", ["output_dir=/abs"]),
-        ("recipe", ["recipe=2"]),
+        ("recipe", ["recipe=3"]),
         ("recipe", ["recipe=true"]),
         ("callbacks.ema.decay", ["callbacks.ema.decay=1"]),
         ("track.wandb.project", ["track.wandb.project=3"]),
@@ -77,4 +77,4 @@ def test_evaluation_settings_need_something_to_evaluate_on(load: Load, valid: st
 def test_the_best_by_a_metric_of_evaluation_needs_evaluation(load: Load, valid: str) -> None:
     text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "")
     with pytest.raises(RecipeError, match=r"but there is no section \[data\.eval\]"):
-        load(text + '[checkpoint]\nkeep = { best = 1, by = "eval/loss" }')
+        load(text + '[checkpoint]\nkeep = { best = 1, monitor = "eval/loss" }')

@@ -76,7 +76,7 @@ def test_a_setting_that_the_optimizer_has_for_all_parameters_alike_is_no_groups(
     assert message == "`common` of Own is the same for all of its parameters"
 
 
-@pytest.mark.parametrize("table", ["groups.a", "turns.a"])
+@pytest.mark.parametrize("table", ["groups.a", "updates.a"])
 def test_optimizers_of_groups_and_turns_are_tried_too(load: Load, registry: Registry, table: str) -> None:
     sets = ["optimizer.use=torch.optim:SGD", "optimizer.lr=0.1", f"optimizer.{table}.parameters=['*']"]
     key, _ = _problem(load, registry, *sets, f"optimizer.{table}.use=torch.optim:Adam", f"optimizer.{table}.lr=-1.0")

@@ -20,7 +20,7 @@ PART = Component(use="x")
 
 def recipe(train: dict[str, Any], checkpoint: dict[str, Any] | None = None, *, evaluates: bool = True) -> Recipe:
     return Recipe(
-        recipe=1,
+        recipe=2,
         name="run",
         model=PART,
         data=DataSection(train=PART, eval=PART if evaluates else None),
@@ -52,7 +52,7 @@ def test_durations_become_steps_and_the_batch_is_dealt_to_ranks() -> None:
 
 def test_the_micro_batch_is_that_of_a_shard() -> None:
     """256 samples in 8 shards on 2 ranks: 4 passes of 32 on each."""
-    facts = planned({"global_batch": 256, "elastic_shards": 8}).facts()
+    facts = planned({"global_batch": 256, "virtual_ranks": 8}).facts()
     assert (facts["micro_batch"], facts["accumulation"]) == (32, 4)
 
 
@@ -165,27 +165,27 @@ def test_an_uneven_batch_is_refused_with_the_nearest_even_ones(
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 8), (2, 4), (4, 2)])
 def test_elastic_shards_fix_the_micro_batch_whatever_the_ranks(ranks: int, accumulation: int) -> None:
-    plan = plan_batch(_train(global_batch=64, micro_batch=8, elastic_shards=4), ranks)
+    plan = plan_batch(_train(global_batch=64, micro_batch=8, virtual_ranks=4), ranks)
     assert (plan.micro_batch, plan.accumulation) == (8, accumulation)
-    assert plan_batch(_train(global_batch=64, elastic_shards=4), ranks).micro_batch == 16
+    assert plan_batch(_train(global_batch=64, virtual_ranks=4), ranks).micro_batch == 16
 
 
 @pytest.mark.parametrize(
     ("values", "ranks", "message", "hint"),
     [
-        ({"global_batch": 64}, 3, "`train.elastic_shards` = 4 cannot be divided evenly among 3 ranks", "fit: 1, 2, 4"),
-        ({"global_batch": 66}, 2, "cannot be divided evenly among 4 elastic shards", "nearest global_batch: 64 or 68"),
+        ({"global_batch": 64}, 3, "`train.virtual_ranks` = 4 cannot be divided evenly among 3 ranks", "fit: 1, 2, 4"),
+        ({"global_batch": 66}, 2, "cannot be divided evenly among 4 virtual ranks", "nearest global_batch: 64 or 68"),
         (
             {"global_batch": 64, "micro_batch": 3},
             1,
-            "not a multiple of `train.micro_batch` × `train.elastic_shards` = 3 × 4 = 12",
+            "not a multiple of `train.micro_batch` × `train.virtual_ranks` = 3 × 4 = 12",
             "nearest global_batch: 60 or 72",
         ),
     ],
 )
 def test_shards_that_do_not_fit_are_refused(values: dict[str, int], ranks: int, message: str, hint: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        plan_batch(_train(**values, elastic_shards=4), ranks)
+        plan_batch(_train(**values, virtual_ranks=4), ranks)
     (problem,) = caught.value.problems
     assert message in problem.message
     assert hint in problem.hints[0]

@@ -23,7 +23,7 @@ use = "digits"
 split = "train"
 limit = 100
 """
-BEST = "\n[checkpoint]\nkeep = {{ best = 1, by = {} }}\n"
+BEST = "\n[checkpoint]\nkeep = {{ best = 1, monitor = {} }}\n"
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_set_that_names_another_component_loses_the_options_of_the_old_one(loa
 
 @pytest.mark.parametrize("by", ["eval/clean/loss", "eval/seen/accuracy", "train/loss"])
 def test_the_best_checkpoint_is_judged_by_the_metric_of_one_set(load: Load, several: str, by: str) -> None:
-    assert load(several + BEST.format(f'"{by}"')).recipe.checkpoint.keep.by == by
+    assert load(several + BEST.format(f'"{by}"')).recipe.checkpoint.keep.monitor == by
 
 
 def test_sets_are_fixed_for_the_life_of_a_run(load: Load, several: str) -> None:
@@ -138,4 +138,4 @@ def test_what_is_best_must_be_judged_by_one_of_the_sets(load: Load, several: str
 
 def test_an_example_of_what_to_judge_by_is_of_a_set(load: Load, several: str) -> None:
     message = refused(load, several + "\n[checkpoint]\nkeep = { best = 1 }\n")
-    assert 'name the metric, e.g. by = "eval/clean/loss"' in message
+    assert 'name the metric, e.g. monitor = "eval/clean/loss"' in message

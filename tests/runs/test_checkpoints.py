@@ -30,7 +30,7 @@ from ddpforge.runs.checkpoints import (
 )
 from ddpforge.runs.folder import RunFolder
 
-RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nby = "eval/loss"\n'
+RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nmonitor = "eval/loss"\n'
 SHARD = "shard-00000-of-00001.safetensors"
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_chosen_is_refused_with_what_there_is(run: RunFolder) -> 
         (empty, {}, f"{empty.path} has no intact checkpoint", "it has checkpoints of step none"),
         (empty, {"best": True}, f"no checkpoint of {empty.path} has a finite eval/loss", "it has checkpoints of step"),
         (odd, {"best": True}, f"no checkpoint of {odd.path} has a finite eval/loss", "it has checkpoints of step 7"),
-        (nameless, {"best": True}, "does not set checkpoint.keep.by", "it has checkpoints of step 5, 6"),
+        (nameless, {"best": True}, "does not set checkpoint.keep.monitor", "it has checkpoints of step 5, 6"),
     ):
         with pytest.raises(UsageError) as caught:
             choose(folder, **options)
@@ -123,7 +123,7 @@ def test_where_every_checkpoint_is_damaged_there_is_no_intact_one(run: RunFolder
 
 
 def test_what_a_recipe_says_of_keeping_is_read_or_refused_by_its_file(run: RunFolder) -> None:
-    assert keep_of(run) == KeepSection(last=9, best=1, by="eval/loss")
+    assert keep_of(run) == KeepSection(last=9, best=1, monitor="eval/loss")
     assert keep_of(made("plain", {}, resolved="")) == KeepSection()
     odd = made("odd", {}, resolved="[checkpoint.keep]\nlast = -1\n")
     with pytest.raises(EnvironmentProblem, match=f"checkpoint.keep in {odd.resolved} cannot be read: "):
@@ -312,10 +312,10 @@ def test_a_list_has_room_for_three_metrics_the_deciding_one_first() -> None:
 
     assert [row.metrics for row in found] == [{"eval/z": None}, values]
     assert notable(found, KeepSection()) == ["eval/z", "eval/a", "eval/b"]
-    assert notable(found, KeepSection(by="train/loss", mode="min")) == ["train/loss", "eval/z", "eval/a"]
-    assert notable(found, KeepSection(by="eval/b", mode="min")) == ["eval/b", "eval/z", "eval/a"]
-    assert notable(found, KeepSection(by="eval/none", mode="min")) == ["eval/z", "eval/a", "eval/b"]
-    assert notable([], KeepSection(by="eval/none", mode="min")) == []
+    assert notable(found, KeepSection(monitor="train/loss", mode="min")) == ["train/loss", "eval/z", "eval/a"]
+    assert notable(found, KeepSection(monitor="eval/b", mode="min")) == ["eval/b", "eval/z", "eval/a"]
+    assert notable(found, KeepSection(monitor="eval/none", mode="min")) == ["eval/z", "eval/a", "eval/b"]
+    assert notable([], KeepSection(monitor="eval/none", mode="min")) == []
 
 
 # ---------------------------------------------------------------------------------------------- what is in one

@@ -22,7 +22,7 @@ from ddpforge.recipe import LoadedRecipe
 from ddpforge.runs.environment import describe_environment
 from ddpforge.runs.folder import RunFolder, Status, snapshot
 
-TEXT, RESOLVED = "# mine\nrecipe = 1\n", 'recipe = 1\nname = "digits"\n'
+TEXT, RESOLVED = "# mine\nrecipe = 2\n", 'recipe = 2\nname = "digits"\n'
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_new_folder_holds_the_recipe_as_given_and_as_resolved(folder: RunFolde
     assert folder.exists()
     assert folder.recipe.read_text() == TEXT
     assert folder.resolved.read_text() == RESOLVED
-    assert folder.tables() == {"recipe": 1, "name": "digits"}
+    assert folder.tables() == {"recipe": 2, "name": "digits"}
     assert folder.checkpoints.is_dir()
     assert (folder.attempts(), folder.lineage(), folder.status()) == (0, [], None)
     assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
@@ -179,7 +179,7 @@ def _meets(tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> bool
 
     assert [mine, *laid_down].count(True) == 1
     assert folder.recipe.read_text() == (TEXT if mine else "other")
-    assert (folder.attempts(), folder.tables()) == (0, {"recipe": 1, "name": "digits"})
+    assert (folder.attempts(), folder.tables()) == (0, {"recipe": 2, "name": "digits"})
     assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
     return bool(laid_down)
 
@@ -214,10 +214,10 @@ def test_attempts_are_counted(folder: RunFolder) -> None:
 
 
 def test_an_attempt_stores_the_recipe_it_follows(folder: RunFolder) -> None:
-    folder.begin_attempt(step=10, text="# new\n", resolved="recipe = 1\nx = 2\n", local_files={})
+    folder.begin_attempt(step=10, text="# new\n", resolved="recipe = 2\nx = 2\n", local_files={})
 
     assert folder.recipe.read_text() == "# new\n"
-    assert folder.tables() == {"recipe": 1, "x": 2}
+    assert folder.tables() == {"recipe": 2, "x": 2}
 
 
 def test_the_lineage_tells_from_which_step_each_recipe_applied(folder: RunFolder) -> None:
@@ -304,7 +304,7 @@ def test_on_a_full_disk_the_status_is_written_where_the_old_one_is(
 
 
 @pytest.mark.parametrize(
-    ("state", "amended"), [("running", True), ("failed", True), ("done", False), ("stopped", False)]
+    ("state", "amended"), [("running", True), ("failed", True), ("done", False), ("preempted", False)]
 )
 def test_a_failure_is_amended_and_nothing_else(folder: RunFolder, state: str, amended: bool) -> None:
     before = status_of(state=state)

@@ -19,7 +19,7 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.mirror import Mirror
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "train" }
@@ -251,7 +251,7 @@ def test_a_place_that_cannot_be_is_refused_before_training(
 def mirror_of(tmp_path: Path) -> tuple[RunFolder, Mirror, Path]:
     """A run's folder, its mirror in the folder `there`, and a file elsewhere that nobody may read or write."""
     folder = RunFolder(tmp_path / "here/run")
-    folder.create(text="recipe = 1", resolved="recipe = 1", local_files={})
+    folder.create(text="recipe = 2", resolved="recipe = 2", local_files={})
     (tmp_path / "there").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/secret").write_text("secret")

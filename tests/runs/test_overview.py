@@ -12,7 +12,7 @@ from ddpforge.runs.overview import chosen, differences, find_runs, notable, sort
 
 
 # ---------------------------------------------------------------------------------------------- one run
-@pytest.mark.parametrize("state", ["done", "stopped", "failed", "diverged"])
+@pytest.mark.parametrize("state", ["done", "preempted", "failed", "diverged"])
 def test_a_run_that_has_ended_stands_as_its_status_says(tmp_path: Path, state: str) -> None:
     run = standing(made(tmp_path / "a", state=state, metrics={"eval/loss": 0.5}, error="rank 1: lost"))
     assert (run.state, run.step, run.total_steps, run.attempt) == (state, 10, 10, 1)
@@ -33,7 +33,7 @@ def test_a_run_is_new_until_a_process_starts_it(tmp_path: Path) -> None:
     assert standing(folder).state == "new"
     with trained(folder):
         assert standing(folder).state == "starting"
-    stopped = made(tmp_path / "b", state="stopped")
+    stopped = made(tmp_path / "b", state="preempted")
     with trained(stopped):
         assert standing(stopped).state == "starting"
 
@@ -144,7 +144,7 @@ def test_runs_are_sorted_with_the_best_first_and_those_without_a_number_last(swe
 
 def test_a_list_shows_what_decides_then_evaluations_then_the_training_loss(tmp_path: Path) -> None:
     metrics = {"train/loss": 1.0, "lr": 0.1, "eval/loss": 2.0, "eval/a/f1": 0.5, "eval/b/f1": 0.5}
-    keep = {"checkpoint": {"keep": {"by": "eval/b/f1"}}}
+    keep = {"checkpoint": {"keep": {"monitor": "eval/b/f1"}}}
     assert notable([standing(made(tmp_path / "a", metrics=metrics))]) == ["eval/loss", "eval/a/f1", "eval/b/f1"]
     runs = [standing(made(tmp_path / "b", metrics=metrics, recipe=keep))]
     assert notable(runs) == ["eval/b/f1", "eval/loss", "eval/a/f1"]

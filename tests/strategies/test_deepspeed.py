@@ -79,7 +79,7 @@ def test_gradients_are_divided_before_they_are_added_up_whichever_way_they_go(
 
 
 def test_its_micro_batch_is_that_of_a_shard() -> None:
-    config = DeepSpeed().config(train(global_batch=24, elastic_shards=8), 2)
+    config = DeepSpeed().config(train(global_batch=24, virtual_ranks=8), 2)
     assert config["train_micro_batch_size_per_gpu"] == 3
 
 

@@ -98,7 +98,7 @@ def test_replicas_of_shards_take_the_mean_over_all_ranks_and_count_each_element_
     ("options", "reduced"),
     [
         ({}, [True, True, True]),
-        ({"accumulate": "whole"}, [False, False, True]),
+        ({"no_sync": True}, [False, False, True]),
         ({"replicas": 2}, [False, False, True]),
     ],
     ids=str,
@@ -147,7 +147,7 @@ def test_gradients_are_reduced_in_fp32_at_least(size: float, dtype: torch.dtype,
     """What a sum in fewer bits would lose: the last bit of the mean of 1 + size on one rank and 1 on the other."""
 
     def rank(number: int) -> Any:
-        training = Training(FSDP(gather=gather), lambda: Dot(2, dtype), precision=precision)
+        training = Training(FSDP(all_gather_dtype=gather), lambda: Dot(2, dtype), precision=precision)
         training.step(torch.full((2,), 1 + number * size, dtype=dtype))
         return training.weights()["w"]
 
@@ -231,7 +231,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize(("gather", "dtype"), [("fp32", "torch.float32"), ("compute", "torch.bfloat16")])
 def test_blocks_are_gathered_in_the_dtype_of_the_recipe_and_what_is_left_over_in_fp32(gather: Any, dtype: str) -> None:
     def rank(number: int) -> Any:
-        training = Training(FSDP(gather=gather), Net, precision="bf16", blocks=lambda model: [model.block])
+        training = Training(FSDP(all_gather_dtype=gather), Net, precision="bf16", blocks=lambda model: [model.block])
         training.step(torch.ones(1, 2))
         bare = training.replica.bare
         assert isinstance(bare, Net)
@@ -245,14 +245,14 @@ def test_weights_of_norms_are_not_rounded_where_torch_would_not_take_them() -> N
         def build() -> nn.Module:
             return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
 
-        strategy = FSDP(gather="compute")
+        strategy = FSDP(all_gather_dtype="compute")
         return refused(
             StrategyError, lambda: Training(strategy, build, precision="bf16", blocks=lambda model: [model[0]])
         )
 
     (said,) = in_ranks(1, rank)
     assert said.startswith(
-        'strategy.gather = "compute" rounds the weights of `1`, a LayerNorm, which torch supports on a GPU'
+        'strategy.all_gather_dtype = "compute" rounds the weights of `1`, a LayerNorm, which torch supports on a GPU'
     )
 
 
@@ -630,7 +630,7 @@ def test_what_is_not_sharded_is_not_taken_for_it() -> None:
         ({"replicas": 2}, {}, 1, "cpu", "strategy.replicas", "remove it"),
         ({"cpu_offload": True}, {}, 2, "cpu", "strategy.cpu_offload", "remove strategy.cpu_offload"),
         ({"cpu_offload": True}, {}, 2, "cuda", None, ""),
-        ({"gather": "compute"}, {}, 2, "cpu", "strategy.gather", 'set train.precision = "bf16"'),
+        ({"gather": "compute"}, {}, 2, "cpu", "strategy.all_gather_dtype", 'set train.precision = "bf16"'),
         ({"gather": "compute"}, {"precision": "bf16"}, 2, "cpu", None, ""),
         ({"gather": "compute"}, {"precision": "fp16"}, 2, "cpu", None, ""),
         ({}, {"compile": "reduce-overhead"}, 2, "cuda", "train.compile", 'set train.compile = "default"'),
@@ -652,8 +652,8 @@ def test_options_that_cannot_be_or_have_no_effect(
 def test_the_contract_says_how_many_copies_there_are_and_where_gradients_add_up() -> None:
     assert (FSDP().contract.replicas, FSDP(replicas=4).contract.replicas) == (1, 4)
     assert FSDP().contract.accumulates == "the shards' .grad; one reduce-scatter per micro-batch"
-    assert FSDP(accumulate="whole").contract.accumulates.startswith("whole, in fp32; one reduce-scatter per step")
-    assert FSDP(accumulate="whole", replicas=2).contract.replicas == 2
+    assert FSDP(no_sync=True).contract.accumulates.startswith("whole, in fp32; one reduce-scatter per step")
+    assert FSDP(no_sync=True, replicas=2).contract.replicas == 2
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

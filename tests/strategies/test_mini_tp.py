@@ -9,7 +9,7 @@ from test_docs import ROOT, blocks
 
 PAGE = ROOT / "docs/how-to/write-a-strategy.md"
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = {{ use = "mlp", inputs = 64, outputs = 10, hidden = [64, 64, 64] }}
 data.train = {{ use = "digits", split = "train" }}

@@ -91,7 +91,7 @@ def test_the_curve_is_that_of_ddp_where_ranks_hold_shards_of_their_share_of_a_st
     [
         (schedule, more)
         for schedule in SCHEDULES
-        for more in ("", "sequence = true", 'loss = "vocabulary"', BOTH)
+        for more in ("", "sequence_parallel = true", "loss_parallel = true", BOTH)
         if schedule == "1F1B" or more in ("", BOTH)
     ],
 )
@@ -109,8 +109,8 @@ ODD = {
     "frozen": {"train": 'freeze = ["blocks.2.*", "positions.*"]'},
     "one": {"micro": "16"},
     "seven": {"batch": "14"},
-    "cut": {"strategy": '\nsplit = ["blocks.1"]'},
-    "shards": {"train": "elastic_shards = 4"},
+    "cut": {"strategy": '\nsplit_points = ["blocks.1"]'},
+    "shards": {"train": "virtual_ranks = 4"},
 }
 
 
@@ -133,12 +133,12 @@ def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "more",
-    [SHARDED, "tensor = 2\nsequence = true", 'tensor = 2\nschedule = "ZBVZeroBubble"'],
+    [SHARDED, "tensor = 2\nsequence_parallel = true", 'tensor = 2\nschedule = "ZBVZeroBubble"'],
     ids=["shards", "1F1B", "ZBV"],
 )
 def test_steps_without_a_finite_gradient_are_left_out_on_all_stages(more: str) -> None:
     text = {
-        "recipe": RECIPE.replace('use = "language_modelling"', 'use = "./parts.py:Spoils"'),
+        "recipe": RECIPE.replace('use = "language_modeling"', 'use = "./parts.py:Spoils"'),
         "train": 'on_nonfinite = "skip"',
     }
     expected = train(DDP, 2, **text)[0]
@@ -153,7 +153,7 @@ UPHILL = 'use = "./exploring.py:Uphill"\nlr = 0.1\n'
 
 
 @pytest.mark.parametrize(
-    "more", ["", pytest.param('\ntensor = 2\nsequence = true\nloss = "vocabulary"', marks=pytest.mark.full)]
+    "more", ["", pytest.param("\ntensor = 2\nsequence_parallel = true\nloss_parallel = true", marks=pytest.mark.full)]
 )
 def test_an_optimizer_that_explores_goes_uphill_on_all_stages(more: str) -> None:
     text = {"length": "4st", "recipe": RECIPE.replace('use = "adamw"\nlr = 3e-3\nweight_decay = 0.1\n', UPHILL)}
@@ -266,7 +266,7 @@ def test_initial_weights_come_from_other_layouts(tmp_path: Path) -> None:
     """One stage may find nothing of its own in them, or all; what is left alone is named for the whole model."""
     first = train(DDP, 1, tmp_path, length="4st")[0]
     source = max(tmp_path.glob("runs/run/checkpoints/step-*"))
-    init = f'init_from = "{source}"\ninit_skip = ["positions.*"]'
+    init = f'init_from = "{source}"\ninit_ignore = ["positions.*"]'
     text = RECIPE.replace('name = "run"', 'name = "next"').replace('every = "2st"', 'every = "2st"\n' + init)
     blank = dict.fromkeys(("model", "optimizer", "train", "more"), "") | {"batch": "16", "micro": "2", "length": "3st"}
     found = [

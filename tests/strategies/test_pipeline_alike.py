@@ -67,7 +67,7 @@ def test_a_stage_with_anything_else_about_it_is_like_no_other(change: Callable[[
 
 
 def test_a_layer_that_ranks_share_otherwise_is_like_no_other() -> None:
-    found = of_six(lambda layer: None, {"layers.3.linear": "columns", "layers.4.linear": "rows"})
+    found = of_six(lambda layer: None, {"layers.3.linear": "colwise", "layers.4.linear": "rowwise"})
     assert len(set(found)) == 5
 
 

@@ -168,7 +168,7 @@ def test_interleaved_schedules_run_rounds_and_then_the_rest() -> None:
         ({"tensor": 2}, 2, {}, "strategy.stages"),
         ({"tensor": 2, "stages": 3}, 8, {}, "strategy.stages"),
         ({"tensor": 3}, 4, {}, "strategy.tensor"),
-        ({"sequence": True}, 2, {}, "strategy.sequence"),
+        ({"sequence_parallel": True}, 2, {}, "strategy.sequence_parallel"),
         ({"tensor": 2}, 4, {"compile": "default", "compile_blocks": True}, "train.compile"),
         ({}, 2, {"precision": "fp16"}, "train.precision"),
         ({}, 2, {"sync_batchnorm": True}, "train.sync_batchnorm"),

@@ -207,7 +207,7 @@ def test_every_pair_of_optimizers_resumes_and_goes_back(
 
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = {{ use = "mlp", inputs = 4, outputs = 1, hidden = [8] }}
 data.train = {{ use = "./parts.py:{points}", samples = 24 }}

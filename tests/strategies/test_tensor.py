@@ -113,17 +113,17 @@ def expected() -> list[Any]:
 
 # ---------------------------------------------------------------------------------------------- the curve
 SAME = [
-    (2, {"sequence": True, "loss": "vocabulary"}),
-    (4, {"sequence": True, "accumulate": "whole"}),
+    (2, {"sequence_parallel": True, "loss_parallel": True}),
+    (4, {"sequence_parallel": True, "no_sync": True}),
     pytest.param(2, {}, marks=pytest.mark.full),
-    pytest.param(2, {"sequence": True}, marks=pytest.mark.full),
-    pytest.param(2, {"loss": "vocabulary"}, marks=pytest.mark.full),
+    pytest.param(2, {"sequence_parallel": True}, marks=pytest.mark.full),
+    pytest.param(2, {"loss_parallel": True}, marks=pytest.mark.full),
     pytest.param(2, {"reshard_after_forward": False}, marks=pytest.mark.full),
-    pytest.param(4, {"loss": "vocabulary"}, marks=pytest.mark.full),
+    pytest.param(4, {"loss_parallel": True}, marks=pytest.mark.full),
     pytest.param(4, {"replicas": 2}, marks=pytest.mark.full),
-    pytest.param(4, {"replicas": 2, "sequence": True, "loss": "vocabulary"}, marks=pytest.mark.full),
+    pytest.param(4, {"replicas": 2, "sequence_parallel": True, "loss_parallel": True}, marks=pytest.mark.full),
     pytest.param(4, {"tensor": 4}, marks=pytest.mark.full),
-    pytest.param(4, {"context": 2, "sequence": True, "loss": "vocabulary"}, marks=pytest.mark.full),
+    pytest.param(4, {"context": 2, "sequence_parallel": True, "loss_parallel": True}, marks=pytest.mark.full),
 ]
 
 
@@ -141,14 +141,14 @@ def momentum(weights: Any) -> SGD:
     ("strategy", "options"),
     [
         ({"meta": True}, {"sizes": {"tie_embeddings": False, "bias": False}, "optimizer": momentum}),
-        pytest.param({"meta": True, "loss": "vocabulary"}, {}, marks=pytest.mark.full),
+        pytest.param({"meta": True, "loss_parallel": True}, {}, marks=pytest.mark.full),
         pytest.param({}, {"optimizer": momentum}, marks=pytest.mark.full),
     ],
     ids=["untied, on meta", "vocabulary, on meta", "momentum"],
 )
 def test_other_models_and_options_give_the_same_too(strategy: Any, options: Any) -> None:
     (one,) = curve(DDP, 1, 3, **options)
-    for found in curve(lambda: FSDP(tensor=2, sequence=True, **strategy), 2, 3, **options):
+    for found in curve(lambda: FSDP(tensor=2, sequence_parallel=True, **strategy), 2, 3, **options):
         assert worst(found, one) < 1e-5
 
 
@@ -161,7 +161,9 @@ class Exact(LanguageModelling):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{}, {"sequence": True}, {"sequence": True, "loss": "vocabulary"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "loss_parallel": True}], ids=str
+)
 def test_what_differs_in_float32_is_rounding(options: Any) -> None:
     """20 steps in float64: what a wrong formula would add would still be there."""
     sizes: Any = {"dtype": torch.float64, "task": Exact}
@@ -179,7 +181,7 @@ def test_the_heads_of_a_classifier_see_the_mean_over_the_whole_sequence() -> Non
 
     (expected,) = in_ranks(1, lambda number: rank(number, DDP()))
     assert (
-        in_ranks(2, lambda number: rank(number, FSDP(tensor=2, sequence=True)))
+        in_ranks(2, lambda number: rank(number, FSDP(tensor=2, sequence_parallel=True)))
         == [pytest.approx(expected, rel=1e-5)] * 2
     )
 
@@ -187,7 +189,7 @@ def test_the_heads_of_a_classifier_see_the_mean_over_the_whole_sequence() -> Non
 @pytest.mark.parametrize(("precision", "close"), [("bf16", 5e-3), pytest.param("fp16", 2e-3, marks=pytest.mark.full)])
 def test_in_lower_precision_ranks_agree_to_its_rounding(precision: str, close: float) -> None:
     (one,) = curve(DDP, 1, 3, precision=precision)
-    for found in curve(lambda: FSDP(tensor=2, sequence=True, loss="vocabulary"), 2, 3, precision=precision):
+    for found in curve(lambda: FSDP(tensor=2, sequence_parallel=True, loss_parallel=True), 2, 3, precision=precision):
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], rel=close)
 
 
@@ -269,10 +271,10 @@ def test_options_without_shared_layers_have_no_effect_and_compiling_shared_ones_
     def keys(strategy: FSDP, **options: Any) -> list[str]:
         return [refusal.key for refusal in strategy.refusals(train(**options), 2, "cpu")]
 
-    assert keys(FSDP(sequence=True, loss="vocabulary", plan={"a": "rows"})) == [
+    assert keys(FSDP(sequence_parallel=True, loss_parallel=True, plan={"a": "rowwise"})) == [
         "strategy.plan",
-        "strategy.sequence",
-        "strategy.loss",
+        "strategy.sequence_parallel",
+        "strategy.loss_parallel",
     ]
     assert keys(FSDP(tensor=2), compile="default") == ["train.compile"]
     assert keys(FSDP(tensor=2, cpu_offload=True))[0] == "strategy.cpu_offload"
@@ -282,14 +284,14 @@ def test_options_without_shared_layers_have_no_effect_and_compiling_shared_ones_
 def test_a_loss_that_wants_whole_logits_gets_no_parts_of_them() -> None:
     task = LanguageModelling()
     task.takes_split_logits = False
-    said = refused(UsageError, lambda: FSDP(tensor=2, loss="vocabulary").check(GPT(**SIZES), task, []))
-    assert said.startswith('strategy.loss = "vocabulary" keeps logits split, but LanguageModelling needs whole logits')
+    said = refused(UsageError, lambda: FSDP(tensor=2, loss_parallel=True).check(GPT(**SIZES), task, []))
+    assert said.startswith("strategy.loss_parallel = true keeps logits split, but LanguageModelling needs whole logits")
 
 
 class Halves(nn.Module):
     """Each rank multiplies its half of some rows with a weight that all have."""
 
-    tensor_plan: ClassVar[dict[str, str]] = {"up": "columns", "down": "rows"}
+    tensor_plan: ClassVar[dict[str, str]] = {"up": "colwise", "down": "rowwise"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +326,7 @@ def test_a_weight_whose_shares_of_a_gradient_add_up_is_trained_like_a_whole_one(
             return x * self.by
 
     class Scaled(nn.Sequential):
-        tensor_plan: ClassVar[dict[str, str]] = {"0": "columns", "1": "replicated_with_grad_allreduce", "2": "rows"}
+        tensor_plan: ClassVar[dict[str, str]] = {"0": "colwise", "1": "replicated_with_grad_allreduce", "2": "rowwise"}
 
         def __init__(self) -> None:
             torch.manual_seed(0)
@@ -345,7 +347,7 @@ def test_padding_has_no_gradient_whichever_rank_has_its_embedding(padding: int) 
     """Rank 0 has the first two of four embeddings, rank 1 the others."""
 
     class Tokens(nn.Sequential):
-        tensor_plan: ClassVar[dict[str, str]] = {"0": "vocabulary", "1": "columns", "2": "rows"}
+        tensor_plan: ClassVar[dict[str, str]] = {"0": "embedding_rowwise", "1": "colwise", "2": "rowwise"}
 
         def __init__(self) -> None:
             torch.manual_seed(0)
@@ -384,10 +386,10 @@ class Muonlike(SGD):
 
 def test_a_sequence_that_does_not_divide_is_refused_by_name() -> None:
     def rank(_: int) -> str:
-        run = Run(FSDP(tensor=2, sequence=True))
+        run = Run(FSDP(tensor=2, sequence_parallel=True))
         return refused(UsageError, lambda: run.replica.module(torch.zeros(2, 15, dtype=torch.int64)))
 
-    said = "strategy.sequence cuts sequences into 2 equal parts, but a sequence has 15 positions"
+    said = "strategy.sequence_parallel cuts sequences into 2 equal parts, but a sequence has 15 positions"
     assert all(found.startswith(said) for found in in_ranks(2, rank))
     blocks = SimpleNamespace(block_size=15)
-    assert refused(UsageError, lambda: FSDP(tensor=2, sequence=True).check_data(blocks)).startswith(said)
+    assert refused(UsageError, lambda: FSDP(tensor=2, sequence_parallel=True).check_data(blocks)).startswith(said)

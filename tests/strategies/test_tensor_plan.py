@@ -102,13 +102,19 @@ def test_words_of_transformers_mean_the_same() -> None:
                 "out": "colwise_gather_output",
             }
 
-    ours = {"embed": "vocabulary", "up": "columns", "gates": "columns:2", "down": "rows", "out": "logits"}
+    ours = {
+        "embed": "embedding_rowwise",
+        "up": "colwise",
+        "gates": "colwise:2",
+        "down": "rowwise",
+        "out": "colwise_gather_output",
+    }
     assert plan_of(Theirs()) == plan_of(Theirs(), ours)
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
 class Blocks(nn.Module):
-    tensor_plan: ClassVar[dict[str, str]] = {"blocks.*.up": "columns", "blocks.*.down": "rows"}
+    tensor_plan: ClassVar[dict[str, str]] = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
     def __init__(self, width: int = 8, **more: nn.Module) -> None:
         super().__init__()
@@ -133,7 +139,7 @@ def tied() -> Any:
 
 WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
     (Bare, None, {}, "strategy.tensor = 2 needs a plan for cutting layers, but Bare has none"),
-    (Blocks, {"blocks.*.upp": "columns"}, {}, "strategy.plan names `blocks.*.upp`, but no module of the model has"),
+    (Blocks, {"blocks.*.upp": "colwise"}, {}, "strategy.plan names `blocks.*.upp`, but no module of the model has"),
     (
         Blocks,
         {"blocks.*.up": "colums"},
@@ -142,13 +148,13 @@ WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
     ),
     (
         Blocks,
-        {"blocks.*.up": "columns:0"},
+        {"blocks.*.up": "colwise:0"},
         {},
-        'strategy.plan: `blocks.*.up` has the style "columns:0", which tensor parallelism does not',
+        'strategy.plan: `blocks.*.up` has the style "colwise:0", which tensor parallelism does not',
     ),
     (
         Blocks,
-        {"blocks.*.up": "columns"},
+        {"blocks.*.up": "colwise"},
         {},
         "strategy.plan has no style for `blocks.0.down` (Linear): every rank would",
     ),
@@ -156,13 +162,13 @@ WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
     (lambda: Blocks(9), None, {}, "strategy.tensor = 2 does not divide `blocks.0.up.weight`: it has 9 rows | use"),
     (
         Blocks,
-        {"blocks.*.up": "columns:3", "blocks.*.down": "rows"},
+        {"blocks.*.up": "colwise:3", "blocks.*.down": "rowwise"},
         {},
         "strategy.tensor = 2 does not divide `blocks.0.up.weight`: it has 8 rows in 3 parts | use",
     ),
     (
         Blocks,
-        {"blocks.*.down": "rows", "blocks.*.up": "replicated"},
+        {"blocks.*.down": "rowwise", "blocks.*.up": "replicated"},
         {"ranks": 3},
         "strategy.tensor = 3 does not divide `blocks.0.down.weight`: it has 8 columns | use",
     ),
@@ -174,29 +180,34 @@ WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
     ),
     (
         Blocks,
-        {"blocks.*": "rows"},
+        {"blocks.*": "rowwise"},
         {},
-        '`blocks.0` (Module) cannot be cut as "rows", which needs a torch.nn.Linear with torch\'s own forward',
+        '`blocks.0` (Module) cannot be cut as "rowwise", which needs a torch.nn.Linear with torch\'s own forward',
     ),
     (
         lambda: Blocks(table=nn.Embedding(8, 4, max_norm=1.0)),
-        Blocks.tensor_plan | {"blocks.*.table": "vocabulary"},
+        Blocks.tensor_plan | {"blocks.*.table": "embedding_rowwise"},
         {},
-        '`blocks.0.table` (Embedding) cannot be cut as "vocabulary"',
+        '`blocks.0.table` (Embedding) cannot be cut as "embedding_rowwise"',
     ),
     (
         tied,
-        Blocks.tensor_plan | {"blocks.*.out": "logits"},
+        Blocks.tensor_plan | {"blocks.*.out": "colwise_gather_output"},
         {},
         "`blocks.0.out.weight` and `blocks.0.table.weight` are one parameter, but the plan cuts it in two ways",
     ),
-    (Blocks, None, {"sequence": True}, 'strategy.sequence = true needs one module with the style "scatter"'),
-    (Blocks, None, {"split_logits": True}, 'strategy.loss = "vocabulary" needs one layer with the style "logits", but'),
+    (Blocks, None, {"sequence": True}, 'strategy.sequence_parallel = true needs one module with the style "scatter"'),
+    (
+        Blocks,
+        None,
+        {"split_logits": True},
+        'strategy.loss_parallel = true needs one layer with the style "colwise_gather_output", but',
+    ),
     (
         gpt,
-        {"blocks.*.*.*": "replicated", "head": "logits"},
+        {"blocks.*.*.*": "replicated", "head": "colwise_gather_output"},
         {},
-        'strategy.plan has "logits" for `head`, which has no weights, and "vocabulary" for 0 embeddings',
+        'strategy.plan has "colwise_gather_output" for `head`, which has no weights, and "embedding_rowwise" for 0 emb',
     ),
 ]
 

@@ -66,7 +66,7 @@ def duel(build: Callable[[], Strategy]) -> Callable[[int], Any]:
 
 
 @pytest.mark.parametrize(
-    "build", [DDP, FSDP, lambda: FSDP(replicas=2), lambda: DDP(static_graph=True), lambda: FSDP(accumulate="whole")]
+    "build", [DDP, FSDP, lambda: FSDP(replicas=2), lambda: DDP(static_graph=True), lambda: FSDP(no_sync=True)]
 )
 def test_the_second_turn_sees_what_the_first_has_done(build: Callable[[], Strategy]) -> None:
     """The gradient of a is 1.5·b, that of b then 1.5·a with the new a, clipped to a norm of 2."""
@@ -86,7 +86,7 @@ def test_ranks_that_share_layers_take_turns() -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-        layers.tensor_plan = {"0": "columns", "2": "rows"}
+        layers.tensor_plan = {"0": "colwise", "2": "rowwise"}
         return layers
 
     def split(weights: Any) -> InTurns:
@@ -144,7 +144,7 @@ def test_a_turn_that_does_not_use_its_parameters_is_told_so() -> None:
 
     for said in in_ranks(2, action):
         assert "`0.b` got no gradient" in said
-        assert "optimizer.turns.b.parameters" in said
+        assert "optimizer.updates.b.parameters" in said
 
 
 @pytest.mark.parametrize("turn", ["a", "b"])

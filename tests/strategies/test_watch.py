@@ -377,7 +377,7 @@ class Outside(nn.Module):
 class Smoothed(nn.Module):
     """Takes of logits, of which ranks have parts, what torch computes of whole ones only."""
 
-    tensor_plan = {"layer": "logits"}  # noqa: RUF012
+    tensor_plan = {"layer": "colwise_gather_output"}  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Smoothed(nn.Module):
         (Outside, {}, r"`matmul` uses parameter `blocks.0.0.weight` while this rank has only a part of it"),
         (
             Smoothed,
-            {"tensor": 2, "loss": "vocabulary"},
+            {"tensor": 2, "loss_parallel": True},
             r"`cross_entropy` mixes whole tensors with a tensor .*vocabulary",
         ),
     ],

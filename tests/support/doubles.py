@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
@@ -273,7 +273,7 @@ class Loop:
         order = [number for step in range(1, steps + 1) for number in _samples_of(step, batch, samples)]
         training = Numbers(samples, bad=[order[(step - 1) * batch] for step in bad])
         recipe = Recipe(
-            recipe=1,
+            recipe=2,
             name="run",
             model=Component(use="line"),
             data=DataSection(train=Component(use="numbers"), eval=Component(use="numbers") if evaluation else None),

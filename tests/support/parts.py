@@ -161,7 +161,7 @@ class SaveAgain(Callback):
             self._began, self.saving.step = time.monotonic(), None
             self._save(last=True)
             self.saving.settle(last=True)
-            return "stopped"
+            return "preempted"
 
         Trainer.fit = fit  # type: ignore[assignment, method-assign]
 

@@ -12,7 +12,7 @@ import tomlkit
 from ddpforge.runs.folder import RunFolder, Status
 
 RECIPE = {
-    "recipe": 1,
+    "recipe": 2,
     "name": "digits",
     "model": {"use": "cnn", "classes": 10},
     "data": {"train": {"use": "digits"}},
@@ -38,7 +38,7 @@ def made(
     folder.create(text=resolved, resolved=resolved, local_files={})
     if state:
         folder.begin_attempt(step=0, text=resolved, resolved=resolved, local_files={})
-        codes = {"done": 0, "running": None, "stopped": 75, "diverged": 4}
+        codes = {"done": 0, "running": None, "preempted": 75, "diverged": 4}
         status = {
             **{"state": state, "exit_code": codes.get(state, 1), "step": 10, "total_steps": 10, "samples": 80},
             **{"world_size": 1, "strategy": "ddp", "metrics": {}, "error": None},

@@ -63,7 +63,7 @@ use = "./parts.py:RaggedTokens"
 use = "./parts.py:RaggedTokens"
 samples = 11
 [task]
-use = "language_modelling"
+use = "language_modeling"
 """
 CNN = """
 [model]
@@ -81,7 +81,7 @@ use = "classification"
 metrics = ["accuracy"]
 """
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "{name}"
 {parts}
 [optimizer]

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from support.trained import Trained, trained
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "gpt"
@@ -22,7 +22,7 @@ use = "./parts.py:RaggedTokens"
 use = "./parts.py:RaggedTokens"
 samples = 11
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = 3e-3
@@ -51,7 +51,7 @@ every = "1st"
 DDP, PIPELINE = 'use = "ddp"', 'use = "pipeline"\nstages = 2\nschedule = "{}"'
 SHARDED = 'data = "fsdp"\n'
 BLOCK = 12 * 16**2 + 13 * 16
-BOTH = 'sequence = true\nloss = "vocabulary"'
+BOTH = "sequence_parallel = true\nloss_parallel = true"
 
 
 def train(strategy: str, ranks: int, folder: Path | None = None, **text: str) -> list[Trained]:

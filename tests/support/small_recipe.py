@@ -3,7 +3,7 @@
 from support.stages import Staged
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "./mine.py:Net"

@@ -19,12 +19,12 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpforge.interfaces import (
+    BatchSampler,
     Callback,
     CanonicalState,
-    EpochOrder,
+    EpochBatchSampler,
     Horizon,
     Metric,
-    Order,
     PartedData,
     Replica,
     RunContext,
@@ -380,21 +380,21 @@ class TooShort(PartedData):
 
 
 # ---------------------------------------------------------------------------------------------- orders
-class Rolls(Order):
+class Rolls(BatchSampler):
     """Draws its samples."""
 
     def __call__(self, step: int) -> list[int]:
         return [random.randrange(100)]
 
 
-class Overshoots(Order):
+class Overshoots(BatchSampler):
     """Counts on."""
 
     def __call__(self, step: int) -> list[int]:
         return [2 * step]
 
 
-class SaysOnce(Order):
+class SaysOnce(BatchSampler):
     """Comes back to where it was."""
 
     once = True
@@ -403,7 +403,7 @@ class SaysOnce(Order):
         return [step % 5]
 
 
-class LooksAround(EpochOrder):
+class LooksAround(EpochBatchSampler):
     """Sorts the places that it is asked for."""
 
     def __init__(self, data: Any, global_batch: int, drop_last: bool) -> None:

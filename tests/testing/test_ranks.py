@@ -7,7 +7,7 @@ from pathlib import Path
 from ddpforge.testing.ranks import run_ddpforge
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [4] }
 data.train = { use = "digits", split = "test" }

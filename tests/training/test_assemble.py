@@ -16,7 +16,7 @@ from ddpforge.strategies.single import Single
 from ddpforge.training.assemble import assemble
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "cnn"

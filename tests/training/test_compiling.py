@@ -16,7 +16,7 @@ from ddpforge.training.assemble import compile_losses
 
 TASKS = {
     "classification": (Classification(label_smoothing=0.1), (8, 10), (8,)),
-    "language_modelling": (LanguageModelling(ignore_index=3), (2, 5, 10), (2, 5)),
+    "language_modeling": (LanguageModelling(ignore_index=3), (2, 5, 10), (2, 5)),
     "segmentation": (Segmentation(ignore_index=3), (2, 10, 4, 4), (2, 4, 4)),
 }
 
@@ -40,7 +40,7 @@ def loss_and_gradient(task: Task, outputs: Given, targets: Tensor) -> tuple[Tens
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name if name == "language_modelling" else pytest.param(name, marks=pytest.mark.full) for name in TASKS]
+    "name", [name if name == "language_modeling" else pytest.param(name, marks=pytest.mark.full) for name in TASKS]
 )
 def test_a_compiled_loss_is_the_same_and_no_more_is_kept_for_its_gradient(name: str) -> None:
     task, shape, places = TASKS[name]

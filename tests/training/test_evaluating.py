@@ -21,7 +21,7 @@ from ddpforge.training.stages import Dealt
 FOLDER = Path("runs/run")
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "run"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [4] }
 data.train = { use = "digits", split = "train" }

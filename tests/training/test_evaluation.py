@@ -268,7 +268,7 @@ def test_a_callback_may_end_training_by_the_metric_of_one_set() -> None:
 
 
 def test_the_best_checkpoint_may_be_that_of_one_set() -> None:
-    keep = {"keep": {"best": 1, "by": "eval/many/loss"}}
+    keep = {"keep": {"best": 1, "monitor": "eval/many/loss"}}
     loop = Loop(steps=2, train={"eval_every": "1st"}, evaluation={"few": 2, "many": 5}, checkpoint=keep)
     loop.fit()
     metrics, _ = loop.checkpoints.asked_for_best[0]

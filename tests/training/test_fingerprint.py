@@ -274,7 +274,7 @@ def test_a_resume_with_other_data_is_refused_unless_that_is_allowed() -> None:
 
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "mlp"

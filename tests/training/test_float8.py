@@ -157,11 +157,11 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def said(contract: Contract, device: str = "cuda", fp8: str = "rowwise") -> list[str]:
     recipe = Recipe(
-        recipe=1,
+        recipe=2,
         name="run",
         model=Component(use="gpt"),
         data={"train": Component(use="text")},
-        task=Component(use="language_modelling"),
+        task=Component(use="language_modeling"),
         optimizer=OptimizerComponent(use="adamw"),
         train=settings(fp8),
     )

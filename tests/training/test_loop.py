@@ -341,7 +341,7 @@ def test_a_callback_may_end_training_after_a_step_or_an_evaluation() -> None:
 def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
     watcher = Watcher(action=lambda step: step == 3 and os.kill(os.getpid(), signal.SIGUSR1))
     loop = Loop(steps=9, train={"eval_every": "1st"}, callbacks={"watch": watcher})
-    assert loop.fit() == "stopped"
+    assert loop.fit() == "preempted"
     assert loop.trainer.progress.step == 4
     assert loop.tracker.steps("eval/loss") == [1, 2, 3]
     assert loop.checkpoints.steps() == [4]
@@ -350,14 +350,14 @@ def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
 def test_a_request_that_came_while_the_run_started_is_met_before_its_first_step() -> None:
     loop = Loop(steps=9)
     loop.trainer.stop.requested = True
-    assert loop.fit() == "stopped"
+    assert loop.fit() == "preempted"
     assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (0, [])  # nothing is lost
     assert loop.events == []
 
     resumed = Loop(steps=9, train={"eval_every": "3st"})
     resumed.trainer.restore(saved(3))  # type: ignore[arg-type]
     resumed.trainer.stop.requested = True
-    assert resumed.fit() == "stopped"
+    assert resumed.fit() == "preempted"
     assert (resumed.trainer.progress.step, resumed.checkpoints.steps(), resumed.tracker.rows) == (3, [], [])
 
 
@@ -384,7 +384,7 @@ def test_a_request_during_an_evaluation_leaves_it_for_the_next_attempt(
     loop = Loop(steps=steps, train={"eval_every": at}, callbacks={"watch": watcher}, evaluation={"": 9})
     watcher.events = loop.events
     object.__setattr__(loop.evaluator.sets[""], "_data", Stopping(9, at=3))
-    assert loop.fit() == "stopped"
+    assert loop.fit() == "preempted"
     stopped = int(at.removesuffix("st"))
     assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (stopped, [stopped])
     assert loop.events[-3:] == ["evaluation begins", "evaluation ends", "save"]
@@ -413,7 +413,7 @@ def test_the_owner_of_a_run_stops_it_for_good(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("DDPFORGE_VERDICT", str(verdict))
     loop = Loop(steps=9, evaluation=False)
     loop.trainer.consensus.halt = owner = Owner(looks=3)
-    assert loop.fit() == "stopped"
+    assert loop.fit() == "preempted"
     assert (loop.trainer.progress.step, loop.checkpoints.steps(), owner.heard) == (3, [3], 1)
     assert Words(verdict, 1).halted
 
@@ -576,7 +576,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not() -> None:
 def test_the_last_checkpoint_must_be_written_whatever_the_recipe_says() -> None:
     for background in (True, False):
         loop = Loop(
-            steps=2, fails_at=[2], evaluation=False, checkpoint={"on_failure": "continue", "background": background}
+            steps=2, fails_at=[2], evaluation=False, checkpoint={"on_failure": "continue", "async_save": background}
         )
         with pytest.raises(CheckpointError):
             loop.fit()
@@ -587,7 +587,7 @@ def test_what_is_being_written_counts_when_the_best_is_sought() -> None:
     loop = Loop(
         steps=6,
         train={"eval_every": "3st"},
-        checkpoint={"every": "2st", "keep": {"last": 1, "best": 1, "by": "eval/loss"}},
+        checkpoint={"every": "2st", "keep": {"last": 1, "best": 1, "monitor": "eval/loss"}},
     )
     loop.checkpoints.ready = lambda: False  # type: ignore[method-assign]
     loop.fit()
@@ -595,7 +595,7 @@ def test_what_is_being_written_counts_when_the_best_is_sought() -> None:
 
 
 def test_a_new_best_is_saved_at_once() -> None:
-    loop = Loop(steps=4, train={"eval_every": "3st"}, checkpoint={"keep": {"best": 1, "by": "eval/loss"}})
+    loop = Loop(steps=4, train={"eval_every": "3st"}, checkpoint={"keep": {"best": 1, "monitor": "eval/loss"}})
     loop.checkpoints.best = True
     loop.fit()
     assert loop.checkpoints.steps() == [3, 4]
@@ -613,7 +613,7 @@ class Tuned(Line):
 def test_weights_that_checkpoints_leave_out_must_stay_as_they_are(moves: bool) -> None:
     model = Tuned()
     touch = Does(on_step=lambda info: model.base.data.add_(1.0 if moves and info.step == 3 else 0.0) is None)
-    options: dict[str, Any] = {"checkpoint": {"every": "2st", "contents": "trained"}, "evaluation": False}
+    options: dict[str, Any] = {"checkpoint": {"every": "2st", "save": "trainable"}, "evaluation": False}
     loop = Loop(steps=6, model=model, callbacks={"touch": touch}, **options)
     if not moves:
         assert loop.fit() == "done"
@@ -684,7 +684,7 @@ def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogC
 # ---------------------------------------------------------------------------------------------- one by one
 def test_steps_can_be_taken_one_by_one() -> None:
     """Each is complete when it is yielded: logged, evaluated and saved."""
-    loop = Loop(steps=4, train={"eval_every": "2st"}, checkpoint={"every": "2st", "background": False})
+    loop = Loop(steps=4, train={"eval_every": "2st"}, checkpoint={"every": "2st", "async_save": False})
     steps = loop.trainer.steps()
     first, second = next(steps), next(steps)
     assert (first.step, second.step, second.samples) == (1, 2, 2)
@@ -696,7 +696,7 @@ def test_steps_can_be_taken_one_by_one() -> None:
 
 
 def test_steps_that_are_not_taken_leave_what_was_saved() -> None:
-    loop = Loop(steps=4, checkpoint={"every": "1st", "background": False})
+    loop = Loop(steps=4, checkpoint={"every": "1st", "async_save": False})
     for info in loop.trainer.steps():
         if info.step == 2:
             break

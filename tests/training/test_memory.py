@@ -18,7 +18,7 @@ FULL = torch.OutOfMemoryError(
 def recipe(use: str = "ddp", options: dict[str, Any] | None = None, **train: Any) -> Recipe:
     part = {"use": "x"}
     tables = {
-        "recipe": 1,
+        "recipe": 2,
         "name": "x",
         **{"model": part, "task": part, "optimizer": part, "data": {"train": part}},
         "strategy": {"use": use, "options": options or {}},
@@ -48,7 +48,7 @@ def test_the_error_keeps_what_torch_says_and_ends_with_code_1() -> None:
         ({}, 12),
         ({"micro_batch": 24}, 12),
         ({"micro_batch": 3}, 1),
-        ({"elastic_shards": 4}, 6),
+        ({"virtual_ranks": 4}, 6),
         ({"micro_batch": 1}, None),
     ],
 )

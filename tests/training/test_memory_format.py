@@ -16,7 +16,7 @@ from ddpforge.preflight.model import check_overlap
 from ddpforge.training.memory_format import check_channels_last, is_dense, make_dense, put_channels_last
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = {{ use = "cnn", width = 4 }}
 data.train = {{ use = "digits", split = "test" }}
@@ -77,7 +77,7 @@ def test_a_strategy_that_shards_says_that_it_has_no_effect(tmp_path: Path) -> No
 
 # ------------------------------------------------------------------------------------------------------ gaps
 GAPPED = """
-recipe = 1
+recipe = 2
 name = "run"
 model = {{ use = "./odd_models.py:Gapped" }}
 data.train = {{ use = "./parts.py:Points", samples = 24 }}
@@ -105,7 +105,7 @@ FORMS = {
     [
         ('use = "single"', "", 1),
         ('use = "ddp"', "", 2),
-        ('use = "ddp"', ", elastic_shards = 4", 2),
+        ('use = "ddp"', ", virtual_ranks = 4", 2),
         ('use = "fsdp"', "", 2),
     ],
     ids=["single", "ddp", "elastic shards", "fsdp"],

@@ -13,7 +13,7 @@ from ddpforge.runs.changes import recipe_changes
 from ddpforge.training.stages import Chosen
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "mlp"
@@ -36,7 +36,7 @@ length = "4st"
 global_batch = 8
 [checkpoint.keep]
 best = 1
-by = "eval/reach"
+monitor = "eval/reach"
 [callbacks.early_stopping]
 metric = "eval/reach"
 patience = 1
@@ -121,7 +121,7 @@ def test_the_recipe_has_the_last_word(parts: Callable[..., Chosen], mode: str) -
 
 
 def test_a_name_that_tells_needs_no_mode(parts: Callable[..., Chosen]) -> None:
-    built = parts("checkpoint.keep.by=eval/accuracy", "callbacks.early_stopping.metric=eval/loss")
+    built = parts("checkpoint.keep.monitor=eval/accuracy", "callbacks.early_stopping.metric=eval/loss")
     assert built.recipe.checkpoint.keep.mode is None
     assert "mode" not in built.loaded.tables["callbacks"]["early_stopping"]
 
@@ -135,7 +135,10 @@ def test_where_nobody_tells_the_mode_is_required(parts: Callable[..., Chosen]) -
     silent = "task.metrics=['accuracy']"
     with pytest.raises(RecipeError) as refused:
         parts(silent)
-    assert {problem.key for problem in refused.value.problems} == {"checkpoint.keep.by", "callbacks.early_stopping"}
+    assert {problem.key for problem in refused.value.problems} == {
+        "checkpoint.keep.monitor",
+        "callbacks.early_stopping",
+    }
     assert all('less or more of "eval/reach" is better' in problem.message for problem in refused.value.problems)
     parts(silent, "checkpoint.keep.mode=max", "callbacks.early_stopping.mode=min")
 

@@ -18,7 +18,7 @@ from ddpforge.recipe.plan import Window
 from ddpforge.training.profiling import Profile
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
@@ -61,7 +61,7 @@ def test_the_table_has_phases_and_operators_of_a_step(tmp_path: Path) -> None:
     lines = table.read_text().splitlines()
     assert re.fullmatch(r"steps 2\.\.3 on rank 0: [\d.]+ ms a step", lines[0])
     shares = {line.split()[0]: float(line.split()[-1].rstrip("%")) for line in lines[2:8]}
-    assert list(shares) == ["data", "forward", "backward", "step", "reduce", "callbacks"]
+    assert list(shares) == ["data", "forward", "backward", "optimizer", "reduce", "callbacks"]
     assert sum(shares.values()) == pytest.approx(100, abs=3)
     (multiplied,) = (line for line in lines if line.split()[0] == "aten::mul")
     assert float(multiplied.split()[1]) >= 1  # w·x, once a step

@@ -33,7 +33,7 @@ def test_shares_are_those_of_the_time_since_the_last_row(clock: Clock) -> None:
     for phase, seconds in ((phases.DATA, 3.0), (phases.FORWARD, 2.0), (phases.DATA, 1.0), (phases.BACKWARD, 4.0)):
         stay(clock, phase, seconds)
     found, items = Spending.taken(spending.totals({}, counts=False))
-    shares = {"data": 0.4, "forward": 0.2, "backward": 0.4, "step": 0.0, "reduce": 0.0, "callbacks": 0.0}
+    shares = {"data": 0.4, "forward": 0.2, "backward": 0.4, "optimizer": 0.0, "reduce": 0.0, "callbacks": 0.0}
     assert found == pytest.approx(shares)
     assert items is None
 
@@ -84,7 +84,7 @@ def test_a_row_has_the_shares_of_its_window(clock: Clock) -> None:
     loop.fit()
     rows = {step: row for step, row in loop.tracker.rows if "lr" in row}
     assert [rows[step]["train/time/data"] for step in (1, 2, 3, 4)] == pytest.approx([0.75, 0.75, 0.375, 0.75])
-    assert [rows[step]["train/time/step"] for step in (1, 2, 3, 4)] == pytest.approx([0.25, 0.25, 0.125, 0.25])
+    assert [rows[step]["train/time/optimizer"] for step in (1, 2, 3, 4)] == pytest.approx([0.25, 0.25, 0.125, 0.25])
     assert rows[3]["train/time/eval"] == pytest.approx(0.5)
     assert "train/time/eval" not in rows[2]
 

@@ -142,13 +142,13 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("optimizer", "reads"), [(Fused, 0), (SGD, 1)], ids=["fused", "not fused"])
-@pytest.mark.parametrize("accumulate", ["shards", "whole"])
+@pytest.mark.parametrize("no_sync", [False, True])
 def test_a_step_of_fsdp_reads_nothing_but_a_norm_for_optimizers_that_cannot(
-    accumulate: Any, optimizer: type[Optimizer], reads: int
+    no_sync: bool, optimizer: type[Optimizer], reads: int
 ) -> None:
     """On the CPU, with an update as on a GPU."""
     with pretended(2) as world:
-        strategy = FSDP(accumulate=accumulate)
+        strategy = FSDP(no_sync=no_sync)
         strategy.setup(train(clip_norm=1.0), world)
         with strategy.building():
             model = gpt()

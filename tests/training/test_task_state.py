@@ -21,7 +21,7 @@ from ddpforge.interfaces import Beside, Task
 from ddpforge.training.task_state import TaskState, Unsaved, has_state, refuse_parameters
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 model = {{ use = "./odd_models.py:Attending" }}
 data.train = {{ use = "./parts.py:{points}", samples = 24 }}

@@ -75,7 +75,7 @@ def test_turns_share_the_batch_of_the_step() -> None:
 
 
 def test_a_critic_with_samples_of_its_own_and_a_generator_that_uses_the_last() -> None:
-    noted, (totals, norm) = run({"d": turn(repeats=2, fresh=True), "g": turn()})
+    noted, (totals, norm) = run({"d": turn(n_updates=2, new_batch=True), "g": turn()})
     assert noted.seen == [("d", 0, [1.0, 1.5]), ("d", 1, [2.0, 2.5]), ("g", 2, [2.0, 2.5])]
     assert (totals["loss/d"].sum, totals["loss/d"].count) == (12.0, 4)  # a mean over both
     assert totals["grad_norm/d"].sum.item() == pytest.approx((25 / 2) ** 0.5)
@@ -83,7 +83,7 @@ def test_a_critic_with_samples_of_its_own_and_a_generator_that_uses_the_last() -
 
 
 def test_a_gradient_that_is_not_finite_marks_the_step_and_not_the_other_updates() -> None:
-    noted, (totals, norm) = run({"d": turn(repeats=2), "g": turn()}, [torch.nan, 4.0, 12.0])
+    noted, (totals, norm) = run({"d": turn(n_updates=2), "g": turn()}, [torch.nan, 4.0, 12.0])
     assert len(noted.seen) == 3
     assert norm.isnan()
     assert totals["grad_norm/g"].sum == 12.0
@@ -94,10 +94,10 @@ def test_a_gradient_that_is_not_finite_marks_the_step_and_not_the_other_updates(
     [
         ({}, 1),
         ({"d": turn(), "g": turn()}, 1),
-        ({"d": turn(fresh=True), "g": turn(fresh=True)}, 2),
-        ({"d": turn(repeats=5, fresh=True), "g": turn()}, 5),
-        ({"d": turn(repeats=5), "g": turn(fresh=True)}, 2),
-        ({"d": turn(repeats=5, fresh=True), "g": turn(repeats=2, fresh=True)}, 7),
+        ({"d": turn(new_batch=True), "g": turn(new_batch=True)}, 2),
+        ({"d": turn(n_updates=5, new_batch=True), "g": turn()}, 5),
+        ({"d": turn(n_updates=5), "g": turn(new_batch=True)}, 2),
+        ({"d": turn(n_updates=5, new_batch=True), "g": turn(n_updates=2, new_batch=True)}, 7),
     ],
 )
 def test_a_step_draws_what_its_updates_ask_for(turns: dict[str, TurnComponent], draws: int) -> None:
@@ -149,8 +149,8 @@ class Pair(nn.Module):
     ("turns", "said"),
     [
         ({"d": ["d.*"], "g": ["g.*"]}, "parameter `shared.weight` is in no turn; add it to"),
-        ({"d": ["d.*", "s*"], "g": ["g.*", "shared.*"]}, "`shared.weight` is in the turns d and g"),
-        ({"d": ["d.*"], "g": ["h.*"]}, "optimizer.turns.g.parameters: `h.*` matches no parameter; similar names:"),
+        ({"d": ["d.*", "s*"], "g": ["g.*", "shared.*"]}, "`shared.weight` is in the updates d and g"),
+        ({"d": ["d.*"], "g": ["h.*"]}, "optimizer.updates.g.parameters: `h.*` matches no parameter; similar names:"),
     ],
 )
 def test_a_parameter_is_in_one_turn(turns: dict[str, list[str]], said: str) -> None:
@@ -167,7 +167,7 @@ def test_parameters_of_turns_are_in_the_models_order() -> None:
 def test_a_tied_parameter_is_in_both_turns_that_name_it() -> None:
     pair = Pair()
     pair.g.weight = pair.d.bias  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"`d.bias` is in the turns d and g"):
+    with pytest.raises(ValueError, match=r"`d.bias` is in the updates d and g"):
         parameters_of_turns(pair, {"d": ["d.*", "shared.*"], "g": ["g.*"]})
 
 

@@ -34,12 +34,12 @@ from ddpforge.training.whole import Whole, keep_whole
 
 SIZES: dict[str, Any] = {"vocab_size": 31, "block_size": 16, "layers": 4, "heads": 4, "width": 32}
 GPT_PLAN = {
-    "tokens": "vocabulary",
-    "blocks.*.attention.qkv": "columns:3",
-    "blocks.*.attention.projection": "rows",
-    "blocks.*.mlp.0": "columns",
-    "blocks.*.mlp.2": "rows",
-    "head": "logits",
+    "tokens": "embedding_rowwise",
+    "blocks.*.attention.qkv": "colwise:3",
+    "blocks.*.attention.projection": "rowwise",
+    "blocks.*.mlp.0": "colwise",
+    "blocks.*.mlp.2": "rowwise",
+    "head": "colwise_gather_output",
 }
 
 
@@ -116,7 +116,7 @@ def test_what_is_declared_rightly_differs_by_rounding_alone() -> None:
 
         lm = LanguageModelling
         return [
-            compare(FSDP(tensor=2, sequence=True, loss="vocabulary"), gpt(dropout=0.5), lm()),
+            compare(FSDP(tensor=2, sequence_parallel=True, loss_parallel=True), gpt(dropout=0.5), lm()),
             compare(FSDP(tensor=2, plan=GPT_PLAN), gpt(), lm()),
             compare(FSDP(context=2), gpt(dropout=0.5), lm(), precision="bf16"),
             compare(FSDP(experts=2), moe, MoELanguageModelling()),
@@ -136,8 +136,8 @@ def test_what_is_declared_rightly_differs_by_rounding_alone_in_several_dimension
     def right() -> list[Result]:
         lm = LanguageModelling
         return [
-            compare(FSDP(tensor=2, context=2, loss="vocabulary"), gpt(), lm()),
-            compare(FSDP(tensor=2, replicas=2, sequence=True), gpt(), lm()),
+            compare(FSDP(tensor=2, context=2, loss_parallel=True), gpt(), lm()),
+            compare(FSDP(tensor=2, replicas=2, sequence_parallel=True), gpt(), lm()),
             compare(Pipeline(stages=2, data="fsdp"), gpt(), lm()),
             compare(Pipeline(stages=2, tensor=2), gpt(), lm()),
         ]
@@ -151,7 +151,7 @@ def test_what_is_declared_rightly_differs_by_rounding_alone_in_several_dimension
 class Net(nn.Module):
     """Two linear layers around something that has no weights, on [B, T, 8]."""
 
-    tensor_plan: ClassVar = {"up": "columns", "down": "rows"}
+    tensor_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
     pipeline: ClassVar = ("up", "between", "down")
 
     def __init__(self, between: nn.Module, factor: float = 1.0) -> None:
@@ -232,7 +232,7 @@ def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named
     """A fused qkv cut as one weight, norm and softmax over cut channels, mixed positions, steps less than forward."""
 
     def wrong() -> list[Result]:
-        fused = GPT_PLAN | {"blocks.*.attention.qkv": "columns"}
+        fused = GPT_PLAN | {"blocks.*.attention.qkv": "colwise"}
         plain = {"data": vectors}
         scaled = lambda: Net(nn.Identity(), factor=2.0)  # noqa: E731
         return [
@@ -260,7 +260,7 @@ def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named
     )
     assert "first module with a different output is `blocks.0.attention.projection`" in fused.words
     assert "before it, each rank has only a part of the output of `blocks.0.attention.qkv`" in fused.words
-    assert '"columns:3"' in fused.words
+    assert '"colwise:3"' in fused.words
     assert "whole model: `between` fails, but does not fail in the whole model: RuntimeError: Given" in norm.words
     for found in (softmax, less):
         assert (
@@ -376,7 +376,7 @@ def test_a_run_does_not_notice_the_comparison() -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        'use = "fsdp"\ntensor = 2\nsequence = true',
+        'use = "fsdp"\ntensor = 2\nsequence_parallel = true',
         pytest.param(small_gpt.PIPELINE.format("1F1B"), marks=pytest.mark.full),
         pytest.param('use = "fsdp"\ncontext = 2', marks=pytest.mark.full),
     ],

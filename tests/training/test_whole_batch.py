@@ -114,7 +114,7 @@ def test_batches_of_an_evaluation_are_of_nearly_the_same_size(samples: int, size
 
 # ---------------------------------------------------------------------------------------------- what is refused
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "mlp"
@@ -156,7 +156,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
     ("sets", "key", "said"),
     [
         (["train.micro_batch=16"], "train.micro_batch", "would cut it into 2 forward passes of each rank"),
-        (["train.elastic_shards=4"], "train.elastic_shards", "would compute each virtual rank separately"),
+        (["train.virtual_ranks=4"], "train.virtual_ranks", "would compute each virtual rank separately"),
         (["train.eval_batch=16"], "train.eval_batch", "would compare others in evaluations"),
         (
             ["train.global_batch=2", "train.length=1ep"],
@@ -164,9 +164,9 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
             "a batch of [data.train] has 1 sample(s) for 2 ranks",
         ),
         (
-            ["data.order={use='growing', start=1, until='9st'}", "train.length=20st", *IN_STEPS],
-            "data.order",
-            "step 0 of the order Growing has 1 sample(s) for 2 ranks",
+            ["data.sampler={use='batch_size_warmup', start=1, until='9st'}", "train.length=20st", *IN_STEPS],
+            "data.sampler",
+            "step 0 of the sampler Growing has 1 sample(s) for 2 ranks",
         ),
     ],
 )
@@ -182,9 +182,9 @@ def test_what_would_break_a_step_up_is_refused(
 def test_what_leaves_a_step_whole_is_not(told: Callable[..., Mapping[str, str]]) -> None:
     """1,437 samples: 29 of them are left at the end of an epoch, for 2 ranks or 4."""
     assert told() == told(ranks=4) == {}
-    assert told("train.micro_batch=32") == told("train.global_batch=2", "train.last_batch=drop") == {}
+    assert told("train.micro_batch=32") == told("train.global_batch=2", "train.drop_last=true") == {}
     assert told("train.global_batch=2", "train.length=5st") == {}
-    assert told("data.order={use='repeated', times=2, steps=5}", "train.length=9st", *IN_STEPS) == {}
+    assert told("data.sampler={use='reuse_batches', times=2, steps=5}", "train.length=9st", *IN_STEPS) == {}
 
 
 def test_an_evaluation_set_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:

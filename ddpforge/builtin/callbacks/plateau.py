@@ -15,7 +15,7 @@ logger = logging.getLogger("ddpforge")
 class ReduceOnPlateau(Callback):
     """Multiplies the learning rate by `factor` after `patience` evaluations in a row without a new best of `metric`.
 
-    The schedule continues; its rate is multiplied by the product of all reductions, which is never below `least`.
+    The schedule continues; its rate is multiplied by the product of all reductions, which is never below `min_lr_ratio`.
     After a reduction the count of evaluations starts again.
     """
 
@@ -28,12 +28,14 @@ class ReduceOnPlateau(Callback):
         factor: Annotated[
             float, Field(gt=0, lt=1, description="Multiplier of the learning rate at each reduction.")
         ] = 0.1,
-        least: Annotated[float, Field(ge=0, lt=1, description="Lower bound of the product of all reductions.")] = 0.0,
+        min_lr_ratio: Annotated[
+            float, Field(ge=0, lt=1, description="Lower bound of the product of all reductions.")
+        ] = 0.0,
         min_delta: MinDelta = 0.0,
         mode: Mode = None,
     ) -> None:
         self.metric = metric
-        self._patience, self._factor, self._least = patience, factor, least
+        self._patience, self._factor, self._min_lr_ratio = patience, factor, min_lr_ratio
         self._best = Best(metric, mode, min_delta)
         self._now = 1.0
 
@@ -47,7 +49,7 @@ class ReduceOnPlateau(Callback):
         if self._best.waited < self._patience:
             return
         self._best.waited = 0
-        if (lower := max(self._least, self._now * self._factor)) < self._now:
+        if (lower := max(self._min_lr_ratio, self._now * self._factor)) < self._now:
             self._now = lower
             logger.info("step %d: %s is on a plateau; the learning rate is multiplied by %g", step, self.metric, lower)
 

@@ -38,8 +38,8 @@ class WarmupAfterRollback(Callback):
     For `train.on_nonfinite = "rollback"`: with the same rate and almost the same samples, training may diverge again.
     """
 
-    def __init__(self, steps: Steps = 100, lowest: Lowest = 0.0) -> None:
-        self._rise = _Rise(lowest, steps)
+    def __init__(self, steps: Steps = 100, min_lr_ratio: Lowest = 0.0) -> None:
+        self._rise = _Rise(min_lr_ratio, steps)
 
     def lr_factor(self) -> float:
         """Returns 1, or less for some steps after a rollback."""
@@ -67,7 +67,7 @@ class SpikeGuard(Callback):
 
     A spike is a loss of more than `ratio` times the median of the last `window` rows. Training then goes back to the
     newest checkpoint and skips the steps since the previous row; skipped steps count as done. The rate falls to
-    `lowest` times its normal value, and rises again over `steps` steps. With `undo = false` training does not go back,
+    `min_lr_ratio` times its normal value, and rises again over `steps` steps. With `rollback = false` training does not go back,
     and only the rate falls.
 
     A spike is detected when its row is logged. Therefore `track.every` is the maximum delay, and the number of skipped
@@ -78,13 +78,13 @@ class SpikeGuard(Callback):
         self,
         ratio: Annotated[float, Field(gt=1, le=1e6, description="Minimum ratio of a spike to the median.")] = 2.0,
         window: Annotated[int, Field(ge=3, le=10_000, description="Number of rows in the median.")] = 20,
-        lowest: Lowest = 0.1,
+        min_lr_ratio: Lowest = 0.1,
         steps: Steps = 100,
-        undo: Annotated[bool, Field(description="Go back to the newest checkpoint, and skip these steps.")] = True,
+        rollback: Annotated[bool, Field(description="Go back to the newest checkpoint, and skip these steps.")] = True,
     ) -> None:
-        self._ratio, self._window, self.goes_back = ratio, window, undo
+        self._ratio, self._window, self.goes_back = ratio, window, rollback
         self._losses: deque[float] = deque(maxlen=window)
-        self._rise = _Rise(lowest, steps)
+        self._rise = _Rise(min_lr_ratio, steps)
         self._row = 0  # step of the newest row
         self._asked = False  # a request to go back is pending
 

@@ -58,8 +58,8 @@ def hugging_face(
     ] = None,
     classes: Classes = None,
     shuffle: Shuffle = False,
-    window: Window = 1,
-    lanes: Lanes = (8, 4),
+    shuffle_buffer: Window = 1,
+    interleave: Lanes = (8, 4),
 ) -> Rows | Streamed | Shards:
     """Loads a dataset with `datasets.load_dataset`; a sample is the tuple of the chosen columns.
 
@@ -78,8 +78,10 @@ def hugging_face(
         EnvironmentProblem: The dataset cannot be loaded.
         UsageError: A column does not exist, or options contradict each other.
     """
-    if not streaming and (shard_lengths or index or shuffle or window > 1):
-        raise UsageError("shard_lengths, index, shuffle and window need streaming = true; without it, see [data.order]")
+    if not streaming and (shard_lengths or index or shuffle or shuffle_buffer > 1):
+        raise UsageError(
+            "shard_lengths, index, shuffle and shuffle_buffer need streaming = true; without it, see [data.sampler]"
+        )
     if shard_lengths and index:
         raise UsageError("shard_lengths and index both determine the lengths of shards: set only one of them")
     options: dict[str, Any] = {"revision": revision} | ({"data_files": data_files} if data_files else {})
@@ -96,7 +98,7 @@ def hugging_face(
     data = data.select_columns(list(columns)) if features else data
     if lengths is None:
         return Streamed(data, columns, number)
-    return Shards(data, columns, number, lengths, shuffle, window, lanes)
+    return Shards(data, columns, number, lengths, shuffle, shuffle_buffer, interleave)
 
 
 def _loaded(path: str, name: str | None, split: str, streaming: bool, options: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -182,11 +184,11 @@ class Shards(_Tuples, PartedData):
         classes: int | None,
         parts: Sequence[int],
         shuffle: bool,
-        window: int,
-        lanes: tuple[int, int],
+        shuffle_buffer: int,
+        interleave: tuple[int, int],
     ) -> None:
         super().__init__(data, columns, classes)
-        self.parts, self.shuffle, self.window, self.lanes = parts, shuffle, window, lanes
+        self.parts, self.shuffle, self.shuffle_buffer, self.interleave = parts, shuffle, shuffle_buffer, interleave
 
     def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Mapping[str, Any]]:
         """Yields the rows of a shard; `datasets` reads and drops skipped rows."""

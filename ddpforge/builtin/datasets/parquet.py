@@ -40,15 +40,15 @@ class Parquet(PartedData):
         ],
         classes: Classes = None,
         shuffle: Shuffle = False,
-        window: Window = 1,
-        lanes: Lanes = (8, 4),
+        shuffle_buffer: Window = 1,
+        interleave: Lanes = (8, 4),
     ) -> None:
         self._columns = list(columns)
         self._groups: list[tuple[str, int]] = []
         self.parts: list[int] = []
         for file in map(str, find_files(path, ".parquet")):
             self._look(file)
-        self.shuffle, self.window, self.lanes = shuffle, window, lanes
+        self.shuffle, self.shuffle_buffer, self.interleave = shuffle, shuffle_buffer, interleave
         if classes is not None:
             self.classes = classes
 

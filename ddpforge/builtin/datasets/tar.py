@@ -112,8 +112,8 @@ class Tar(PartedData):
         ] = (),
         classes: Classes = None,
         shuffle: Shuffle = False,
-        window: Window = 1,
-        lanes: Lanes = (8, 4),
+        shuffle_buffer: Window = 1,
+        interleave: Lanes = (8, 4),
         index: Annotated[
             str | None,
             Field(
@@ -129,7 +129,7 @@ class Tar(PartedData):
         self._files = find_files(path, ".tar")
         self._members = [_indexed(file, self._fields, index) for file in self._files]
         self.parts = [len(found) for found in self._members]
-        self.shuffle, self.window, self.lanes = shuffle, window, lanes
+        self.shuffle, self.shuffle_buffer, self.interleave = shuffle, shuffle_buffer, interleave
         self.random = bool(transforms)
         if classes is not None:
             self.classes = classes

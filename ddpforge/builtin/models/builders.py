@@ -175,18 +175,18 @@ def moe_gpt(
     width: _Width = 128,
     dropout: _Dropout = 0.0,
     experts: Annotated[int, Field(ge=2, le=4096, description="Number of experts per block.")] = 8,
-    active: Annotated[int, Field(ge=1, le=64, description="Number of experts per token; less than `experts`.")] = 2,
-    capacity: Annotated[
+    top_k: Annotated[int, Field(ge=1, le=64, description="Number of experts per token; less than `experts`.")] = 2,
+    capacity_factor: Annotated[
         float,
         Field(
             gt=0, le=4096, description="Capacity of an expert, as a multiple of its even share of a sequence's choices."
         ),
     ] = 1.5,
 ) -> nn.Module:
-    """Builds a mixture-of-experts GPT: [B, T] int64 → `Routed`, for the task `moe_language_modelling`.
+    """Builds a mixture-of-experts GPT: [B, T] int64 → `Routed`, for the task `moe_language_modeling`.
 
-    Each token is routed to its `active` most probable experts. An expert accepts `capacity` times its even share of a
-    sequence's choices, earlier tokens first. Choices beyond the capacity are dropped: their expert adds nothing to the
+    Each token is routed to its `top_k` most probable experts. An expert accepts `capacity_factor` times its even share of a
+    sequence's choices, earlier tokens first. Choices beyond this capacity are dropped: their expert adds nothing to the
     residual stream. Each sequence is routed separately, so dropped choices and expert usage do not depend on ranks or
     micro-batches.
     """
@@ -200,6 +200,6 @@ def moe_gpt(
         width=width,
         dropout=dropout,
         experts=experts,
-        active=active,
-        capacity=capacity,
+        top_k=top_k,
+        capacity_factor=capacity_factor,
     )

@@ -20,15 +20,15 @@ class GPT(nn.Module):
     """Names of `nn.ModuleList`s with most of the model's parameters; strategies shard their members one by one."""
 
     tensor_plan: Mapping[str, str] = {
-        "tokens": "vocabulary",
+        "tokens": "embedding_rowwise",
         "blocks.0": "scatter",
-        "blocks.*.*_norm": "sequence",
-        "blocks.*.attention.qkv": "columns:3",
-        "blocks.*.attention.projection": "rows",
-        "blocks.*.mlp.0": "columns",
-        "blocks.*.mlp.2": "rows",
-        "norm": "sequence",
-        "head": "logits",
+        "blocks.*.*_norm": "sequence_parallel",
+        "blocks.*.attention.qkv": "colwise:3",
+        "blocks.*.attention.projection": "rowwise",
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+        "norm": "sequence_parallel",
+        "head": "colwise_gather_output",
     }
     """Styles in which tensor parallelism shards the layers."""
 

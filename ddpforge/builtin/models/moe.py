@@ -41,12 +41,12 @@ class MoEGPT(GPT):
         width: int = 128,
         dropout: float = 0.0,
         experts: int = 8,
-        active: int = 2,
-        capacity: float = 1.5,
+        top_k: int = 2,
+        capacity_factor: float = 1.5,
     ) -> None:
-        if active >= experts:
-            raise ValueError(f"active = {active} is not less than experts = {experts}")
-        self.mixture = (experts, active, capacity)
+        if top_k >= experts:
+            raise ValueError(f"top_k = {top_k} is not less than experts = {experts}")
+        self.mixture = (experts, top_k, capacity_factor)
         super().__init__(
             vocab_size=vocab_size, block_size=block_size, layers=layers, heads=heads, width=width, dropout=dropout
         )
@@ -96,10 +96,10 @@ class Mixture(nn.Module):
     """Mixture of experts: a router and its experts."""
 
     def __init__(
-        self, width: int, dropout: float, residual_std: float, experts: int, active: int, capacity: float
+        self, width: int, dropout: float, residual_std: float, experts: int, top_k: int, capacity: float
     ) -> None:
         super().__init__()
-        self.active, self.capacity = active, capacity
+        self.top_k, self.capacity = top_k, capacity
         self.router = _Router(width, experts, bias=False)
         self.experts = ExpertLayers(experts, width, residual_std)
         self.dropout = nn.Dropout(dropout)
@@ -108,31 +108,31 @@ class Mixture(nn.Module):
         """Maps [B, T, width] → [B, T, width], and balance and dropped fraction of each sequence: [B, 2]."""
         batch, length, width = x.shape
         shares = self.router(x).float().softmax(-1)  # [B, T, experts]
-        weights, chosen = shares.topk(self.active)  # [B, T, active]
+        weights, chosen = shares.topk(self.top_k)  # [B, T, top_k]
         weights = weights / weights.sum(-1, keepdim=True)
 
         experts = shares.shape[-1]
-        places = math.ceil(self.capacity * self.active * length / experts)
-        choices = F.one_hot(chosen.flatten(1), experts)  # [B, T·active, experts], earlier tokens first
+        places = math.ceil(self.capacity * self.top_k * length / experts)
+        choices = F.one_hot(chosen.flatten(1), experts)  # [B, T·top_k, experts], earlier tokens first
         number = (choices.cumsum(1) - choices).gather(2, chosen.flatten(1)[..., None])[
             ..., 0
         ]  # index among the choices of the same expert
         kept = number < places
         nowhere = experts * places  # extra slot for dropped choices
-        place = torch.where(kept, chosen.flatten(1) * places + number, nowhere)  # [B, T·active]
+        place = torch.where(kept, chosen.flatten(1) * places + number, nowhere)  # [B, T·top_k]
 
         slots = self._dealt(x, place, nowhere).view(batch, experts, places, width)
         outputs = self.experts(slots.transpose(0, 1).flatten(1, 2))  # [experts, B·places, width]
         outputs = outputs.view(experts, batch, places, width).transpose(0, 1).flatten(1, 2)
         outputs = F.pad(outputs, (0, 0, 0, 1))  # dropped choices read zeros
-        found = outputs.gather(1, place[..., None].expand(-1, -1, width)).view(batch, length, self.active, width)
+        found = outputs.gather(1, place[..., None].expand(-1, -1, width)).view(batch, length, self.top_k, width)
         mixed: Tensor = self.dropout((found * weights[..., None].to(found.dtype)).sum(2))
         return mixed, self._usage(shares, choices, kept)
 
     def _dealt(self, x: Tensor, place: Tensor, nowhere: int) -> Tensor:
         """Returns the tokens in the experts' slots, [B, experts·places, width]; empty slots are zeros."""
         batch, length, width = x.shape
-        token = torch.arange(length, device=x.device).repeat_interleave(self.active).expand(batch, -1)
+        token = torch.arange(length, device=x.device).repeat_interleave(self.top_k).expand(batch, -1)
         whose = torch.full((batch, nowhere + 1), length, device=x.device).scatter(1, place, token)[:, :nowhere]
         return F.pad(x, (0, 0, 0, 1)).gather(1, whose[..., None].expand(-1, -1, width))
 

@@ -20,7 +20,9 @@ from ddpforge.interfaces import Duration, Horizon, Schedule
 log = logging.getLogger("ddpforge")
 
 _Warmup = Annotated[Duration, Field(description="Duration of the linear rise to the full learning rate.")]
-_Final = Annotated[float, Field(ge=0, le=1, description="Factor at the last step, a fraction of the learning rate.")]
+_MinLRRatio = Annotated[
+    float, Field(ge=0, le=1, description="Factor at the last step, a fraction of the learning rate.")
+]
 _NONE = Duration(0, "st")
 
 
@@ -29,21 +31,21 @@ def constant(horizon: Horizon, *, warmup: _Warmup = _NONE) -> Schedule:
     return _after_warmup(_warmup_steps(horizon, warmup), lambda s: 1.0)
 
 
-def linear(horizon: Horizon, *, warmup: _Warmup = _NONE, final: _Final = 0.0) -> Schedule:
-    """Returns 1 - (1 - final) · p with p = (s - W) / (T - 1 - W): 1 at step W, `final` at the last step.
+def linear(horizon: Horizon, *, warmup: _Warmup = _NONE, min_lr_ratio: _MinLRRatio = 0.0) -> Schedule:
+    """Returns 1 - (1 - min_lr_ratio) · p with p = (s - W) / (T - 1 - W): 1 at step W, `min_lr_ratio` at the last step.
 
     Raises ValueError if the warm-up is not shorter than the run, or the run's length is a wall time.
     """
-    return _fall(horizon, warmup, final, lambda p: 1 - p)
+    return _fall(horizon, warmup, min_lr_ratio, lambda p: 1 - p)
 
 
-def cosine(horizon: Horizon, *, warmup: _Warmup = _NONE, final: _Final = 0.0) -> Schedule:
-    """Returns final + (1 - final) · (1 + cos πp) / 2 with p as for `linear`: 1 at step W, `final` at the last step.
+def cosine(horizon: Horizon, *, warmup: _Warmup = _NONE, min_lr_ratio: _MinLRRatio = 0.0) -> Schedule:
+    """Returns r + (1 - r) · (1 + cos πp) / 2 with r = `min_lr_ratio` and p as for `linear`: 1 at step W, r at the end.
 
     Schedule of Loshchilov and Hutter, "SGDR" (2017), without restarts. Raises ValueError if the warm-up is not
     shorter than the run, or the run's length is a wall time.
     """
-    return _fall(horizon, warmup, final, lambda p: (1 + math.cos(math.pi * p)) / 2)
+    return _fall(horizon, warmup, min_lr_ratio, lambda p: (1 + math.cos(math.pi * p)) / 2)
 
 
 def step(
@@ -82,14 +84,14 @@ def step(
 def wsd(
     horizon: Horizon,
     *,
-    decay: Annotated[Duration, Field(description="Duration of the decay to `final` at the end of the run.")],
+    decay: Annotated[Duration, Field(description="Duration of the decay to `min_lr_ratio` at the end of the run.")],
     shape: Annotated[
         Literal["linear", "1-sqrt"], Field(description="Shape of the decay; 1-sqrt is steep at first.")
     ] = "linear",
-    final: _Final = 0.0,
+    min_lr_ratio: _MinLRRatio = 0.0,
     warmup: _Warmup = _NONE,
 ) -> Schedule:
-    """Returns the warmup-stable-decay factor: 1 before the last D = `decay` steps, final + (1 - final) · (1 - f) then.
+    """Returns the warmup-stable-decay factor: 1 before the last D = `decay` steps, min_lr_ratio + (1 - min_lr_ratio) · (1 - f) then.
 
     f is p, or √p for "1-sqrt", with p = (s - (T - D) + 1) / D, which is 1 at the last step. See Hägele et al.,
     "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (2024).
@@ -107,17 +109,17 @@ def wsd(
 
     def factor(s: int) -> float:
         p = min(1.0, max(0.0, (s - (total - length) + 1) / length))
-        return final + (1 - final) * (1 - (p if shape == "linear" else math.sqrt(p)))
+        return min_lr_ratio + (1 - min_lr_ratio) * (1 - (p if shape == "linear" else math.sqrt(p)))
 
     return _after_warmup(first, factor)
 
 
 # ---------------------------------------------------------------------------------------------- parts
-def _fall(horizon: Horizon, warmup: Duration, final: float, shape: Callable[[float], float]) -> Schedule:
-    """Returns a schedule from 1 to `final` along `shape`, which falls from 1 to 0 while p rises from 0 to 1."""
+def _fall(horizon: Horizon, warmup: Duration, min_lr_ratio: float, shape: Callable[[float], float]) -> Schedule:
+    """Returns a schedule from 1 to `min_lr_ratio` along `shape`, which falls from 1 to 0 while p rises from 0 to 1."""
     first = _warmup_steps(horizon, warmup)
     span = max(1, _total(horizon) - 1 - first)  # a single step after the warm-up has p = 0
-    return _after_warmup(first, lambda s: final + (1 - final) * shape(min(1.0, (s - first) / span)))
+    return _after_warmup(first, lambda s: min_lr_ratio + (1 - min_lr_ratio) * shape(min(1.0, (s - first) / span)))
 
 
 def _after_warmup(steps: int, schedule: Schedule) -> Schedule:

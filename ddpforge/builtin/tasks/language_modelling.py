@@ -55,7 +55,7 @@ class LanguageModelling(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Returns the summed cross-entropy, and the logits (None with `loss_chunk`)."""
-        tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
+        tokens, targets = pair(batch, "language_modeling", "(tokens, targets)")
         if self.loss_chunk is not None:
             from ddpforge.builtin.tasks.chunked import chunked_cross_entropy  # imports torch
 
@@ -64,10 +64,10 @@ class LanguageModelling(Task):
                 targets=targets,
                 chunk=self.loss_chunk,
                 ignore_index=self.ignore_index,
-                task="language_modelling",
+                task="language_modeling",
             )
             return model(tokens, score=score), None
-        logits = one_tensor(model(tokens), "language_modelling")
+        logits = one_tensor(model(tokens), "language_modeling")
         return self.cross_entropy(logits, targets), logits
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class LanguageModelling(Task):
         try:
             return self.sum_of_losses(logits, targets)
         except (IndexError, RuntimeError, ValueError) as error:
-            refuse_targets(error, "language_modelling", logits, targets)
+            refuse_targets(error, "language_modeling", logits, targets)
 
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the summed cross-entropy, in float32."""
@@ -83,9 +83,9 @@ class LanguageModelling(Task):
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Returns per sample the mean `loss`, the number of counted `tokens`, and their `losses` [T], 0 for others."""
-        tokens, targets = pair(batch, "language_modelling", "(tokens, targets)")
+        tokens, targets = pair(batch, "language_modeling", "(tokens, targets)")
         outputs = model(tokens)
-        logits = one_tensor(getattr(outputs, "logits", outputs), "language_modelling")
+        logits = one_tensor(getattr(outputs, "logits", outputs), "language_modeling")
         losses = cross_entropy(
             logits.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index, reduction="none"
         )
@@ -93,7 +93,7 @@ class LanguageModelling(Task):
 
     def count(self, batch: Batch) -> Tensor:
         """Returns the number of targets that are not `ignore_index`."""
-        _, targets = pair(batch, "language_modelling", "(tokens, targets)")
+        _, targets = pair(batch, "language_modeling", "(tokens, targets)")
         return (targets != self.ignore_index).sum()
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -21,7 +21,7 @@ class MaskedLM(Task):
     """Cross-entropy of randomly chosen tokens, which are masked in the input, as in BERT (Devlin et al., 2019).
 
     A batch is tokens [B, T], a pair that begins with them, or {input_ids, attention_mask} for a model of transformers.
-    In each sample the fraction `share` of the tokens is chosen, at least one. They are replaced by `mask_token`, except
+    In each sample the fraction `mlm_probability` of the tokens is chosen, at least one. They are replaced by `mask_token`, except
     for the fraction `keep` of them, which stays. The loss is in nats per chosen token, in float32; its exponential is
     reported as `perplexity`. Tokens are chosen anew in every pass; in evaluation they are always the same.
     """
@@ -33,11 +33,13 @@ class MaskedLM(Task):
         self,
         *,
         mask_token: Annotated[int, Field(ge=0, lt=2**24, description="Token that replaces a masked token.")],
-        share: Annotated[float, Field(gt=0, lt=1, description="Fraction of a sample's tokens to predict.")] = 0.15,
+        mlm_probability: Annotated[
+            float, Field(gt=0, lt=1, description="Fraction of a sample's tokens to predict.")
+        ] = 0.15,
         keep: Annotated[float, Field(ge=0, lt=1, description="Fraction of chosen tokens that stay.")] = 0.1,
         metrics: Annotated[Sequence[Metric], Field(description="Metrics of the chosen tokens to report.")] = (),
     ) -> None:
-        self.mask_token, self.share, self.keep = mask_token, share, keep
+        self.mask_token, self.mlm_probability, self.keep = mask_token, mlm_probability, keep
         self.reports = by_name(metrics, "perplexity")
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -66,7 +68,7 @@ class MaskedLM(Task):
     def _chosen(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """Returns the number of chosen tokens of each sample, [B]."""
         # It depends only on the length, so that `count` can compute it too.
-        return (lengths_of(tokens, mask) * self.share).round().clamp(min=1).long()
+        return (lengths_of(tokens, mask) * self.mlm_probability).round().clamp(min=1).long()
 
     def count(self, batch: Any) -> Tensor:
         """Returns the number of chosen tokens."""

@@ -23,11 +23,11 @@ class _Outputs(NamedTuple):
 
 
 class MoELanguageModelling(LanguageModelling):
-    """Task `language_modelling` plus a load-balancing loss of the experts, for models such as `moe_gpt`.
+    """Task `language_modeling` plus a load-balancing loss of the experts, for models such as `moe_gpt`.
 
-    The loss is the cross-entropy plus `balance` times the model's balance of each sequence (1 if experts are used
+    The loss is the cross-entropy plus `aux_loss_weight` times the model's aux_loss_weight of each sequence (1 if experts are used
     evenly), weighted by its number of targets. It does not depend on ranks and micro-batches. Also reported:
-    `cross_entropy` (used for perplexity and bits), `balance`, and `dropped`, the fraction of choices that exceed the
+    `cross_entropy` (used for perplexity and bits), `aux_loss_weight`, and `dropped`, the fraction of choices that exceed the
     capacity of an expert.
     """
 
@@ -37,24 +37,24 @@ class MoELanguageModelling(LanguageModelling):
         self,
         *,
         ignore_index: IgnoredTarget = IGNORED,
-        balance: Annotated[float, Field(ge=0, le=100, description="Weight of the load-balancing loss.")] = 0.01,
+        aux_loss_weight: Annotated[float, Field(ge=0, le=100, description="Weight of the load-balancing loss.")] = 0.01,
     ) -> None:
         super().__init__(ignore_index=ignore_index)
-        self.balance = balance
+        self.aux_loss_weight = aux_loss_weight
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         """Returns the summed cross-entropy plus the weighted balance, and the values for `metrics`."""
-        tokens, targets = pair(batch, "moe_language_modelling", "(tokens, targets)")
+        tokens, targets = pair(batch, "moe_language_modeling", "(tokens, targets)")
         routed = model(tokens)
         if not all(hasattr(routed, name) for name in ("logits", "balance", "dropped")):
             raise UsageError(
-                f"task moe_language_modelling needs a model with experts, but {type(model).__name__} does not return "
+                f"task moe_language_modeling needs a model with experts, but {type(model).__name__} does not return "
                 "`balance` and `dropped`",
-                hints=['set model.use = "moe_gpt"', 'or task.use = "language_modelling"'],
+                hints=['set model.use = "moe_gpt"', 'or task.use = "language_modeling"'],
             )
         cross_entropy = self.cross_entropy(routed.logits, targets)
         balance = (routed.balance * self._weights(targets)).sum()
-        return cross_entropy + self.balance * balance, _Outputs(cross_entropy, routed.balance, routed.dropped)
+        return cross_entropy + self.aux_loss_weight * balance, _Outputs(cross_entropy, routed.balance, routed.dropped)
 
     def metrics(self, outputs: _Outputs, batch: Batch) -> Mapping[str, Total]:
         """Returns the parts of the loss per target, and the dropped fraction."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MLflowTracker"]
 
-_STATES = {"done": "FINISHED", "stopped": "KILLED"}  # all other states are FAILED
+_STATES = {"done": "FINISHED", "preempted": "KILLED"}  # all other states are FAILED
 _MOST_PARAMS = 100  # in one request
 _LONGEST_PARAM = 500  # characters, accepted by every server
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}  # mlflow's default is minutes

@@ -139,10 +139,10 @@ class WandbTracker(Tracker):
         self.log(step, {"trainer/resumed_at": step})
 
     def finish(self, *, state: str, summary: Mapping[str, float]) -> None:
-        """Uploads the remaining data; marks the run as failed unless `state` is done or stopped."""
+        """Uploads the remaining data; marks the run as failed unless `state` is done or preempted."""
         try:
             self._run.summary.update({"state": state, **summary})
-            self._run.finish(exit_code=0 if state in ("done", "stopped") else 1)
+            self._run.finish(exit_code=0 if state in ("done", "preempted") else 1)
         except TimeoutError:
             logger.warning(
                 "W&B: the upload is incomplete; complete it with: wandb sync %s", self._run.settings.sync_dir

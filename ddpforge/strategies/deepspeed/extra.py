@@ -58,7 +58,7 @@ _OWNERS = {
     "curriculum_learning": "[data.train]",
     "data_efficiency": "[data.train]",
     "data_types": "train.precision",
-    "dataloader_drop_last": "train.last_batch",
+    "dataloader_drop_last": "train.drop_last",
     "fp16": "train.precision",
     "gradient_accumulation_steps": "train.micro_batch",
     "gradient_clipping": "train.clip_norm",

@@ -63,7 +63,7 @@ class FSDPReplica(TorchReplica):
     def exact(self) -> Iterator[bool]:
         """Also yields False if weights are gathered in lower precision."""
         with super().exact() as exact:
-            yield exact and self._strategy.gather == "fp32"
+            yield exact and self._strategy.all_gather_dtype == "fp32"
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -73,7 +73,7 @@ class FSDPReplica(TorchReplica):
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Also postpones communication to the last micro-batch: the all-reduce over replicas, or all of it."""
-        if self._strategy.accumulate == "whole":
+        if self._strategy.no_sync:
             self._model.set_requires_gradient_sync(last)
         elif self._strategy.replicas > 1:
             self._model.set_requires_all_reduce(last)

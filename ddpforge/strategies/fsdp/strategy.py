@@ -14,7 +14,7 @@ from pydantic import Field
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Cuts, Refusal, Replica, Strategy, Task, Weights, World
 from ddpforge.strategies.fsdp.grid import Grid
-from ddpforge.strategies.tensor.options import Loss, Sequenced, Sharing, Styles, Tensored
+from ddpforge.strategies.tensor.options import LossParallel, Sequenced, Sharing, Styles, Tensored
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,19 +78,19 @@ class FSDP(Strategy):
         ] = 1,
         tensor: Tensored = 1,
         plan: Styles = None,
-        sequence: Sequenced = False,
-        loss: Loss = "whole",
+        sequence_parallel: Sequenced = False,
+        loss_parallel: LossParallel = False,
         reshard_after_forward: Annotated[
             bool, Field(description="Free a block's weights after its forward pass and gather them again for backward.")
         ] = True,
-        accumulate: Annotated[
-            Literal["shards", "whole"],
+        no_sync: Annotated[
+            bool,
             Field(
-                description='How gradients of a step\'s micro-batches are added up: in "shards", or "whole", which'
+                description="Reduce gradients only in the last micro-batch of a step, as torch's `no_sync` does, which"
                 " saves communication and costs the memory of all gradients."
             ),
-        ] = "shards",
-        gather: Annotated[
+        ] = False,
+        all_gather_dtype: Annotated[
             Literal["fp32", "compute"],
             Field(
                 description='Dtype in which a block\'s weights are gathered: "fp32", or "compute", the dtype of'
@@ -111,16 +111,16 @@ class FSDP(Strategy):
     ) -> None:
         self.experts, self.spread = experts, cast("Spread | None", None)
         self.reshard_after_forward = reshard_after_forward
-        self.accumulate = accumulate
-        self.gather = gather
+        self.no_sync = no_sync
+        self.all_gather_dtype = all_gather_dtype
         self.cpu_offload = cpu_offload
         self.meta = meta
-        self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
+        self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence_parallel, loss_parallel=loss_parallel)
         self._lay_out(Grid(replicas=replicas, context=context, tensor=tensor))
         self.shares: Shares | None = None
         if tensor > 1:  # layers then compute with shares of weights, which torchao supports only with its own styles
             self.contract = replace(self.contract, float8=False, scores=False)
-        if accumulate == "whole":
+        if no_sync:
             self.contract = replace(
                 self.contract, accumulates="whole, in fp32; one reduce-scatter per step, in the last micro-batch"
             )
@@ -180,11 +180,11 @@ class FSDP(Strategy):
             from ddpforge.strategies.fsdp.experts import refusals_of_experts
 
             yield from refusals_of_experts(self.experts, self.grid, train, ranks, cpu_offload=self.cpu_offload)
-        if self.gather == "compute" and train.precision == "fp32":
+        if self.all_gather_dtype == "compute" and train.precision == "fp32":
             yield Refusal(
-                "strategy.gather",
-                'strategy.gather = "compute" has no effect while train.precision is "fp32"',
-                ('set train.precision = "bf16", or remove strategy.gather',),
+                "strategy.all_gather_dtype",
+                'strategy.all_gather_dtype = "compute" has no effect while train.precision is "fp32"',
+                ('set train.precision = "bf16", or remove strategy.all_gather_dtype',),
             )
 
     @property
@@ -322,7 +322,7 @@ class FSDP(Strategy):
         return FSDPReplica(self, model, optimizer)
 
     def _shard_block(self, model: nn.Module, block: nn.Module) -> None:
-        if self.gather == "compute" and self.world.device.type == "cpu":
+        if self.all_gather_dtype == "compute" and self.world.device.type == "cpu":
             _refuse_norms(block)
         self._agree_on(block)
         self._cut(model, block)
@@ -339,7 +339,9 @@ class FSDP(Strategy):
             mesh=mesh,
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=policy(
-                precision_for(self.train.precision, self.world.device).dtype if self.gather == "compute" else None,
+                precision_for(self.train.precision, self.world.device).dtype
+                if self.all_gather_dtype == "compute"
+                else None,
                 reduced(block),
             ),
             offload_policy=self._offload(),
@@ -374,7 +376,7 @@ def _refuse_norms(block: nn.Module) -> None:
     for name, module in block.named_modules():
         if isinstance(module, nn.LayerNorm | nn.GroupNorm) and module.weight is not None:
             raise StrategyError(
-                f'strategy.gather = "compute" rounds the weights of `{name}`, a {type(module).__name__}, which torch '
-                "supports on a GPU but not on a CPU",
-                hints=["remove strategy.gather"],
+                f'strategy.all_gather_dtype = "compute" rounds the weights of `{name}`, a {type(module).__name__}, '
+                "which torch supports on a GPU but not on a CPU",
+                hints=["remove strategy.all_gather_dtype"],
             )

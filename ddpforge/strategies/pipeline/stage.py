@@ -136,7 +136,7 @@ def _travels(found: Any, step: Step) -> Any:
     raise StrategyError(
         f"`{step.name}` returns a {type(found).__name__}, but a pipeline can send only a tensor or a tuple of tensors "
         "to the next rank",
-        hints=["return tensors, or cut elsewhere with strategy.split"],
+        hints=["return tensors, or cut elsewhere with strategy.split_points"],
     )
 
 

@@ -158,13 +158,13 @@ def cut_where(steps: Sequence[Step], split: Sequence[str], parts: int) -> list[i
         if name not in names[1:]:
             near = get_close_matches(name, names[1:], n=3, cutoff=0)
             raise UsageError(
-                f"strategy.split: no part can begin with `{name}`", hints=[f"near it are {', '.join(near)}"]
+                f"strategy.split_points: no part can begin with `{name}`", hints=[f"near it are {', '.join(near)}"]
             )
     begins = [0, *map(names.index, split)]
     if len(begins) != parts or any(one >= other for one, other in pairwise(begins)):
         raise UsageError(
-            f"strategy.split must name {parts - 1} steps in their order, the first of each of {parts} parts but the "
-            f"first part, but it has {len(split)}: {', '.join(split)}",
+            f"strategy.split_points must name {parts - 1} steps in their order, the first of each of {parts} parts but "
+            f"the first part, but it has {len(split)}: {', '.join(split)}",
             hints=["remove it: parts then cost about the same"],
         )
     return begins

@@ -13,7 +13,7 @@ from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Refusal, Replica, Simulation, Strategy, Task, World
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp.grid import Grid
-from ddpforge.strategies.tensor.options import Loss, Sequenced, Sharing, Styles, Tensored
+from ddpforge.strategies.tensor.options import LossParallel, Sequenced, Sharing, Styles, Tensored
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -64,7 +64,7 @@ class Pipeline(Strategy):
                 " the model. ZeroBubble schedules compute gradients of weights while a rank would wait."
             ),
         ] = "1F1B",
-        split: Annotated[
+        split_points: Annotated[
             Sequence[str],
             Field(
                 max_length=2**13,
@@ -81,10 +81,10 @@ class Pipeline(Strategy):
         ] = "ddp",
         tensor: Tensored = 1,
         plan: Styles = None,
-        sequence: Sequenced = False,
-        loss: Loss = "whole",
+        sequence_parallel: Sequenced = False,
+        loss_parallel: LossParallel = False,
     ) -> None:
-        self.stages, self.schedule, self.split, self.tensor = stages, schedule, split, tensor
+        self.stages, self.schedule, self.split_points, self.tensor = stages, schedule, split_points, tensor
         self._ranks = 0  # 0: not known yet
         self.sharded = data == "fsdp"
         if self.sharded:
@@ -95,7 +95,7 @@ class Pipeline(Strategy):
             )
         if tensor > 1:
             self.contract = replace(self.contract, cuts=("layers", "steps"))
-        self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence, loss=loss)
+        self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence_parallel, loss_parallel=loss_parallel)
 
     # -- before the loop
     @property
@@ -211,8 +211,8 @@ class Pipeline(Strategy):
         steps = declared_steps(model)
         if self._ranks and not any(self._refusals_of_ranks(self._ranks)):
             self._begins(model, steps, self.stages_of(self._ranks) * SCHEDULES[self.schedule].parts)
-        elif self.split:
-            cut_where(steps, self.split, len(self.split) + 1)
+        elif self.split_points:
+            cut_where(steps, self.split_points, len(self.split_points) + 1)
         self.sharing.check(model, task, blocks)
 
     def check_data(self, data: Any) -> None:
@@ -289,7 +289,7 @@ class Pipeline(Strategy):
         """Returns the number of the first step of each part."""
         from ddpforge.strategies.pipeline.steps import cut_evenly, cut_where
 
-        return cut_where(steps, self.split, parts) if self.split else cut_evenly(model, steps, parts)
+        return cut_where(steps, self.split_points, parts) if self.split_points else cut_evenly(model, steps, parts)
 
     def _shard(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Shards this rank's blocks, then the rest of its part of the model."""
@@ -310,11 +310,11 @@ class Pipeline(Strategy):
         refuse_ties(tied, model)
 
     def _refuse_batchnorm(self, model: nn.Module) -> None:
-        if self.train.elastic_shards and any(isinstance(module, compat.batch_norms()) for module in model.modules()):
+        if self.train.virtual_ranks and any(isinstance(module, compat.batch_norms()) for module in model.modules()):
             raise StrategyError(
-                "train.elastic_shards keeps statistics of BatchNorm for one shard after the other, but a pipeline "
-                "computes several shards at the same time",
-                hints=["remove train.elastic_shards, or normalise with GroupNorm or LayerNorm"],
+                "train.virtual_ranks keeps statistics of BatchNorm for one virtual rank after the other, but a pipeline "
+                "computes several at the same time",
+                hints=["remove train.virtual_ranks, or normalise with GroupNorm or LayerNorm"],
             )
 
     def _keep(self, model: nn.Module, mine: set[int], shares: Shares | None) -> None:
@@ -349,7 +349,7 @@ class Pipeline(Strategy):
             if not found:
                 raise StrategyError(
                     f"rank {rank} would have nothing to train: the steps of its stage have no trainable parameters",
-                    hints=["cut elsewhere with strategy.split, use fewer stages, or freeze fewer parameters"],
+                    hints=["cut elsewhere with strategy.split_points, use fewer stages, or freeze fewer parameters"],
                 )
 
     def _groups(self, alike: Mapping[str, Sequence[int]], here: int) -> dict[str, dist.ProcessGroup]:

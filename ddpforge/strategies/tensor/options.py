@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ddpforge.strategies.tensor.plan import Plan, Style
     from ddpforge.strategies.tensor.shares import Shares
 
-__all__ = ["Loss", "Sequenced", "Sharing", "Styles", "Tensored"]
+__all__ = ["LossParallel", "Sequenced", "Sharing", "Styles", "Tensored"]
 
 Tensored = Annotated[
     int,
@@ -40,28 +40,32 @@ Sequenced = Annotated[
     bool,
     Field(description="With `tensor`: cut activations between layers (norms, residual stream) along the sequence."),
 ]
-Loss = Annotated[
-    Literal["whole", "vocabulary"],
+LossParallel = Annotated[
+    bool,
     Field(
-        description='With `tensor`: compute the loss from "whole" logits, or keep them cut along the "vocabulary",'
-        " which saves memory; for tasks that compute only cross-entropies of logits."
+        description="With `tensor`: keep logits split along the vocabulary up to the loss, which saves memory; for tasks"
+        " that compute only cross-entropies of logits."
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Options `tensor`, `plan`, `sequence` and `loss` of a strategy."""
+    """Options `tensor`, `plan`, `sequence_parallel` and `loss_parallel` of a strategy."""
 
     tensor: int = 1
     plan: Mapping[str, str] | None = None
     sequence: bool = False
-    loss: str = "whole"
+    loss_parallel: bool = False
 
     def refusals(self, train: TrainSection) -> Iterator[Refusal]:
         """Refuses options that have no effect without tensor parallelism, or do not work with it."""
         if self.tensor == 1:
-            for key, chosen in (("plan", self.plan), ("sequence", self.sequence), ("loss", self.loss != "whole")):
+            for key, chosen in (
+                ("plan", self.plan),
+                ("sequence_parallel", self.sequence),
+                ("loss_parallel", self.loss_parallel),
+            ):
                 if chosen:
                     yield Refusal(
                         f"strategy.{key}",
@@ -88,11 +92,11 @@ class Sharing:
         """Raises UsageError or StrategyError if the model or the task does not support these options."""
         if self.tensor > 1:
             self._resolved(model, blocks)
-        if self.loss == "vocabulary" and not task.takes_split_logits:
+        if self.loss_parallel and not task.takes_split_logits:
             raise UsageError(
-                f'strategy.loss = "vocabulary" keeps logits split, but {type(task).__name__} needs whole logits',
+                f" strategy.loss_parallel = true keeps logits split, but {type(task).__name__} needs whole logits",
                 hints=[
-                    "remove strategy.loss",
+                    "remove strategy.loss_parallel",
                     "or set takes_split_logits = True in the task, if it passes logits only to cross_entropy",
                 ],
             )
@@ -112,7 +116,7 @@ class Sharing:
             return None
         from ddpforge.strategies.tensor.shares import Shares
 
-        logits = mesh if self.loss == "vocabulary" else None
+        logits = mesh if self.loss_parallel else None
         shares = Shares(self._resolved(model, blocks), ranks, world.device, sequence=self.sequence, logits=logits)
         shares.attach(model)
         return shares
@@ -135,7 +139,7 @@ class Sharing:
 
     def losses(self) -> AbstractContextManager[Any]:
         """Wraps the loss of split logits and its backward pass; must not be nested."""
-        if self.loss != "vocabulary":
+        if not self.loss_parallel:
             return nullcontext()
         from torch.distributed.tensor.parallel import loss_parallel
 
@@ -148,5 +152,6 @@ class Sharing:
     def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
         from ddpforge.strategies.tensor.plan import resolve
 
-        vocabulary = self.loss == "vocabulary"
-        return resolve(model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=vocabulary)
+        return resolve(
+            model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=self.loss_parallel
+        )

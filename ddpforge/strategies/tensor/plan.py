@@ -11,22 +11,21 @@ from typing import Any, NamedTuple, NoReturn
 from torch import nn
 
 from ddpforge.errors import StrategyError, UsageError
+from ddpforge.recipe.renamed import renamed_plan_word
 from ddpforge.strategies.tensor.cut import Cut
 
 __all__ = ["LAYERS", "Plan", "Style", "check_words", "resolve"]
 
-LAYERS = ("columns", "rows", "vocabulary", "logits", "summed", "replicated")
-_SEQUENCE = ("scatter", "sequence", "gather")
-_ALIASES = {  # transformers' words
-    "colwise": "columns",
-    "packed_colwise": "columns:2",
-    "rowwise": "rows",
-    "embedding_rowwise": "vocabulary",
-    "colwise_gather_output": "logits",
-    "colwise_rep": "logits",
-    "replicated_with_grad_allreduce": "summed",
-    "sequence_parallel": "sequence",
-}
+LAYERS = (
+    "colwise",
+    "rowwise",
+    "embedding_rowwise",
+    "colwise_gather_output",
+    "replicated_with_grad_allreduce",
+    "replicated",
+)
+_SEQUENCE = ("scatter", "sequence_parallel", "gather")
+_ALIASES = {"packed_colwise": "colwise:2", "colwise_rep": "colwise_gather_output"}  # in plans of transformers
 
 
 class Style(NamedTuple):
@@ -99,7 +98,7 @@ def _resolved(
         raise UsageError(
             f"strategy.tensor = {ranks} needs a plan for cutting layers, but {kind} has none",
             hints=[
-                'give the class `tensor_plan = {"blocks.*.up": "columns", "blocks.*.down": "rows"}`',
+                'give the class `tensor_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`',
                 "or write [strategy.plan] in the recipe, or set strategy.tensor = 1",
             ],
         )
@@ -138,11 +137,12 @@ def _matched(model: nn.Module, plan: Mapping[str, str], where: str) -> dict[str,
 
 def _style(glob: str, text: object, where: str) -> Style:
     word, _, parts = _ALIASES.get(str(text), str(text)).partition(":")
-    if word not in LAYERS + _SEQUENCE or (parts and (word != "columns" or not parts.isdecimal() or not int(parts))):
+    if word not in LAYERS + _SEQUENCE or (parts and (word != "colwise" or not parts.isdecimal() or not int(parts))):
         raise StrategyError(
             f'{where}: `{glob}` has the style "{text}", which tensor parallelism does not have',
             hints=[
-                f"styles: {', '.join(LAYERS)}; columns:3 for three weights in one; along the sequence "
+                *renamed_plan_word(str(text)),
+                f"styles: {', '.join(LAYERS)}; colwise:3 for three weights in one; along the sequence "
                 f"{', '.join(_SEQUENCE)}",
                 f"supported styles of transformers: {', '.join(_ALIASES)}",
             ],
@@ -156,20 +156,21 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
     own = {key for key, _ in module.named_parameters()}
     linear = isinstance(module, nn.Linear) and own <= {"weight", "bias"}
     right = {
-        "columns": linear,
-        "rows": linear and (type(module).forward is nn.Linear.forward),
-        "vocabulary": isinstance(module, nn.Embedding)
+        "colwise": linear,
+        "rowwise": linear and (type(module).forward is nn.Linear.forward),
+        "embedding_rowwise": isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
         and module.max_norm is None
         and not module.scale_grad_by_freq,
-        "logits": linear or not own,
+        "colwise_gather_output": linear or not own,
     }.get(style.word, True)
     if not right:
         needs = {
-            "columns": "a torch.nn.Linear",
-            "rows": "a torch.nn.Linear with torch's own forward",
-            "vocabulary": "a torch.nn.Embedding with torch's own forward, without max_norm and scale_grad_by_freq",
-            "logits": "a torch.nn.Linear, or a module without parameters that receives the weights in forward",
+            "colwise": "a torch.nn.Linear",
+            "rowwise": "a torch.nn.Linear with torch's own forward",
+            "embedding_rowwise": "a torch.nn.Embedding with torch's own forward, without max_norm and"
+            " scale_grad_by_freq",
+            "colwise_gather_output": "a torch.nn.Linear, or a module without parameters that receives the weights in forward",
         }[style.word]
         raise StrategyError(
             f'`{name}` ({type(module).__name__}) cannot be cut as "{style.word}", which needs {needs}',
@@ -185,7 +186,7 @@ def _refuse_forgotten(model: nn.Module, blocks: Sequence[nn.Module], styles: Map
             raise StrategyError(
                 f"{where} has no style for `{name}` ({type(module).__name__}): every rank would hold and compute all "
                 "of it",
-                hints=['give it "columns" or "rows"', 'or "replicated" if that is intended'],
+                hints=['give it "colwise" or "rowwise"', 'or "replicated" if that is intended'],
             )
 
 
@@ -194,27 +195,31 @@ def _check_sequence(styles: Mapping[str, Style], where: str, *, sequence: bool, 
     words = [style.word for style in styles.values()]
     if sequence and words.count("scatter") != 1:
         raise UsageError(
-            f'strategy.sequence = true needs one module with the style "scatter", at which the sequence is cut, '
-            f"but {where} has {words.count('scatter')}",
-            hints=['give the first block "scatter", norms "sequence", and the last "gather" if no "logits" follow'],
+            'strategy.sequence_parallel = true needs one module with the style "scatter", at which the sequence is '
+            f"split, but {where} has {words.count('scatter')}",
+            hints=[
+                'give the first block "scatter", norms "sequence_parallel", and the last "gather" if no '
+                '"colwise_gather_output" follow'
+            ],
         )
-    if split_logits and words.count("logits") != 1:
+    if split_logits and words.count("colwise_gather_output") != 1:
         raise UsageError(
-            f'strategy.loss = "vocabulary" needs one layer with the style "logits", but {where} has '
-            f"{words.count('logits')}",
-            hints=["remove strategy.loss"],
+            f'strategy.loss_parallel = true needs one layer with the style "colwise_gather_output", but {where} has '
+            f"{words.count('colwise_gather_output')}",
+            hints=["remove strategy.loss_parallel"],
         )
 
 
 def _check_tied(model: nn.Module, styles: Mapping[str, Style], where: str) -> None:
     """Raises StrategyError for an output layer without weights unless exactly one embedding is cut."""
-    cut = [name for name, style in styles.items() if style.word == "vocabulary"]
+    cut = [name for name, style in styles.items() if style.word == "embedding_rowwise"]
     for name, style in styles.items():
         bare = next(model.get_submodule(name).parameters(), None) is None
-        if style.word == "logits" and bare and len(cut) != 1:
+        if style.word == "colwise_gather_output" and bare and len(cut) != 1:
             raise StrategyError(
-                f'{where} has "logits" for `{name}`, which has no weights, and "vocabulary" for {len(cut)} embeddings',
-                hints=['give "vocabulary" to the one embedding whose weights it uses'],
+                f'{where} has "colwise_gather_output" for `{name}`, which has no weights, and "embedding_rowwise" for '
+                f"{len(cut)} embeddings",
+                hints=['give "embedding_rowwise" to the one embedding whose weights it uses'],
             )
 
 
@@ -239,7 +244,10 @@ def _cut(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> Plan:
         if known != cut:
             raise StrategyError(
                 f"`{first[id(parameter)]}` and `{name}` are one parameter, but the plan cuts it in two ways",
-                hints=['give an embedding "vocabulary" and the output layer that is tied to it "logits", or neither'],
+                hints=[
+                    'give an embedding "embedding_rowwise" and the output layer that is tied to it '
+                    '"colwise_gather_output", or neither'
+                ],
             )
     return Plan(styles, {name: cut for name, cut in cuts.items() if cut}, aliases)
 
@@ -252,11 +260,11 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 def _cut_of(model: nn.Module, name: str, parameter: nn.Parameter, style: Style, ranks: int) -> Cut | None:
     shape = tuple(parameter.shape)
-    if style.word in ("vocabulary", "logits"):
+    if style.word in ("embedding_rowwise", "colwise_gather_output"):
         return Cut(shape, 0, 0, ranks)  # the last rank may have fewer
-    if style.word not in ("columns", "rows") or (style.word == "rows" and len(shape) == 1):
+    if style.word not in ("colwise", "rowwise") or (style.word == "rowwise" and len(shape) == 1):
         return None
-    dim = 0 if style.word == "columns" else 1
+    dim = 0 if style.word == "colwise" else 1
     unit = _head(model, name)
     if shape[dim] % (style.parts * ranks):
         _refuse_share(name, f"{_stretches(shape[dim], dim, style.parts)}", ranks)

@@ -27,8 +27,8 @@ def refuse_uneven(positions: int, ranks: int) -> None:
     """Raises UsageError if a sequence of `positions` positions cannot be cut into `ranks` equal parts."""
     if positions % ranks:
         raise UsageError(
-            f"strategy.sequence cuts sequences into {ranks} equal parts, but a sequence has {positions} positions",
-            hints=["pad sequences to a multiple of that number", "or set strategy.sequence = false"],
+            f"strategy.sequence_parallel cuts sequences into {ranks} equal parts, but a sequence has {positions} positions",
+            hints=["pad sequences to a multiple of that number", "or set strategy.sequence_parallel = false"],
         )
 
 
@@ -64,12 +64,14 @@ class Shares:
         """Returns the names of whole parameters whose gradient must be summed over ranks."""
         found = set()
         for owner, style in self.plan.styles.items():
-            shares = style.word == "summed" or (self._sequence and style.word in ("sequence", "gather"))
+            shares = style.word == "replicated_with_grad_allreduce" or (
+                self._sequence and style.word in ("sequence_parallel", "gather")
+            )
             if shares:
                 found |= {f"{owner}.{key}" for key, _ in model.get_submodule(owner).named_parameters()}
             if (
                 self._sequence
-                and style.word == "rows"
+                and style.word == "rowwise"
                 and getattr(model.get_submodule(owner), "bias", None) is not None
             ):
                 found.add(f"{owner}.bias")
@@ -78,7 +80,9 @@ class Shares:
     # -- for a rank with only some of the model's layers
     def splits_behind(self, modules: Iterable[str]) -> bool:
         """True if activations are split over ranks after the modules of these names, in the order of their use."""
-        opens, closes = ({"scatter"}, {"gather", "logits"}) if self._sequence else ({"columns"}, {"rows"})
+        opens, closes = (
+            ({"scatter"}, {"gather", "colwise_gather_output"}) if self._sequence else ({"colwise"}, {"rowwise"})
+        )
         split = False
         for name in modules:
             if style := self.plan.styles.get(name):
@@ -97,16 +101,16 @@ class Shares:
         self.summed = self._summed(model)
         for name, style in self.plan.styles.items():
             module = model.get_submodule(name)
-            if style.word == "columns":
+            if style.word == "colwise":
                 if not self._sequence:
                     around = model.get_submodule(name.rpartition(".")[0])
                     around.register_forward_pre_hook(self._outside)
                 module.register_forward_pre_hook(self._enter)
-            elif style.word == "rows":
+            elif style.word == "rowwise":
                 module.forward = partial(self._rows, module)
-            elif style.word == "vocabulary":
+            elif style.word == "embedding_rowwise":
                 module.forward = partial(self._embed, module, self._cut_of(name))
-            elif style.word == "logits":
+            elif style.word == "colwise_gather_output":
                 self._attach_logits(module, self._vocabulary(model, name))
             elif self._sequence and style.word == "scatter":
                 module.register_forward_pre_hook(self._scatter)
@@ -181,7 +185,9 @@ class Shares:
     def _vocabulary(self, model: nn.Module, owner: str) -> int:
         """Returns the number of logits; a layer without weights uses those of the only embedding that is cut."""
         source = (
-            owner if any(True for _ in model.get_submodule(owner).parameters()) else self.plan.owned("vocabulary")[0]
+            owner
+            if any(True for _ in model.get_submodule(owner).parameters())
+            else self.plan.owned("embedding_rowwise")[0]
         )
         return self._cut_of(source).shape[0]
 
@@ -236,8 +242,9 @@ class ShareGradients:
                     f"parameter `{name}` is whole on every rank, but the ranks that share layers have different "
                     "gradients of it: each rank used it for a share only",
                     hints=[
-                        'give its module the style "summed" in the plan, or "sequence" if the sequence is cut there',
-                        'look in the plan for "columns" without "rows" after it, and for "rows" without "columns"',
+                        'give its module the style "replicated_with_grad_allreduce" in the plan, or '
+                        '"sequence_parallel" if the sequence is split there',
+                        'look in the plan for "colwise" without "rowwise" after it, and for "rowwise" without "colwise"',
                     ],
                 )
 

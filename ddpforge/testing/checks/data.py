@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from ddpforge.builtin.orders.plain import Shuffled
+from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, open_data, seed_all
 from ddpforge.data.nests import digest, leaves, may_hold

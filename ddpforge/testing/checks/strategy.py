@@ -13,6 +13,7 @@ from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.reader import Reader
 from ddpforge.interfaces import Contract, Replica, Strategy
 from ddpforge.recipe import load_recipe
+from ddpforge.recipe.schema import VERSION
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.testing import companions
@@ -214,12 +215,12 @@ class _TrialRun:
         model = {"use": "mlp", "inputs": 64, "outputs": 10, "hidden": [8, 8]}
         sections = companions.DEFAULTS | {"model": model, "task": companions.COUNTED}
         return {
-            "recipe": 1,
+            "recipe": VERSION,
             "name": self.name,
             **{key: sections[key] for key in ("model", "task", "optimizer", "schedule")},
             "data": {"train": sections["data"]},
             "strategy": self.strategy,
-            "train": {"timeout": "60s", **self.train},
+            "train": {"collective_timeout": "60s", **self.train},
             "checkpoint": {"every": f"{_MIDDLE}st", "keep": {"last": 9}},
             "track": {"every": "1st"},
             "callbacks": {_PROBE: {"use": "ddpforge.tools.parity.probe:Probe", "steps": _STEPS, "inherit": False}},

@@ -74,7 +74,7 @@ def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Seque
     from ddpforge.ranks.join import join, leave
     from ddpforge.tools.doctor import together
 
-    train = loaded.recipe.train.model_copy(update={"timeout": _JOINING})
+    train = loaded.recipe.train.model_copy(update={"collective_timeout": _JOINING})
     try:
         world = join(train, build(registry, "strategy", loaded.recipe.strategy))
     except (ForgeError, RuntimeError) as failed:

@@ -37,7 +37,7 @@ class RunFailed(ForgeError):
 
     def __init__(self, spec: Spec, code: int, said: str) -> None:
         self.code = code
-        if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):  # a request to stop is meant for the comparison
+        if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):  # a request to stop is meant for the comparison
             self.code = int(ExitCode.INTERRUPTED)
             super().__init__(f"stopped during the run of `{spec.text}`; nothing was compared")
             return

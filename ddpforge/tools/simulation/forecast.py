@@ -145,7 +145,7 @@ def _simulated(parts: Built, ranks: int, build: Callable[[], Built]) -> list[Sim
 
     found: list[Simulated] = []
     first: dict[Hashable, int] = {}  # the place of the first rank of each kind
-    apart = parts.recipe.optimizer.groups or parts.recipe.optimizer.turns  # equal layers may be in different groups
+    apart = parts.recipe.optimizer.groups or parts.recipe.optimizer.updates  # equal layers may be in different groups
     for place, (rank, form) in enumerate(forms.items()):
         alike = first.setdefault(place if apart else (form, posts[more].get((place - 1, place))), place)
         if alike == place:

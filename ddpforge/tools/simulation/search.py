@@ -146,7 +146,7 @@ def _largest(
         return bool(one.fits)
 
     known = load_recipe(recipe, sets=[*sets, *spec.sets], registry=registry).recipe
-    shards = known.train.elastic_shards or build(registry, "strategy", known.strategy).data_ranks(spec.ranks)
+    shards = known.train.virtual_ranks or build(registry, "strategy", known.strategy).data_ranks(spec.ranks)
     micro = fitting(sizes(known.train.global_batch // shards), fits)
     return Choice(spec, checkpointing, micro, found[micro if micro else min(found)])
 

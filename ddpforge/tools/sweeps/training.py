@@ -57,8 +57,8 @@ class Plan:
         return cls(recipe, space, folder, nproc, base, registry)
 
     def metric(self, named: str | None) -> str:
-        """Returns the metric to compare runs: `named`, else `checkpoint.keep.by`, else the loss."""
-        return named or self.base.checkpoint.keep.by or ("eval/loss" if self.base.data.eval else "train/loss")
+        """Returns the metric to compare runs: `named`, else `checkpoint.keep.monitor`, else the loss."""
+        return named or self.base.checkpoint.keep.monitor or ("eval/loss" if self.base.data.eval else "train/loss")
 
     def split(self, variants: Sequence[Variant]) -> tuple[list[Variant], list[Trained]]:
         """Returns the runs to train, and the results of runs that have finished or diverged."""
@@ -245,5 +245,5 @@ def _outcome(path: Path, variant: Variant, log: Path, code: int) -> Trained:
         return Trained.of(standing(folder), log)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if "error" in line.casefold()), lines[-1] if lines else "")
-    state = "stopped" if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED, -signal.SIGTERM) else "refused"
+    state = "preempted" if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, -signal.SIGTERM) else "refused"
     return Trained(name=variant.name, state=state, error=said or f"exit code {code}", log=log)

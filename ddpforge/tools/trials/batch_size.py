@@ -69,7 +69,7 @@ def find_micro_batch(
     """
     train = load_recipe(recipe, sets=sets).recipe.train
     plan_batch(train.model_copy(update={"micro_batch": None}), ranks)  # raises RecipeError
-    shards = train.elastic_shards or ranks
+    shards = train.virtual_ranks or ranks
     tries: list[Try] = []
     room = _available() if ranks == 1 else None
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalSGD"]
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3
 
 _OUTER = "outer_momentum"  # beside the keys of the recipe's optimizer
 _BUCKET = 2**24  # elements that are averaged at once

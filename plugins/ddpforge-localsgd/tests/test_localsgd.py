@@ -21,7 +21,7 @@ from ddpforge_localsgd import LocalSGD
 
 ROOT = Path(__file__).parents[1]
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "./localsgd_parts.py:Net"

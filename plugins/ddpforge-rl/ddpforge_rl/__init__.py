@@ -6,4 +6,4 @@ from ddpforge_rl.task import PolicyGradient
 
 __all__ = ["ActorCritic", "Episodes", "PolicyGradient", "ddpforge_plugin_api"]
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3

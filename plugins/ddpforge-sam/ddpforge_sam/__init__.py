@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 __all__ = ["SharpnessAware", "sam"]
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3
 
 _TINY = 1e-12  # a gradient of zeros has no direction
 

@@ -20,7 +20,7 @@ from ddpforge_sam import sam
 
 ROOT = Path(__file__).parents[1]
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "./sam_parts.py:Net"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DataParallel", "NaiveSplit"]
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3
 
 log = logging.getLogger("ddpforge")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 __all__ = ["ddpforge_plugin_api", "timm_model"]
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3
 
 _Rate = Annotated[float, Field(ge=0, lt=1)]
 # What of timm's own keywords belongs to another option, or would give something that is not a classifier.

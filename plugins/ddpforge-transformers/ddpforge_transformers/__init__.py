@@ -1,3 +1,3 @@
 """Models, tokenizers and tasks of Hugging Face transformers for ddpforge."""
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3

@@ -10,7 +10,7 @@ from ddpforge_transformers.data import load_tokenizer
 
 __all__ = ["HFFolder"]
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3
 
 
 class HFFolder(Callback):

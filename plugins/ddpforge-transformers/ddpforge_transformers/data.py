@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 __all__ = ["TokenizedJSONL", "TokenizedText"]
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3
 
 Batch = dict[str, Tensor]
 IGNORED = -100  # a label that is not counted, as everywhere in transformers

@@ -23,7 +23,7 @@ from ddpforge_transformers.stages import say_steps
 
 __all__ = ["causal_lm", "masked_lm", "sequence_classification"]
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3
 
 _ModelType = Annotated[
     str | None, Field(description='A type of model with random weights, e.g. "llama"; or set `pretrained`.')

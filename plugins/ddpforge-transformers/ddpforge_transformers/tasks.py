@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 __all__ = ["CausalLM"]
 
-ddpforge_plugin_api = 2
+ddpforge_plugin_api = 3
 
 Batch = Mapping[str, Tensor]
 _Metrics = Annotated[Sequence[Metric], Field(description="What to report beside the loss.")]

@@ -40,7 +40,7 @@ def test_blocks_are_those_that_must_not_be_split(model_type: str, names: list[st
 def test_models_whose_authors_say_nothing_are_left_to_ddpforge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPT2LMHeadModel, "_no_split_modules", None)
     monkeypatch.setattr(GPT2Model, "_no_split_modules", None)
-    assert not hasattr(causal_lm(model_type="gpt2", options=TINY["gpt2"]), "repeated")
+    assert not hasattr(causal_lm(model_type="gpt2", options=TINY["gpt2"]), "reuse_batches")
 
 
 def test_saved_weights_are_loaded_in_float32(tmp_path: Path) -> None:

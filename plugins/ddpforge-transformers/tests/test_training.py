@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ddpforge_transformers.models import causal_lm
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "tiny"
 [model]
 use = "causal_lm"
@@ -147,7 +147,7 @@ def test_adapters_are_trained_alone_and_fold_into_what_transformers_loads(
         f'[model]\nuse = "causal_lm"\npretrained = "base"\nlora = {{{{ r = 4, targets = {json.dumps(targets)} }}}}\n'
     )
     (tmp_path / "tiny.toml").write_text((RECIPE[:begin] + option + RECIPE[end:]).format(tokenizer=tokenizer))
-    sets = ("--set=checkpoint.contents=trained", "--set=name=small", "--set=strategy.use=fsdp")
+    sets = ("--set=checkpoint.save=trainable", "--set=name=small", "--set=strategy.use=fsdp")
     ddpforge("run", "tiny.toml", *sets, ranks=2)
     last = [rows(tmp_path / "runs" / name)[-1]["eval/loss"] for name in ("tiny", "small")]
     assert last[0] == pytest.approx(last[1], rel=1e-5)

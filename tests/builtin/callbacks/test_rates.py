@@ -29,7 +29,7 @@ def info(step: int, loss: float | None = None) -> StepInfo:
 
 # ---------------------------------------------------------------------------------------------- plateau
 def test_the_rate_falls_after_each_plateau_and_not_below_the_least() -> None:
-    callback = ReduceOnPlateau(patience=2, factor=0.5, least=0.2)
+    callback = ReduceOnPlateau(patience=2, factor=0.5, min_lr_ratio=0.2)
     losses = [3.0, 2.0, 2.0, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert factors(callback, losses) == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.2]
 
@@ -74,7 +74,7 @@ def test_the_rate_rises_again_after_a_rollback() -> None:
         train={"on_nonfinite": "rollback"},
         checkpoint={"every": "3st"},
         evaluation=False,
-        callbacks={"warmup": WarmupAfterRollback(steps=4, lowest=0.0)},
+        callbacks={"warmup": WarmupAfterRollback(steps=4, min_lr_ratio=0.0)},
     )
     loop.fit()
     rates = {step: row["lr"] for step, row in loop.tracker.rows}
@@ -82,7 +82,7 @@ def test_the_rate_rises_again_after_a_rollback() -> None:
 
 
 def test_a_resumed_run_rises_on() -> None:
-    first, second = WarmupAfterRollback(steps=10, lowest=0.5), WarmupAfterRollback(steps=10, lowest=0.5)
+    first, second = WarmupAfterRollback(steps=10, min_lr_ratio=0.5), WarmupAfterRollback(steps=10, min_lr_ratio=0.5)
     first.on_rollback(20)
     assert first.lr_factor() == pytest.approx(0.55)
     for step in (21, 22):
@@ -101,7 +101,7 @@ def guarded(losses: Sequence[float | None], guard: SpikeGuard, first: int = 1) -
 
 
 def test_a_spike_lowers_the_rate_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    guard = SpikeGuard(ratio=2.0, window=3, lowest=0.2, steps=4, undo=False)
+    guard = SpikeGuard(ratio=2.0, window=3, min_lr_ratio=0.2, steps=4, rollback=False)
     with caplog.at_level(logging.WARNING, "ddpforge"):
         found = guarded([1.0, 1.1, 0.9, 1.9, None, 2.3, None, None, None, 1.0], guard)
     assert found == pytest.approx([1.0] * 5 + [0.4, 0.6, 0.8, 1.0, 1.0])
@@ -117,11 +117,11 @@ def test_a_spike_lowers_the_rate_for_a_while(caplog: pytest.LogCaptureFixture) -
     ],
 )
 def test_what_is_no_spike(losses: list[float]) -> None:
-    assert guarded(losses, SpikeGuard(window=3, undo=False)) == [1.0] * len(losses), "no lower rate"
+    assert guarded(losses, SpikeGuard(window=3, rollback=False)) == [1.0] * len(losses), "no lower rate"
 
 
 def test_a_loss_that_has_risen_for_good_becomes_usual() -> None:
-    guard = SpikeGuard(window=3, lowest=0.5, steps=1, undo=False)
+    guard = SpikeGuard(window=3, min_lr_ratio=0.5, steps=1, rollback=False)
     guarded([1.0, 1.0, 1.0, 9.0, 9.0], guard)
     assert guard.state()["since"] == 5
     guarded([9.0, 9.0], guard, first=6)
@@ -130,7 +130,7 @@ def test_a_loss_that_has_risen_for_good_becomes_usual() -> None:
 
 def test_a_resumed_run_is_guarded_alike() -> None:
     losses: list[Any] = [1.0, 1.0, None, 3.0, 9.0, 1.0, 4.0, 1.0]
-    straight, first, second = (SpikeGuard(window=3, steps=5, undo=False) for _ in range(3))
+    straight, first, second = (SpikeGuard(window=3, steps=5, rollback=False) for _ in range(3))
     expected = guarded(losses, straight)
     found = guarded(losses[:5], first)
     second.load_state(first.state())
@@ -155,7 +155,7 @@ class _Jumping(torch.nn.Module):
 
 def test_a_spike_is_undone_and_its_steps_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     """Step 5 spikes; back to the checkpoint of step 4, and on without step 5, at a lower rate."""
-    guard = SpikeGuard(ratio=2.0, window=3, lowest=0.5, steps=4)
+    guard = SpikeGuard(ratio=2.0, window=3, min_lr_ratio=0.5, steps=4)
     loop = Loop(steps=8, model=_Jumping(), checkpoint={"every": "2st"}, evaluation=False, callbacks={"guard": guard})
     with caplog.at_level(logging.WARNING, "ddpforge"):
         assert loop.fit() == "done"

@@ -423,7 +423,7 @@ def tables(tmp_path: Path) -> Path:
 
 
 def test_rows_of_parquet_files_are_used_once(tables: Path) -> None:
-    data = Parquet(path=str(tables), columns=["x", "y"], shuffle=True, window=3, lanes=(2, 2))
+    data = Parquet(path=str(tables), columns=["x", "y"], shuffle=True, shuffle_buffer=3, interleave=(2, 2))
     assert list(data.parts) == [20, 20, 10] * 2
     micro_batches = list(opened(data).evaluation())
     assert sorted(one for micro in micro_batches for one in numbers(micro)) == list(range(100))
@@ -526,7 +526,7 @@ def test_a_stream_of_hugging_face_with_and_without_known_shards(lines: Path) -> 
     assert [one for micro in opened(plain).evaluation() for one in numbers(micro)] == list(range(100))
 
     (lines / "lengths.txt").write_text("50\n50\n")
-    shards = streamed(lines, "json", shard_lengths=lines / "lengths.txt", lanes=(2, 1))
+    shards = streamed(lines, "json", shard_lengths=lines / "lengths.txt", interleave=(2, 1))
     assert list(shards.parts) == [50, 50]
     found = [numbers(micro) for micro in opened(shards).evaluation()]
     assert sorted(one for step in found for one in step) == list(range(100))
@@ -564,7 +564,7 @@ def test_parts_of_a_stream_are_read_by_whom_they_are_for(
         return original(self, part, epoch=epoch, skip=skip)
 
     monkeypatch.setattr(Shards, "open", noted)
-    data = parted(lanes=(ranks, workers))
+    data = parted(interleave=(ranks, workers))
     assert list(data.parts) == ROWS
     whose = [(rank, worker) for rank in range(ranks) for worker in range(workers)]
     seen = {
@@ -585,11 +585,11 @@ def test_parts_of_a_stream_are_read_by_whom_they_are_for(
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_in_parts_resumes_in_loader_processes(parted: Streams, workers: int) -> None:
-    data = parted(shuffle=True, window=3)
+    data = parted(shuffle=True, shuffle_buffer=3)
     straight = [sorted(numbers(micro)) for micro, _ in zip(opened(data).training(0), range(14), strict=False)]
     assert sorted(one for step in straight[:7] for one in step) == list(range(100))
     assert sorted(one for step in straight[7:] for one in step) == list(range(100))
-    again = opened(parted(shuffle=True, window=3), workers=workers).training(5)
+    again = opened(parted(shuffle=True, shuffle_buffer=3), workers=workers).training(5)
     assert [sorted(numbers(next(again))) for _ in range(4)] == straight[5:9]
 
 
@@ -599,7 +599,7 @@ def test_a_resume_reads_no_file_that_it_has_left(tmp_path: Path, form: str) -> N
     """Those may be gone: of 100 rows in six files, the last 24 are in two."""
     write_rows(tmp_path, form, ROWS)
     columns = {"columns": ["x.json", "y.json"], "path": "webdataset"} if form == "tar" else {}
-    data = streamed(tmp_path, form, index=str(tmp_path / "index"), lanes=(1, 1), **columns)
+    data = streamed(tmp_path, form, index=str(tmp_path / "index"), interleave=(1, 1), **columns)
     assert list(data.parts) == ROWS
     for number in range(4):
         (tmp_path / f"part-{number}.{form}").unlink()

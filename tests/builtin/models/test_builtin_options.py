@@ -50,7 +50,7 @@ def test_every_option_is_described(kind: str, name: str) -> None:
         ("data", "torchvision", '{"name": "MNIST", "split": "train", "mean": [0.5], "std": [0.0]}'),
         ("task", "classification", '{"label_smoothing": 1.0}'),
         ("task", "classification", '{"metrics": ["acuracy"]}'),
-        ("task", "language_modelling", '{"ignore_index": "pad"}'),
+        ("task", "language_modeling", '{"ignore_index": "pad"}'),
         ("task", "regression", '{"loss": "rmse"}'),
         ("task", "regression", '{"loss": "huber", "delta": 0.0}'),
         ("metric", "topk", '{"k": 0}'),

@@ -160,7 +160,7 @@ def test_a_weight_that_others_use_without_the_adapter_is_not_folded(tmp_path: Pa
 
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "lora"
@@ -178,7 +178,7 @@ lr = 1e-2
 length = "4st"
 global_batch = 32
 [checkpoint]
-contents = "trained"
+save = "trainable"
 """
 
 

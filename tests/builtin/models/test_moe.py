@@ -11,7 +11,7 @@ from ddpforge.errors import UsageError
 
 def mixture(capacity: float, active: int = 1) -> Mixture:
     """Two experts of one channel: the first doubles, the second gives ten times the token; x > 0 goes to the first."""
-    layer = Mixture(1, 0.0, 1.0, experts=2, active=active, capacity=capacity)
+    layer = Mixture(1, 0.0, 1.0, experts=2, top_k=active, capacity=capacity)
     layer.router.weight.data = torch.tensor([[5.0], [-5.0]])
 
     def compute(slots: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def test_what_finds_no_place_passes_by_and_is_counted_later_tokens_first() -> No
 
 def gpt(**options: int) -> MoEGPT:
     torch.manual_seed(0)
-    return MoEGPT(vocab_size=16, block_size=8, layers=2, heads=2, width=16, experts=4, capacity=1.0, **options)
+    return MoEGPT(vocab_size=16, block_size=8, layers=2, heads=2, width=16, experts=4, capacity_factor=1.0, **options)
 
 
 def test_a_position_depends_on_none_that_come_later_and_a_sequence_on_no_other() -> None:
@@ -60,7 +60,7 @@ def test_a_position_depends_on_none_that_come_later_and_a_sequence_on_no_other()
 
 
 def test_the_loss_of_a_batch_is_that_of_its_parts_and_the_balance_weighs_by_targets() -> None:
-    task, model = MoELanguageModelling(balance=0.5), gpt()
+    task, model = MoELanguageModelling(aux_loss_weight=0.5), gpt()
     tokens = torch.randint(16, (4, 8))
     targets = torch.where(torch.arange(8) < torch.tensor([[8], [3], [5], [1]]), tokens.roll(-1, 1), -100)
     loss, outputs = task.loss(model, (tokens, targets))
@@ -77,5 +77,5 @@ def test_the_loss_of_a_batch_is_that_of_its_parts_and_the_balance_weighs_by_targ
 def test_a_model_without_experts_and_too_many_active_ones_are_refused() -> None:
     with pytest.raises(UsageError, match="Linear does not return `balance` and `dropped`"):
         MoELanguageModelling().loss(nn.Linear(8, 8), (torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int64)))
-    with pytest.raises(ValueError, match="active = 4 is not less than experts = 4"):
-        gpt(active=4)
+    with pytest.raises(ValueError, match="top_k = 4 is not less than experts = 4"):
+        gpt(top_k=4)

@@ -35,7 +35,7 @@ def test_an_architecture_with_auxiliary_outputs_gives_logits_only() -> None:
 
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "run"
 [model]
 use = "torchvision"

@@ -32,7 +32,7 @@ def test_constant() -> None:
 
 def test_linear() -> None:
     assert table(linear(run(5)), 5) == [1.0, 0.75, 0.5, 0.25, 0.0]
-    assert table(linear(run(7), warmup=st(2), final=0.2), 7) == [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+    assert table(linear(run(7), warmup=st(2), min_lr_ratio=0.2), 7) == [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
 
 
 def test_cosine() -> None:
@@ -40,7 +40,7 @@ def test_cosine() -> None:
     falling = [1.0, round((1 + root) / 2, 6), 0.5, round((1 - root) / 2, 6), 0.0]
     assert table(cosine(run(5)), 5) == falling
     assert table(cosine(run(7), warmup=st(2)), 7) == [0.5, 1.0, *falling]
-    assert cosine(run(7), warmup=st(2), final=0.1)(6) == 0.1
+    assert cosine(run(7), warmup=st(2), min_lr_ratio=0.1)(6) == 0.1
 
 
 def test_step() -> None:
@@ -51,7 +51,7 @@ def test_step() -> None:
 
 def test_wsd() -> None:
     assert table(wsd(run(), decay=st(4), warmup=st(2))) == [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
-    assert table(wsd(run(), decay=st(4), final=0.2))[5:] == [1.0, 0.8, 0.6, 0.4, 0.2]
+    assert table(wsd(run(), decay=st(4), min_lr_ratio=0.2))[5:] == [1.0, 0.8, 0.6, 0.4, 0.2]
     assert table(wsd(run(), decay=st(4), shape="1-sqrt"))[5:] == [
         1.0,
         0.5,
@@ -73,8 +73,8 @@ def test_milestones_beyond_the_end_are_never_reached_and_named(caplog: pytest.Lo
     ("schedule", "torchs"),
     [
         (cosine(run(20)), lambda o: CosineAnnealingLR(o, T_max=19)),
-        (cosine(run(20), final=0.1), lambda o: CosineAnnealingLR(o, T_max=19, eta_min=0.1)),
-        (linear(run(20), final=0.3), lambda o: LinearLR(o, 1.0, 0.3, total_iters=19)),
+        (cosine(run(20), min_lr_ratio=0.1), lambda o: CosineAnnealingLR(o, T_max=19, eta_min=0.1)),
+        (linear(run(20), min_lr_ratio=0.3), lambda o: LinearLR(o, 1.0, 0.3, total_iters=19)),
         (step(run(20), milestones=[st(5), st(12)]), lambda o: MultiStepLR(o, [5, 12], gamma=0.1)),
         (constant(run(20), warmup=st(8)), lambda o: LinearLR(o, 1 / 8, 1.0, total_iters=7)),
     ],
@@ -112,10 +112,10 @@ def test_a_run_of_one_step_trains_at_the_full_rate(schedule: Callable[[Horizon],
     ("schedule", "last"),
     [
         (constant(run()), 1.0),
-        (linear(run(), final=0.2), 0.2),
-        (cosine(run(), final=0.2), 0.2),
+        (linear(run(), min_lr_ratio=0.2), 0.2),
+        (cosine(run(), min_lr_ratio=0.2), 0.2),
         (step(run(), milestones=[st(2)]), 0.1),
-        (wsd(run(), decay=st(2), final=0.2), 0.2),
+        (wsd(run(), decay=st(2), min_lr_ratio=0.2), 0.2),
     ],
 )
 def test_steps_beyond_the_run_keep_the_last_factor(schedule: Schedule, last: float) -> None:

@@ -80,7 +80,7 @@ def test_logits_that_are_not_finite_reach_no_gradient_of_ignored_targets() -> No
     hidden = torch.tensor([[torch.inf, 1.0], [1.0, 2.0]], requires_grad=True)
     weight = torch.eye(2, requires_grad=True)
     loss = chunked_cross_entropy(
-        hidden, weight, torch.tensor([IGNORED, 0]), chunk=2, ignore_index=IGNORED, task="language_modelling"
+        hidden, weight, torch.tensor([IGNORED, 0]), chunk=2, ignore_index=IGNORED, task="language_modeling"
     )
     loss.backward()
     assert loss.isfinite()
@@ -155,7 +155,7 @@ def test_a_model_that_does_not_take_the_loss_is_refused(model: Callable[[], nn.M
 _ZERO = """use = "deepspeed"
 stage = 3
 extra = { zero_optimization = { stage3_param_persistence_threshold = 0 } }"""
-_CHUNKED = RECIPE.replace('use = "language_modelling"', 'use = "language_modelling"\nloss_chunk = 5')
+_CHUNKED = RECIPE.replace('use = "language_modeling"', 'use = "language_modeling"\nloss_chunk = 5')
 
 
 def curve(strategy: str, ranks: int, recipe: str = _CHUNKED, **text: str) -> list[float]:
@@ -175,7 +175,7 @@ def whole(request: pytest.FixtureRequest) -> tuple[str, list[float]]:
         (DDP, 2),
         pytest.param('use = "fsdp"', 2, marks=pytest.mark.full),
         pytest.param('use = "fsdp"\ncontext = 2', 2, marks=pytest.mark.full),
-        ('use = "fsdp"\nmeta = true\naccumulate = "whole"', 2),
+        ('use = "fsdp"\nmeta = true\nno_sync = true', 2),
         (_ZERO, 2),
     ],
     ids=["single", "ddp", "fsdp", "context", "whole", "zero3"],
@@ -198,7 +198,7 @@ def test_an_output_layer_that_is_gathered_by_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [('use = "fsdp"\ntensor = 2', 2), ('use = "fsdp"\ntensor = 2\nloss = "vocabulary"', 2)]
+    ("strategy", "ranks"), [('use = "fsdp"\ntensor = 2', 2), ('use = "fsdp"\ntensor = 2\nloss_parallel = true', 2)]
 )
 def test_ranks_that_share_the_output_layer_are_refused(strategy: str, ranks: int) -> None:
     with pytest.raises(AssertionError, match="computes its loss within the model's forward"):

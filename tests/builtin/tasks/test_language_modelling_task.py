@@ -1,4 +1,4 @@
-"""What the task `language_modelling` promises."""
+"""What the task `language_modeling` promises."""
 
 import math
 from pathlib import Path

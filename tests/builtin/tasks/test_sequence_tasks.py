@@ -32,7 +32,7 @@ class Guesses(nn.Module):
 
 
 def test_a_share_of_every_sample_is_chosen_and_masked() -> None:
-    model, task = Guesses(), MaskedLM(mask_token=MASK, share=0.25, keep=0)
+    model, task = Guesses(), MaskedLM(mask_token=MASK, mlm_probability=0.25, keep=0)
     loss, (_, targets) = task.loss(model, TOKENS)
     chosen = targets != -100
     assert chosen.sum(dim=1).tolist() == [5] * 5
@@ -44,7 +44,7 @@ def test_a_share_of_every_sample_is_chosen_and_masked() -> None:
 
 def test_of_the_chosen_tokens_some_are_shown_all_the_same() -> None:
     torch.manual_seed(0)
-    model, task = Guesses(), MaskedLM(mask_token=MASK, share=0.5, keep=0.2)
+    model, task = Guesses(), MaskedLM(mask_token=MASK, mlm_probability=0.5, keep=0.2)
     tokens = torch.zeros(100, 100, dtype=torch.int64)
     _, (_, targets) = task.loss(model, tokens)
     hidden = (model.shown == MASK).sum().item()
@@ -55,7 +55,7 @@ def test_of_the_chosen_tokens_some_are_shown_all_the_same() -> None:
 def test_padding_is_never_chosen_and_one_token_of_every_sample_is() -> None:
     mask = (torch.arange(20) < torch.tensor([[1], [2], [10], [19], [20]])).long()
     batch = {"input_ids": TOKENS, "attention_mask": mask}
-    task = MaskedLM(mask_token=MASK, share=0.2)
+    task = MaskedLM(mask_token=MASK, mlm_probability=0.2)
     _, (_, targets) = task.loss(Guesses(), batch)
     assert (targets != -100).sum(dim=1).tolist() == [1, 1, 2, 4, 4]
     assert not ((targets != -100) & (mask == 0)).any()
@@ -63,7 +63,7 @@ def test_padding_is_never_chosen_and_one_token_of_every_sample_is() -> None:
 
 
 def test_metrics_are_those_of_the_chosen_tokens() -> None:
-    task = MaskedLM(mask_token=MASK, share=0.25, metrics=[Accuracy()])
+    task = MaskedLM(mask_token=MASK, mlm_probability=0.25, metrics=[Accuracy()])
     targets = TOKENS.masked_fill(torch.arange(20) >= 5, -100)
     found = task.metrics((F.one_hot(TOKENS, 17).float(), targets), TOKENS)["accuracy"]
     assert (float(found.sum), int(found.count)) == (25.0, 25)

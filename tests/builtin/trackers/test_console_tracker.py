@@ -99,9 +99,9 @@ def test_lines_become_rarer_up_to_one_in_half_a_minute(capsys: pytest.CaptureFix
 def test_the_last_row_is_shown_even_when_training_ends_early(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config())
     train(tracker, clock, range(1, 8), seconds=1 / 64)
-    tracker.finish(state="stopped", summary={})
+    tracker.finish(state="preempted", summary={})
     assert re.fullmatch(
-        rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\nstopped after 0s\n",
+        rf"{STAMP} step 1/300 .*\n{STAMP} step 7/300 \(2%\) loss 0\.1429 .*\npreempted after 0s\n",
         capsys.readouterr().err.split("\n", HEAD)[HEAD],
     )
 
@@ -180,7 +180,7 @@ def test_the_display_moves_between_rows(monkeypatch: pytest.MonkeyPatch) -> None
     clock.now += 39 / 64
     drawn = Console(file=io.StringIO(), width=100)
     drawn.print(tracker._frame())
-    tracker.finish(state="stopped", summary={})
+    tracker.finish(state="preempted", summary={})
     lines = drawn.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert re.fullmatch(r"━+ +40/300 13% backward", lines[0].rstrip())
     assert lines[1].startswith("64.0 step/s · data 25% · eta 4s · ")
@@ -196,7 +196,7 @@ def test_a_process_that_forks_prints_to_the_terminal_itself(monkeypatch: pytest.
     _write_directly()
     assert sys.stderr is terminal
     sys.stderr = proxy
-    tracker.finish(state="stopped", summary={})
+    tracker.finish(state="preempted", summary={})
     assert sys.stderr is terminal
 
 

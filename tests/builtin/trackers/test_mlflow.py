@@ -70,7 +70,7 @@ def test_metrics_by_step_the_recipe_tags_and_the_end(folder: Path, uri: str) -> 
     assert json.loads(Path(config).read_text()) == CONFIG
 
 
-@pytest.mark.parametrize(("state", "status"), [("stopped", "KILLED"), ("failed", "FAILED"), ("diverged", "FAILED")])
+@pytest.mark.parametrize(("state", "status"), [("preempted", "KILLED"), ("failed", "FAILED"), ("diverged", "FAILED")])
 def test_how_a_run_ended(folder: Path, uri: str, state: str, status: str) -> None:
     started(folder, uri).finish(state=state, summary={})
     assert (run_of(folder, uri).info.status, run_of(folder, uri).data.tags["state"]) == (status, state)
@@ -80,7 +80,7 @@ def test_a_resumed_run_is_the_same_run_and_later_values_count(folder: Path, uri:
     tracker = started(folder, uri)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0})
-    tracker.finish(state="stopped", summary={})
+    tracker.finish(state="preempted", summary={})
     tracker = started(folder, uri, resumed_at=2)
     tracker.log(3, {"train/loss": 3.0})
     tracker.finish(state="done", summary={})

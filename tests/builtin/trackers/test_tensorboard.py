@@ -44,11 +44,11 @@ def test_scalars_by_step_the_recipe_and_the_end(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0 / step, "lr": 0.5})
-    finish(tracker, "stopped")
+    finish(tracker, "preempted")
     assert scalars(tmp_path) == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3})
     assert scalars(tmp_path, "lr") == {1: 0.5, 2: 0.5, 3: 0.5}
     assert '"lr": 0.1' in texts(tmp_path, "config")[0]
-    assert '"state": "stopped"' in texts(tmp_path, "end")[3]
+    assert '"state": "preempted"' in texts(tmp_path, "end")[3]
 
 
 @pytest.mark.parametrize("resumes", [False, True])

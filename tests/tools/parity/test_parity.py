@@ -260,7 +260,7 @@ def test_one_tolerance_scales_the_others() -> None:
 
 # ---------------------------------------------------------------------------------------------- real runs
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
@@ -269,7 +269,7 @@ task = { use = "classification", metrics = ["accuracy"] }
 optimizer = { use = "adamw", lr = 0.01 }
 schedule = { use = "cosine", warmup = "10st" }
 train = { length = "1ep", global_batch = 24, micro_batch = 6, eval_every = "1ep" }
-checkpoint.keep = { last = 1, best = 1, by = "eval/accuracy" }
+checkpoint.keep = { last = 1, best = 1, monitor = "eval/accuracy" }
 track.loud = { use = "./wrong_strategies.py:Loud", file = "tracked" }
 callbacks.ema = { decay = 0.9 }
 """
@@ -387,7 +387,7 @@ def test_all_are_compared_on_the_cpu_where_there_are_too_few_gpus(
 
 
 def test_stopping_a_run_stops_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpforge.launchers.process.launch", lambda *_, **__: ExitCode.STOPPED)
+    monkeypatch.setattr("ddpforge.launchers.process.launch", lambda *_, **__: ExitCode.PREEMPTED)
     with pytest.raises(RunFailed) as caught:
         parity("tiny.toml", ["ddp", "single"], ranks=1, steps=1, out=Path("out"))
     assert caught.value.code == ExitCode.INTERRUPTED

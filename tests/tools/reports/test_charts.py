@@ -23,7 +23,7 @@ def test_curves_are_drawn_with_those_that_they_are_compared_to() -> None:
         "eval/x/loss",
     ]
     metrics += ["eval/accuracy", "train/samples_per_second", "perf/peak_memory_gib", "mine"]
-    metrics += ["train/time/data", "train/time/step", "train/tokens_per_second"]
+    metrics += ["train/time/data", "train/time/optimizer", "train/tokens_per_second"]
     found = charts([rows(2, **dict.fromkeys(metrics, 1.0)), rows(1, **{"train/loss": 2.0})])
     assert {chart.title: [curve.metric for curve in chart.curves] for chart in found} == {
         "loss": ["train/loss", "eval/loss", "eval/x/loss", "train/loss"],
@@ -32,7 +32,7 @@ def test_curves_are_drawn_with_those_that_they_are_compared_to() -> None:
         "gradient norm": ["train/grad_norm"],
         "samples per second": ["train/samples_per_second"],
         "peak memory gib": ["perf/peak_memory_gib"],
-        "share of time": ["train/time/data", "train/time/step"],
+        "share of time": ["train/time/data", "train/time/optimizer"],
         "tokens per second": ["train/tokens_per_second"],
         "mine": ["mine"],
     }

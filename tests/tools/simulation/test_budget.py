@@ -32,7 +32,7 @@ def test_what_auto_writes_trains_within_the_budget_and_a_sample_more_would_not(
     plan = benchmark()
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(plan.HEAD.replace("global_batch = 8", "global_batch = 24") + plan.MODELS["gpt-4m"])
-    auto = ["plan", str(recipe), "--ranks=2", "--auto", f"--strategies={strategy}", f"--budget={budget}B", "--write"]
+    auto = ["plan", str(recipe), "--ranks=2", "--auto", f"--strategies={strategy}", f"--memory={budget}B", "--write"]
     subprocess.run([sys.executable, "-m", "ddpforge", *auto], cwd=tmp_path, check=True)
     written = load_recipe(recipe).recipe
     assert (written.strategy.use, written.train.activation_checkpointing) == (strategy, False)

@@ -23,7 +23,7 @@ from ddpforge.tools.simulation.fake import pretended
 from ddpforge.tools.simulation.forecast import Forecast, forecast
 
 RECIPE = """
-recipe = 1
+recipe = 2
 name = "planned"
 [model]
 use = "gpt"
@@ -37,7 +37,7 @@ use = "text"
 split = "train"
 block_size = 16
 [task]
-use = "language_modelling"
+use = "language_modeling"
 [optimizer]
 use = "adamw"
 lr = 1e-3
@@ -318,7 +318,7 @@ class Odd(nn.Module):
         return self.layer(x)
 """
 DIGITS = """
-recipe = 1
+recipe = 2
 name = "odd"
 model = { use = "./odd.py:Odd", outputs = 10 }
 data.train = { use = "digits", split = "train" }

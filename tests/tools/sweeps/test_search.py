@@ -58,7 +58,7 @@ def test_a_search_that_was_killed_goes_on_with_what_it_had_begun(tmp_path: Path)
     first = search(tmp_path)
     before = [next(first), next(first), next(first)]
     first.told(before[0], outcome(before[0]))
-    made(tmp_path / before[1].name, state="stopped")
+    made(tmp_path / before[1].name, state="preempted")
 
     with trained(made(tmp_path / before[2].name, state="running")):  # by somebody else
         assert next(search(tmp_path)) == before[1]
@@ -71,7 +71,7 @@ def test_a_search_that_was_killed_goes_on_with_what_it_had_begun(tmp_path: Path)
 
 def test_the_study_hears_what_came_of_each_run(tmp_path: Path) -> None:
     found = search(tmp_path)
-    for state, loss in [("done", 0.5), ("done", None), ("diverged", None), ("failed", None), ("stopped", 0.1)]:
+    for state, loss in [("done", 0.5), ("done", None), ("diverged", None), ("failed", None), ("preempted", 0.1)]:
         variant = next(found)
         found.told(variant, outcome(variant, state, loss))
     assert [trial.state.name for trial in trials(tmp_path)] == ["COMPLETE", "PRUNED", "PRUNED", "FAIL", "RUNNING"]

@@ -23,7 +23,7 @@ if how == "waits":
     signal.signal(signal.SIGTERM, lambda *_: None)
     Path(folder.parent, folder.name + ".ready").touch()
     signal.pause()
-state, code = {"waits": ("stopped", 75), "failed": ("failed", 1)}.get(how, ("done", 0))
+state, code = {"waits": ("preempted", 75), "failed": ("failed", 1)}.get(how, ("done", 0))
 folder.mkdir(parents=True)
 (folder / "run.json").write_text(json.dumps({"id": "1", "created": "", "attempts": 1, "lineage": []}))
 (folder / "recipe.resolved.toml").write_text("")
@@ -78,7 +78,7 @@ def test_a_signal_lets_runs_save_and_begins_no_other(tmp_path: Path) -> None:
     ended, stopped = train(variants("waits", "waits", "done"), StandIns(recipe="", folder=tmp_path, jobs=2))
     stopper.join()
     assert stopped
-    assert sorted((one.name, one.state) for one in ended) == [("0-waits", "stopped"), ("1-waits", "stopped")]
+    assert sorted((one.name, one.state) for one in ended) == [("0-waits", "preempted"), ("1-waits", "preempted")]
     assert signal.getsignal(signal.SIGTERM) == before
 
 

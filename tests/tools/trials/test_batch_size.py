@@ -98,14 +98,14 @@ def run(*arguments: str) -> Any:
 
 
 def test_the_command_says_what_to_set(processes: Processes) -> None:
-    result = run("--budget", "2GiB")
+    result = run("--memory", "2GiB")
     assert result.stdout == "train.micro_batch = 16: 64 per step = 16 per forward pass × 4 accumulation × 1 rank\n"
     assert "micro-batch 64: does not fit" in result.stderr
     assert "micro-batch 16: fits, 2.00 GiB, 160 samples/s" in result.stderr
 
 
 def test_nothing_that_fits_is_a_failure(processes: Processes) -> None:
-    result = run("--budget", "1MiB", "--json")
+    result = run("--memory", "1MiB", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["micro_batch"] is None
 

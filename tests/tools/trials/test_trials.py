@@ -16,7 +16,7 @@ from support.launched import Ranks
 from ddpforge.cli import main
 
 RECIPE = """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "mlp", inputs = 64, outputs = 10, hidden = [16] }
 data.train = { use = "digits", split = "train" }
@@ -175,11 +175,11 @@ def test_tokens_are_shown_as_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     (tmp_path / "tiny.toml").write_text(
         """\
-recipe = 1
+recipe = 2
 name = "tiny"
 model = { use = "gpt", block_size = 20, layers = 1, heads = 1, width = 8 }
 data.train = { use = "text", split = "train", path = "text.txt", block_size = 20 }
-task = { use = "language_modelling" }
+task = { use = "language_modeling" }
 optimizer = { use = "adamw", lr = 0.01 }
 train = { length = "2st", global_batch = 4 }
 """

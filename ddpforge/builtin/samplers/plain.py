@@ -6,13 +6,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ddpforge.builtin.orders.permutation import permute
-from ddpforge.interfaces import EpochOrder
+from ddpforge.builtin.samplers.permutation import permute
+from ddpforge.interfaces import EpochBatchSampler
 
 __all__ = ["Sequential", "Shuffled"]
 
 
-class Shuffled(EpochOrder):
+class Shuffled(EpochBatchSampler):
     """Every sample once per epoch, in a different random order in each epoch; the default."""
 
     once = True
@@ -26,7 +26,7 @@ class Shuffled(EpochOrder):
         return permute(places, epochs, self.places, self._seed)
 
 
-class Sequential(EpochOrder):
+class Sequential(EpochBatchSampler):
     """Every sample once per epoch, in the order of the data."""
 
     once = True

@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.orders.columns import column, numbers
-from ddpforge.builtin.orders.permutation import draw, key, permute
+from ddpforge.builtin.samplers.columns import column, numbers
+from ddpforge.builtin.samplers.permutation import draw, key, permute
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import EpochOrder, mix
+from ddpforge.interfaces import EpochBatchSampler, mix
 
 __all__ = ["Balanced", "Weighted"]
 
 _STEPS, _CLASSES, _MEMBERS, _OFFSET = 0x57E9, 0xC1A5, 0x3E3B, 0x0FF5  # separate the random numbers of different uses
 
 
-class Balanced(EpochOrder):
+class Balanced(EpochBatchSampler):
     """Balanced classes: the sample counts of classes differ by at most one in each step and in each epoch.
 
     Within a step the order is random. Without `replacement`, all samples of a class come before one of them comes
@@ -84,7 +84,7 @@ class Balanced(EpochOrder):
         return found
 
 
-class Weighted(EpochOrder):
+class Weighted(EpochBatchSampler):
     """Weighted sampling: in an epoch of n samples, a sample comes n · weight / Σ weights times, rounded up or down.
 
     Systematic sampling, in random order: equidistant points on the cumulative weights, with a random offset for each

@@ -1,4 +1,4 @@
-"""Checks of orders: the samples of a step depend only on the step."""
+"""Checks of samplers: the samples of a step depend only on the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpforge.interfaces import EpochOrder, Order
+from ddpforge.interfaces import BatchSampler, EpochBatchSampler
 from ddpforge.testing.cases import Case
 from ddpforge.testing.register import check
 from ddpforge.testing.report import Breach, blame
@@ -16,7 +16,7 @@ from ddpforge.testing.worlds import Worlds
 _STEPS = 64
 
 
-@check("whole-steps", "order")
+@check("whole-steps", "sampler")
 def whole_steps(case: Case, worlds: Worlds) -> None:
     """Checks that every step has at least one sample, and only samples of the data."""
     samples = len(case.given()["data"])
@@ -25,9 +25,9 @@ def whole_steps(case: Case, worlds: Worlds) -> None:
             raise Breach(f"at least one sample of 0 to {samples - 1}", f"{ids} at step {step}", where=case.where)
 
 
-@check("pure", "order")
+@check("pure", "sampler")
 def pure(case: Case, worlds: Worlds) -> None:
-    """Checks that a step's samples are the same in any order of calls, and from an order that is built again."""
+    """Checks that a step's samples are the same in any order of calls, and from a sampler that is built again."""
     order = _build(case)
     first = _steps(case, order)
     turns = random.Random(0).sample(range(_STEPS), _STEPS)
@@ -44,7 +44,7 @@ def pure(case: Case, worlds: Worlds) -> None:
                 )
 
 
-@check("once-an-epoch", "order")
+@check("once-an-epoch", "sampler")
 def once_an_epoch(case: Case, worlds: Worlds) -> None:
     """Checks that no sample is repeated in an epoch if the order declares `once`."""
     order = _build(case)
@@ -61,11 +61,11 @@ def once_an_epoch(case: Case, worlds: Worlds) -> None:
         mine.update(ids)
 
 
-@check("any-places", "order")
+@check("any-places", "sampler")
 def any_places(case: Case, worlds: Worlds) -> None:
-    """Checks that the sample at a place of an EpochOrder does not depend on the other places in the call."""
+    """Checks that the sample at a place of an EpochBatchSampler does not depend on the other places in the call."""
     order = _build(case)
-    if not isinstance(order, EpochOrder):
+    if not isinstance(order, EpochBatchSampler):
         return
     steps = np.repeat(np.arange(4, dtype=np.uint64), [order.size(step) for step in range(4)])
     places = np.concatenate([np.arange(order.size(step), dtype=np.uint64) for step in range(4)])
@@ -80,18 +80,18 @@ def any_places(case: Case, worlds: Worlds) -> None:
             )
 
 
-def _build(case: Case) -> Order:
+def _build(case: Case) -> BatchSampler:
     order = case.build(**case.given())
-    if not isinstance(order, Order):
-        raise Breach("a ddpforge.interfaces.Order", f"a {type(order).__name__}")
+    if not isinstance(order, BatchSampler):
+        raise Breach("a ddpforge.interfaces.BatchSampler", f"a {type(order).__name__}")
     return order
 
 
-def _steps(case: Case, order: Order) -> list[list[int]]:
+def _steps(case: Case, order: BatchSampler) -> list[list[int]]:
     return [_at(case, order, step) for step in range(_STEPS)]
 
 
-def _at(case: Case, order: Order, step: int) -> list[int]:
+def _at(case: Case, order: BatchSampler, step: int) -> list[int]:
     try:
         found: Any = np.asarray(order(step))
     except Exception as error:

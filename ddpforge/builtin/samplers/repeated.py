@@ -8,16 +8,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.orders.plain import Shuffled
-from ddpforge.interfaces import Order
+from ddpforge.builtin.samplers.plain import Shuffled
+from ddpforge.interfaces import BatchSampler
 
 __all__ = ["Repeated"]
 
 _MOST = 64  # steps whose samples are cached
 
 
-class Repeated(Order):
-    """Order that repeats each group of `steps` steps of another order `times` times, as PPO's epochs do.
+class Repeated(BatchSampler):
+    """BatchSampler that repeats each group of `steps` steps of another sampler `times` times, as PPO's epochs do.
 
     With `steps = 2` and `times = 3`: steps 0 1 0 1 0 1, then 2 3 2 3 2 3. Random numbers (augmentation) differ in each
     repetition.
@@ -32,9 +32,11 @@ class Repeated(Order):
         *,
         times: Annotated[int, Field(ge=1, le=10**6, description="Number of times that each step comes.")],
         steps: Annotated[int, Field(ge=1, le=10**6, description="Number of steps that are repeated as a group.")] = 1,
-        order: Annotated[Order | None, Field(description="Order whose steps are repeated; absent: `shuffled`.")] = None,
+        sampler: Annotated[
+            BatchSampler | None, Field(description="Order whose steps are repeated; absent: `shuffled`.")
+        ] = None,
     ) -> None:
-        self._order = order or Shuffled(data, seed, global_batch, drop_last)
+        self._order = sampler or Shuffled(data, seed, global_batch, drop_last)
         self._samples = lru_cache(maxsize=min(steps, _MOST))(self._order)
         self._times, self._steps = times, steps
         if (inner := self._order.steps_per_epoch) is not None and inner % steps == 0:

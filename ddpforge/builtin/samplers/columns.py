@@ -1,4 +1,4 @@
-"""Columns for orders: one value per sample, from the dataset or from a file."""
+"""Columns for samplers: one value per sample, from the dataset or from a file."""
 
 from __future__ import annotations
 

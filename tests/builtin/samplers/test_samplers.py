@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from ddpforge.builtin.orders.bucketed import Bucketed
-from ddpforge.builtin.orders.columns import column
-from ddpforge.builtin.orders.curricula import Curriculum, Growing
-from ddpforge.builtin.orders.drawn import Balanced, Weighted
-from ddpforge.builtin.orders.permutation import permute
-from ddpforge.builtin.orders.plain import Sequential, Shuffled
-from ddpforge.builtin.orders.repeated import Repeated
+from ddpforge.builtin.samplers.bucketed import Bucketed
+from ddpforge.builtin.samplers.columns import column
+from ddpforge.builtin.samplers.curricula import Curriculum, Growing
+from ddpforge.builtin.samplers.permutation import permute
+from ddpforge.builtin.samplers.plain import Sequential, Shuffled
+from ddpforge.builtin.samplers.repeated import Repeated
+from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
 from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.interfaces import Duration, Order
+from ddpforge.interfaces import BatchSampler, Duration
 
 
 class Samples:
@@ -50,23 +50,25 @@ ORDERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "weighted, longer": (Weighted, {"samples": 150}),
     "bucketed": (Bucketed, {"window": 5}),
     "curriculum": (Curriculum, {"until": st(20)}),
-    "growing": (Growing, {"start": 2, "until": st(20)}),
-    "repeated": (Repeated, {"times": 3}),
+    "batch_size_warmup": (Growing, {"start": 2, "until": st(20)}),
+    "reuse_batches": (Repeated, {"times": 3}),
     "repeated together": (Repeated, {"times": 2, "steps": 13}),
 }
 
 
-def made(name: str, samples: int = 103, *, batch: int = BATCH, drop: bool = False, seed: int = 5, **more: Any) -> Order:
+def made(
+    name: str, samples: int = 103, *, batch: int = BATCH, drop: bool = False, seed: int = 5, **more: Any
+) -> BatchSampler:
     kind, options = ORDERS[name]
-    order: Order = kind(Samples(samples), seed, batch, drop, **options | more)
+    order: BatchSampler = kind(Samples(samples), seed, batch, drop, **options | more)
     return order
 
 
-def steps(order: Order, number: int, start: int = 0) -> list[list[int]]:
+def steps(order: BatchSampler, number: int, start: int = 0) -> list[list[int]]:
     return [list(map(int, order(step))) for step in range(start, start + number)]
 
 
-def epoch(order: Order, number: int = 0) -> list[list[int]]:
+def epoch(order: BatchSampler, number: int = 0) -> list[list[int]]:
     assert order.steps_per_epoch
     return steps(order, order.steps_per_epoch, order.steps_per_epoch * number)
 
@@ -90,7 +92,7 @@ def test_every_step_holds_samples_that_there_are_and_no_more_than_the_global_bat
         assert all(1 <= len(step) <= BATCH for step in found)
 
 
-@pytest.mark.parametrize("name", ["shuffled", "balanced, smallest", "bucketed", "growing"])
+@pytest.mark.parametrize("name", ["shuffled", "balanced, smallest", "bucketed", "batch_size_warmup"])
 def test_orders_that_say_so_have_no_sample_twice_in_an_epoch(name: str) -> None:
     order = made(name)
     assert order.once
@@ -167,8 +169,8 @@ PINNED: dict[str, list[list[int]]] = {
         [6, 0, 4, 2, 3, 5, 1, 7],
         [2, 3, 1, 0, 6, 7],
     ],
-    "growing": [[2, 15], [12, 20], [3, 13], [16, 8], [9, 10, 4], [18, 5, 11], [19, 6, 1]],
-    "repeated": [
+    "batch_size_warmup": [[2, 15], [12, 20], [3, 13], [16, 8], [9, 10, 4], [18, 5, 11], [19, 6, 1]],
+    "reuse_batches": [
         [2, 15, 12, 20, 3, 13, 16, 8],
         [2, 15, 12, 20, 3, 13, 16, 8],
         [2, 15, 12, 20, 3, 13, 16, 8],
@@ -340,7 +342,7 @@ def test_weights_that_add_up_to_less_than_one_by_rounding_lead_to_no_sample_beyo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the greatest offset that can be drawn, where the shares of 100,000 samples add up to 1 - 2e-12."""
-    monkeypatch.setattr("ddpforge.builtin.orders.drawn.draw", lambda keys, counts, seed: counts)
+    monkeypatch.setattr("ddpforge.builtin.samplers.weighted_sampling.draw", lambda keys, counts, seed: counts)
     data = Samples(100_000)
     data.weights = np.full(100_000, 0.1)
     assert sorted(map(int, Weighted(data, 5, 100_000, False)(0))) == list(range(100_000))
@@ -355,7 +357,7 @@ def test_a_curriculum_draws_from_a_whole_step_at_least() -> None:
 
 
 def test_steps_grow_and_epochs_stay_whole() -> None:
-    order = made("growing")
+    order = made("batch_size_warmup")
     sizes = [len(step) for step in steps(order, 40)]
     assert sizes[:20] == [2 + 6 * step // 20 for step in range(20)]
     assert sum(sizes[:21]) == 96
@@ -367,7 +369,7 @@ def test_steps_grow_and_epochs_stay_whole() -> None:
 
 
 def test_growing_steps_that_do_not_fit_are_left_out_where_they_should() -> None:
-    order = made("growing", samples=20, drop=True)
+    order = made("batch_size_warmup", samples=20, drop=True)
     found = steps(order, 40)
     assert [len(step) for step in found[20:]] == [8] * 20
     for step in range(39):
@@ -377,7 +379,7 @@ def test_growing_steps_that_do_not_fit_are_left_out_where_they_should() -> None:
 
 def test_a_rest_that_is_less_than_a_growing_step_is_left_out_too() -> None:
     """Seven steps take 17 of 20 samples, and the eighth is of four."""
-    order = made("growing", samples=20, drop=True)
+    order = made("batch_size_warmup", samples=20, drop=True)
     assert [len(step) for step in steps(order, 20)] == [2 + 6 * step // 20 for step in range(20)]
     assert [order.epoch(step) for step in (6, 7)] == [0, 1]
 
@@ -392,13 +394,13 @@ def test_a_rest_that_is_less_than_a_growing_step_is_left_out_too() -> None:
 )
 def test_growth_that_cannot_be_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        made("growing", **change)
+        made("batch_size_warmup", **change)
 
 
 # ---------------------------------------------------------------------------------------------- repeated
 def test_the_same_samples_come_several_times_in_a_row() -> None:
     inner = steps(made("shuffled"), 26)
-    order = made("repeated")
+    order = made("reuse_batches")
     assert steps(order, 39) == [step for step in inner[:13] for _ in range(3)]
     assert order.steps_per_epoch == 39
     assert (order.epoch(38), order.epoch(39)) == (0, 1)
@@ -409,8 +411,8 @@ def test_the_same_samples_come_several_times_in_a_row() -> None:
 
 
 def test_any_order_can_be_repeated() -> None:
-    inner = made("growing")
-    order = Repeated(Samples(), 5, BATCH, False, times=2, order=inner)
+    inner = made("batch_size_warmup")
+    order = Repeated(Samples(), 5, BATCH, False, times=2, sampler=inner)
     assert steps(order, 6) == [step for step in steps(inner, 3) for _ in range(2)]
     assert order.steps_per_epoch is None
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.orders.columns import numbers
-from ddpforge.builtin.orders.permutation import permute
+from ddpforge.builtin.samplers.columns import numbers
+from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Duration, EpochOrder, Horizon, Order, mix
+from ddpforge.interfaces import BatchSampler, Duration, EpochBatchSampler, Horizon, mix
 
 __all__ = ["Curriculum", "Growing"]
 
@@ -23,7 +23,7 @@ _LONGEST = 10**6  # steps
 _PART = 1 << 12  # samples whose order is computed together
 
 
-class Curriculum(EpochOrder):
+class Curriculum(EpochBatchSampler):
     """Curriculum: each step samples from the easiest part of the data, which grows linearly to the whole dataset.
 
     During this time no sample comes twice in a step, but a sample may come twice in an epoch. Afterwards every sample
@@ -72,7 +72,7 @@ class Curriculum(EpochOrder):
         return np.clip(np.ceil(share * self.places), min(self.global_batch, self.places), self.places).astype(np.uint64)
 
 
-class Growing(Order):
+class Growing(BatchSampler):
     """Batch-size warmup: step sizes grow linearly from `start` to the global batch; every sample once per epoch.
 
     A step never extends beyond the end of its epoch. Epochs have different numbers of steps, so intervals such as

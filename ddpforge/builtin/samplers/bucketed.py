@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddpforge.builtin.orders.columns import numbers
-from ddpforge.builtin.orders.permutation import key, permute
-from ddpforge.interfaces import EpochOrder, mix
+from ddpforge.builtin.samplers.columns import numbers
+from ddpforge.builtin.samplers.permutation import key, permute
+from ddpforge.interfaces import EpochBatchSampler, mix
 
 __all__ = ["Bucketed"]
 
 _STEPS = 0x57E9  # separates the random order of steps from that of samples
 
 
-class Bucketed(EpochOrder):
+class Bucketed(EpochBatchSampler):
     """Every sample once per epoch, with samples of similar length in one step.
 
     The shuffled epoch is cut into windows of `window` steps. Each window is sorted by length and cut into steps, which

@@ -1,0 +1,413 @@
+"""Recipes of version 1 become recipes of version 2, and nothing but renamed words changes in them."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpforge.components.registry import Registry
+from ddpforge.errors import RecipeError
+from ddpforge.recipe import LoadedRecipe, load_recipe, render
+from ddpforge.recipe.bundled import bundled
+from ddpforge.recipe.renamed import Renamed, components, keys, options, renamed_plan_word
+from ddpforge.recipe.toml import Source
+from ddpforge.recipe.upgrade import upgrade_file, upgrade_tables, upgrade_text
+
+Load = Callable[..., LoadedRecipe]
+RELEASED = Path(__file__).parent / "data/v1"  # the recipes of 0.4, and in resolved/ what 0.4 resolved them to
+EVERY_KIND = {  # a table for each kind of component
+    "data": "data.train",
+    "sampler": "data.order",
+    "model": "model",
+    "task": "task",
+    "schedule": "schedule",
+    "strategy": "strategy",
+    "callback": "callbacks.mine",
+}
+
+
+def upgraded(text: str) -> str:
+    return upgrade_text(Source("recipe.toml", text)).text
+
+
+def refused(text: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        upgrade_text(Source("recipe.toml", text))
+    return render(caught.value)
+
+
+def written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
+
+
+def at(tables: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    found: Any = tables
+    for key in path:
+        found = found[key]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- every row
+def _named(row: Renamed) -> str:
+    return f"{'|'.join(row.of)} {'.'.join(map(str, row.old))}".strip()
+
+
+@pytest.mark.parametrize("row", keys(), ids=_named)
+def test_every_key_has_its_new_name_and_value(row: Renamed) -> None:
+    old, new = (tuple(part if part != "*" else "some" for part in path) for path in (row.old, row.new))
+    for value, changed in (row.values or {"5m": "5m"}).items():
+        text = f'recipe = 1\n{".".join(old)} = "{value}"  # as it is\n'
+        assert upgraded(text) == f"recipe = 2\n{'.'.join(new)} = {written(changed)}  # as it is\n"
+        inline = f'recipe = 1\n{".".join(old[:-1])} = {{ a = 1, {old[-1]} = "{value}" }}\n'
+        assert upgraded(inline) == f"recipe = 2\n{'.'.join(new[:-1])} = {{ a = 1, {new[-1]} = {written(changed)} }}\n"
+        table = f'recipe = 1\n[{".".join(old[:-1])}]\n"{old[-1]}" = "{value}"\n'
+        assert upgraded(table) == f'recipe = 2\n[{".".join(new[:-1])}]\n"{new[-1]}" = {written(changed)}\n'
+
+
+@pytest.mark.parametrize("row", options(), ids=_named)
+def test_every_option_has_its_new_name_and_value_in_its_components_alone(row: Renamed) -> None:
+    old, new = (".".join("some" if part == "*" else str(part) for part in path) for path in (row.old, row.new))
+    table = EVERY_KIND[row.kind]
+    for use in row.of:
+        before = {new: old for (_, old), new in components().items()}.get(use, use)
+        for value, changed in (row.values or {"x": "x"}).items():
+            text = f'[{table}]\nuse = "{before}"\n{old} = "{value}"  # as it is\n'
+            after = text.replace(f'{old} = "{value}"', f"{new} = {written(changed)}").replace(before, use)
+            assert upgraded(text) == after.replace("data.order", "data.sampler")
+    other = f'[{table}]\nuse = "./mine.py:Own"\n{old} = "x"\n'
+    assert upgraded(other) == other.replace("data.order", "data.sampler")
+
+
+@pytest.mark.parametrize(("kind", "old"), components())
+def test_every_component_has_its_new_name(kind: str, old: str) -> None:
+    new = components()[kind, old]
+    for prefix in ("", "ddpforge:"):
+        found = upgraded(f"[{EVERY_KIND[kind]}]\nuse = '{prefix}{old}'\n")
+        assert found.endswith(f"use = '{prefix}{new}'\n")
+    assert old not in Registry.installed().names(kind)
+    assert new in Registry.installed().names(kind)
+
+
+@pytest.mark.parametrize("row", options(), ids=_named)
+def test_every_new_option_is_an_option_of_its_components(row: Renamed) -> None:
+    for use in row.of:
+        model = Registry.installed().options_model(row.kind, use)
+        assert row.new[0] in model.model_fields
+        assert row.old[0] == row.new[0] or row.old[0] not in model.model_fields
+
+
+# ---------------------------------------------------------------------------------------------- what stays
+ODD = """\
+#:schema recipe.schema.json
+recipe   =   1\t\t# the version
+
+# stall = "5m" is a comment, and so is [optimizer.turns.a]
+extends = ["base.toml"]
+unset = [ "train.stall", 'optimizer.turns."a b".fresh', "schedule.final", "callbacks.ema" ]
+name = "stall"
+
+[vars]
+stall = "9m"           # a name of one's own
+last_batch = "drop"
+
+[ "train" ]
+"stall" = "${vars.stall}"
+'timeout' = '''6m'''
+last_batch='drop'# no space
+elastic_shards = 1_000
+
+[data . order]
+use = "repeated"
+order = { "use" = 'growing', start = 1, until = "9st" }
+
+[optimizer]
+turns.x = { repeats = 2, fresh = true }
+turns.y.schedule = { use = "cosine", final = 0.1 }
+
+[optimizer.turns."a b"]
+
+[schedule]
+use = "cosine"
+final = 0.1
+
+[model]
+use = "lora"
+base = { use = "moe_gpt", active = 2, capacity = 1.0 }
+final = "an option of another component"
+
+[task]
+use = "./mine.py:Task"
+share = 0.5
+
+[callbacks.spike_guard]
+lowest = 0.1
+
+[callbacks.own]
+use = "./mine.py:Guard"
+lowest = 0.1
+
+[strategy]
+use = "fsdp"
+plan = { "a.*" = "columns:3", "b.*" = "rowwise" }
+
+[checkpoint]
+keep = { last = 1,   best = 1, by = "eval/loss", }
+"""
+ODD = ODD.replace(', by = "eval/loss", }', ', by = "eval/loss" }')
+
+
+def test_comments_order_blanks_quotes_and_the_names_of_others_stay_byte_for_byte() -> None:
+    renamed = {
+        "recipe   =   1": "recipe   =   2",
+        '"train.stall", \'optimizer.turns."a b".fresh\', "schedule.final"': '"train.hang_timeout", '
+        '\'optimizer.updates."a b".new_batch\', "schedule.min_lr_ratio"',
+        '"stall" = "${vars': '"hang_timeout" = "${vars',
+        "'timeout' = ": "'collective_timeout' = ",
+        "last_batch='drop'# no": "drop_last=true# no",
+        "elastic_shards": "virtual_ranks",
+        "[data . order]": "[data . sampler]",
+        'use = "repeated"\norder': 'use = "reuse_batches"\nsampler',
+        "'growing'": "'batch_size_warmup'",
+        "turns.x = { repeats = 2, fresh": "updates.x = { n_updates = 2, new_batch",
+        "turns.y": "updates.y",
+        'use = "cosine", final': 'use = "cosine", min_lr_ratio',
+        '[optimizer.turns."a b"]': '[optimizer.updates."a b"]',
+        "final = 0.1\n\n[model]": "min_lr_ratio = 0.1\n\n[model]",
+        "active = 2, capacity": "top_k = 2, capacity_factor",
+        "[callbacks.spike_guard]\nlowest": "[callbacks.spike_guard]\nmin_lr_ratio",
+        '"columns:3"': '"colwise:3"',
+        "by = ": "monitor = ",
+    }
+    expected = ODD
+    for old, new in renamed.items():
+        assert expected.count(old) == 1, old
+        expected = expected.replace(old, new)
+    assert upgraded(ODD) == expected
+    assert upgraded(expected) == expected
+
+
+@pytest.mark.parametrize("marks", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_file_keeps_its_ends_of_lines_its_mark_and_its_mode(tmp_path: Path, marks: bytes, end: bytes) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_bytes(marks + b'recipe = 1\ntrain.stall = "5m" # \xc3\xa9\n'.replace(b"\n", end))
+    file.chmod(0o640)
+    (link := tmp_path / "link.toml").symlink_to(file)
+    upgrade_file(link)
+    assert file.read_bytes() == marks + b'recipe = 2\ntrain.hang_timeout = "5m" # \xc3\xa9\n'.replace(b"\n", end)
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.toml", "recipe.toml"]
+
+
+def test_with_check_nothing_is_written_and_twice_is_as_once(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(ODD)
+    assert upgrade_file(file, check=True).changes
+    assert file.read_text() == ODD
+    assert [str(change) for change in upgrade_file(file).changes][:2] == [
+        "line 2: recipe = 1 → recipe = 2",
+        'line 6: unset[0] = "train.stall" → unset[0] = "train.hang_timeout"',
+    ]
+    text = file.read_text()
+    assert upgrade_file(file).changes == ()
+    assert file.read_text() == text
+
+
+def test_a_recipe_of_version_2_is_left_alone_whatever_is_in_it() -> None:
+    text = 'recipe = 2\n[train]\nstall = "5m"\n'
+    assert upgraded(text) == text
+
+
+# ---------------------------------------------------------------------------------------------- files that extend
+def test_the_component_of_an_option_is_found_in_the_files_that_a_recipe_extends(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('[schedule]\nuse = "cosine"\n[task]\nuse = "./mine.py:Task"\n')
+    (tmp_path / "middle.toml").write_text('extends = "base.toml"\n[train]\nseed = 1\n')
+    child = tmp_path / "child.toml"
+    child.write_text('recipe = 1\nextends = ["middle.toml"]\n[schedule]\nfinal = 0.1\n[task]\nshare = 0.5\n')
+    upgrade_file(child)
+    after = 'recipe = 2\nextends = ["middle.toml"]\n[schedule]\nmin_lr_ratio = 0.1\n[task]\nshare = 0.5\n'
+    assert child.read_text() == after
+    assert "final" not in (tmp_path / "middle.toml").read_text()
+
+
+def test_an_option_whose_component_is_nowhere_named_has_the_new_name_of_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "child.toml").write_text('recipe = 1\nextends = "absent.toml"\n[schedule]\nfinal = 0.1\n')
+    upgrade_file(tmp_path / "child.toml")
+    assert "min_lr_ratio = 0.1" in (tmp_path / "child.toml").read_text()
+
+
+def test_files_that_extend_each_other_are_upgraded_one_by_one(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / f"{name}.toml").write_text(f'extends = "{other}.toml"\n[schedule]\nfinal = 0.1\n')
+    upgrade_file(tmp_path / "a.toml")
+    assert (tmp_path / "a.toml").read_text() == 'extends = "b.toml"\n[schedule]\nmin_lr_ratio = 0.1\n'
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("recipe = 3\n", "`recipe` must be 1 or 2, not 3"),
+        ("recipe = true\n", "`recipe` must be 1 or 2, not true"),
+        ("[project]\nname = 'x'\n", "`recipe.toml` is no recipe"),
+        ("", "`recipe.toml` is no recipe"),
+        ("recipe = 1\nname = \n", "not valid TOML"),
+        (
+            'recipe = 1\ntrain.stall = "1m"\ntrain.hang_timeout = "1m"\n',
+            "`train.stall` is now `train.hang_timeout`, and both are written",
+        ),
+        (
+            "recipe = 1\n[optimizer.turns.a]\n[optimizer.updates.b]\n",
+            "`optimizer.turns` is now `optimizer.updates`, and both are written",
+        ),
+        (
+            'recipe = 1\n[vars]\nx = "drop"\n[train]\nlast_batch = "${vars.x}"\n',
+            '`train.last_batch` is now `train.drop_last`, and "${vars.x}" has no counterpart',
+        ),
+        (
+            'recipe = 1\ntrain.last_batch = "dorp"\n',
+            '`train.last_batch` is now `train.drop_last`, and "dorp" has no counterpart',
+        ),
+        ("recipe = 1\ntrain.last_batch = true\n", "and true has no counterpart"),
+        (
+            'recipe = 1\n[checkpoint]\ncontents = "${env:KEEP}"\n',
+            '`checkpoint.contents` is now `checkpoint.save`, and "${env:KEEP}" has no counterpart',
+        ),
+    ],
+)
+def test_what_cannot_be_upgraded_is_said_with_its_place(text: str, said: str) -> None:
+    message = refused(text)
+    assert said in message
+    assert "recipe.toml" in message
+
+
+def test_a_file_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
+    (file := tmp_path / "recipe.toml").write_text('recipe = 1\n[train]\nstall = "5m"\nlast_batch = "dorp"\n')
+    with pytest.raises(RecipeError):
+        upgrade_file(file)
+    assert file.read_text() == 'recipe = 1\n[train]\nstall = "5m"\nlast_batch = "dorp"\n'
+    for odd in (tmp_path, tmp_path / "absent.toml"):
+        with pytest.raises(RecipeError, match="file"):
+            upgrade_file(odd)
+
+
+# ---------------------------------------------------------------------------------------------- errors for old names
+def failed(load: Load, text: str, *sets: str, **others: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load(text, *sets, **others)
+    return render(caught.value)
+
+
+def test_an_old_key_in_a_recipe_of_version_2_is_an_error_that_says_the_new_one(load: Load, valid: str) -> None:
+    assert (
+        failed(load, valid + 'stall = "5m"\n')
+        == """\
+error: `stall` is now `hang_timeout`
+  --> recipe.toml:27:1
+   |
+27 | stall = "5m"
+   | ^^^^^
+
+1 error in the recipe; nothing was started."""
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ('last_batch = "drop"\n', ["`last_batch` is now `drop_last`", "= help: write drop_last = true"]),
+        ("[checkpoint]\nkeep = { best = 1, by = 'train/loss' }\n", ["`by` is now `monitor`"]),
+        ('[checkpoint]\nsave = "trained"\n', ["`trained` is now `trainable`", "one of: all, trainable"]),
+        ('[track]\nplan = "on"\n', ["`plan` is now `memory_check`"]),
+        ('[data.order]\nuse = "shuffled"\n', ["[data.order] is now [data.sampler]"]),
+        ("[optimizer.turns.a]\nlr = 1.0\n", ["[optimizer.turns] is now [optimizer.updates]"]),
+        ("[optimizer.updates.a]\nrepeats = 2\n", ["`repeats` is now `n_updates`"]),
+        ("[schedule]\nuse = 'cosine'\nfinal = 0.1\n", ["`final` is now `min_lr_ratio`"]),
+    ],
+)
+def test_each_old_name_is_one_error(load: Load, valid: str, more: str, said: list[str]) -> None:
+    message = failed(load, valid + more)
+    assert all(one in message for one in said)
+    assert "1 error in the recipe" in message
+
+
+def test_an_old_name_in_a_set_is_the_same_error(load: Load, valid: str) -> None:
+    message = failed(load, valid, "train.elastic_shards=2")
+    assert "`elastic_shards` is now `virtual_ranks`" in message
+    assert "--> --set" in message
+    assert "recipes upgrade" not in message
+
+
+def test_an_old_component_names_the_new_one(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(bundled()["stdlib-lm"].read_text().replace('"language_modeling"', '"language_modelling"'))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file)
+    assert [problem.message for problem in caught.value.problems] == ["`language_modelling` is now `language_modeling`"]
+    sampler = ['data.sampler={use="reuse_batches", times=2, sampler="growing"}']
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("digits", sets=sampler)
+    assert [problem.message for problem in caught.value.problems] == ["`growing` is now `batch_size_warmup`"]
+
+
+def test_an_old_word_of_a_tensor_plan_names_the_new_one() -> None:
+    assert list(renamed_plan_word("columns:3")) == ["`columns:3` is now `colwise:3`"]
+    assert list(renamed_plan_word("colwise")) == []
+
+
+def test_a_recipe_of_version_1_is_one_error_that_names_the_command(load: Load, valid: str) -> None:
+    old = valid.replace("recipe = 2", "recipe = 1") + 'stall = "5m"\nnonsense = 3\n'
+    assert (
+        failed(load, old)
+        == """\
+error: this recipe is of version 1, and this ddpforge reads version 2
+ --> recipe.toml:1:10
+  |
+1 | recipe = 1
+  |          ^
+  = help: ddpforge recipes upgrade recipe.toml
+  = help: it renames keys, and keeps comments
+
+1 error in the recipe; nothing was started."""
+    )
+
+
+def test_each_old_file_of_a_chain_is_named_and_so_is_one_without_a_version(load: Load, valid: str) -> None:
+    old = valid.replace("recipe = 2", "recipe = 1")
+    message = failed(load, 'recipe = 1\nextends = ["base.toml"]\n', base=old)
+    assert "ddpforge recipes upgrade recipe.toml" in message
+    assert "ddpforge recipes upgrade base.toml" in message
+    assert "2 errors in the recipe" in message
+
+    message = failed(
+        load, valid.replace("recipe = 2", 'recipe = 2\nextends = "part.toml"'), part='train.stall = "5m"\n'
+    )
+    assert "`stall` is now `hang_timeout`" in message
+    assert "ddpforge recipes upgrade part.toml" in message
+
+
+# ---------------------------------------------------------------------------------------------- the last release
+@pytest.mark.parametrize("name", sorted(path.stem for path in RELEASED.glob("*.toml")))
+def test_a_recipe_of_the_last_release_becomes_what_it_is_now(name: str, tmp_path: Path) -> None:
+    for file in RELEASED.glob("*.toml"):  # one extends another
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / f"{name}.toml"
+    assert upgrade_file(file).changes
+    for other in tmp_path.glob("*.toml"):
+        upgrade_file(other)
+    now = load_recipe(name).tables
+    assert load_recipe(file).tables == now
+    resolved = upgrade_tables((RELEASED / f"resolved/{name}.toml").read_text())
+    assert resolved == now == upgrade_tables(load_recipe(name).dumps())
+
+
+def test_a_resolved_recipe_of_a_run_is_upgraded_when_it_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.resolved.toml"
+    text = (RELEASED / "resolved/gan.toml").read_text()
+    file.write_text(text)
+    assert load_recipe(file).recipe == load_recipe("gan").recipe
+    assert file.read_text() == text
+    assert tomllib.loads(text)["recipe"] == 1
