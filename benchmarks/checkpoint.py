@@ -45,13 +45,13 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.reader import Reader
-from ddpforge.interfaces import CanonicalState, Range, Ranks, read_all
-from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
+from ddpforge.interfaces import CanonicalState, FlatRange, Ranks, read_all
+from ddpforge.ranks.collectives import ProcessGroup, SingleRank
 from ddpforge.ranks.scheduling import set_batch_policy
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe.schema import CheckpointSection, KeepSection
 
 BLOCK = 64 << 20  # bytes per write of the raw side
@@ -98,7 +98,7 @@ def flat(state: CanonicalState[Tensor]) -> dict[str, Tensor]:
 class Bench:
     """One rank's turns."""
 
-    def __init__(self, ranks: Ranks, peers: Peers, folder: Path, mebibytes: int) -> None:
+    def __init__(self, ranks: Ranks, peers: WriterGroup, folder: Path, mebibytes: int) -> None:
         self.ranks, self.peers, self.folder = ranks, peers, folder
         self.state = make_state(mebibytes)
         self.tensors = flat(self.state)
@@ -113,7 +113,7 @@ class Bench:
         return Checkpoints(self.folder / name, settings, peers=self.peers, ranks=self.ranks)
 
     def begin(self, name: str) -> None:
-        facts = Facts(step=1, samples=1, strategy="ddp", world_size=self.ranks.size)
+        facts = CheckpointMetadata(step=1, samples=1, strategy="ddp", world_size=self.ranks.size)
         self.checkpoints[name].save(facts, RankState.of(self.state, {}))
 
     # -- ddpforge
@@ -123,10 +123,10 @@ class Bench:
 
     def load(self) -> None:
         (path,) = (self.folder / "blocking").glob("step-*")
-        saved = Reader(path).state()
+        saved = CheckpointReader(path).state()
         parts: dict[str, Any] = {**saved.model}
         parts |= {f"{name}/{key}": value for name, entry in saved.optimizer.items() for key, value in entry.items()}
-        read_all((parts[name], Range(0, tensor.numel()), tensor.view(-1)) for name, tensor in self.target.items())
+        read_all((parts[name], FlatRange(0, tensor.numel()), tensor.view(-1)) for name, tensor in self.target.items())
 
     # -- others
     def raw(self) -> None:
@@ -149,7 +149,7 @@ class Bench:
             os.fsync(file.fileno())
 
     def safetensors_save(self) -> None:
-        if self.ranks.is_main:
+        if self.ranks.is_rank_zero:
             save_file(self.tensors, self._file("safetensors"))
             sync(self._file("safetensors"))
         self.ranks.barrier()
@@ -158,7 +158,7 @@ class Bench:
         self._take(load_file(self._file("safetensors", rank=0)))
 
     def torch_save(self) -> None:
-        if self.ranks.is_main:
+        if self.ranks.is_rank_zero:
             torch.save(self.tensors, self._file("pt"))
             sync(self._file("pt"))
         self.ranks.barrier()
@@ -288,13 +288,13 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> 
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks)  # as launchers say, by which a rank knows its share of cores
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    ranks: Ranks = Alone()
+    ranks: Ranks = SingleRank()
     if options.ranks > 1:
         set_batch_policy()  # as ranks of a run do
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
-        ranks = Group(dist.group.WORLD)
-    bench = Bench(ranks, Peers.of(ranks, timedelta(minutes=5)), Path(folder), options.mb)
+        ranks = ProcessGroup(dist.group.WORLD)
+    bench = Bench(ranks, WriterGroup.of(ranks, timedelta(minutes=5)), Path(folder), options.mb)
     lines, memory = bench.lines(options.repeats, cold=options.cold)
     missed = False
     if rank == 0:

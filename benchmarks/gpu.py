@@ -339,14 +339,14 @@ def by_ddpforge(case: Case, ranks: int) -> None:
 def copies(case: Case, ranks: int) -> None:
     """How fast a rank's part of a checkpoint comes to the host, and how much longer a fork takes after that."""
     from ddpforge.checkpoint.staging import Staging
-    from ddpforge.interfaces import Part
+    from ddpforge.interfaces import TensorShard
 
     state = torch.zeros(2**30 if torch.cuda.is_available() else 2**20, dtype=torch.uint8, device=device())
     staging, before = Staging(), fork_seconds()
     for _ in range(2):  # the first takes and locks memory
         synchronize()
         began = time.perf_counter()
-        staging.copy({"model": {"state": [Part.whole(state)]}, "optimizer": {}, "callbacks": {}})
+        staging.copy({"model": {"state": [TensorShard.whole(state)]}, "optimizer": {}, "callbacks": {}})
         staging.wait()
         took = time.perf_counter() - began
     tell({"rate": len(state) / took, "fork": fork_seconds() - before})

@@ -116,9 +116,9 @@ ROWS = {
 class Watched(Strategy):
     """Counts what this rank holds; put before the class of a strategy, whose methods it wraps."""
 
-    def building(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[Any]:
         self.before = psutil.Process().memory_info().rss
-        return super().building()
+        return super().init_context()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         replica = super().prepare(model, optimizer)

@@ -28,20 +28,20 @@ import torch
 
 from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.checkpoint import retention
-from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.checkpoint.writer import Writer, write
-from ddpforge.data.order import Dealer, RankShare, Terms
+from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, RankShare
 from ddpforge.interfaces import CanonicalState
-from ddpforge.ranks.collectives import Alone
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.collectives import SingleRank
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe.bundled import bundled
 from ddpforge.recipe.schema import CheckpointSection, KeepSection
 from ddpforge.runs.checkpoints import CheckpointFolder, rows
 from ddpforge.runs.folder import RunFolder, Status
 from ddpforge.runs.metrics import FILE, JSONLTracker, read_metrics
-from ddpforge.runs.overview import differences, find_runs, notable, sorted_by, standing
+from ddpforge.runs.summary import differences, find_runs, notable, sorted_by, summarize
 
 MOST = 1.2  # power of the size
 STEPS = 200  # of a measurement of the order of samples
@@ -60,8 +60,8 @@ def samples(count: int, folder: Path) -> Costs:
     """A step of 256 samples of rank 3 of 8, at the beginning of the run and deep in it."""
     data = range(count)
     order = Shuffled(data, seed=1, global_batch=256, drop_last=True)
-    terms = Terms(global_batch=256, share=RankShare(3, 8, 32), seed=1, drop_last=True)
-    dealer = Dealer(order=order, samples=count, terms=terms)
+    terms = AssignmentTerms(global_batch=256, share=RankShare(3, 8, 32), seed=1, drop_last=True)
+    dealer = BatchAssigner(order=order, samples=count, terms=terms)
 
     def steps(start: int) -> float:
         return seconds(lambda: list(islice(dealer.requests(start, None), STEPS))) / STEPS
@@ -80,16 +80,18 @@ def state_of(parameters: int) -> CanonicalState[torch.Tensor]:
     return CanonicalState(model, moments)
 
 
-def facts_at(step: int, ranks: int = 1) -> Facts:
-    return Facts(step=step, samples=step, strategy="ddp", world_size=ranks, metrics={"eval/loss": 1 / step})
+def facts_at(step: int, ranks: int = 1) -> CheckpointMetadata:
+    return CheckpointMetadata(
+        step=step, samples=step, strategy="ddp", world_size=ranks, metrics={"eval/loss": 1 / step}
+    )
 
 
 def parameters(count: int, folder: Path) -> Costs:
     """A checkpoint of so many parameters."""
     state = RankState.of(state_of(count))
-    peers = Peers.alone()
+    peers = WriterGroup.alone()
     settings = CheckpointSection(keep=KeepSection(last=2))
-    checkpoints = Checkpoints(folder, settings, peers=peers, ranks=Alone())
+    checkpoints = Checkpoints(folder, settings, peers=peers, ranks=SingleRank())
     checkpoints.save(facts_at(1), state)
     checkpoints.wait()  # the first makes the buffers
     stalled = seconds(lambda: checkpoints.save(facts_at(2), state))
@@ -97,7 +99,7 @@ def parameters(count: int, folder: Path) -> Costs:
     path = next(folder.glob("step-000000002-*"))
 
     def load() -> None:
-        saved = Reader(path).state()
+        saved = CheckpointReader(path).state()
         for name in saved.model:
             saved.model[name].read()
             for value in saved.optimizer[name].values():
@@ -110,7 +112,7 @@ def parameters(count: int, folder: Path) -> Costs:
 # ---------------------------------------------------------------------------------------------- checkpoints
 def checkpoints(count: int, folder: Path) -> Costs:
     """A folder of so many checkpoints of ten parameters."""
-    state, peers = RankState.of(state_of(10)), Peers.alone()
+    state, peers = RankState.of(state_of(10)), WriterGroup.alone()
     for step in range(1, count + 1):
         write(folder, facts_at(step), state, peers)
     known = retention.Known()
@@ -169,7 +171,7 @@ def runs(count: int, folder: Path) -> Costs:
         shutil.copytree(first.path, folder / f"run-{number}")
 
     def listed() -> None:
-        found = [standing(run) for run in find_runs([folder])]
+        found = [summarize(run) for run in find_runs([folder])]
         sorted_by(found, "eval/loss")
         notable(found)
         differences(found)
@@ -179,7 +181,7 @@ def runs(count: int, folder: Path) -> Costs:
 
 # ---------------------------------------------------------------------------------------------- ranks
 @dataclass(frozen=True, kw_only=True)
-class _Simulated(Peers):
+class _Simulated(WriterGroup):
     """One of many ranks that are not there."""
 
     number: int
@@ -198,7 +200,7 @@ def ranks(count: int, folder: Path) -> Costs:
     """A checkpoint of 300 parameters under ddp, which so many ranks write together."""
     state = RankState.of(state_of(300))
     writers = [
-        Writer(folder, facts_at(1, count), state, _Simulated(ranks=Alone(), number=rank, ranks_in_all=count))
+        Writer(folder, facts_at(1, count), state, _Simulated(ranks=SingleRank(), number=rank, ranks_in_all=count))
         for rank in range(count)
     ]
     draft = folder / writers[0]._begin()
@@ -208,7 +210,7 @@ def ranks(count: int, folder: Path) -> Costs:
     return {
         "each rank: its part": each,
         "rank 0: one checkpoint of all parts": published,
-        "open it": seconds(lambda: Reader(path).state()),
+        "open it": seconds(lambda: CheckpointReader(path).state()),
         "verify all of it": seconds(lambda: retention.verify(path)),
     }
 

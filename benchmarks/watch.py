@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from ddpforge.ranks import phases
-from ddpforge.watchdog.watch import Watch
+from ddpforge.ranks import heartbeat
+from ddpforge.watchdog.watchdog import Watchdog
 
 MARKS = 6  # of a step with one micro-batch: data, forward, backward, step, reduce, callbacks
 SECONDS = 20
@@ -26,7 +26,7 @@ SECONDS = 20
 
 def nanoseconds(statement: str) -> float:
     best = min(
-        timeit.repeat(statement, globals={"phases": phases, "nothing": lambda phase: None}, number=50_000, repeat=40)
+        timeit.repeat(statement, globals={"phases": heartbeat, "nothing": lambda phase: None}, number=50_000, repeat=40)
     )
     return best / 50_000 * 1e9
 
@@ -34,7 +34,7 @@ def nanoseconds(statement: str) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "logs").mkdir()
-        with Watch(Path(name), "bench", 0, 2, strategy="ddp", stall=600.0, compiles=False):
+        with Watchdog(Path(name), "bench", 0, 2, strategy="ddp", stall=600.0, compiles=False):
             mark, call = nanoseconds("phases.mark(phases.FORWARD)"), nanoseconds("nothing(phases.FORWARD)")
             print(f"a mark: {mark:.0f} ns, of which an empty call {call:.0f} ns")
             print(f"{MARKS} marks a step: {MARKS * mark / 1e6:.3%} of a step of 1 ms")

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal
 import xxhash
 
 from ddpforge import disk
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
 _STRIDE = 1 << 20  # bytes: small enough to be still in the CPU's cache when they are written after hashing
 _MOST_UNSYNCED = 1 << 30  # bytes: a longer sync could not be distinguished from a disk that hangs
@@ -157,7 +157,7 @@ class NotPlain(OSError):
 def plain_size(path: Path) -> int:
     """Returns the bytes of a regular file; raises NotPlain for anything else."""
     # A link could lead to any file, and reading a pipe or a device may never end.
-    return _refuse_odd(path.lstat())
+    return _reject_odd(path.lstat())
 
 
 def is_plain(path: Path) -> bool:
@@ -176,7 +176,7 @@ def open_plain(
     With `within`, also raises if a folder between `within` and the file is a link.
     """
     if within is not None:
-        refuse_linked_folders(path.parent, within)
+        reject_linked_folders(path.parent, within)
     try:
         plain_size(path)  # checked first, because opening a device may have effects
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def open_plain(
             raise
     descriptor = os.open(path, _FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
-        _refuse_odd(os.fstat(descriptor))
+        _reject_odd(os.fstat(descriptor))
         return os.fdopen(descriptor, mode, buffering)
     except BaseException:
         os.close(descriptor)
@@ -200,7 +200,7 @@ def read_plain(path: Path, most: int, *, within: Path | None = None) -> bytes:
     return content
 
 
-def refuse_linked_folders(folder: Path, within: Path) -> None:
+def reject_linked_folders(folder: Path, within: Path) -> None:
     """Raises OSError if a path from `within` to `folder` is a link or no folder; missing folders are no error."""
     way = within
     for part in folder.relative_to(within).parts:
@@ -228,7 +228,7 @@ def odd_entries(folder: Path, *, deep: bool) -> Iterator[Path]:
             yield Path(entry.path)
 
 
-def _refuse_odd(status: os.stat_result) -> int:
+def _reject_odd(status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a link or a special file"
         raise NotPlain(errno.EINVAL, f"it is {kind}, not a regular file")
@@ -236,7 +236,7 @@ def _refuse_odd(status: os.stat_result) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- whole files
-def refuse_existing(out: Path, *, force: bool) -> None:
+def reject_existing(out: Path, *, force: bool) -> None:
     """Raises UsageError if the folder of `out` is missing, or if `out` exists; `force` allows an existing file."""
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent}", hints=[f"mkdir -p {out.parent}"])
@@ -245,7 +245,7 @@ def refuse_existing(out: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def appearing(out: Path, error: type[EnvironmentProblem] = EnvironmentProblem) -> Iterator[Path]:
+def appearing(out: Path, error: type[SetupError] = SetupError) -> Iterator[Path]:
     """Yields a temporary path, and renames it to `out` on success; raises `error` if the disk raises OSError."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp{out.suffix}")
     try:

@@ -6,7 +6,7 @@
     ├── OutOfMemory            1   of a GPU, or of the host
     ├── Postponed              75  a stop was requested before training began
     ├── PeerFailed             …   another rank failed and has reported it
-    ├── EnvironmentProblem     3   launcher, devices, disk or an installed package
+    ├── SetupError     3   launcher, devices, disk or an installed package
     │   ├── PluginError        3   a component cannot be loaded, or breaks its contract
     │   ├── StrategyError      3   the training does not match the recipe's strategy
     │   └── CheckpointError    3   a checkpoint cannot be written, read or trusted
@@ -78,7 +78,7 @@ def recipe_faults(key: str = "") -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceSpan:
     """Range of characters in one line; `line` and `column` count from 1; `line` 0 is the whole file."""
 
     file: str
@@ -92,18 +92,18 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Diagnostic:
     """Problem in a recipe, with its key, its place in a file, and hints."""
 
     message: str
     key: str = ""
-    place: Place | None = None
+    place: SourceSpan | None = None
     hints: tuple[str, ...] = ()
     trace: str = ""  # traceback of code outside ddpforge
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the problem for JSON: message, key, file, line, column (None if unknown) and hints."""
-        place = self.place or Place("")
+        place = self.place or SourceSpan("")
         return {
             "message": self.message,
             "key": self.key or None,
@@ -117,26 +117,26 @@ class Problem:
 class RecipeError(UsageError):
     """Error for a recipe that cannot be run; `problems` has all its problems in order of appearance."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[Diagnostic]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
         self.problems = tuple(problems)
 
 
-class EnvironmentProblem(ForgeError):
+class SetupError(ForgeError):
     """Error of the machine, launcher or installation; the recipe may be right."""
 
     exit_code = ExitCode.ENVIRONMENT
 
 
-class PluginError(EnvironmentProblem):
+class PluginError(SetupError):
     """Error for a component that cannot be loaded, or breaks the contract of its kind."""
 
 
-class StrategyError(EnvironmentProblem):
+class StrategyError(SetupError):
     """Error for a training that does not match the recipe's strategy."""
 
 
-class CheckpointError(EnvironmentProblem):
+class CheckpointError(SetupError):
     """Error for a checkpoint that cannot be written, read or trusted."""
 
 
@@ -158,7 +158,7 @@ def says_memory_is_full(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_FULL.search(str(error))))
 
 
-class Postponed(ForgeError):
+class StoppedBeforeStart(ForgeError):
     """Raised for a request to stop before training began; the same command starts it again."""
 
     exit_code = ExitCode.PREEMPTED

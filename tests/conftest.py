@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from ddpforge.importing import uncollected
+from ddpforge.fast_import import gc_paused
 
-with uncollected():
+with gc_paused():
     import torch
     from support.hosts import Hosts, needs_root, new_hosts
     from support.launched import Ranks, Zygote
     from support.slurm import PROGRAMS, Slurm, new_slurm
 
-    from ddpforge.ranks import leaving
+    from ddpforge.ranks import process_exit
     from ddpforge.ranks.scheduling import policy_restored
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def _in_a_folder_of_no_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def _untouched_by_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither the plugins that are installed beside ddpforge nor an earlier run in this process change a test."""
     monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", PLUGINS)
-    monkeypatch.setattr(leaving, "_threads", False)  # for those of a run, a later command would end the process at once
+    monkeypatch.setattr(
+        process_exit, "_threads", False
+    )  # for those of a run, a later command would end the process at once
     logger = logging.getLogger("ddpforge")  # which a run directs
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     with policy_restored():

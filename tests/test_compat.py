@@ -22,8 +22,8 @@ from torch.utils import data as torch_data
 from ddpforge import compat
 from ddpforge.data.workers import telling_context
 from ddpforge.errors import PluginError, StrategyError
-from ddpforge.strategies.fsdp.units import refuse_form
-from ddpforge.training import blocks, ledger, recompute
+from ddpforge.strategies.fsdp.wrap_units import check_shardable
+from ddpforge.training import activation_checkpointing, blocks, memory_tracker
 
 NORMS = """
 recipe = 2
@@ -96,12 +96,12 @@ def hide(module: str, name: str, *then: Callable[[pytest.MonkeyPatch], None]) ->
 
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the classes of recomputed blocks again, with what compat.py has now."""
-    spec = recompute.__spec__
+    spec = activation_checkpointing.__spec__
     assert spec is not None
     assert spec.loader is not None
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
-    monkeypatch.setattr(blocks, "recomputed", again.recomputed)
+    monkeypatch.setattr(blocks, "checkpointed", again.recomputed)
 
 
 def attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_operations_on_several_tensors_take_a_list_or_one_value(
 def test_parts_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = torch.sparse_coo_tensor([[0, 0]], torch.ones(2), (3,), check_invariants=True)
     assert [part.tolist() for part in compat.sparse_parts(sparse)] == [[[0, 0]], [1.0, 1.0]]
-    assert len(ledger.storages(sparse)) == 2
+    assert len(memory_tracker.storages(sparse)) == 2
     lack("_indices", "_values")(monkeypatch)
     assert compat.sparse_parts(sparse) == []
     assert [part.tolist() for part in compat.sparse_parts(sparse.coalesce())] == [[[0]], [2.0]]
@@ -242,9 +242,9 @@ def test_hooks_of_parameters_that_cannot_be_seen_are_not_refused(monkeypatch: py
     weight = nn.Parameter(torch.ones(2))
     weight.register_hook(lambda gradient: gradient)
     with pytest.raises(StrategyError, match="has a gradient hook"):
-        refuse_form("weight", weight)
+        check_shardable("weight", weight)
     lack("_backward_hooks", "_post_accumulate_grad_hooks")(monkeypatch)
-    refuse_form("weight", weight)
+    check_shardable("weight", weight)
 
 
 def test_what_an_operator_writes_into_is_known_by_its_schema_or_its_name() -> None:

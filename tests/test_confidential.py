@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpforge.confidential import redact, redacted, reveal
 from ddpforge.errors import RecipeError
 from ddpforge.ranks.logs import setup_logging
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.environment import describe_environment
+from ddpforge.secret_redaction import redact, redacted, reveal
 
 VALUE = "hunter2-very-secret"
 RECIPE = """

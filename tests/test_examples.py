@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.launched import Ranks
 
-from ddpforge.app.starting import check_world
+from ddpforge.app.local_launch import check_world
 from ddpforge.errors import RecipeError
 from ddpforge.recipe import load_recipe
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ddpforge.importing import uncollected
+from ddpforge.fast_import import gc_paused
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_what_is_imported_inside_is_never_gone_through(is_on: bool) -> None:
         gc.disable()
     frozen = gc.get_freeze_count()
     try:
-        with uncollected():
+        with gc_paused():
             assert not gc.isenabled()
             imported = [[number] for number in range(1000)]
         assert gc.isenabled() == is_on
@@ -35,7 +35,7 @@ def test_what_is_imported_inside_is_never_gone_through(is_on: bool) -> None:
 
 @pytest.mark.usefixtures("no_torch")
 def test_a_failed_import_leaves_the_collector_on() -> None:
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), gc_paused():
         import nothing_of_that_name  # noqa: F401
     assert gc.isenabled()
     gc.unfreeze()
@@ -45,7 +45,7 @@ def test_nothing_is_frozen_in_a_process_that_has_torch() -> None:
     import torch  # noqa: F401
 
     frozen = gc.get_freeze_count()
-    with uncollected():
+    with gc_paused():
         assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
 

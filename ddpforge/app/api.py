@@ -16,22 +16,22 @@ from ddpforge.app.attempt import Outcome
 from ddpforge.app.build import WEIGHTS
 from ddpforge.app.choose import TEACHERS
 from ddpforge.app.generation import Sampling, check_language, generate
-from ddpforge.app.starting import Ranks, prepare
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.app.local_launch import LaunchSpec, prepare_launch
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry, build
 from ddpforge.data import RankShare, mix, open_data
-from ddpforge.data.randomness import own_random_numbers
+from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.interop.export import chosen_weights
 from ddpforge.interop.initial import load_initial
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import Recipe, load_recipe
 from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.strategies.named_state import tensors
-from ddpforge.training.left_out import has_left_out, refuse_others
+from ddpforge.training.frozen_weights import omits_frozen, verify_frozen
 from ddpforge.training.stages import key_of
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
@@ -60,9 +60,9 @@ def launch(
     """
     if nproc is not None and nproc < 1:
         raise UsageError(f"nproc={nproc}: expected 1 process or more", hints=["omit it for one process per GPU"])
-    start = prepare(
+    start = prepare_launch(
         str(recipe),
-        Ranks(nproc, max_restarts=max_restarts),
+        LaunchSpec(nproc, max_restarts=max_restarts),
         sets=sets,
         out=None if out is None else str(out),
         fresh=fresh,
@@ -83,7 +83,7 @@ def launch(
         raise error
     status = started.folder.status()
     assert status is not None  # a run that has trained has one
-    return Outcome(started.folder.path, status, is_main=True)
+    return Outcome(started.folder.path, status, is_rank_zero=True)
 
 
 def evaluate(
@@ -183,18 +183,18 @@ class TrainedRun:
     chosen: str | None = None
 
     @cached_property
-    def _reader(self) -> Reader:
-        return Reader(self.checkpoint)
+    def _reader(self) -> CheckpointReader:
+        return CheckpointReader(self.checkpoint)
 
     @property
     def step(self) -> int:
         """Returns the step after which the checkpoint was saved."""
-        return self._reader.facts.step
+        return self._reader.metadata.step
 
     @cached_property
     def recipe(self) -> Recipe:
         """Returns the recipe of the run's last attempt, with every default."""
-        self.folder.refuse_odd()
+        self.folder.reject_odd()
         return load_recipe(self.folder.resolved).recipe
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -212,7 +212,7 @@ class TrainedRun:
 
     def bare(self) -> nn.Module:
         """Returns the model with its initial weights, as at the start of the run."""
-        with own_random_numbers():
+        with isolated_rng():
             # Weights that the checkpoint omits may come from this seed.
             torch.manual_seed(mix(self.recipe.train.seed, WEIGHTS))
             model: nn.Module = build(Registry.installed(), "model", self.recipe.model)
@@ -224,12 +224,12 @@ class TrainedRun:
         share = RankShare(0, 1, samples)
         fetching: dict[str, Any] = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
         batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
-        with own_random_numbers():
+        with isolated_rng():
             return next(iter(batches.evaluation())).data
 
     def task(self) -> Task:
         """Builds the recipe's task, as evaluations do. Call its `start` if it uses the model or the ranks."""
-        with own_random_numbers():
+        with isolated_rng():
             torch.manual_seed(mix(self.recipe.train.seed, TEACHERS))
             found: Task = build(Registry.installed(), "task", self.recipe.task)
         return found
@@ -294,14 +294,14 @@ class TrainedRun:
         reader = self._reader
         held = chosen_weights(reader, self.weights)
         wanted = {name: reader.aliases.get(name, name) for name in model.state_dict()}
-        own = self._left_out(model, held) if has_left_out(reader.facts.loop) else {}
+        own = self._left_out(model, held) if omits_frozen(reader.metadata.loop) else {}
         if missing := sorted(name for name, kept in wanted.items() if kept not in held and name not in own):
             raise CheckpointError(f"{self.checkpoint} is of another model: it lacks {', '.join(missing[:5])}")
         return {name: held[kept].fetch() if kept in held else own[name] for name, kept in wanted.items()}
 
     def _left_out(self, model: nn.Module, held: Collection[str]) -> dict[str, Tensor]:
         """Returns the tensors of the model that the checkpoint omits, verified to be the same as in training."""
-        given, ranks = self.recipe.checkpoint, Alone(torch.device("cpu"))
+        given, ranks = self.recipe.checkpoint, SingleRank(torch.device("cpu"))
         found, aliases = tensors(model)
         if given.init_from:
 
@@ -311,5 +311,5 @@ class TrainedRun:
 
             load_initial(given.init_from, found, aliases, take, ranks, skip=given.init_ignore)
         frozen = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in held}
-        refuse_others(self._reader.facts.loop, frozen, ranks)
+        verify_frozen(self._reader.metadata.loop, frozen, ranks)
         return {name: own for name, own in model.state_dict().items() if aliases.get(name, name) in frozen}

@@ -13,42 +13,42 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from ddpforge.app.planned import PlanCheck, Room, advised, compares
+from ddpforge.app.memory_check import MemoryBudget, MemoryCheck, is_enabled, with_oom_advice
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.reader import Reader
-from ddpforge.confidential import redacted
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import CheckpointError, Diverged, ExitCode, ForgeError, OutOfMemory, PeerFailed, UsageError
 from ddpforge.interfaces import Tracker, World
-from ddpforge.launchers.verdict import is_launched
-from ddpforge.ranks import leaving, phases
-from ddpforge.ranks.arithmetic import told_of_determinism
+from ddpforge.launchers.exit_record import is_launched
+from ddpforge.ranks import heartbeat, process_exit
+from ddpforge.ranks.backend_flags import explain_determinism_error
 from ddpforge.ranks.devices import name_of_device
-from ddpforge.ranks.failures import Failures, Report, exit_code_of, phrase
-from ddpforge.ranks.halt import Halt, NoHalt
+from ddpforge.ranks.failures import FailureRecord, Failures, exit_code_of, phrase
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.logs import setup_logging
+from ddpforge.ranks.run_limits import NoLimits, RunLimits
 from ddpforge.ranks.signals import NoData, training_begins
-from ddpforge.ranks.writers import Peers, on_rank_zero
+from ddpforge.ranks.writers import WriterGroup, on_rank_zero
 from ddpforge.recipe import Recipe
-from ddpforge.recipe.plan import Window
-from ddpforge.runs.changes import refuse_finished
+from ddpforge.recipe.run_plan import StepWindow
+from ddpforge.runs.changes import reject_finished
 from ddpforge.runs.folder import RecipeSnapshot, RunFolder, State, Status
+from ddpforge.runs.media import MediaFiles
 from ddpforge.runs.metrics import JSONLTracker
 from ddpforge.runs.mirror import Mirror
-from ddpforge.runs.opening import Opened, mention_what_is_lost
-from ddpforge.runs.shown import ShownFiles
-from ddpforge.training.assemble import assemble, ending
-from ddpforge.training.callbacks import refuse_state
-from ddpforge.training.contract import Size, contract_of
-from ddpforge.training.fingerprint import DataPrint, refuse_changed_data
-from ddpforge.training.left_out import has_left_out
+from ddpforge.runs.resume import OpenedRun, warn_restart
+from ddpforge.secret_redaction import redacted
+from ddpforge.training.assemble import assemble, cleanup
+from ddpforge.training.callbacks import check_no_state
+from ddpforge.training.contract import ParameterCount, contract_of
+from ddpforge.training.fingerprint import DataPrint, check_unchanged_data
+from ddpforge.training.frozen_weights import omits_frozen
 from ddpforge.training.loop import Around, Trainer
-from ddpforge.training.memory import explained, held
+from ddpforge.training.oom import explain_oom, state_bytes
 from ddpforge.training.profiling import Profile
 from ddpforge.training.stages import Chosen, Dealt, key_of
 from ddpforge.training.trackers import TrackerGroup
-from ddpforge.watchdog.board import described, here
-from ddpforge.watchdog.watch import Unwatched, Watch
+from ddpforge.watchdog.status_board import described, here
+from ddpforge.watchdog.watchdog import NullWatchdog, Watchdog
 
 __all__ = ["Attempt", "Outcome", "checkpoints_of"]
 
@@ -63,7 +63,7 @@ class Outcome:
 
     folder: Path
     status: Status
-    is_main: bool
+    is_rank_zero: bool
 
     @property
     def exit_code(self) -> ExitCode:
@@ -82,7 +82,7 @@ class _Failed:
     """Failure of an attempt on this rank."""
 
     error: BaseException
-    report: Report  # about the cause, which may be another rank's
+    report: FailureRecord  # about the cause, which may be another rank's
     speaks: bool  # True if this rank wrote it to the run's folder
     by_another: bool
 
@@ -97,19 +97,19 @@ class Attempt:
     def __init__(
         self,
         folder: RunFolder,
-        opened: Opened,
+        opened: OpenedRun,
         chosen: Chosen,
         snapshot: RecipeSnapshot,
         world: World,
-        peers: Peers,
+        peers: WriterGroup,
         *,
         build: Callable[[], tuple[Dealt, Mapping[str, DataPrint]]],
         claims: ExitStack,
         allow_change: Sequence[str],
-        room: Room,
+        room: MemoryBudget,
         mirror: Mirror | None = None,
         max_time: str | None = None,
-        window: Window | None = None,
+        window: StepWindow | None = None,
     ) -> None:
         """Stores the parts of an attempt; nothing starts before `run`.
 
@@ -126,22 +126,22 @@ class Attempt:
         self._build, self._allow_change = build, allow_change
         self._mirror, self._room = mirror, room
         self._record = JSONLTracker()
-        self.tracker = trackers_of(chosen, mirror, self._record) if world.is_main else Tracker()
+        self.tracker = trackers_of(chosen, mirror, self._record) if world.is_rank_zero else Tracker()
         self.trainer: Trainer | None = None
-        self._halt = Halt(folder.path, max_time) if world.is_main else NoHalt()
+        self._halt = RunLimits(folder.path, max_time) if world.is_rank_zero else NoLimits()
         self._state: State = "failed"
         self._begun = False  # True once the run's folder records this attempt
-        self._failures = Failures(folder.logs, opened.token, world.all.rank, world.all.size)
+        self._failures = Failures(folder.logs, opened.token, world.global_ranks.rank, world.global_ranks.size)
         self._watch = _watch(folder, opened.token, self.recipe, world)
         self._failed: _Failed | None = None
         self._window = window
 
     def run(self) -> Outcome:
         """Trains; records a failure in the run's folder, reports it to the other ranks, and raises it."""
-        setup_logging(self.world.all.rank, self.folder.path)
+        setup_logging(self.world.global_ranks.rank, self.folder.path)
         log.debug(
             "rank %d of %d on %s, device %s, pid %d",
-            *(self.world.all.rank, self.world.all.size, gethostname(), self.world.device, getpid()),
+            *(self.world.global_ranks.rank, self.world.global_ranks.size, gethostname(), self.world.device, getpid()),
         )
         with self._claims.pop_all() as life:
             life.enter_context(self._watch)
@@ -150,19 +150,19 @@ class Attempt:
                 life.enter_context(self._mirror)
             life.push(self._raise_cause)
             life.push(self._part)
-            life.push(ending(self._finish_trackers))
+            life.push(cleanup(self._finish_trackers))
             try:
-                with leaving.nobody_leaves():
+                with process_exit.forbid_sys_exit():
                     trainer, around = self._prepare(life)
                     # When a rank fails, the launcher stops the others: the handlers let them finish their reports.
                     signals.enter_context(trainer.stop)
                     self._state = trainer.fit(*around)
-                    phases.mark(phases.END)
+                    heartbeat.beat(heartbeat.END)
                     trainer.stop.over()
             except BaseException as error:
                 self._tell(error)  # before anything else ends: the other ranks wait for this report
                 raise
-        return Outcome(self.folder.path, self._status(self._state), self.world.is_main)
+        return Outcome(self.folder.path, self._status(self._state), self.world.is_rank_zero)
 
     # -- up to the first step
     def _prepare(self, life: ExitStack) -> tuple[Trainer, Sequence[Around]]:
@@ -170,11 +170,11 @@ class Attempt:
         parts, prints = self._build()
         checkpoints = checkpoints_of(self.folder, self.recipe, self.world, self._peers)
         checkpoint = checkpoints.open()
-        if checkpoint is None and self.world.is_main:
-            mention_what_is_lost(self.folder)
+        if checkpoint is None and self.world.is_rank_zero:
+            warn_restart(self.folder)
         if checkpoint:
-            on_rank_zero(self.world.all, partial(self._refuse_another_run, checkpoint, prints))
-        initial = checkpoint is None or has_left_out(checkpoint.facts.loop)
+            on_rank_zero(self.world.global_ranks, partial(self._reject_another_run, checkpoint, prints))
+        initial = checkpoint is None or omits_frozen(checkpoint.metadata.loop)
         init_from = self.recipe.checkpoint.init_from if initial else None
         trainer = self.trainer = assemble(
             parts,
@@ -185,25 +185,25 @@ class Attempt:
             life=life,
             init_from=init_from,
             begins=checkpoint is None,
-            trained=checkpoint is not None and checkpoint.facts.step > 0,
+            trained=checkpoint is not None and checkpoint.metadata.step > 0,
         )
         trainer.consensus.halt = self._halt
         if checkpoint:
             trainer.restore(checkpoint)
-            self._refuse_nothing_to_do(trainer)
+            self._reject_nothing_to_do(trainer)
         if self._window:
-            self._window.refuse_after(trainer.plan.horizon.total)
-        refuse_state(trainer.callbacks)
+            self._window.reject_after(trainer.plan.horizon.total)
+        check_no_state(trainer.callbacks)
         training_begins()
-        trainer.saving.origin = on_rank_zero(self.world.all, lambda: self._begin(trainer, parts, prints))
-        if self.world.is_main:
+        trainer.saving.origin = on_rank_zero(self.world.global_ranks, lambda: self._begin(trainer, parts, prints))
+        if self.world.is_rank_zero:
             self._follow_rows(trainer, checkpoint)
         self._begun = True
         return trainer, list(self._around(parts.size))
 
-    def _refuse_another_run(self, checkpoint: Reader, prints: Mapping[str, DataPrint]) -> None:
+    def _reject_another_run(self, checkpoint: CheckpointReader, prints: Mapping[str, DataPrint]) -> None:
         """Raises CheckpointError if the checkpoint is of another run, UsageError if the data changed since then."""
-        run = checkpoint.facts.run
+        run = checkpoint.metadata.run
         if run and run != self.folder.id and "run" not in self._allow_change:
             raise CheckpointError(
                 f"{checkpoint.path} is a checkpoint of the run {run}, but {self.folder.path} is the run "
@@ -214,26 +214,26 @@ class Attempt:
                     "or continue from it in this run: --allow-change run",
                 ],
             )
-        refuse_changed_data(prints, checkpoint.facts.data, self._allow_change)
+        check_unchanged_data(prints, checkpoint.metadata.data, self._allow_change)
 
-    def _follow_rows(self, trainer: Trainer, checkpoint: Reader | None) -> None:
+    def _follow_rows(self, trainer: Trainer, checkpoint: CheckpointReader | None) -> None:
         """Makes checkpoints record the number of rows in metrics.jsonl. Logs a warning if rows were lost."""
         record = self._record
         trainer.saving.rows = lambda: record.rows
-        before = checkpoint.facts.rows if checkpoint else None
+        before = checkpoint.metadata.rows if checkpoint else None
         if before is not None and record.rows < before:
             log.warning(
                 "%s has %d rows up to step %d; it had %d when the checkpoint of that step was saved: rows were lost",
                 *(self.folder.metrics, record.rows, trainer.progress.step, before),
             )
 
-    def _around(self, size: Size) -> Iterator[Around]:
+    def _around(self, size: ParameterCount) -> Iterator[Around]:
         if self._window:
             yield Profile(self._window, self.folder.path / "profile", self.world)
-        if compares(self.recipe, size):
-            yield PlanCheck(self.folder, self.world, self.recipe)
+        if is_enabled(self.recipe, size):
+            yield MemoryCheck(self.folder, self.world, self.recipe)
 
-    def _refuse_nothing_to_do(self, trainer: Trainer) -> None:
+    def _reject_nothing_to_do(self, trainer: Trainer) -> None:
         """Raises UsageError if the run is already past `train.length`, or finished with a different recipe."""
         step = trainer.progress.step
         if step > trainer.end:
@@ -247,7 +247,7 @@ class Attempt:
         earlier = self.opened.earlier
         if step == trainer.end and earlier is not None and earlier["state"] == "done":
             changes = [change for change in self.opened.changes if change.path != "train.length"]
-            refuse_finished(self.folder.path, changes, self.opened.edited)
+            reject_finished(self.folder.path, changes, self.opened.edited)
 
     def _begin(self, trainer: Trainer, parts: Dealt, prints: Mapping[str, DataPrint]) -> dict[str, Any]:
         """Records the start of the attempt and starts the trackers. Returns the origin to store in checkpoints."""
@@ -259,12 +259,12 @@ class Attempt:
             "attempt": attempt,
             "strategy": strategy,
             **trainer.plan.facts(),
-            "world_size": self.world.all.size,
+            "world_size": self.world.global_ranks.size,
             "device": str(self.world.device),
             "device_name": name_of_device(self.world.device),
             "parameters": parts.size.all,
             "trained": parts.size.trainable,
-            "held": held(contract_of(parts.strategy), trainer.replica.weights, parts.size),
+            "held": state_bytes(contract_of(parts.strategy), trainer.replica.weights, parts.size),
             "samples": length_of(parts.data["train"]),
             "evaluated": {name: length_of(parts.data[key_of(name)]) for name in parts.evaluation},
         }
@@ -281,7 +281,7 @@ class Attempt:
             "data": {key: one.as_json() for key, one in prints.items()},
             "lineage": self.folder.lineage(),
             "strategy": strategy,
-            "world_size": self.world.all.size,
+            "world_size": self.world.global_ranks.size,
         }
 
     # -- after the last one
@@ -297,7 +297,7 @@ class Attempt:
             return
         self.trainer.replica.close()
         leave(self.world)
-        if self.world.is_main:
+        if self.world.is_rank_zero:
             self.folder.write_status(self._status(self._state))
 
     def _raise_cause(self, _: object, error: BaseException | None, __: object) -> None:
@@ -321,16 +321,16 @@ class Attempt:
         """
         if self._failed:
             return self._failed
-        error = told_of_determinism(explained(error, self.recipe, self.world.data.size))
+        error = explain_determinism_error(explain_oom(error, self.recipe, self.world.dp_ranks.size))
         # Only into the log file: the command line shows this error, or its cause.
         log.error("training failed: %s", phrase(error), exc_info=error, extra={"in_file_only": True})
-        report, is_peers = self._failures.tell(error, exit_code_of(error)), isinstance(error, PeerFailed)
-        phases.say_goodbye()
+        report, is_peers = self._failures.record(error, exit_code_of(error)), isinstance(error, PeerFailed)
+        heartbeat.mark_exited()
         speaks = False
         if isinstance(error, OutOfMemory):  # the plan takes a while, and the other ranks must not wait for it
             speaks = self._write_failure("failed", report)
-            error = advised(error, self.folder, self.world, self.recipe, self._room)
-            report = self._failures.tell(error, exit_code_of(error))
+            error = with_oom_advice(error, self.folder, self.world, self.recipe, self._room)
+            report = self._failures.record(error, exit_code_of(error))
         cause = self._failures.explain(self._watch.call) if report.symptom and not is_peers else None
         self._state = "diverged" if isinstance(error, Diverged) else "failed"
         if isinstance(error, NoData):
@@ -339,23 +339,23 @@ class Attempt:
         self._failed = _Failed(error, cause or report, speaks=speaks, by_another=cause is not None)
         return self._failed
 
-    def _write_failure(self, state: State, report: Report, *, again: bool = False) -> bool:
+    def _write_failure(self, state: State, report: FailureRecord, *, again: bool = False) -> bool:
         """Writes status.json and failure.json if this rank failed first. True on that rank.
 
         `again`: this rank was the first already and replaces its report.
         """
         first = again
         try:
-            first = again or self._failures.is_first(report)
-            if (first or (self.world.is_main and not report.told)) and not self._leaves_result(report):
+            first = again or self._failures.claim_first(report)
+            if (first or (self.world.is_rank_zero and not report.told)) and not self._leaves_result(report):
                 self.folder.write_status(self._status(state, report))
             if first and not report.symptom:
-                self.folder.write_failure(described(report, [here(self.world.all.rank)]))
+                self.folder.write_failure(described(report, [here(self.world.global_ranks.rank)]))
         except (ForgeError, OSError) as another:
             log.warning("while the run was ending: %s", another)
         return first
 
-    def _leaves_result(self, report: Report) -> bool:
+    def _leaves_result(self, report: FailureRecord) -> bool:
         """True if a usage error must not overwrite the status of a finished run."""
         earlier = self.opened.earlier
         refused = report.exit_code == ExitCode.USAGE and not self._begun
@@ -368,8 +368,8 @@ class Attempt:
         words = f"rank {cause.rank} failed first: {cause.error}" if cause.told else str(cause)
         hints = [f"see {file}" if cause.told else f"the state of all ranks: {self.folder.failure}"]
         launcher_says = is_launched() and not cause.told  # the launcher prints it last, after torchrun's messages
-        stands_in = cause.rank == 0 and (failed.speaks or (not cause.told and self.world.all.rank == 1))
-        if launcher_says or not (self.world.is_main or stands_in):
+        stands_in = cause.rank == 0 and (failed.speaks or (not cause.told and self.world.global_ranks.rank == 1))
+        if launcher_says or not (self.world.is_rank_zero or stands_in):
             return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_says=launcher_says)
         error = ForgeError(words, hints=hints)
         error.exit_code = ExitCode(cause.exit_code)
@@ -377,7 +377,7 @@ class Attempt:
 
     def _attach(self, error: BaseException, status: Status, *, written_here: bool) -> None:
         """Attaches the run's status to the exception. Rank 0 waits up to 2 s for the failing rank to write it."""
-        deadline = time.monotonic() + (0.0 if written_here or not self.world.is_main else _WRITING)
+        deadline = time.monotonic() + (0.0 if written_here or not self.world.is_rank_zero else _WRITING)
         with suppress(ForgeError):
             while (written := self.folder.status()) in (None, self.opened.earlier) or written["state"] == "running":
                 if time.monotonic() >= deadline:
@@ -385,9 +385,9 @@ class Attempt:
                     break
                 time.sleep(0.02)
             status = written
-        error.outcome = Outcome(self.folder.path, status, self.world.is_main)  # type: ignore[attr-defined]
+        error.outcome = Outcome(self.folder.path, status, self.world.is_rank_zero)  # type: ignore[attr-defined]
 
-    def _status(self, state: State, report: Report | None = None, *, begun: bool = False) -> Status:
+    def _status(self, state: State, report: FailureRecord | None = None, *, begun: bool = False) -> Status:
         """Returns the contents of `status.json`; before this attempt trains, with the step of the earlier attempt."""
         codes = {"running": None, "done": ExitCode.DONE, "preempted": ExitCode.PREEMPTED}
         trainer = self.trainer if self._begun or begun else None
@@ -398,23 +398,23 @@ class Attempt:
             step=trainer.progress.step if trainer else earlier["step"] if earlier else 0,
             total_steps=trainer.plan.horizon.total if trainer else earlier.get("total_steps") if earlier else None,
             samples=trainer.progress.samples if trainer else earlier["samples"] if earlier else 0,
-            world_size=self.world.all.size,
+            world_size=self.world.global_ranks.size,
             strategy=self.recipe.strategy.use,
             metrics=trainer.metrics if trainer else earlier["metrics"] if earlier else {},
             error=str(report) if report else None,
         )
 
 
-def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwatched:
+def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> NullWatchdog:
     """Returns the watchdog for this rank; one that does nothing if there is only one rank."""
-    if world.all.size == 1:
-        return Unwatched()
+    if world.global_ranks.size == 1:
+        return NullWatchdog()
     train = recipe.train
-    return Watch(
+    return Watchdog(
         folder.path,
         token,
-        world.all.rank,
-        world.all.size,
+        world.global_ranks.rank,
+        world.global_ranks.size,
         strategy=recipe.strategy.use,
         stall=0.0 if train.hang_timeout == "off" else train.hang_timeout.seconds,
         compiles=train.compile != "off",
@@ -423,8 +423,8 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> Unwat
 
 def where() -> tuple[str, int]:
     """Returns the phase and the step of this rank."""
-    place = phases.here()
-    return phases.NAMES[place.phase], place.step
+    place = heartbeat.current()
+    return heartbeat.NAMES[place.phase], place.step
 
 
 def length_of(data: Any) -> int | None:
@@ -432,13 +432,13 @@ def length_of(data: Any) -> int | None:
     return len(data) if hasattr(data, "__len__") else None
 
 
-def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: Peers) -> Checkpoints:
+def checkpoints_of(folder: RunFolder, recipe: Recipe, world: World, peers: WriterGroup) -> Checkpoints:
     """Returns the checkpoints in a run's folder."""
     return Checkpoints(
         folder.checkpoints,
         recipe.checkpoint,
         peers=peers,
-        ranks=world.all,
+        ranks=world.global_ranks,
         before_commit=folder.sync_metrics,
     )
 
@@ -447,7 +447,7 @@ def trackers_of(parts: Chosen, mirror: Mirror | None, record: JSONLTracker) -> T
     """Returns metrics.jsonl, console, mirror and the recipe's trackers as one tracker."""
     ours: dict[str, Any] = {"jsonl": record, "console": parts.registry.load("tracker", "console")()}
     ours["console"].where = where
-    ours["shown"] = ShownFiles()
+    ours["shown"] = MediaFiles()
     if mirror:
         ours["mirror"] = mirror
     return TrackerGroup(ours | dict(parts.trackers))

@@ -23,18 +23,19 @@ from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.components.registry import Registry
 from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
-from ddpforge.data.order import Even
+from ddpforge.data.batch_assignment import Even
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PeerFailed, recipe_faults
-from ddpforge.interfaces import BatchSampler, Beside, EpochBatchSampler, Schedule, World
+from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World
 from ddpforge.preflight import Problems
 from ddpforge.preflight.samples import check_first_batch
 from ddpforge.preflight.static import no_order_of_streams
 from ddpforge.ranks.failures import exit_code_of, phrase
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.plan import Plan, plan_batch
-from ddpforge.training.beside import declared
+from ddpforge.recipe.run_plan import RunPlan, plan_batch
+from ddpforge.training.alternating_updates import batches_per_step
+from ddpforge.training.auxiliary import declared
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.fingerprint import DataPrint, compare_built
@@ -44,7 +45,6 @@ from ddpforge.training.optimizers import shares
 from ddpforge.training.parameter_groups import freeze
 from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of
 from ddpforge.training.task_checks import SMALL
-from ddpforge.training.turns import draws_of
 
 __all__ = [
     "WEIGHTS",
@@ -89,7 +89,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
     # The same initial weights on every rank.
     torch.manual_seed(mix(recipe.train.seed, WEIGHTS))
     model = size = MISSING
-    beside: Mapping[str, Beside] = MISSING
+    auxiliary: Mapping[str, AuxiliaryModule] = MISSING
     with problems.at("model"):
         candidate = _on_meta(chosen) if meta else _model(chosen)
         if _is_usable(candidate, problems, "model"):
@@ -103,7 +103,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         if all(usable):
             for one in found.values():
                 make_dense(one.module)
-            beside = found
+            auxiliary = found
     return Built.of(
         chosen,
         data=data,
@@ -112,7 +112,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         schedules={} if plan is MISSING else _schedules(chosen, plan, problems),
         model=model,
         size=size,
-        beside=beside,
+        auxiliary=auxiliary,
     )
 
 
@@ -124,7 +124,7 @@ def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
 
 
 def _model(chosen: Chosen) -> nn.Module:
-    with nullcontext() if chosen.strategy is MISSING else chosen.strategy.building():
+    with nullcontext() if chosen.strategy is MISSING else chosen.strategy.init_context():
         model: nn.Module = build_component(chosen.registry, "model", chosen.recipe.model)
     return model
 
@@ -150,7 +150,7 @@ def check_cut(chosen: Chosen, problems: Problems) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- steps and schedules
-def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler | None, Plan]:
+def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler | None, RunPlan]:
     """Builds the order of the training data, and the plan of steps and cadences."""
     order, plan = MISSING, MISSING
     with problems.at("data", "train"):
@@ -161,29 +161,29 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler |
             opened = _opened(chosen, chosen.recipe.train.global_batch)
             batches = open_data(data, order=order, **opened).steps_per_epoch
             # A step that draws several batches may reach into the next epoch: the epoch ends with that step.
-            per_epoch = batches and math.ceil(batches / draws_of(chosen.turns))
+            per_epoch = batches and math.ceil(batches / batches_per_step(chosen.updates))
             plan = _plan_steps(chosen, per_epoch, order, problems)
     return order, plan
 
 
-def _plan_steps(chosen: Chosen, per_epoch: int | None, order: BatchSampler | None, problems: Problems) -> Plan:
+def _plan_steps(chosen: Chosen, per_epoch: int | None, order: BatchSampler | None, problems: Problems) -> RunPlan:
     batch = plan_batch(chosen.recipe.train, 1) if chosen.batch is MISSING else chosen.batch
     ends = partial(_end_of_epochs, chosen, order)
-    return Plan.of(chosen.recipe, batch, per_epoch, noting=problems.at, ends=ends) or MISSING
+    return RunPlan.of(chosen.recipe, batch, per_epoch, noting=problems.at, ends=ends) or MISSING
 
 
 def _end_of_epochs(chosen: Chosen, order: BatchSampler | None, epochs: int) -> int | None:
     """Returns the last step of the first `epochs` epochs; None if all epochs have one length."""
     batches = end_of_epochs(order, epochs) if order else None
-    return batches and math.ceil(batches / draws_of(chosen.turns))
+    return batches and math.ceil(batches / batches_per_step(chosen.updates))
 
 
-def _schedules(chosen: Chosen, plan: Plan, problems: Problems) -> dict[str, Schedule]:
+def _schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, Schedule]:
     recipe, registry = chosen.recipe, chosen.registry
     found: dict[str, Schedule] = {"": MISSING}
     with problems.at("schedule"):
         found[""] = build_component(registry, "schedule", recipe.schedule, horizon=plan.horizon)
-    for name, turn in chosen.turns.items():
+    for name, turn in chosen.updates.items():
         with problems.at("optimizer", "updates", name, "schedule"):
             if turn.schedule:
                 found[name] = build_component(registry, "schedule", turn.schedule, horizon=plan.horizon)
@@ -218,7 +218,7 @@ def _opened(chosen: Chosen, batch: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- one rank's batches
 def deal(built: Built, world: World) -> Dealt:
     """Opens this rank's batches of the training data and of each evaluation set."""
-    recipe, train, ranks = built.recipe, built.recipe.train, world.data.size
+    recipe, train, ranks = built.recipe, built.recipe.train, world.dp_ranks.size
     workers = recipe.data.workers
     fetching: dict[str, Any] = {
         "seed": train.seed,
@@ -226,7 +226,7 @@ def deal(built: Built, world: World) -> Dealt:
         "prefetch": recipe.data.prefetch,
         "pin": world.device.type == "cuda",
         # With several ranks, the watchdogs detect a rank without progress.
-        "patience": train.hang_timeout.seconds if train.hang_timeout != "off" and world.all.size == 1 else 0.0,
+        "patience": train.hang_timeout.seconds if train.hang_timeout != "off" and world.global_ranks.size == 1 else 0.0,
     }
     training = MISSING
     if built.trains:
@@ -234,7 +234,7 @@ def deal(built: Built, world: World) -> Dealt:
             built.data["train"],
             order=built.order,
             global_batch=built.plan.batch.global_batch,
-            share=RankShare(world.data.rank, ranks, built.plan.batch.micro_batch, train.virtual_ranks),
+            share=RankShare(world.dp_ranks.rank, ranks, built.plan.batch.micro_batch, train.virtual_ranks),
             drop_last=train.drop_last,
             **fetching,
         )
@@ -246,7 +246,7 @@ def deal(built: Built, world: World) -> Dealt:
             data := built.data[key_of(name)],
             order=Even(data, train.global_batch) if built.task.whole_batch and not is_stream(data) else None,
             global_batch=batch * ranks,
-            share=RankShare(world.data.rank, ranks, batch),
+            share=RankShare(world.dp_ranks.rank, ranks, batch),
             drop_last=False,
             **fetching,
         )
@@ -258,7 +258,7 @@ def deal(built: Built, world: World) -> Dealt:
         for name, batches in evaluation.items():
             key = key_of(name)
             evaluation[name] = served(key, built.data[key], batches, world.device, trains=False)
-    if built.trains and world.is_main and (note := short_steps(built)):
+    if built.trains and world.is_rank_zero and (note := short_steps(built)):
         log.warning("%s", note)
     return Dealt.of(built, training=training, evaluation=evaluation)
 
@@ -303,14 +303,14 @@ def build_checked(chosen: Chosen, world: World, problems: Problems, *, samples: 
 
 
 def build_alike(
-    chosen: Chosen, world: World, peers: Peers, problems: Problems, *, samples: bool
+    chosen: Chosen, world: World, peers: WriterGroup, problems: Problems, *, samples: bool
 ) -> tuple[Dealt, Mapping[str, DataPrint]]:
     """Builds on every rank. Returns the result and fingerprints of the data; raises if ranks differ."""
     dealt = on_every_rank(peers, lambda: build_checked(chosen, world, problems, samples=samples))
     return dealt, compare_built(dealt, world)
 
 
-def on_every_rank(peers: Peers, action: Callable[[], T]) -> T:
+def on_every_rank(peers: WriterGroup, action: Callable[[], T]) -> T:
     """Calls `action` on all ranks and returns this rank's result.
 
     If it fails on a rank, all ranks raise: that rank its own error, the others PeerFailed with its exit code.
@@ -321,7 +321,7 @@ def on_every_rank(peers: Peers, action: Callable[[], T]) -> T:
     except Exception as error:
         mine = error
     try:
-        failures = peers.ranks.everyone(None if mine is None else (phrase(mine), exit_code_of(mine)))
+        failures = peers.ranks.all_gather_object(None if mine is None else (phrase(mine), exit_code_of(mine)))
     except RuntimeError:
         failures = []
         if mine is None:
@@ -345,6 +345,6 @@ def short_steps(built: Built) -> str:
 
 def describe_shares(built: Built) -> list[str]:
     """Describes which parameters each turn or parameter group trains; empty if the recipe has neither."""
-    if not (built.turns or built.recipe.optimizer.groups):
+    if not (built.updates or built.recipe.optimizer.groups):
         return []
-    return shares(built.recipe.optimizer, built.model, list(built.turns))
+    return shares(built.recipe.optimizer, built.model, list(built.updates))

@@ -12,10 +12,10 @@ from ddpforge.preflight import Problems
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.layers import kind_at
 from ddpforge.recipe.load import check_world
+from ddpforge.training.alternating_updates import update_names
 from ddpforge.training.contract import contract_of
 from ddpforge.training.metric_direction import with_direction
 from ddpforge.training.stages import MISSING, Chosen
-from ddpforge.training.turns import turns_of
 
 __all__ = ["TEACHERS", "choose"]
 
@@ -48,7 +48,7 @@ def choose(
         strategy = build_component(registry, "strategy", loaded.recipe.strategy)
         contract_of(strategy)
         if not trains:
-            strategy, other_layout = strategy.evaluating(ranks)
+            strategy, other_layout = strategy.for_evaluation(ranks)
         data_ranks = strategy.data_ranks(ranks)
     with problems.at("task"):
         if seeds:
@@ -75,7 +75,7 @@ def choose(
         task=task,
         callbacks=_named(registry, problems, "callbacks", "callback", recipe.callbacks),
         trackers=_named(registry, problems, "track", "tracker", recipe.track.trackers) if trains else {},
-        turns=_turns(task, recipe.optimizer.updates, problems),
+        updates=_turns(task, recipe.optimizer.updates, problems),
         batch=batch,
         other_layout=other_layout,
     )
@@ -95,6 +95,6 @@ def _turns(task: Task, given: Mapping[str, Any], problems: Problems) -> dict[str
     """Returns the recipe's turns in the task's order; empty if they differ from the task's, which preflight reports."""
     found: dict[str, Any] = {}
     with problems.at("task"):
-        names = turns_of(task)
+        names = update_names(task)
         found = {name: given[name] for name in names} if given.keys() == set(names) else {}
     return found

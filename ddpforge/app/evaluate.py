@@ -16,29 +16,29 @@ import numpy as np
 from ddpforge.app.build import build_checked, check_chosen, deal
 from ddpforge.app.choose import choose
 from ddpforge.app.run import join
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry
-from ddpforge.disk import refuse_existing
+from ddpforge.disk import reject_existing
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
-from ddpforge.interop.tables import Table, check_table, writing
-from ddpforge.launchers.slurm import adopt_slurm
+from ddpforge.interop.tables import TableWriter, check_table, writing
+from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.preflight import Problems
-from ddpforge.ranks import leaving
-from ddpforge.ranks.arithmetic import settings_restored
+from ddpforge.ranks import process_exit
+from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.ranks.join import leave
 from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
-from ddpforge.recipe.load import refuse_text
+from ddpforge.recipe.load import reject_text
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.runs.checkpoints import choose as choose_checkpoint
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder
-from ddpforge.training.assemble import evaluating
+from ddpforge.training.assemble import assemble_evaluator
 from ddpforge.training.callbacks import overriding
-from ddpforge.training.prediction import INDEX, Predicted, in_order, predictions, refuse_turns
+from ddpforge.training.prediction import INDEX, Predicted, check_single_update, in_order, predictions
 from ddpforge.training.stages import Chosen, Dealt, key_of
-from ddpforge.watchdog.watch import over
+from ddpforge.watchdog.watchdog import end_startup_watch
 
 __all__ = ["Evaluation", "Prediction", "check_sets", "evaluate", "predict"]
 
@@ -51,15 +51,15 @@ class Evaluation:
 
     step: int
     metrics: dict[str, float]
-    is_main: bool
+    is_rank_zero: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Returns step and metrics for JSON. JSON has no NaN: a metric that is not finite is None."""
         return {"step": self.step} | {name: x if math.isfinite(x) else None for name, x in self.metrics.items()}
 
 
-@leaving.nobody_leaves()
-@settings_restored()
+@process_exit.forbid_sys_exit()
+@restored_backend_flags()
 def evaluate(
     folder: RunFolder,
     *,
@@ -81,23 +81,23 @@ def evaluate(
         sets: changes to the recipe, KEY=VALUE.
         only: the names of the evaluation sets `[data.eval.NAME]` to use; all if empty.
     """
-    adopt_slurm()
-    refuse_text("only", only)
+    export_slurm_env()
+    reject_text("only", only)
     loaded, registry = _load(folder, sets)
     chosen, problems = _choose(loaded, registry, only)
     world = join(chosen)
-    if chosen.other_layout and world.is_main:
+    if chosen.other_layout and world.is_rank_zero:
         log.info("%s", chosen.other_layout)
-    checkpoint = on_rank_zero(world.all, lambda: choose_checkpoint(folder, step=step, best=best))
+    checkpoint = on_rank_zero(world.global_ranks, lambda: choose_checkpoint(folder, step=step, best=best))
     dealt = build_checked(chosen, world, problems, samples=False)
-    over()  # an evaluation may take long
-    reader = Reader(checkpoint)
-    with evaluating(dealt, world, reader, folder.path) as evaluator:
-        if world.is_main:
+    end_startup_watch()  # an evaluation may take long
+    reader = CheckpointReader(checkpoint)
+    with assemble_evaluator(dealt, world, reader, folder.path) as evaluator:
+        if world.is_rank_zero:
             log.info("evaluating %s", _what_is_used(checkpoint, dealt))
-        metrics = evaluator.evaluate(reader.facts.step)
+        metrics = evaluator.evaluate(reader.metadata.step)
     leave(world)
-    return Evaluation(reader.facts.step, metrics, world.is_main)
+    return Evaluation(reader.metadata.step, metrics, world.is_rank_zero)
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,15 @@ class Prediction:
     file: Path
     samples: int
     step: int
-    is_main: bool
+    is_rank_zero: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Returns file, samples and step for JSON."""
         return {"file": str(self.file), "samples": self.samples, "step": self.step}
 
 
-@leaving.nobody_leaves()
-@settings_restored()
+@process_exit.forbid_sys_exit()
+@restored_backend_flags()
 def predict(
     folder: RunFolder,
     out: Path,
@@ -145,44 +145,44 @@ def predict(
         limit: stop after this number of samples.
         force: replace `out` if it exists. Without it, an existing `out` raises UsageError.
     """
-    adopt_slurm()
-    refuse_text("data", data)
+    export_slurm_env()
+    reject_text("data", data)
     check_table(out)
     loaded, registry, only = _to_predict(folder, data, sets)
     chosen, problems = _choose(loaded, registry, only)
     world = join(chosen)
-    refuse_turns(chosen.task)
-    on_rank_zero(world.all, lambda: refuse_existing(out, force=force))
-    checkpoint = on_rank_zero(world.all, lambda: choose_checkpoint(folder, step=step, best=best))
+    check_single_update(chosen.task)
+    on_rank_zero(world.global_ranks, lambda: reject_existing(out, force=force))
+    checkpoint = on_rank_zero(world.global_ranks, lambda: choose_checkpoint(folder, step=step, best=best))
     dealt = build_checked(chosen, world, problems, samples=False)
     (name,) = dealt.evaluations()
     key = key_of(name)
     dealt = deal(replace(dealt, data={**dealt.data, key: in_order(dealt.data[key])}), world)
-    over()  # an evaluation may take long
-    reader = Reader(checkpoint)
-    with ExitStack() as files, evaluating(dealt, world, reader, folder.path, weights=weights) as evaluator:
-        if world.is_main:
+    end_startup_watch()  # an evaluation may take long
+    reader = CheckpointReader(checkpoint)
+    with ExitStack() as files, assemble_evaluator(dealt, world, reader, folder.path, weights=weights) as evaluator:
+        if world.is_rank_zero:
             log.info("predicting with %s", _what_is_used(checkpoint, dealt, weights))
         found = predictions(evaluator, dealt.task, dealt.evaluation[name], world, limit=limit)
         samples = _write(out, found, world, files)
     leave(world)
-    return Prediction(out, samples, reader.facts.step, world.is_main)
+    return Prediction(out, samples, reader.metadata.step, world.is_rank_zero)
 
 
 def _write(out: Path, found: Iterable[Sequence[Predicted]], world: World, files: ExitStack) -> int:
     """Writes predictions on rank 0 as they arrive; returns the number of samples. A failure leaves no file."""
-    tables: list[Table] = []
+    tables: list[TableWriter] = []
 
     def add(parts: Sequence[Predicted]) -> None:
         for part in parts:
             tables[0].add({INDEX: np.arange(part.first, part.first + part.samples), **part.columns})
 
     samples = 0
-    on_rank_zero(world.all, lambda: tables.append(files.enter_context(writing(out))))
+    on_rank_zero(world.global_ranks, lambda: tables.append(files.enter_context(writing(out))))
     for parts in found:
-        on_rank_zero(world.all, partial(add, parts))
+        on_rank_zero(world.global_ranks, partial(add, parts))
         samples += sum(part.samples for part in parts)
-    on_rank_zero(world.all, files.close)
+    on_rank_zero(world.global_ranks, files.close)
     return samples
 
 
@@ -201,7 +201,7 @@ def _to_predict(
 
 def _load(folder: RunFolder, sets: Sequence[str]) -> tuple[LoadedRecipe, Registry]:
     """Loads the recipe of a run."""
-    folder.refuse_odd()
+    folder.reject_odd()
     registry = Registry.installed()
     return load_recipe(folder.resolved, sets=sets, registry=registry), registry
 

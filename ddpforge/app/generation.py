@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.data import mix
-from ddpforge.data.randomness import own_random_numbers
+from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Context, Experts, Task
-from ddpforge.training.turns import name_of
+from ddpforge.interfaces import AttentionContext, ExpertDispatch, Task
+from ddpforge.training.alternating_updates import component_name
 
 __all__ = ["Sampling", "check_language", "generate"]
 
@@ -68,12 +68,12 @@ def check_language(task: Task, data: Any) -> None:
     """Raises UsageError if the task does not predict the next token, PluginError if the data has no tokenizer."""
     if not task.predicts_next_token:
         raise UsageError(
-            f"{name_of(task)} does not predict the next token, so it cannot generate text",
+            f"{component_name(task)} does not predict the next token, so it cannot generate text",
             hints=["`ddpforge predict` writes its predictions for every sample"],
         )
     if not (hasattr(data, "encode") and hasattr(data, "decode")):
         raise PluginError(
-            f"{name_of(data)} cannot convert text to tokens",
+            f"{component_name(data)} cannot convert text to tokens",
             hints=["give the dataset the methods `encode(text) -> list[int]` and `decode(tokens) -> str`"],
         )
 
@@ -83,9 +83,9 @@ def generate(model: nn.Module, data: Any, prompts: Sequence[str], how: Sampling)
     """Yields the text that the model, in evaluation mode, generates after each prompt: the same for the same seed.
 
     A model of the transformers library generates with its own `generate`, which stops at the end-of-text token. Any
-    other model is called with the last `block_size` tokens. If its modules attend through a `Context`, their keys and
-    values are cached and the model is called with new tokens only, until the text is longer than `block_size`. Apart
-    from attention such a model must treat each position independently. Raises UsageError for an empty prompt.
+    other model is called with the last `block_size` tokens. If its modules attend through a `AttentionContext`, their
+    keys and values are cached and the model is called with new tokens only, until the text is longer than `block_size`.
+    Apart from attention such a model must treat each position independently. Raises UsageError for an empty prompt.
     """
     encoded = [[int(token) for token in data.encode(prompt)] for prompt in prompts]
     for prompt, tokens in zip(prompts, encoded, strict=True):
@@ -122,8 +122,8 @@ def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int) -> list[i
     return found
 
 
-class _Cache(Context):
-    """Cache of the keys and values of all positions so far, in place of the model's own `Context`.
+class _Cache(AttentionContext):
+    """Cache of the keys and values of all positions so far, in place of the model's own `AttentionContext`.
 
     `is_exact` becomes False if the model attends without a causal mask: cached keys and values are then out of date.
     """
@@ -138,8 +138,8 @@ class _Cache(Context):
     @classmethod
     def of(cls, model: nn.Module) -> _Cache | None:
         """Returns a cache for a model; None if it uses no context, or if experts choose among a sequence's tokens."""
-        modules = [module for module in model.modules() if type(getattr(module, "context", None)) is Context]
-        chooses = any(isinstance(getattr(module, "experts", None), Experts) for module in model.modules())
+        modules = [module for module in model.modules() if type(getattr(module, "context", None)) is AttentionContext]
+        chooses = any(isinstance(getattr(module, "experts", None), ExpertDispatch) for module in model.modules())
         return cls(model, modules) if modules and not chooses else None
 
     def __call__(self, tokens: Tensor) -> Any:
@@ -185,7 +185,7 @@ def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int) -> list[int
     drawing: dict[str, Any] = {"do_sample": not how.greedy}
     if not how.greedy:
         drawing |= {"temperature": how.temperature or 1.0, "top_k": how.top_k or 0, "top_p": how.top_p or 1.0}
-    with own_random_numbers():
+    with isolated_rng():
         torch.manual_seed(seed)
         ids = model.generate(
             input_ids=tokens[None],

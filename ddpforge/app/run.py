@@ -12,36 +12,36 @@ from pathlib import Path
 from ddpforge.app.attempt import Attempt, Outcome
 from ddpforge.app.build import build_alike, check_chosen
 from ddpforge.app.choose import choose
-from ddpforge.app.hosts import compare_clocks, refuse_differences, share_folder
-from ddpforge.app.planned import Room
+from ddpforge.app.memory_check import MemoryBudget
+from ddpforge.app.node_consistency import check_same_environment, check_shared_filesystem, compare_clocks
 from ddpforge.components.registry import Registry
-from ddpforge.errors import ExitCode, PeerFailed, Postponed, StrategyError
+from ddpforge.errors import ExitCode, PeerFailed, StoppedBeforeStart, StrategyError
 from ddpforge.interfaces import World
-from ddpforge.launchers.slurm import adopt_slurm
-from ddpforge.launchers.verdict import has_begun, record_begun
+from ddpforge.launchers.exit_record import has_begun, record_begun
+from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.preflight import Problems
+from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks import join as ranks_join
-from ddpforge.ranks import leaving, phases
-from ddpforge.ranks.arithmetic import settings_restored
-from ddpforge.ranks.halt import seconds_of
+from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.ranks.logs import setup_logging
+from ddpforge.ranks.run_limits import seconds_of
 from ddpforge.ranks.signals import StopRequests
-from ddpforge.ranks.writers import Peers, on_rank_zero
+from ddpforge.ranks.writers import WriterGroup, on_rank_zero
 from ddpforge.recipe import Recipe, load_recipe
-from ddpforge.recipe.load import refuse_text
-from ddpforge.recipe.plan import Window
+from ddpforge.recipe.load import reject_text
+from ddpforge.recipe.run_plan import StepWindow
 from ddpforge.runs.environment import world_size
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.mirror import Mirror
-from ddpforge.runs.opening import open_folder
+from ddpforge.runs.resume import open_folder
 from ddpforge.training.stages import Chosen
-from ddpforge.watchdog.watch import beginning
+from ddpforge.watchdog.watchdog import raising_peer_failures
 
 __all__ = ["Outcome", "join", "peers_of", "run"]
 
 
-@leaving.nobody_leaves()
-@settings_restored()
+@process_exit.forbid_sys_exit()
+@restored_backend_flags()
 def run(
     source: str | Path,
     *,
@@ -65,12 +65,12 @@ def run(
 
     Raises ForgeError for all expected failures; a RecipeError is raised before anything starts.
     """
-    adopt_slurm()
-    refuse_text("allow_change", allow_change)
+    export_slurm_env()
+    reject_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
-    window = Window.parse(profile) if profile else None
+    window = StepWindow.parse(profile) if profile else None
     fresh = fresh and not has_begun()  # restarted ranks resume the run that they began as a fresh one
-    room = Room()
+    room = MemoryBudget()
 
     registry = Registry.installed()
     loaded = load_recipe(source, sets=sets, registry=registry)
@@ -78,27 +78,27 @@ def run(
     resumes = not fresh and any(folder.checkpoints.glob("step-*"))
     chosen = choose(loaded, registry, problems, ranks=world_size(), resumes=resumes)
     check_chosen(chosen, problems)
-    with StopRequests() as stop, ExitStack() as claims, beginning():
+    with StopRequests() as stop, ExitStack() as claims, raising_peer_failures():
         world = join(chosen)
         peers = peers_of(chosen.recipe, world)
         _leave_if_asked(stop, world, peers)
-        share_folder(folder.path.parent, peers.ranks)
-        fresh = all(peers.ranks.everyone(fresh))  # on a machine that joins later, `has_begun` is False
-        mirror = Mirror.of(folder, chosen.recipe.checkpoint) if world.is_main else None
-        on_rank_zero(world.all, lambda: mirror.fetch(fresh=fresh) if mirror else None)
+        check_shared_filesystem(folder.path.parent, peers.ranks)
+        fresh = all(peers.ranks.all_gather_object(fresh))  # on a machine that joins later, `has_begun` is False
+        mirror = Mirror.of(folder, chosen.recipe.checkpoint) if world.is_rank_zero else None
+        on_rank_zero(world.global_ranks, lambda: mirror.fetch(fresh=fresh) if mirror else None)
 
         is_new = fresh or not folder.exists()
         build = partial(build_alike, chosen, world, peers, problems, samples=is_new)
         built = build() if is_new else None  # before the folder: a new run that cannot be built leaves none
         taken = snapshot(chosen.loaded)
         opened = on_rank_zero(
-            world.all, lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=allow_change)
+            world.global_ranks, lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=allow_change)
         )
         record_begun()
         if opened.result:
             if mirror:
                 mirror.complete()
-            return Outcome(folder.path, opened.result, world.is_main)
+            return Outcome(folder.path, opened.result, world.is_rank_zero)
         return Attempt(
             folder,
             opened,
@@ -119,33 +119,33 @@ def run(
 def join(chosen: Chosen) -> World:
     """Joins the process group, checks that all hosts agree, and sets up the strategy."""
     stall = chosen.recipe.train.hang_timeout
-    phases.allow(math.inf if stall == "off" else stall.seconds)
-    with beginning():
+    heartbeat.set_hang_timeout(math.inf if stall == "off" else stall.seconds)
+    with raising_peer_failures():
         joined = ranks_join.join(chosen.recipe.train, chosen.strategy)
-        leaving.at_once()
-        setup_logging(joined.all.rank)
+        process_exit.skip_interpreter_cleanup()
+        setup_logging(joined.global_ranks.rank)
         # This waits for all ranks. Later checks may raise on every rank, and a rank that leaves while others still
         # join would make those fail.
-        refuse_differences(joined.all, chosen.loaded, chosen.registry)
-        compare_clocks(joined.all)
+        check_same_environment(joined.global_ranks, chosen.loaded, chosen.registry)
+        compare_clocks(joined.global_ranks)
         world = chosen.strategy.setup(chosen.recipe.train, joined)
-    if chosen.trains and world.data.size != chosen.batch.data_ranks:
+    if chosen.trains and world.dp_ranks.size != chosen.batch.data_ranks:
         raise StrategyError(
             f"strategy `{chosen.recipe.strategy.use}` announced {chosen.batch.data_ranks} data-parallel ranks, "
-            f"but its `setup` made {world.data.size}",
+            f"but its `setup` made {world.dp_ranks.size}",
             hints=["this is a bug in the strategy: `data_ranks` must return the number that `setup` makes"],
         )
     return world
 
 
-def peers_of(recipe: Recipe, world: World) -> Peers:
+def peers_of(recipe: Recipe, world: World) -> WriterGroup:
     """Connects the ranks for exchanges outside of training steps. Call it on every rank."""
-    return Peers.of(world.all, timedelta(seconds=recipe.train.collective_timeout.seconds))
+    return WriterGroup.of(world.global_ranks, timedelta(seconds=recipe.train.collective_timeout.seconds))
 
 
-def _leave_if_asked(stop: StopRequests, world: World, peers: Peers) -> None:
+def _leave_if_asked(stop: StopRequests, world: World, peers: WriterGroup) -> None:
     """Raises on all ranks if any rank received a stop request before training."""
-    if any(peers.ranks.everyone(stop.requested)):
+    if any(peers.ranks.all_gather_object(stop.requested)):
         ranks_join.leave(world)
-        raised = Postponed if world.is_main else partial(PeerFailed, ExitCode.PREEMPTED)
+        raised = StoppedBeforeStart if world.is_rank_zero else partial(PeerFailed, ExitCode.PREEMPTED)
         raise raised("stopped before training began", hints=["nothing is lost: the same command starts it again"])

@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from ddpforge.errors import EnvironmentProblem, PluginError
+from ddpforge.errors import PluginError, SetupError
 
 __all__ = ["require", "stored_id"]
 
@@ -20,7 +20,7 @@ def require(module: str, extra: str) -> None:
 def stored_id(file: Path, key: str) -> str | None:
     """Returns the id that a tracker stored in a file of the run folder; None if there is no file.
 
-    Raises EnvironmentProblem if the file has no such id.
+    Raises SetupError if the file has no such id.
     """
     if not file.exists():
         return None
@@ -28,11 +28,11 @@ def stored_id(file: Path, key: str) -> str | None:
         with file.open("rb") as opened:
             found = json.loads(opened.read(_MOST))[key]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EnvironmentProblem(
+        raise SetupError(
             f"{file} cannot be read: {error}", hints=["remove the file; the tracker then starts a new run"]
         ) from error
     if not isinstance(found, str):
-        raise EnvironmentProblem(
+        raise SetupError(
             f"{file} cannot be read: `{key}` is not a string",
             hints=["remove the file; the tracker then starts a new run"],
         )

@@ -15,14 +15,14 @@ import torch
 
 from ddpforge import __version__, disk
 from ddpforge.checkpoint import safetensors_writer
-from ddpforge.checkpoint.contents import Facts, Flat, RankState
 from ddpforge.checkpoint.schema import COMMIT, LATEST, MANIFEST, MOST_TEXT, Commit, Manifest
+from ddpforge.checkpoint.state import CheckpointMetadata, FlatState, RankState
 from ddpforge.errors import CheckpointError
 
 log = logging.getLogger("ddpforge")
 
 
-def describe(facts: Facts, state: RankState, flat: Flat) -> Manifest:
+def describe(facts: CheckpointMetadata, state: RankState, flat: FlatState) -> Manifest:
     """Returns the manifest without files and tensors; raises CheckpointError if JSON cannot hold a value."""
     versions = {"ddpforge": __version__, "torch": torch.__version__, "python": platform.python_version()}
     metrics = {
@@ -57,14 +57,14 @@ def describe(facts: Facts, state: RankState, flat: Flat) -> Manifest:
 
 
 @dataclass(frozen=True)
-class Draft:
+class StagedCheckpoint:
     """Unfinished checkpoint: `temporary` is the folder to fill; `publish` renames it to `final`."""
 
     temporary: Path
     final: Path
 
     @classmethod
-    def begin(cls, folder: Path, step: int) -> "Draft":
+    def begin(cls, folder: Path, step: int) -> "StagedCheckpoint":
         """Creates the temporary folder, and `folder` if it is missing."""
         if not folder.is_dir():
             log.warning("%s does not exist: a new one is created; checkpoints that were in it are lost", folder)

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from ddpforge import disk
 from ddpforge.checkpoint import retention
-from ddpforge.checkpoint.contents import Facts, RankState, flatten, own_part
 from ddpforge.checkpoint.manifest import layout_of, read_manifest, verify_contents
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.staging import Staging
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState, flatten, local_shards
 from ddpforge.checkpoint.writer import Writer
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Ranks
-from ddpforge.ranks.writers import Peers, on_rank_zero
+from ddpforge.ranks.writers import WriterGroup, on_rank_zero
 from ddpforge.recipe.schema import CheckpointSection
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Checkpoints:
         folder: Path,
         settings: CheckpointSection,
         *,
-        peers: Peers,
+        peers: WriterGroup,
         ranks: Ranks,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -59,7 +59,7 @@ class Checkpoints:
         self._removals: list[Future[None]] = []
 
     # -- saving
-    def save(self, facts: Facts, state: RankState) -> None:
+    def save(self, facts: CheckpointMetadata, state: RankState) -> None:
         """Begins to write a checkpoint. Call `wait` for its result; errors of the write are raised there, not here.
 
         With `checkpoint.async_save`, a thread writes. The state may then change as soon as this returns, except trained
@@ -91,7 +91,7 @@ class Checkpoints:
         """Allocates host memory for a copy of `state` from GPUs, in a thread, so that the first save is faster."""
         if self._settings.async_save and not self.pending:
             with suppress(CheckpointError):  # the save will raise it
-                self._staging.reserve(own_part(flatten(state, rank=self._peers.rank, ranks=self._peers.size).held))
+                self._staging.reserve(local_shards(flatten(state, rank=self._peers.rank, ranks=self._peers.size).held))
 
     def before_update(self) -> None:
         """Finishes the copy of the weights. Call it before each update, and before any other change of weights."""
@@ -153,7 +153,7 @@ class Checkpoints:
             log.warning("older checkpoints were not removed: %s", error, exc_info=defect)
 
     # -- existing checkpoints
-    def open(self, path: Path | None = None) -> Reader | None:
+    def open(self, path: Path | None = None) -> CheckpointReader | None:
         """Opens the checkpoint at `path`, or the newest intact one; returns None if the folder has no checkpoint.
 
         Logs a warning for each damaged checkpoint that is newer. Raises CheckpointError if all are damaged, so that
@@ -166,7 +166,7 @@ class Checkpoints:
             self._help_to_verify()
         chosen = self._on_main(lambda: self._choose(path))
         # A single rank has just verified every byte. Several ranks verified one share each, and may see other disks.
-        return None if chosen is None else Reader(chosen, verify=self._peers.size > 1)
+        return None if chosen is None else CheckpointReader(chosen, verify=self._peers.size > 1)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """True if the metric `keep.monitor` is better in `metrics` than in every checkpoint of the folder."""
@@ -217,8 +217,8 @@ class Checkpoints:
     def _look_together(self, path: Path) -> _Flaw | None:
         """Verifies this rank's share; returns the flaw that the lowest rank found, or None."""
         rank, ranks = self._peers.rank, self._peers.size
-        mine, _ = self._peers.together(lambda: _flaw(path, rank, ranks), lambda: None)
-        return next((flaw for flaw in self._peers.ranks.everyone(mine) if flaw), None)
+        mine, _ = self._peers.run_all_or_none(lambda: _flaw(path, rank, ranks), lambda: None)
+        return next((flaw for flaw in self._peers.ranks.all_gather_object(mine) if flaw), None)
 
     def _on_main(self, action: Callable[[], T]) -> T:
         return on_rank_zero(self._ranks, action)

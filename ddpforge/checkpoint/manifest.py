@@ -28,7 +28,7 @@ from ddpforge.checkpoint.schema import (
 )
 from ddpforge.checkpoint.untrusted import BLOCK, DTYPES, Claim, PlainFile, damaged
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces.regions import flaw, held_shape, normal, whole
+from ddpforge.interfaces.regions import find_gap, held_shape, normal, whole
 from ddpforge.recipe.toml import loads
 
 _DEEPEST = 16  # levels of JSON
@@ -153,7 +153,7 @@ def check_listed(path: Path, manifest: Manifest) -> None:
                     raise damaged(path / MANIFEST, f"it puts {name} in the file {chunk.file!r}, which it does not list")
 
 
-class Placed(NamedTuple):
+class FileEntryOf(NamedTuple):
     """Entry of a safetensors file: its chunk, and the tensor of that chunk."""
 
     tensor: TensorEntry
@@ -171,18 +171,18 @@ class Placed(NamedTuple):
 
 
 @untrusted.uncollected()
-def layout(manifest: Manifest) -> dict[str, dict[str, Placed]]:
+def layout(manifest: Manifest) -> dict[str, dict[str, FileEntryOf]]:
     """Lists the entries of each safetensors file.
 
     Raises ValueError unless the chunks of every tensor cover it exactly once, and fit into their files.
     """
-    found: dict[str, dict[str, Placed]] = defaultdict(dict)
+    found: dict[str, dict[str, FileEntryOf]] = defaultdict(dict)
     for section, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():
             if problem := _problem(manifest, tensor):
                 raise ValueError(f"{name} ({section}): {problem}")
             for chunk in tensor.chunks:
-                placed = Placed(tensor, chunk)
+                placed = FileEntryOf(tensor, chunk)
                 if found[chunk.file].setdefault(chunk.entry, placed) is not placed:
                     raise ValueError(f"{name} ({section}) and another share the entry {chunk.entry} of {chunk.file}")
 
@@ -198,15 +198,15 @@ def _problem(manifest: Manifest, tensor: TensorEntry) -> object:
         return f"unknown dtype {tensor.dtype!r}"
     for chunk in tensor.chunks:
         whole_file = isinstance(manifest.files[chunk.file], OtherFile)
-        hashes = 0 if whole_file else -(-Placed(tensor, chunk).nbytes // BLOCK)
+        hashes = 0 if whole_file else -(-FileEntryOf(tensor, chunk).nbytes // BLOCK)
         if normal(tensor.shape, chunk.region) != chunk.region or len(chunk.hashes) != hashes:
             return f"{chunk.entry} of {chunk.file} has a region or hashes that ddpforge does not write"
     if [chunk.region for chunk in tensor.chunks] == [whole(tensor.shape)]:
         return None
-    return flaw(tensor.shape, [chunk.region for chunk in tensor.chunks])
+    return find_gap(tensor.shape, [chunk.region for chunk in tensor.chunks])
 
 
-def layout_of(path: Path, manifest: Manifest) -> dict[str, dict[str, Placed]]:
+def layout_of(path: Path, manifest: Manifest) -> dict[str, dict[str, FileEntryOf]]:
     """Returns the `layout` of the checkpoint `path`; raises CheckpointError if the manifest is flawed."""
     try:
         return layout(manifest)
@@ -229,7 +229,9 @@ def verify_contents(path: Path, manifest: Manifest, *, rank: int = 0, ranks: int
         begin += blocks
 
 
-def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed], blocks: range = range(sys.maxsize)) -> None:
+def verify_file(
+    path: Path, entry: FileEntry, placed: Mapping[str, FileEntryOf], blocks: range = range(sys.maxsize)
+) -> None:
     """Raises CheckpointError unless the bytes of one file, or of its `blocks` with these numbers, are as written."""
     if isinstance(entry, OtherFile):
         check_sha256(path, entry)
@@ -244,7 +246,7 @@ def verify_file(path: Path, entry: FileEntry, placed: Mapping[str, Placed], bloc
         first += len(chunk.chunk.hashes)
 
 
-def claims_of(entries: Mapping[str, Placed]) -> dict[str, Claim]:
+def claims_of(entries: Mapping[str, FileEntryOf]) -> dict[str, Claim]:
     """Returns the dtype and shape that the manifest lists for each entry of one file."""
     return {name: placed.claim for name, placed in entries.items()}
 
@@ -259,7 +261,9 @@ def check_sha256(path: Path, entry: OtherFile) -> None:
         raise damaged(path, "its sha256 is not the one in the manifest")
 
 
-def _verify_blocks(file: PlainFile, begin: int, placed: Placed, numbers: Iterable[int], buffer: memoryview) -> None:
+def _verify_blocks(
+    file: PlainFile, begin: int, placed: FileEntryOf, numbers: Iterable[int], buffer: memoryview
+) -> None:
     for number in numbers:
         start = number * BLOCK
         block = buffer[: min(BLOCK, placed.nbytes - start)]

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from ddpforge.checkpoint import untrusted
-from ddpforge.checkpoint.contents import CALLBACKS, OPTIMIZER, SHARED, Facts, Plain, facts_of, unflatten
 from ddpforge.checkpoint.manifest import check_sha256, claims_of, layout_of, read_block, read_manifest
 from ddpforge.checkpoint.safetensors_writer import dtype_name, line
 from ddpforge.checkpoint.schema import MANIFEST, Chunk, Manifest, OtherFile, Section, TensorEntry, TensorFile
+from ddpforge.checkpoint.state import CALLBACKS, OPTIMIZER, SHARED, CheckpointMetadata, Plain, metadata_of, unflatten
 from ddpforge.checkpoint.untrusted import BLOCK, PlainFile, damaged
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, SavedTensor
 from ddpforge.interfaces.regions import (
     Box,
-    Pieces,
-    Range,
+    BoxList,
+    FlatRange,
     Region,
     Shape,
     Simple,
@@ -38,7 +38,7 @@ _MOST_OPEN = 64  # files: a checkpoint may have more than a process may open
 T = TypeVar("T")
 
 
-class Reader:
+class CheckpointReader:
     """Open checkpoint of any format and layout.
 
     With `verify`, each 64 MiB block of a file is checked against its hash at the first read that touches it. In
@@ -59,9 +59,9 @@ class Reader:
 
     # -- facts and state
     @property
-    def facts(self) -> Facts:
+    def metadata(self) -> CheckpointMetadata:
         """Returns the checkpoint's facts about its run."""
-        return facts_of(self.manifest)
+        return metadata_of(self.manifest)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -79,8 +79,8 @@ class Reader:
             model=self._saved("model"),
             optimizer=owned,
             aliases=self.aliases,
-            shared=shared,
-            numbers=cast(Mapping[str, int | float], self.manifest.loop),
+            extra_state=shared,
+            scalars=cast(Mapping[str, int | float], self.manifest.loop),
         )
 
     def callbacks(self) -> dict[str, dict[str, SavedTensor | Plain]]:
@@ -194,8 +194,8 @@ class Reader:
             stop = min(start + step, source.numel)
             block = _Block(chunk, number, begin + number * BLOCK, (stop - start) * target.itemsize)
             parts = split(source, start, stop)
-            if isinstance(source, Range) and isinstance(region, Range):
-                filled += self._read_range(block, Range(source.start + start, source.start + stop), region, target)
+            if isinstance(source, FlatRange) and isinstance(region, FlatRange):
+                filled += self._read_range(block, FlatRange(source.start + start, source.start + stop), region, target)
             elif any(overlaps(shape, part, region) for part, _ in parts):
                 held = self._load(block, target.dtype)
                 for part, at in parts:
@@ -204,7 +204,7 @@ class Reader:
                     filled += copy(shape, part, piece, region, target)
         return filled
 
-    def _read_range(self, block: "_Block", held: Range, region: Range, target: Tensor) -> int:
+    def _read_range(self, block: "_Block", held: FlatRange, region: FlatRange, target: Tensor) -> int:
         """Copies the overlap of two ranges, if possible by reading into the target directly; returns its size."""
         start, stop = max(held.start, region.start), min(held.stop, region.stop)
         if start >= stop:
@@ -245,7 +245,7 @@ class Reader:
 class Saved:
     """Tensor of an open checkpoint: a `SavedTensor`."""
 
-    reader: Reader = field(repr=False)
+    reader: CheckpointReader = field(repr=False)
     section: Section
     name: str
 
@@ -291,10 +291,10 @@ class _Block(NamedTuple):
 def _arranged(shape: Shape, region: Simple, target: Tensor) -> tuple[Simple, Tensor]:
     """Returns region and target in matching forms: a range with a 1-d target, or a box with a target of its size."""
     form = normal(shape, region)
-    assert not isinstance(form, Pieces)
+    assert not isinstance(form, BoxList)
     if target.numel() != form.numel:
         raise ValueError(f"{region} has {form.numel} elements, and the target has {target.numel()}")
-    if isinstance(form, Range):
+    if isinstance(form, FlatRange):
         if target.is_contiguous():
             return form, line(target)
         if target.ndim == 1:

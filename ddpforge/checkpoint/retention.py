@@ -13,7 +13,7 @@ from ddpforge import disk
 from ddpforge.checkpoint.manifest import check_files, parse_manifest, read_manifest, sealed
 from ddpforge.checkpoint.schema import FOLDER, LATEST, Manifest
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces.direction import lower_is_better
+from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.recipe.schema import KeepSection
 
 _MOST_HINT = 1 << 16  # bytes

@@ -21,7 +21,7 @@ from ddpforge import disk
 from ddpforge.checkpoint.schema import Number, Scalar, TensorFile
 from ddpforge.checkpoint.untrusted import BLOCK, DTYPES
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces.regions import Part, held_shape
+from ddpforge.interfaces.regions import TensorShard, held_shape
 
 _ALIGNMENT = 64  # bytes of a cache line: copies from or to unaligned memory take a quarter longer
 
@@ -67,7 +67,7 @@ class LazyTensor(NamedTuple):
         return cls(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor)
 
     @classmethod
-    def of_part(cls, part: Part) -> "LazyTensor":
+    def of_part(cls, part: TensorShard) -> "LazyTensor":
         """Wraps a part, with the shape that it is stored in."""
         return cls(dtype_name(part.tensor.dtype), held_shape(part.shape, part.simple_region), lambda: part.tensor)
 

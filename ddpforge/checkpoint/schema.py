@@ -19,7 +19,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
-from ddpforge.interfaces.regions import Box, Range, whole
+from ddpforge.interfaces.regions import Box, FlatRange, whole
 
 FORMAT, VERSION = "ddpforge", 2
 MANIFEST, COMMIT, MODEL = "manifest.json", "COMMIT", "model.safetensors"
@@ -41,13 +41,13 @@ def _possible(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-class Table(BaseModel):
+class StrictModel(BaseModel):
     """JSON object with exactly the declared members."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class Commit(Table):
+class Commit(StrictModel):
     """Contents of COMMIT."""
 
     manifest_sha256: str
@@ -60,14 +60,14 @@ Section = Literal["model", "optimizer", "callbacks"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 
-class TensorFile(Table):
+class TensorFile(StrictModel):
     """Safetensors file of the checkpoint, with the XXH3-128 of its header; the chunks have the hashes of the data."""
 
     bytes: Natural
     header_xxh3: str
 
 
-class OtherFile(Table):
+class OtherFile(StrictModel):
     """File that no tensor is read from, or any file of format 1."""
 
     bytes: Natural
@@ -77,18 +77,18 @@ class OtherFile(Table):
 FileEntry = TensorFile | OtherFile
 
 
-class Chunk(Table):
+class Chunk(StrictModel):
     """Region of a tensor, stored as an entry of a file. `hashes`: XXH3-128 of each block of 64 MiB; the last may be
     shorter.
     """
 
     file: str
     entry: str
-    region: Range | Box
+    region: FlatRange | Box
     hashes: tuple[str, ...]
 
 
-class TensorEntry(Table):
+class TensorEntry(StrictModel):
     """Tensor whose chunks hold each of its elements exactly once."""
 
     dtype: str
@@ -96,7 +96,7 @@ class TensorEntry(Table):
     chunks: tuple[Chunk, ...]
 
 
-class Number(Table):
+class Number(StrictModel):
     """Number that JSON cannot represent: a 0-d tensor, or a float that is not finite (its dtype is "float").
 
     `value` is text if the number is not finite.
@@ -112,7 +112,7 @@ CallbackScalars = dict[str, dict[str, Scalar]]
 Tensors = dict[Section, dict[str, TensorEntry]]
 
 
-class _Facts(Table):
+class _Facts(StrictModel):
     """Fields of manifests of all formats."""
 
     format: Literal["ddpforge"] = "ddpforge"
@@ -157,7 +157,7 @@ class Manifest(_Facts):
         return float(value.value if isinstance(value, Number) else "nan" if value is None else value)
 
 
-class RankManifest(Table):
+class RankManifest(StrictModel):
     """One rank's part of a manifest: the shard that it wrote, and its values that are not tensors."""
 
     format: Literal["ddpforge"] = "ddpforge"
@@ -170,7 +170,7 @@ class RankManifest(Table):
     callbacks: CallbackScalars
 
 
-class _FirstTensor(Table):
+class _FirstTensor(StrictModel):
     file: str
     dtype: str
     shape: Shape

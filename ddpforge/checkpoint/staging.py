@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge.checkpoint.contents import OPTIMIZER, SHARED, Held
+from ddpforge.checkpoint.state import OPTIMIZER, SHARED, Held
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces.regions import Part
+from ddpforge.interfaces.regions import TensorShard
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Staging:
         self._memory: _Memory | None = None
         self._reserving: Thread | None = None
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # ends of the newest copies
-        self._live: list[Part] = []  # a GPU may still copy them: they must neither change nor be freed
+        self._live: list[TensorShard] = []  # a GPU may still copy them: they must neither change nor be freed
         self._host = ThreadPoolExecutor(1, "copy for a checkpoint")
         self._copied: Future[None] | None = None  # the copy of tensors in host memory
 
@@ -67,7 +67,7 @@ class Staging:
         self._finish_on_host()  # a failed save may not have waited for its copy
         pieces = dict(zip(map(id, parts), _pieces(self._bytes(_size(parts), locked=bool(gpus)), parts), strict=True))
 
-        def fill(chosen: Iterable[Part]) -> None:
+        def fill(chosen: Iterable[TensorShard]) -> None:
             for part in chosen:
                 source = part.tensor.detach()
                 pieces[id(part)].copy_(source, non_blocking=source.is_cuda)
@@ -116,14 +116,14 @@ class Staging:
         return self._memory.bytes
 
 
-def _each(held: Held) -> Iterator[tuple[str, str, Part]]:
+def _each(held: Held) -> Iterator[tuple[str, str, TensorShard]]:
     """Yields section, name and part of all tensors."""
     for section, named in held.items():
         for name, parts in named.items():
             yield from ((section, name, part) for part in parts)
 
 
-def _gpus(parts: Iterable[Part]) -> set[torch.device]:
+def _gpus(parts: Iterable[TensorShard]) -> set[torch.device]:
     return {part.tensor.device for part in parts if part.tensor.is_cuda}
 
 
@@ -160,7 +160,7 @@ def _end() -> torch.cuda.Event:
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: a waiting thread sleeps
 
 
-def _size(parts: Iterable[Part]) -> int:
+def _size(parts: Iterable[TensorShard]) -> int:
     return sum(_aligned(part.tensor.nbytes) for part in parts)
 
 
@@ -168,7 +168,7 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pieces(memory: Tensor, parts: list[Part]) -> Iterator[Tensor]:
+def _pieces(memory: Tensor, parts: list[TensorShard]) -> Iterator[Tensor]:
     """Yields a view of `memory` for each part, with the part's dtype and shape."""
     begin = 0
     for part in parts:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from ddpforge import disk
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name, stream
 from ddpforge.checkpoint.schema import Section
 
@@ -29,7 +29,7 @@ def write_weights(path: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping
     return size, digest.hexdigest()
 
 
-def sources(reader: Reader, section: Section, owner: str = "") -> dict[str, LazyTensor]:
+def sources(reader: CheckpointReader, section: Section, owner: str = "") -> dict[str, LazyTensor]:
     """Returns a section's tensors, not read yet; with `owner`, only its tensors, named without the prefix."""
     prefix = owner and f"{owner}/"
     return {

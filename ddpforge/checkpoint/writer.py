@@ -8,10 +8,9 @@ from typing import TypeVar
 
 from ddpforge import disk
 from ddpforge.checkpoint import safetensors_writer
-from ddpforge.checkpoint.commit import Draft, describe, unwritten
-from ddpforge.checkpoint.contents import Facts, Held, RankState, flatten, own_part
+from ddpforge.checkpoint.commit import StagedCheckpoint, describe, unwritten
 from ddpforge.checkpoint.manifest import check_files, layout, parse, read_text
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
 from ddpforge.checkpoint.schema import (
     MODEL,
@@ -29,18 +28,19 @@ from ddpforge.checkpoint.schema import (
     TensorFile,
     Tensors,
 )
+from ddpforge.checkpoint.state import CheckpointMetadata, Held, RankState, flatten, local_shards
 from ddpforge.checkpoint.untrusted import Damaged, uncollected
 from ddpforge.checkpoint.weights_file import sources, write_weights
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces.regions import Box, Part, whole
-from ddpforge.ranks.writers import OutOfTouch, Peers
+from ddpforge.interfaces.regions import Box, TensorShard, whole
+from ddpforge.ranks.writers import PeerUnreachable, WriterGroup
 
 X = TypeVar("X")
 
 _SHARED = ("all ranks must see the run's folder: put it on a disk that all machines share",)
 
 
-def write(folder: Path, facts: Facts, state: RankState, peers: Peers, *, full: bool = False) -> Path:
+def write(folder: Path, facts: CheckpointMetadata, state: RankState, peers: WriterGroup, *, full: bool = False) -> Path:
     """Adds a checkpoint to `folder` and returns its path. Every rank must call it, with its own `state`.
 
     The checkpoint appears complete or not at all. If any rank fails, all ranks raise CheckpointError with its number
@@ -60,9 +60,9 @@ class Writer:
     def __init__(
         self,
         folder: Path,
-        facts: Facts,
+        facts: CheckpointMetadata,
         state: RankState,
-        peers: Peers,
+        peers: WriterGroup,
         *,
         full: bool = False,
         copy: Callable[[Held], Held] | None = None,
@@ -70,7 +70,7 @@ class Writer:
     ) -> None:
         self._folder, self._step, self._peers, self._full = folder, facts.step, peers, full
         self._before_commit = before_commit
-        self._draft: Draft | None = None
+        self._draft: StagedCheckpoint | None = None
         self._manifest: Manifest | None = None
         self._problem: Exception | None = None
         try:
@@ -79,7 +79,7 @@ class Writer:
                 self._optimizer, self._callbacks = flat.optimizer, flat.callbacks
                 if peers.rank == 0:
                     self._manifest = describe(facts, state, flat)
-                held = own_part(flat.held)
+                held = local_shards(flat.held)
                 self._held = held if copy is None else copy(held)
         except Exception as error:
             self._problem = error
@@ -87,10 +87,10 @@ class Writer:
     def write(self) -> Path:
         """Writes the checkpoint together with all other ranks; returns its path."""
         try:
-            _, draft = self._peers.together(self._check, self._begin)
-            _, final = self._peers.together(lambda: self._fill(self._folder / draft), self._publish)
+            _, draft = self._peers.run_all_or_none(self._check, self._begin)
+            _, final = self._peers.run_all_or_none(lambda: self._fill(self._folder / draft), self._publish)
         except BaseException as error:
-            failure = self._out_of_touch(error) if isinstance(error, OutOfTouch) else None
+            failure = self._out_of_touch(error) if isinstance(error, PeerUnreachable) else None
             if self._draft is not None:
                 self._draft.discard()
             if failure is not None:
@@ -104,7 +104,7 @@ class Writer:
 
     def _begin(self) -> str:
         with self._disk():
-            self._draft = Draft.begin(self._folder, self._step)
+            self._draft = StagedCheckpoint.begin(self._folder, self._step)
         return self._draft.temporary.name
 
     def _fill(self, draft: Path) -> None:
@@ -201,7 +201,7 @@ def _merged(draft: Path, manifest: Manifest, ranks: int) -> Manifest:
 
 def _with_model(draft: Path, manifest: Manifest) -> Manifest:
     """Writes the whole model from the shards, one tensor at a time; returns the manifest with the new file."""
-    with closing(Reader(draft, manifest=manifest)) as reader:
+    with closing(CheckpointReader(draft, manifest=manifest)) as reader:
         size, digest = write_weights(draft / MODEL, sources(reader, "model"), reader.aliases)
     return manifest.model_copy(update={"files": {**manifest.files, MODEL: OtherFile(bytes=size, sha256=digest)}})
 
@@ -253,7 +253,7 @@ def _plain(number: object) -> object:
 
 
 # ---------------------------------------------------------------------------------------------- files of parts
-Entries = dict[tuple[Section, str], list[tuple[str, Part]]]
+Entries = dict[tuple[Section, str], list[tuple[str, TensorShard]]]
 
 
 def nbytes(held: Held) -> int:
@@ -297,12 +297,12 @@ def _described(held: Held, entries: Entries, file: str, hashes: Mapping[str, tup
     return found
 
 
-def _is_stored(part: Part) -> bool:
+def _is_stored(part: TensorShard) -> bool:
     """False for a part without elements, unless the tensor itself has none."""
     return bool(part.simple_region.numel) or part.region == whole(part.shape)
 
 
-def _entry_name(name: str, part: Part) -> str:
+def _entry_name(name: str, part: TensorShard) -> str:
     """Returns the tensor's own name; for a part of it, the name with its region."""
     region = part.simple_region
     if region == whole(part.shape):

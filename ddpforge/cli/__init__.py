@@ -74,8 +74,8 @@ def _load(name: str) -> click.Command:
 
 def complain(error: ForgeError) -> None:
     """Prints an error to stderr. If all ranks raise the same error, only one rank on each node prints it."""
-    from ddpforge.confidential import redact
     from ddpforge.recipe.report import render
+    from ddpforge.secret_redaction import redact
 
     said = redact(render(error))
     rank = int(os.environ.get("RANK", "0"))

@@ -88,7 +88,7 @@ def _check_cut(chosen: "Chosen", problems: "Problems") -> None:
 
     if chosen.strategy is MISSING or chosen.task is MISSING or chosen.recipe.model.use in problems.not_imported:
         return
-    if not chosen.strategy.cuts_model:
+    if not chosen.strategy.splits_model:
         return
     from ddpforge.app.build import check_cut
 
@@ -120,8 +120,8 @@ def _build(chosen: "Chosen", problems: "Problems") -> str:
 
 
 def _problems(error: ForgeError) -> list[dict[str, object]]:
-    from ddpforge.confidential import redacted
-    from ddpforge.recipe import Problem
+    from ddpforge.recipe import Diagnostic
+    from ddpforge.secret_redaction import redacted
 
-    problems = error.problems if isinstance(error, RecipeError) else [Problem(error.message, hints=error.hints)]
+    problems = error.problems if isinstance(error, RecipeError) else [Diagnostic(error.message, hints=error.hints)]
     return [redacted(problem.as_dict()) for problem in problems]

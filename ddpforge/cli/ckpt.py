@@ -19,7 +19,7 @@ from ddpforge.errors import ExitCode
 if TYPE_CHECKING:
     from ddpforge.interop.compare import Differences, TensorDifference, Value
     from ddpforge.interop.imports import Imported
-    from ddpforge.runs.checkpoints import Row, Tensor
+    from ddpforge.runs.checkpoints import CheckpointRow, Tensor
 
 _SHOWN = 20  # lines of a list without --json
 
@@ -72,7 +72,7 @@ def ls(run: str, as_json: bool) -> None:
         _say(f"broken: {row.problem}")
 
 
-def _line(row: "Row", names: Sequence[str]) -> list[str]:
+def _line(row: "CheckpointRow", names: Sequence[str]) -> list[str]:
     marks = ", ".join(mark for mark, on in (("latest", row.latest), ("best", row.best)) if on)
     values = [row.metrics.get(name) for name in names]
     return [

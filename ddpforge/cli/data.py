@@ -11,7 +11,7 @@ from ddpforge.cli.options import json_option, recipe_argument, sets_options
 
 if TYPE_CHECKING:
     from ddpforge.data import MicroBatch
-    from ddpforge.tools.trials.samples import Leaf, Shown
+    from ddpforge.tools.trials.samples import BatchSummary, Leaf
 
 _LONGEST = 300  # characters; a longer text is truncated
 
@@ -57,7 +57,7 @@ def show(recipe: str, sets: Sequence[str], split: str, batches: int, out: str | 
         _draw(out, micros[0])
 
 
-def _lines(split: str, number: int, batch: "Shown") -> Iterator[str]:
+def _lines(split: str, number: int, batch: "BatchSummary") -> Iterator[str]:
     from ddpforge.cli.tables import counted
 
     of = "" if batch.samples == batch.step_samples else f", of {batch.step_samples:,} in the step"
@@ -90,8 +90,8 @@ def _draw(out: str, micro: "MicroBatch") -> None:
     from pathlib import Path
 
     from ddpforge.errors import UsageError
+    from ddpforge.tools.trials.contact_sheet import draw, scaled
     from ddpforge.tools.trials.samples import pictures_of
-    from ddpforge.tools.trials.sheet import draw, scaled
 
     pictures = pictures_of(micro)
     if pictures is None:

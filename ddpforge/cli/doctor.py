@@ -11,7 +11,7 @@ import click
 from ddpforge.cli.ending import leave
 from ddpforge.cli.options import json_option, out_option, sets_options
 from ddpforge.errors import ExitCode
-from ddpforge.launchers.slurm import adopt_slurm
+from ddpforge.launchers.slurm import export_slurm_env
 
 if TYPE_CHECKING:
     from ddpforge.tools.doctor.findings import Finding
@@ -29,11 +29,11 @@ def doctor(recipe: str | None, sets: tuple[str, ...], out: str | None, as_json: 
     join, compare software, folder and clocks, and measure the speed of their communication. The exit code is 3 if there
     is an error.
     """
-    adopt_slurm()
+    export_slurm_env()
 
-    from ddpforge.tools.doctor.visit import visit
+    from ddpforge.tools.doctor.checks import run_checks
 
-    findings = visit(recipe, sets, out)
+    findings = run_checks(recipe, sets, out)
     if findings is not None:  # this is rank 0
         _show(findings, as_json=as_json)
     failed = any(finding.level == "error" for finding in findings or ())

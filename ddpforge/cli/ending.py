@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 import click
 
 from ddpforge.cli import complain
-from ddpforge.confidential import redact
-from ddpforge.errors import ExitCode, ForgeError, Postponed
-from ddpforge.launchers.verdict import record_verdict
-from ddpforge.ranks import leaving
+from ddpforge.errors import ExitCode, ForgeError, StoppedBeforeStart
+from ddpforge.launchers.exit_record import record_exit
+from ddpforge.ranks import process_exit
 from ddpforge.ranks.logs import keep_output
-from ddpforge.watchdog.watch import failed, failure_of_another
+from ddpforge.secret_redaction import redact
+from ddpforge.watchdog.watchdog import failure_of_another, report_startup_failure
 
 _WATCH = os.path.join("ddpforge", "strategies", "watch.py")
 _OURS = ("__main__", "click", "contextlib", "ddpforge")  # packages of the frames above the first call of a component
@@ -68,7 +68,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     if outcome := getattr(error, "outcome", None):
         return dict(outcome.status)
     return {
-        "state": "preempted" if isinstance(error, Postponed) else "failed",
+        "state": "preempted" if isinstance(error, StoppedBeforeStart) else "failed",
         "exit_code": _exit_code(error),
         "step": 0,
         "total_steps": None,
@@ -108,12 +108,12 @@ def _speak_to_the_end() -> None:
 
 def leave(code: ExitCode, error: str | None = None) -> NoReturn:
     """Ends the process at once, without cleanup. Everything must be on disk before."""
-    failed(code, error)
-    record_verdict(code, error=error)
+    report_startup_failure(code, error)
+    record_exit(code, error=error)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    leaving.leave(code)
+    process_exit.exit_process(code)
 
 
 def postpone(*, status: bool) -> None:
@@ -124,12 +124,12 @@ def postpone(*, status: bool) -> None:
     error: ForgeError | None = failure_of_another()
     if error is None or error.exit_code == ExitCode.PREEMPTED:
         hint = "nothing is lost: the same command starts it again"
-        error = Postponed("stopped before training began", hints=[hint])
+        error = StoppedBeforeStart("stopped before training began", hints=[hint])
     if os.environ.get("RANK", "0") == "0":
         complain(error)
         if status:
             click.echo(json.dumps(failure(error)))
     said = str(failure(error)["error"])
-    failed(error.exit_code, said)
-    record_verdict(error.exit_code, error=said)
+    report_startup_failure(error.exit_code, said)
+    record_exit(error.exit_code, error=said)
     os._exit(error.exit_code)

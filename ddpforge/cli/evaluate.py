@@ -6,9 +6,9 @@ import click
 
 from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
-from ddpforge.importing import uncollected
-from ddpforge.launchers.slurm import adopt_slurm
-from ddpforge.watchdog.watch import begin
+from ddpforge.fast_import import gc_paused
+from ddpforge.launchers.slurm import export_slurm_env
+from ddpforge.watchdog.watchdog import watch_startup
 
 
 @click.command("eval")
@@ -26,16 +26,16 @@ def evaluate(
     not loaded.
     """
     with ending():
-        adopt_slurm()
-        begin()
+        export_slurm_env()
+        watch_startup()
 
-        with uncollected():
+        with gc_paused():
             from ddpforge.app.evaluate import evaluate as evaluate_run
             from ddpforge.runs.folder import RunFolder
 
         folder = RunFolder.find(run)
         with results_alone(as_json):
             found = evaluate_run(folder, step=step, best=best, sets=sets, only=only)
-        if found.is_main:
+        if found.is_rank_zero:
             numbers = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
             click.echo(json.dumps(found.as_dict()) if as_json else f"{folder.path} at step {found.step}: {numbers}")

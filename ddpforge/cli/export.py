@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ddpforge.cli.options import Size, checkpoint_options, json_option
+from ddpforge.cli.options import SizeParam, checkpoint_options, json_option
 from ddpforge.cli.tables import counted
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Convert the weights; default: as they are.")
 @click.option(
     "--max-shard-size",
-    type=Size(),
+    type=SizeParam(),
     metavar="SIZE",
     help="Write several files of at most this size, e.g. 5GB, and an index, into a folder.",
 )
@@ -85,9 +85,9 @@ def export(
 
     form = _form(form, out)
     if form in ("pt2", "onnx"):
-        _refuse(form, {"--include": only, "--merge": merge, "--dtype": dtype, "--max-shard-size": max_shard_size})
+        _reject(form, {"--include": only, "--merge": merge, "--dtype": dtype, "--max-shard-size": max_shard_size})
     if form == "transformers":
-        _refuse(form, {"--include": only})
+        _reject(form, {"--include": only})
     checkpoint = find(run, step=step, best=best, intact=True)
     name = (checkpoint if is_checkpoint(Path(run)) else Path(run)).resolve().name
     default = f"{name}{'' if weights == 'model' else f'-{weights}'}"
@@ -124,9 +124,9 @@ def _left_out(checkpoint: Path) -> Mapping[str, Tensor] | None:
     """Returns the model's state dict, built from the recipe, if the checkpoint omits frozen weights; else None."""
     from ddpforge.app.api import load
     from ddpforge.checkpoint.manifest import read_manifest
-    from ddpforge.training.left_out import has_left_out
+    from ddpforge.training.frozen_weights import omits_frozen
 
-    return load(checkpoint).model().state_dict() if has_left_out(read_manifest(checkpoint).loop) else None
+    return load(checkpoint).model().state_dict() if omits_frozen(read_manifest(checkpoint).loop) else None
 
 
 def _form(form: str | None, out: str | None) -> str:
@@ -143,7 +143,7 @@ def _form(form: str | None, out: str | None) -> str:
     return form or said or "safetensors"
 
 
-def _refuse(form: str, given: Mapping[str, object]) -> None:
+def _reject(form: str, given: Mapping[str, object]) -> None:
     for option, value in given.items():
         if value:
             raise UsageError(
@@ -181,17 +181,17 @@ def _weights(
 def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) -> Exported:
     """Writes a torch.export or ONNX program."""
     from ddpforge.app.api import load
-    from ddpforge.disk import refuse_existing
-    from ddpforge.interop import programs
+    from ddpforge.disk import reject_existing
+    from ddpforge.interop import torch_export
     from ddpforge.interop.export import exported_file
 
-    refuse_existing(out, force=force)
+    reject_existing(out, force=force)
     if form == "onnx":
-        programs.require_onnx()
+        torch_export.require_onnx()
     trained = load(checkpoint, weights=weights)
     model = trained.model()
-    inputs = programs.inputs_of(model, trained.task(), trained.batch(programs.SAMPLES), programs.SAMPLES)
-    (programs.write_onnx if form == "onnx" else programs.write_pt2)(model, inputs, out)
+    inputs = torch_export.inputs_of(model, trained.task(), trained.batch(torch_export.SAMPLES), torch_export.SAMPLES)
+    (torch_export.write_onnx if form == "onnx" else torch_export.write_pt2)(model, inputs, out)
     return exported_file(out, trained.step, len(model.state_dict()))
 
 
@@ -199,7 +199,7 @@ def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) 
 class Hub:
     """Repository of a model on the Hugging Face hub, or on the server in HF_ENDPOINT. It is created if it is missing.
 
-    The token is that of `hf auth login`, or HF_TOKEN. Raises UsageError for an invalid name, and EnvironmentProblem if
+    The token is that of `hf auth login`, or HF_TOKEN. Raises UsageError for an invalid name, and SetupError if
     the hub rejects a request or cannot be reached.
     """
 
@@ -231,7 +231,7 @@ class Hub:
             raise UsageError(f"--push-to-hub {self.name}: {error}") from error
         except (OSError, self._hub.errors.HTTPError) as error:
             said = next(iter(str(error).splitlines()), type(error).__name__)
-            raise EnvironmentProblem(
+            raise SetupError(
                 f"the request to the hub for {self.name} failed: {said}",
                 hints=["use a token with write access: `hf auth login`, or HF_TOKEN", "check the network connection"],
             ) from error

@@ -18,11 +18,11 @@ from ddpforge.cli.options import (
     run_options,
     set_option,
 )
-from ddpforge.errors import ForgeError, Postponed, UsageError
+from ddpforge.errors import ForgeError, StoppedBeforeStart, UsageError
 from ddpforge.ranks.signals import StopRequests
 
 if TYPE_CHECKING:
-    from ddpforge.app.starting import Ranks
+    from ddpforge.app.local_launch import LaunchSpec
 
 
 @click.command()
@@ -78,14 +78,14 @@ def launch(
     The recipe is checked before anything starts; the ranks check options of components in your own files and plugins.
     The exit code is that of the run. Missing options are read from the environment variables of SkyPilot and Kubeflow.
     """
-    from ddpforge.app.starting import prepare
+    from ddpforge.app.local_launch import prepare_launch
     from ddpforge.ranks.logs import keep_output
 
     keep_output()
     assigned, flags = before_flags(words)
     with _told_as_json(as_json), StopRequests() as stop:
         given = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, "endpoint": endpoint, "run_id": run_id}
-        start = prepare(
+        start = prepare_launch(
             recipe,
             _ranks({**given, "max_restarts": max_restarts}, flags),
             sets=(*sets, *assigned),
@@ -98,7 +98,7 @@ def launch(
             as_json=as_json,
         )
         if stop.requested:
-            raise Postponed("stopped before anything was started", hints=["the same command starts it again"])
+            raise StoppedBeforeStart("stopped before anything was started", hints=["the same command starts it again"])
     if dry_run == 0:
         click.echo(start.shown())
         return
@@ -110,9 +110,9 @@ def launch(
     sys.exit(started.ended.code)
 
 
-def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "Ranks":
+def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "LaunchSpec":
     """Returns the ranks to start, from options, environment variables, or the rendezvous in torchrun's flags."""
-    from ddpforge.app.starting import Ranks
+    from ddpforge.app.local_launch import LaunchSpec
     from ddpforge.launchers.nodes import Nodes, announced
     from ddpforge.launchers.torchrun import names_rendezvous
 
@@ -127,7 +127,7 @@ def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "Ranks":
         given = announced(os.environ) | {key: value for key, value in given.items() if value is not None}
         meet = Nodes.of(*(given.get(key) for key in ("nnodes", "node_rank", "endpoint")))
     number = {key: None if given.get(key) is None else int(given[key]) for key in ("nproc", "max_restarts")}
-    return Ranks(nodes=meet, run_id=given.get("run_id"), flags=flags, **number)
+    return LaunchSpec(nodes=meet, run_id=given.get("run_id"), flags=flags, **number)
 
 
 @contextmanager

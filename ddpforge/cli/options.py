@@ -51,7 +51,7 @@ dry_run_option = click.option(
 )
 
 
-class Size(click.ParamType[int]):
+class SizeParam(click.ParamType[int]):
     """Number of bytes, with or without a unit: 5GB, 500 MiB, 4096."""
 
     name = "size"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddpforge import disk
-from ddpforge.cli.options import Size, json_option, recipe_argument, sets_options
+from ddpforge.cli.options import SizeParam, json_option, recipe_argument, sets_options
 from ddpforge.cli.tables import counted, print_table, size, span
 from ddpforge.errors import UsageError
-from ddpforge.importing import uncollected
+from ddpforge.fast_import import gc_paused
 
 if TYPE_CHECKING:
     from ddpforge.components.registry import Registry
@@ -49,7 +49,7 @@ _NOTHING = "no setting that was tried makes it fit: use more ranks, or a smaller
 @click.option(
     "--memory",
     "budget",
-    type=Size(),
+    type=SizeParam(),
     metavar="MEMORY",
     help="Memory available to a rank, e.g. 80GiB; default: the device's.",
 )
@@ -88,7 +88,7 @@ def plan(
     all live tensors at the peak of the step. Data is read for one step. Exit codes: 0 it fits, or no budget was given;
     1 it does not fit: settings that would fit are printed; 2 usage or recipe.
     """
-    with uncollected():
+    with gc_paused():
         from ddpforge.components.registry import Registry
         from ddpforge.tools.parity.specs import parse, split
         from ddpforge.tools.simulation.devices import DEVICES
@@ -98,7 +98,7 @@ def plan(
     if write and not auto:
         raise click.UsageError("--write needs --auto")
     if write:
-        _refuse_no_file(Path(recipe))
+        _reject_no_file(Path(recipe))
     registry = Registry.installed()
     chosen = DEVICES.get(device)
     specs = [parse(text, registry, ranks=ranks) for text in split(strategies)]
@@ -308,7 +308,7 @@ def _seconds(value: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- writing into a recipe
-def _refuse_no_file(path: Path) -> None:
+def _reject_no_file(path: Path) -> None:
     """Raises UsageError unless the recipe is a file, not a bundled recipe."""
     if not path.is_file():
         raise UsageError(
@@ -322,7 +322,7 @@ def _set_values(path: Path, values: Mapping[str, str]) -> None:
 
     A new component name (`….use`) removes the options of the previous component.
     """
-    _refuse_no_file(path)
+    _reject_no_file(path)
     import tomlkit
 
     document = tomlkit.parse(path.read_text(encoding="utf-8"))

@@ -8,9 +8,9 @@ import click
 from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
 from ddpforge.cli.tables import counted
-from ddpforge.importing import uncollected
-from ddpforge.launchers.slurm import adopt_slurm
-from ddpforge.watchdog.watch import begin
+from ddpforge.fast_import import gc_paused
+from ddpforge.launchers.slurm import export_slurm_env
+from ddpforge.watchdog.watchdog import watch_startup
 
 
 @click.command()
@@ -56,10 +56,10 @@ def predict(
     Training data and optimizer state are not loaded.
     """
     with ending():
-        adopt_slurm()
-        begin()
+        export_slurm_env()
+        watch_startup()
 
-        with uncollected():
+        with gc_paused():
             from ddpforge.app.evaluate import predict as predict_run
             from ddpforge.runs.folder import RunFolder
 
@@ -77,6 +77,6 @@ def predict(
                 limit=limit,
                 force=force,
             )
-        if found.is_main:
+        if found.is_rank_zero:
             said = f"{file}: {counted(found.samples, 'sample')}, predicted with the weights of step {found.step:,}"
             click.echo(json.dumps(found.as_dict()) if as_json else said)

@@ -69,9 +69,9 @@ def upgrade_recipes(files: tuple[Path, ...], check: bool) -> None:
     named here, too. A file that is no recipe, or that has something without counterpart, is reported and left as it is;
     the exit code is then 2.
     """
-    from ddpforge.confidential import redact
     from ddpforge.recipe.report import render
     from ddpforge.recipe.upgrade import upgrade_file
+    from ddpforge.secret_redaction import redact
 
     failed = changes = False
     for file in files:

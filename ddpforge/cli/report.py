@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
 
 @click.command()
@@ -42,7 +42,7 @@ def report(runs: tuple[str, ...], output: Path, watch: bool, port: int, every: f
     RUN is a run's folder, its name in runs/, or a folder of runs such as a sweep's. The page needs no other files: it
     can be mailed, archived, and read offline.
     """
-    from ddpforge.runs.overview import named_runs
+    from ddpforge.runs.summary import named_runs
     from ddpforge.tools.reports import gather, render
 
     folders = named_runs(runs)
@@ -72,7 +72,7 @@ def _serve(page: Callable[[], str], port: int) -> None:
 def server_of(page: Callable[[], str], port: int) -> ThreadingHTTPServer:
     """Returns a server on localhost that renders the page at every request. Port 0 takes a free port.
 
-    Raises EnvironmentProblem if the port is in use.
+    Raises SetupError if the port is in use.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -98,7 +98,7 @@ def server_of(page: Callable[[], str], port: int) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
-        raise EnvironmentProblem(
+        raise SetupError(
             f"cannot listen on port {port} of this machine: {error.strerror}", hints=["use another --port"]
         ) from error
 

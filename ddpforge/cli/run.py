@@ -12,12 +12,12 @@ import click
 from ddpforge.cli.ending import ending, leave, postpone, results_alone
 from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe_argument, run_options, sets_options
 from ddpforge.errors import UsageError
-from ddpforge.importing import ready_for_torch, uncollected
-from ddpforge.launchers.requests import stop_with_parent
-from ddpforge.launchers.slurm import adopt_slurm
-from ddpforge.launchers.verdict import STARTED, record_start
+from ddpforge.fast_import import gc_paused, set_torch_env
+from ddpforge.launchers.exit_record import STARTED, record_start
+from ddpforge.launchers.signal_policy import stop_with_parent
+from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.ranks.signals import StopRequests, stopping_early
-from ddpforge.watchdog.watch import begin
+from ddpforge.watchdog.watchdog import watch_startup
 
 if TYPE_CHECKING:
     from ddpforge.runs.folder import RunFolder
@@ -58,21 +58,21 @@ def run(
         os.environ.setdefault(STARTED, str(time.time()))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or a launcher built on it, waits for its ranks
             stop_with_parent()
-        adopt_slurm()
-        begin()
+        export_slurm_env()
+        watch_startup()
         record_start()
-        ready_for_torch()
-        with uncollected():
+        set_torch_env()
+        with gc_paused():
             from ddpforge.app.run import run as train
             from ddpforge.runs.folder import RunFolder
 
         if dry_run or overfit:
-            _refuse_kept(fresh=fresh, out=out, profile=profile)
+            _reject_kept(fresh=fresh, out=out, profile=profile)
             return _try(recipe, sets, dry_run, overfit, as_json)
         with results_alone(as_json):
             asked: dict[str, Any] = {"fresh": fresh, "allow_change": allow_change, "max_time": max_time}
             outcome = train(recipe, sets=sets, out=out, profile=profile, **asked)
-        if outcome.is_main:
+        if outcome.is_rank_zero:
             folder = RunFolder(outcome.folder)
             click.echo(json.dumps(folder.status()) if as_json else outcome.sentence())
             for line in _then(folder) if outcome.status["state"] == "done" and not as_json else ():
@@ -90,7 +90,7 @@ def _then(folder: "RunFolder") -> Iterator[str]:
     yield f"next: ddpforge report {folder.path}, or eval, predict and export"
 
 
-def _refuse_kept(**options: object) -> None:
+def _reject_kept(**options: object) -> None:
     """Raises UsageError for options about a run's folder: a trial has none."""
     for name, value in options.items():
         if value:
@@ -107,5 +107,5 @@ def _try(recipe: str, sets: Sequence[str], steps: int | None, batches: int | Non
             found: Any = overfit(recipe, batches, sets=sets, **({"steps": steps} if steps else {}))
         else:
             found = dry_run(recipe, steps or 0, sets=sets)
-    if found.is_main:
+    if found.is_rank_zero:
         click.echo(json.dumps(found.as_dict()) if as_json else "\n".join(found.lines()))

@@ -14,7 +14,7 @@ from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
     from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.overview import Comparison, Point, Standing
+    from ddpforge.runs.summary import Comparison, Point, RunSummary
 
 _WIDEST = 60  # characters; a longer difference is truncated
 
@@ -64,10 +64,10 @@ def ls(
     The last column has the keys of the recipe in which runs of the same model and dataset differ. A run is "killed" if
     its status is "running" but no process trains it.
     """
-    from ddpforge.runs.overview import chosen, differences, find_runs, notable, sorted_by, standing
+    from ddpforge.runs.summary import chosen, differences, find_runs, notable, sorted_by, summarize
 
-    _refuse_unknown(states)
-    found = [standing(folder) for folder in find_runs(folders or _default())]
+    _reject_unknown(states)
+    found = [summarize(folder) for folder in find_runs(folders or _default())]
     shown = chosen(found, states=states, name=name, where=where)
     shown = sorted_by(shown, by, reverse=reverse) if shown else []
     told = differences(shown)
@@ -85,15 +85,15 @@ def _default() -> list[str]:
     return ["runs"] if Path("runs").is_dir() else []
 
 
-def _refuse_unknown(states: Iterable[str]) -> None:
-    from ddpforge.runs.overview import STATES
+def _reject_unknown(states: Iterable[str]) -> None:
+    from ddpforge.runs.summary import STATES
 
     for state in states:
         if state not in STATES:
             raise UsageError(f"there is no state {state!r}", hints=[f"use one of {', '.join(STATES)}"])
 
 
-def print_runs(shown: "Sequence[Standing]", told: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+def print_runs(shown: "Sequence[RunSummary]", told: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Prints a table of runs with the metrics `names`, and the differences of each run from the others."""
     now = time.time()
     rows = [
@@ -110,7 +110,7 @@ def print_runs(shown: "Sequence[Standing]", told: Sequence[Mapping[str, Any]], n
     print_table(("run", "state", "step", *names, "age", "differs in"), rows)
 
 
-def steps(run: "Standing") -> str:
+def steps(run: "RunSummary") -> str:
     """Returns a run's step and total steps: 120/345."""
     return f"{run.step:,}" if run.total_steps is None else f"{run.step:,}/{run.total_steps:,}"
 
@@ -147,14 +147,14 @@ def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None
     The output has all metrics, and the differences: keys of the resolved recipes, local files of code, machines and
     packages. Curves need the extra `plot`.
     """
-    from ddpforge.runs.overview import compare as compared
-    from ddpforge.runs.overview import curves, named_runs, notable, standing
+    from ddpforge.runs.summary import compare as compared
+    from ddpforge.runs.summary import curves, named_runs, notable, summarize
 
     folders = named_runs(names)
     if len(folders) < 2:
         raise UsageError("expected two runs or more", hints=["name another run: ddpforge runs compare A B"])
     found = compared(folders)
-    wanted = drawn or (notable([standing(folder) for folder in folders]) if picture else ())
+    wanted = drawn or (notable([summarize(folder) for folder in folders]) if picture else ())
     lines = curves(folders, wanted)
     if as_json:
         click.echo(json.dumps(found.as_dict() | {"curves": lines}, default=str))
@@ -195,10 +195,10 @@ def _draw(curves: "Mapping[str, Mapping[str, Sequence[Point]]]") -> None:
 def rm(names: tuple[str, ...], yes: bool) -> None:
     """Delete each RUN with its checkpoints, after a question. A run that trains now cannot be deleted."""
     from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.overview import standing
+    from ddpforge.runs.summary import summarize
 
     folders = list(dict.fromkeys(map(RunFolder.find, names)))
-    found = [standing(folder) for folder in folders]
+    found = [summarize(folder) for folder in folders]
     if busy := [str(run.folder.path) for run in found if run.state in ("running", "starting")]:
         raise UsageError(f"a process is training {', '.join(busy)}", hints=["stop it first, e.g. with Ctrl-C"])
     for run in found:

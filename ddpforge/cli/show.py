@@ -50,9 +50,9 @@ def show(
 def _shown(
     recipe: str, sets: Sequence[str], ranks: int, device: str | None, imports: bool, as_json: bool
 ) -> Iterator[str]:
+    from ddpforge.training.alternating_updates import batches_per_step
     from ddpforge.training.contract import contract_of
     from ddpforge.training.stages import MISSING
-    from ddpforge.training.turns import draws_of
 
     chosen, problems = choose_and_check(recipe, sets, ranks, device, imports=imports)
     problems.raise_if_any()
@@ -71,7 +71,7 @@ def _shown(
         return
     yield _annotated(loaded)
     yield f"\n# batch: {chosen.batch}"
-    if (draws := draws_of(chosen.turns)) > 1:
+    if (draws := batches_per_step(chosen.updates)) > 1:
         yield f"# batches per step: {draws}"
     for use in problems.not_imported:
         yield f"# not imported, its options are not checked: {use}"
@@ -90,8 +90,8 @@ def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
     yield "master weights", contract.master_dtype
     yield "gradients are reduced in", contract.reduce_dtype
     yield "optimizers", contract.optimizers
-    yield "clips", contract.clips
-    yield "accumulates", contract.accumulates
+    yield "clips", contract.clipping
+    yield "accumulates", contract.accumulation
 
 
 def _annotated(loaded: "LoadedRecipe") -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpforge.cli.options import before_flags, out_option, recipe_argument, set_option
-from ddpforge.errors import EnvironmentProblem, RecipeError, UsageError
+from ddpforge.errors import RecipeError, SetupError, UsageError
 
 if TYPE_CHECKING:
     from ddpforge.recipe import Recipe
@@ -84,7 +84,7 @@ def slurm(
     sets = (*sets, *assigned)
     ranks = nproc or gpus_per_node or 1
     checked = _check(recipe, sets, out, ranks * nodes, gpus=bool(gpus_per_node), array=array)
-    _refuse(more, sbatch, checked, ranks, gpus_per_node)
+    _reject(more, sbatch, checked, ranks, gpus_per_node)
     job = Job(
         name=re.sub(r"[^\w.-]", "-", (_name(recipe, sets) or Path(recipe).stem) if array else checked.name),
         arguments=[recipe, *(f"--set={value}" for value in sets), *([f"--out={out}"] if out else []), *more],
@@ -160,7 +160,7 @@ def _as_task(numbers: Sequence[int]) -> Iterator[None]:
             del os.environ[_INDEX]
 
 
-def _refuse(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: int, gpus: int) -> None:
+def _reject(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: int, gpus: int) -> None:
     """Raises UsageError for options that would fail when the job begins, or each time."""
     if "--fresh" in more:
         raise UsageError("--fresh would start from scratch each time that the job is requeued")
@@ -180,10 +180,10 @@ def _refuse(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: i
 def _submit(script: str) -> str:
     """Submits the script and returns the output of `sbatch`. Slurm keeps its own copy of the script."""
     if shutil.which("sbatch") is None:
-        raise EnvironmentProblem(
+        raise SetupError(
             "`sbatch` is not installed here", hints=["submit the script on a login node: ddpforge slurm … --to job.sh"]
         )
     done = subprocess.run(["sbatch"], input=script, text=True, capture_output=True, check=False)
     if done.returncode:
-        raise EnvironmentProblem(f"sbatch rejected the job: {done.stderr.strip()}")
+        raise SetupError(f"sbatch rejected the job: {done.stderr.strip()}")
     return done.stdout

@@ -11,7 +11,7 @@ from ddpforge.cli.options import json_option, run_argument
 from ddpforge.cli.tables import age, printable, span
 
 if TYPE_CHECKING:
-    from ddpforge.runs.overview import Standing
+    from ddpforge.runs.summary import RunSummary
 
 _ALIVE = ("new", "starting", "running")
 
@@ -35,14 +35,14 @@ def status(run: str, watch: bool, every: float, as_json: bool) -> None:
     to it. With --json and --watch, each line is one object.
     """
     from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.overview import standing
+    from ddpforge.runs.summary import summarize
 
     folder = RunFolder.find(run)
-    for found in followed(lambda: standing(folder), lambda: time.sleep(every)) if watch else [standing(folder)]:
+    for found in followed(lambda: summarize(folder), lambda: time.sleep(every)) if watch else [summarize(folder)]:
         click.echo(json.dumps(_as_dict(found)) if as_json else _line(found) if watch else _page(found))
 
 
-def followed(look: "Callable[[], Standing]", wait: Callable[[], None]) -> "Iterator[Standing]":
+def followed(look: "Callable[[], RunSummary]", wait: Callable[[], None]) -> "Iterator[RunSummary]":
     """Yields the result of `look` whenever it has changed, until the run has ended. Calls `wait` in between."""
     before = None
     while True:
@@ -55,11 +55,11 @@ def followed(look: "Callable[[], Standing]", wait: Callable[[], None]) -> "Itera
         wait()
 
 
-def _as_dict(run: "Standing") -> dict[str, object]:
+def _as_dict(run: "RunSummary") -> dict[str, object]:
     return run.as_dict() | {"checkpoint": _checkpoint(run)}
 
 
-def _checkpoint(run: "Standing") -> dict[str, object] | None:
+def _checkpoint(run: "RunSummary") -> dict[str, object] | None:
     """Returns step and time of the newest complete checkpoint; None if there is none."""
     from ddpforge.checkpoint.retention import committed
 
@@ -70,13 +70,13 @@ def _checkpoint(run: "Standing") -> dict[str, object] | None:
     return {"step": newest.step, "created": newest.created}
 
 
-def _line(run: "Standing") -> str:
+def _line(run: "RunSummary") -> str:
     """Returns state, progress and newest metrics in one line."""
     metrics = [f"{name} {value:.4g}" for name, value in _told(run).items()]
     return "  ".join(printable(part) for part in (_head(run), *metrics))
 
 
-def _page(run: "Standing") -> str:
+def _page(run: "RunSummary") -> str:
     rows = [("last update", f"{age(time.time() - run.changed)} ago")]
     rows += [(name, f"{value:.6g}") for name, value in run.metrics.items() if value is not None]
     if newest := _checkpoint(run):
@@ -93,7 +93,7 @@ def _page(run: "Standing") -> str:
     )
 
 
-def _head(run: "Standing") -> str:
+def _head(run: "RunSummary") -> str:
     of = f" of {run.total_steps:,} ({run.step / run.total_steps:.0%})" if run.total_steps else ""
     speed = f", {run.rate:.3g} step/s" if run.rate else ""
     left = "" if run.seconds_left is None else f", {span(run.seconds_left)} left"
@@ -101,7 +101,7 @@ def _head(run: "Standing") -> str:
     return f"{run.folder.path}: {run.state} at step {run.step:,}{of}{speed}{left}{attempt}"
 
 
-def _told(run: "Standing") -> dict[str, float]:
+def _told(run: "RunSummary") -> dict[str, float]:
     """Returns the training loss, evaluation metrics, items per second, and the share of time spent waiting for data."""
     wanted = (
         name

@@ -16,7 +16,7 @@ from ddpforge.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from ddpforge.tools.sweeps.space import Variant
-    from ddpforge.tools.sweeps.training import Commands, Plan, Trained
+    from ddpforge.tools.sweeps.training import Commands, SweepPlan, Trained
 
 
 @click.command()
@@ -71,13 +71,13 @@ def sweep(
     others are resumed. Exit codes: 0 all done, 1 some failed, 2 usage or recipe, 75 preempted.
     """
     from ddpforge.ranks.logs import keep_output
-    from ddpforge.tools.sweeps.space import Space
-    from ddpforge.tools.sweeps.training import Commands, Plan, mode_of
+    from ddpforge.tools.sweeps.space import SearchSpace
+    from ddpforge.tools.sweeps.training import Commands, SweepPlan, mode_of
     from ddpforge.tools.sweeps.training import devices as share_out
 
     keep_output()
-    _refuse(draws, trials)
-    plan = Plan.of(recipe, Space.parse((*sets, *assignments(words))), out=out, nproc=nproc)
+    _reject(draws, trials)
+    plan = SweepPlan.of(recipe, SearchSpace.parse((*sets, *assignments(words))), out=out, nproc=nproc)
     devices = share_out(plan.base, jobs=jobs, nproc=nproc)
     commands = Commands(recipe=recipe, folder=plan.folder, nproc=nproc, jobs=jobs, devices=devices)
     metric = plan.metric(metric)
@@ -92,7 +92,7 @@ def sweep(
     sys.exit(ExitCode.PREEMPTED if stopped else ExitCode.FAILED if failed else ExitCode.DONE)
 
 
-def _refuse(draws: int | None, trials: int | None) -> None:
+def _reject(draws: int | None, trials: int | None) -> None:
     if draws and trials:
         raise UsageError("--random and --optuna exclude each other", hints=["use one of them"])
     if "RANK" in os.environ:
@@ -102,7 +102,7 @@ def _refuse(draws: int | None, trials: int | None) -> None:
 
 
 def _train(
-    plan: "Plan", commands: "Commands", variants: "Sequence[Variant]", metric: str
+    plan: "SweepPlan", commands: "Commands", variants: "Sequence[Variant]", metric: str
 ) -> "tuple[list[Trained], bool]":
     from ddpforge.tools.sweeps.training import train
 
@@ -114,7 +114,7 @@ def _train(
 
 
 def _search(
-    plan: "Plan", commands: "Commands", trials: int, options: Mapping[str, object]
+    plan: "SweepPlan", commands: "Commands", trials: int, options: Mapping[str, object]
 ) -> "tuple[list[Trained], bool]":
     from ddpforge.tools.sweeps.optuna_study import Search
     from ddpforge.tools.sweeps.training import train
@@ -149,12 +149,12 @@ def _varied(difference: Mapping[str, Any], axes: Sequence[str]) -> dict[str, Any
     return {key: value for key, value in difference.items() if any(f"{key}.".startswith(f"{axis}.") for axis in axes)}
 
 
-def _report(plan: "Plan", ended: "Sequence[Trained]", metric: str, as_json: bool) -> None:
+def _report(plan: "SweepPlan", ended: "Sequence[Trained]", metric: str, as_json: bool) -> None:
     from ddpforge.runs.folder import RunFolder
-    from ddpforge.runs.overview import differences, sorted_by, standing
+    from ddpforge.runs.summary import differences, sorted_by, summarize
 
     fine = [RunFolder(plan.folder / one.name) for one in ended if one.state in ("done", "preempted")]
-    good = [standing(folder) for folder in fine if folder.exists()]  # a run may be stopped before it has a folder
+    good = [summarize(folder) for folder in fine if folder.exists()]  # a run may be stopped before it has a folder
     having = any(run.metrics.get(metric) is not None for run in good)
     good = sorted_by(good, metric if having else "name")
     bad = [one for one in ended if one.state not in ("done", "preempted")]

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import click
 
-from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.runs.overview import thinned
+from ddpforge.errors import SetupError, UsageError
+from ddpforge.runs.summary import thinned
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -101,14 +101,14 @@ def in_terminal(metric: str, lines: Lines) -> str:
     return drawn if sys.stdout.isatty() else str(plot.uncolorize(drawn))
 
 
-def refuse_without_library() -> None:
-    """Raises EnvironmentProblem if matplotlib is not installed."""
+def reject_without_library() -> None:
+    """Raises SetupError if matplotlib is not installed."""
     _library("matplotlib")
 
 
 def as_picture(path: Path, curves: Mapping[str, Lines], *, x: str = "step", logarithmic: bool = False) -> None:
     """Writes a picture with one plot per metric, in the format of the file's suffix. `x` is the label of the x axis."""
-    refuse_without_library()
+    reject_without_library()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -131,6 +131,6 @@ def _library(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        raise EnvironmentProblem(
+        raise SetupError(
             f"curves need {name}, which is not installed", hints=["pip install 'ddpforge[plot]'"]
         ) from error

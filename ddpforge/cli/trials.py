@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from ddpforge.cli.ending import ending, results_alone
-from ddpforge.cli.options import Size, json_option, recipe_argument, sets_options
+from ddpforge.cli.options import SizeParam, json_option, recipe_argument, sets_options
 
 
 @click.command("batch-size")
@@ -19,7 +19,7 @@ from ddpforge.cli.options import Size, json_option, recipe_argument, sets_option
 @click.option(
     "--memory",
     "budget",
-    type=Size(),
+    type=SizeParam(),
     metavar="MEMORY",
     help="Memory available to a rank, e.g. 8GiB; default: all memory.",
 )
@@ -82,15 +82,15 @@ def lr_range(
     evaluations. Under a launcher all ranks take part.
     """
     with ending():
-        from ddpforge.cli.tables import refuse_without_library
+        from ddpforge.cli.tables import reject_without_library
 
         if out:
-            refuse_without_library()
+            reject_without_library()
         from ddpforge.tools.trials.lr_range import lr_range as test
 
         with results_alone(as_json):
             found = test(recipe, low=low, high=high, steps=steps, sets=sets)
-        if found.is_main:
+        if found.is_rank_zero:
             if out:
                 _draw(out, found.rates, found.losses)
             if as_json:

@@ -12,8 +12,8 @@ from typing import Any
 from ddpforge.components.installed import Entry
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import PREFIX
-from ddpforge.confidential import redact
 from ddpforge.errors import ExitCode, PluginError
+from ddpforge.secret_redaction import redact
 
 __all__ = [
     "AmbiguousComponent",

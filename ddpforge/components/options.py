@@ -103,7 +103,7 @@ def options_model(
             return create_model(
                 getattr(component, "__name__", "Options"),
                 __config__=ConfigDict(extra=extra, strict=True, frozen=True, allow_inf_nan=False),
-                __validators__={"_not_given": _refuse(given)},
+                __validators__={"_not_given": _reject(given)},
                 **fields,
             )
     except PluginError:
@@ -162,7 +162,7 @@ def _parameters(component: Callable[..., Any]) -> Mapping[str, inspect.Parameter
     return inspect.signature(component).parameters
 
 
-def _refuse(given: frozenset[str]) -> Any:
+def _reject(given: frozenset[str]) -> Any:
     """Returns a validator that refuses parameters passed by ddpforge, which **kwargs would otherwise accept."""
 
     def validate(options: BaseModel) -> BaseModel:

@@ -11,7 +11,7 @@ from string import Template
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
 __all__ = ["Plugin", "write_plugin"]
 
@@ -33,7 +33,7 @@ def write_plugin(kind: str, name: str, into: Path) -> Plugin:
     """Writes the plugin for a component `name` into a new folder of that name.
 
     Raises UsageError if the name is already used, if it is not valid for a component, a package and a distribution,
-    or if the folder exists. Raises EnvironmentProblem if the folder cannot be written.
+    or if the folder exists. Raises SetupError if the folder cannot be written.
     """
     _check(kind, name)
     folder = into / name
@@ -45,7 +45,7 @@ def write_plugin(kind: str, name: str, into: Path) -> Plugin:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise EnvironmentProblem(f"{folder} cannot be written: {error}") from error
+        raise SetupError(f"{folder} cannot be written: {error}") from error
     return Plugin(folder, name.replace("_", "-"), tuple(files))
 
 

@@ -12,14 +12,14 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddpforge.builtin.samplers.plain import Sequential
+from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, MicroBatch, RankShare, Request
 from ddpforge.data.collating import collate_of
-from ddpforge.data.order import Dealer, MicroBatch, RankShare, Request, Terms
-from ddpforge.data.parted import PartedStream
-from ddpforge.data.randomness import seed_all
+from ddpforge.data.rng import seed_all
+from ddpforge.data.shard_reader import ShardedStream
 from ddpforge.data.streams import Stream, is_stream, loader_in
 from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, starting, telling_context
-from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError
-from ddpforge.interfaces import BatchSampler, PartedData, mix
+from ddpforge.errors import ForgeError, PluginError, SetupError
+from ddpforge.interfaces import BatchSampler, ShardedDataset, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
 
 __all__ = ["Batches", "check_data", "fetch_some", "open_data"]
@@ -101,7 +101,7 @@ class _ToldStream(IterableDataset[Any]):
 class _Loaded(Iterable[MicroBatch]):
     """Micro-batches from loader processes; raises the errors that the processes return.
 
-    Raises EnvironmentProblem if no micro-batch comes for `patience` seconds (0: waits forever), or if the system lacks
+    Raises SetupError if no micro-batch comes for `patience` seconds (0: waits forever), or if the system lacks
     resources for loader processes.
     """
 
@@ -134,7 +134,7 @@ class _Loaded(Iterable[MicroBatch]):
             ]
             words = f"no micro-batch came from {self.workers} loader processes for {self.patience:.0f} s"
             words += " (train.hang_timeout)"
-            return EnvironmentProblem(words, hints=hints)
+            return SetupError(words, hints=hints)
         if lacks_resources(error):
             return explained(error, "this process lost the connection to its loader processes")
         return error
@@ -143,7 +143,7 @@ class _Loaded(Iterable[MicroBatch]):
 class _Requests(Iterable[Request]):
     """Sampler of requests, which can be iterated again for every evaluation."""
 
-    def __init__(self, dealer: Dealer, start: int, stop: int | None) -> None:
+    def __init__(self, dealer: BatchAssigner, start: int, stop: int | None) -> None:
         self.bounds = (start, stop)
         self.dealer = dealer
 
@@ -163,7 +163,7 @@ class Batches:
 
     steps_per_epoch: int | None
     _data: Any
-    _terms: Terms
+    _terms: AssignmentTerms
     _order: BatchSampler | None  # None for a stream of unknown length
     workers: int
     prefetch: int
@@ -212,9 +212,9 @@ class Batches:
             options |= {"worker_init_fn": leave_stopping_to_the_rank(), "timeout": self._patience}
             options["multiprocessing_context"] = telling_context()
 
-        in_parts = isinstance(self._data, PartedData)
+        in_parts = isinstance(self._data, ShardedDataset)
         if in_parts or is_stream(self._data):
-            stream = (PartedStream if in_parts else Stream)(self._data, self._terms, start, one_epoch)
+            stream = (ShardedStream if in_parts else Stream)(self._data, self._terms, start, one_epoch)
             if self.workers:
                 return self._loaded(_ToldStream(stream), options)
             return DataLoader(stream, **options)
@@ -231,9 +231,9 @@ class Batches:
         with starting():
             return _Loaded(DataLoader(data, **options), self.workers, self._patience)
 
-    def _dealer(self) -> Dealer:
+    def _dealer(self) -> BatchAssigner:
         assert self._order is not None
-        return Dealer(order=self._order, samples=len(self._data), terms=self._terms)
+        return BatchAssigner(order=self._order, samples=len(self._data), terms=self._terms)
 
 
 class _Mapped(Iterable[MicroBatch]):
@@ -263,7 +263,7 @@ def open_data(
 
     Raises:
         PluginError: `data` is no dataset (see `check_data`), or has fewer samples than one global batch
-        EnvironmentProblem: this machine lacks resources for loader processes
+        SetupError: this machine lacks resources for loader processes
     """
     check_data(data)
     if workers:
@@ -278,7 +278,7 @@ def open_data(
             f"{global_batch}",
             hints=["lower train.global_batch, or set train.drop_last = false"],
         )
-    terms = Terms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last)
+    terms = AssignmentTerms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last)
     return Batches(steps, data, terms, order, workers, prefetch, pin, patience)
 
 
@@ -317,15 +317,15 @@ def check_data(data: Any) -> None:
             f"{type(data).__name__} is not a dataset: it has neither __len__ and __getitem__ nor __iter__",
             hints=["see `ddpforge.interfaces.Data` for the methods of a dataset"],
         )
-    if isinstance(data, PartedData):
+    if isinstance(data, ShardedDataset):
         _check_parts(data)
     if hasattr(data, "__len__") and len(data) == 0:
         raise PluginError(f"{type(data).__name__} is empty: it has no samples")
 
 
-def _check_parts(data: PartedData) -> None:
+def _check_parts(data: ShardedDataset) -> None:
     name = type(data).__name__
-    if not _whole_numbers(getattr(data, "parts", None), least=0):
+    if not _whole_numbers(getattr(data, "shard_sizes", None), least=0):
         raise PluginError(f"{name}.parts must hold the number of samples of each part, whole numbers of at least 0")
     if not _whole_numbers(data.interleave, least=1) or len(data.interleave) != 2:
         raise PluginError(f"{name}.interleave must be two whole numbers of at least 1, not {data.interleave}")

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddpforge import compat
+from ddpforge.data.batch_assignment import AssignmentTerms, MicroBatch
 from ddpforge.data.collating import collate_of
-from ddpforge.data.nests import digest
-from ddpforge.data.order import MicroBatch, Terms
-from ddpforge.data.randomness import RandomState, seed_all
+from ddpforge.data.pytree import digest
+from ddpforge.data.rng import RandomState, seed_all
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import mix
 
@@ -53,7 +53,7 @@ class Stream(IterableDataset[MicroBatch]):
     `MicroBatch.read`, a hash of the first sample of every step.
     """
 
-    def __init__(self, data: Any, terms: Terms, start: int, stop_after_epoch: bool) -> None:
+    def __init__(self, data: Any, terms: AssignmentTerms, start: int, stop_after_epoch: bool) -> None:
         self.data, self.terms = data, terms
         self.start, self.stop_after_epoch = start, stop_after_epoch
         self.collate = collate_of(data)
@@ -87,12 +87,12 @@ class Stream(IterableDataset[MicroBatch]):
         for epoch in count():
             stream, empty = _Pass(self.data, epoch, mix(self.terms.seed, _PASS, epoch)), True
             while samples := stream.read(self.terms.global_batch):
-                stream.refuse_another_length()
+                stream.reject_another_length()
                 if len(samples) < self.terms.global_batch and self.terms.drop_last:
                     break
                 empty = False
                 yield samples
-            stream.refuse_another_length(ended=True)
+            stream.reject_another_length(ended=True)
             if empty:
                 too_few = "less than one batch" if self.terms.drop_last else "no sample"
                 raise PluginError(
@@ -127,7 +127,7 @@ class _Pass:
         self._count += len(samples)
         return samples
 
-    def refuse_another_length(self, *, ended: bool = False) -> None:
+    def reject_another_length(self, *, ended: bool = False) -> None:
         """Raises PluginError if the number of samples differs from `__len__` of the dataset.
 
         After sample number `__len__` it reads one more, because the run may end there.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpforge import compat
-from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError
+from ddpforge.errors import ForgeError, PluginError, SetupError
 from ddpforge.ranks.failures import phrase
 
 __all__ = ["explained", "lacks_resources", "refuse_missing_resources", "starting", "takes_sockets", "telling_context"]
@@ -30,16 +30,16 @@ _ALONE = "or fetch in the training process: data.workers = 0"
 
 
 def refuse_missing_resources(workers: int, prefetch: int, *, shm: Path = _SHM) -> None:
-    """Raises EnvironmentProblem if loader processes could start but could not send micro-batches."""
+    """Raises SetupError if loader processes could start but could not send micro-batches."""
     needs = f"data.workers = {workers} needs"
     folder = tempfile.gettempdir()
     if not takes_sockets(folder):
-        raise EnvironmentProblem(
+        raise SetupError(
             f"{needs} sockets in the folder for temporary files, but its path is too long for them: {folder}",
             hints=["set TMPDIR to a shorter path, such as /tmp", _ALONE],
         )
     if shm.is_dir() and (free := shutil.disk_usage(shm).free) < _LEAST:
-        raise EnvironmentProblem(
+        raise SetupError(
             f"{needs} shared memory for micro-batches, but {shm} has only {free} bytes free",
             hints=[f"remove files in {shm}, or make it larger: docker run --shm-size=8g", _ALONE],
         )
@@ -59,7 +59,7 @@ def takes_sockets(folder: str) -> bool:
 def _raise_limit(workers: int, prefetch: int, needs: str) -> None:
     """Raises this process's limit of open files if loader processes would come near it.
 
-    Raises EnvironmentProblem if the system does not allow a sufficient limit.
+    Raises SetupError if the system does not allow a sufficient limit.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     there = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
@@ -68,7 +68,7 @@ def _raise_limit(workers: int, prefetch: int, needs: str) -> None:
         limit = 4096 if most == resource.RLIM_INFINITY else min(most, max(4096, 4 * needed))
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
     if limit != resource.RLIM_INFINITY and limit < needed:
-        raise EnvironmentProblem(
+        raise SetupError(
             f"{needs} about {needed} open files in this process, but the limit is {limit}",
             hints=[f"ulimit -n {max(1024, 4 * needed)}", _ALONE],
         )
@@ -96,7 +96,7 @@ def telling_context() -> Any:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Raises EnvironmentProblem if the system cannot start loader processes in this context."""
+    """Raises SetupError if the system cannot start loader processes in this context."""
     try:
         yield
     except OSError as error:
@@ -120,4 +120,4 @@ def explained(error: Exception, what: str) -> ForgeError:
     elif not isinstance(error, OSError | RuntimeError):
         hint = "pickle must be able to send all objects in a micro-batch: no lambdas, locks, open files"
         return PluginError(f"{what}: {phrase(error)}", hints=[hint, _ALONE])
-    return EnvironmentProblem(f"{what}: {phrase(error)}", hints=hints)
+    return SetupError(f"{what}: {phrase(error)}", hints=hints)

@@ -4,86 +4,86 @@ Models are plain `torch.nn.Module`s, optimizers plain `torch.optim.Optimizer`s, 
 step. Importing these modules does not import torch.
 """
 
-from ddpforge.interfaces.beside import Beside
+from ddpforge.interfaces.attention_context import AttentionContext
+from ddpforge.interfaces.auxiliary import AuxiliaryModule
 from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
-from ddpforge.interfaces.context import Context
-from ddpforge.interfaces.data import Data, PartedData
-from ddpforge.interfaces.direction import lower_is_better
-from ddpforge.interfaces.draws import Draws
+from ddpforge.interfaces.data import Data, ShardedDataset
 from ddpforge.interfaces.durations import Duration, Horizon
-from ddpforge.interfaces.experts import Experts
-from ddpforge.interfaces.metric import Metric, Rows, Total
-from ddpforge.interfaces.optimizer import Exploring, Schedule
+from ddpforge.interfaces.expert_dispatch import ExpertDispatch
+from ddpforge.interfaces.media import Histogram, LogMedia, MediaKind, Table
+from ddpforge.interfaces.metric import Metric, SampleColumns, Total
+from ddpforge.interfaces.metric_direction import lower_is_better
+from ddpforge.interfaces.optimizer import MultiPassOptimizer, Schedule
 from ddpforge.interfaces.order import BatchSampler, EpochBatchSampler
-from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Region
+from ddpforge.interfaces.regions import Box, BoxList, FlatRange, Region, TensorShard
+from ddpforge.interfaces.sample_rng import SampleRNG
 from ddpforge.interfaces.seeds import mix
-from ddpforge.interfaces.shown import Histogram, Show, ShownKind, Table
-from ddpforge.interfaces.state import CanonicalState, PartWeights, SavedTensor, Weights, WholeWeights, read_all
+from ddpforge.interfaces.state import CanonicalState, FullWeights, SavedTensor, ShardedWeights, Weights, read_all
 from ddpforge.interfaces.strategy import (
+    AlternatesUpdates,
     Compute,
     Contract,
-    Cuts,
-    Explores,
+    ForwardSplit,
     Pass,
-    Refusal,
     Replica,
     Sharded,
     Simulation,
     Strategy,
-    TakesTurns,
+    SupportsMultiPass,
+    Unsupported,
 )
 from ddpforge.interfaces.task import Task
 from ddpforge.interfaces.tracker import Tracker
 from ddpforge.interfaces.world import Ranks, World
 
 __all__ = [
+    "AlternatesUpdates",
+    "AttentionContext",
+    "AuxiliaryModule",
     "BatchSampler",
-    "Beside",
     "Box",
+    "BoxList",
     "Callback",
     "CanonicalState",
     "Compute",
-    "Context",
     "Contract",
-    "Cuts",
     "Data",
-    "Draws",
     "Duration",
     "EpochBatchSampler",
-    "Experts",
-    "Explores",
-    "Exploring",
+    "ExpertDispatch",
+    "FlatRange",
+    "ForwardSplit",
+    "FullWeights",
     "GoBack",
     "Histogram",
     "Horizon",
+    "LogMedia",
+    "MediaKind",
     "Metric",
-    "Part",
-    "PartWeights",
-    "PartedData",
+    "MultiPassOptimizer",
     "Pass",
-    "Pieces",
-    "Range",
     "Ranks",
-    "Refusal",
     "Region",
     "Replica",
-    "Rows",
     "RunContext",
+    "SampleColumns",
+    "SampleRNG",
     "SavedTensor",
     "Schedule",
     "Sharded",
-    "Show",
-    "ShownKind",
+    "ShardedDataset",
+    "ShardedWeights",
     "Simulation",
     "StepInfo",
     "Strategy",
+    "SupportsMultiPass",
     "Table",
-    "TakesTurns",
     "Task",
+    "TensorShard",
     "Total",
     "Tracker",
+    "Unsupported",
     "Weights",
-    "WholeWeights",
     "World",
     "lower_is_better",
     "mix",

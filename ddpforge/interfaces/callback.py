@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpforge.interfaces.regions import Part
-from ddpforge.interfaces.shown import Show
+from ddpforge.interfaces.media import LogMedia
+from ddpforge.interfaces.regions import TensorShard
 from ddpforge.interfaces.state import Weights
 from ddpforge.interfaces.world import World
 
@@ -57,8 +57,8 @@ class RunContext:
     weights: Weights
     folder: Path  # of the run
     forward: Callable[[], AbstractContextManager[Any]]  # wraps a forward pass: autocast, as in training
-    show: Show  # does nothing under `ddpforge eval`
-    gradients: Callable[[], Mapping[str, Part]]
+    log_media: LogMedia  # does nothing under `ddpforge eval`
+    gradients: Callable[[], Mapping[str, TensorShard]]
     """Returns this rank's parts of the gradient by parameter name, in the layout of `weights`, without a copy.
 
     The gradient is the mean over the whole step, reduced over ranks, before clipping. Call this only within
@@ -136,7 +136,7 @@ class Callback:
     def on_end(self, error: BaseException | None) -> None:
         """Runs after the last step or after `ddpforge eval`, in reverse order of `on_start`; also after a failure."""
 
-    def state(self) -> Mapping[str, Tensor | Part | int | float | str | bool | None]:
+    def state(self) -> Mapping[str, Tensor | TensorShard | int | float | str | bool | None]:
         """Returns the state that a checkpoint must contain, so that a resumed run continues exactly.
 
         Return a tensor if it is the same on every rank, and a `Part` for this rank's own part. Must not communicate.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Data", "PartedData"]
+__all__ = ["Data", "ShardedDataset"]
 
 
 @runtime_checkable
@@ -21,8 +21,8 @@ class Data(Protocol):
       device.
     - `random = False`: fetching uses no random numbers, which saves seeding. Otherwise the RNGs of python, numpy and
       torch are seeded from (recipe seed, epoch, sample) before each sample, or from (recipe seed, epoch, first sample)
-      before each `__getitems__`. If a sample may come more than once in an epoch (see `BatchSampler.once`), the step replaces
-      the epoch in the seed.
+      before each `__getitems__`. If a sample may come more than once in an epoch (see `BatchSampler.once`), the step
+      replaces the epoch in the seed.
     - `set_epoch(epoch: int)` is called before the first sample of each epoch is fetched, in loader processes too. In
       training, so is `set_step(step: int)` before the first sample of each step. The first step of the run is 0.
     - `forkable = True`: samples may be fetched in processes that are forked after samples were fetched. The dataset has
@@ -38,7 +38,7 @@ class Data(Protocol):
     sample is used once, and compares the samples that the ranks have read. An optional `set_epoch(epoch: int)` is
     called before each pass. The RNGs of python, numpy and torch are seeded from (recipe seed, epoch), the same on every
     rank, unless `random = False`. Do the expensive part of loading in `collate`, which receives only the samples of
-    this rank. If the data has parts of known length, use `PartedData`: not every rank then reads all of it.
+    this rank. If the data has parts of known length, use `ShardedDataset`: not every rank then reads all of it.
     """
 
     def __len__(self) -> int: ...
@@ -46,7 +46,7 @@ class Data(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class PartedData(ABC):
+class ShardedDataset(ABC):
     """Iterable dataset in parts of known length (files, shards, row groups), readable from any sample on.
 
     Each rank and loader process reads only the samples that it keeps. A resume opens the parts at the position of the
@@ -55,7 +55,7 @@ class PartedData(ABC):
     numbers; `prepare` and `collate` may.
     """
 
-    parts: Sequence[int]
+    shard_sizes: Sequence[int]
     """Number of samples in each part."""
 
     shuffle: bool = False
@@ -73,11 +73,11 @@ class PartedData(ABC):
     several processes share a lane and skip samples in it.
     """
 
-    jumps: bool = True
+    seekable: bool = True
     """True if opening a part in its middle is cheap. If False, skipped samples are read and dropped if possible."""
 
     @abstractmethod
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
         """Yields the samples of a part from number `skip` on; reads each sample only when it is requested."""
 
     def prepare(self, sample: Any) -> Any:
@@ -89,8 +89,8 @@ class PartedData(ABC):
         return sample
 
     def __len__(self) -> int:
-        return sum(self.parts)
+        return sum(self.shard_sizes)
 
     def __iter__(self) -> Iterator[Any]:
-        for part in range(len(self.parts)):
-            yield from self.open(part, epoch=0, skip=0)
+        for part in range(len(self.shard_sizes)):
+            yield from self.iter_shard(part, epoch=0, skip=0)

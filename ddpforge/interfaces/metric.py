@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Metric", "Rows", "Total"]
+__all__ = ["Metric", "SampleColumns", "Total"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Total:
         return Total(self.sum + other.sum, self.count + other.count)
 
 
-class Rows:
+class SampleColumns:
     """One row per sample, for metrics that need all samples at once, such as the area under a curve.
 
     Columns are tensors of equal length. They are gathered from all ranks at the end of an evaluation. Rows that are
@@ -38,8 +38,8 @@ class Rows:
     def __init__(self, *columns: Tensor) -> None:
         self._batches = [columns]
 
-    def __add__(self, other: Rows) -> Rows:
-        both = Rows()
+    def __add__(self, other: SampleColumns) -> SampleColumns:
+        both = SampleColumns()
         both._batches = [*self._batches, *other._batches]
         return both
 
@@ -66,7 +66,7 @@ class Metric(ABC):
     lower_is_better: bool | None = None
 
     @abstractmethod
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Total | Rows:
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Total | SampleColumns:
         """Returns the sum over the batch and its number of items, or the batch's rows.
 
         Must not need gradients or wait for the device. Not called for padding batches.

@@ -1,7 +1,7 @@
 """Regions of a tensor that ranks hold: intersects two of them, and checks if several cover the tensor exactly.
 
 A region of a tensor is a `Range` of its elements in row-major order, a `Box` (a rectangle in its N dimensions), or
-`Pieces` (several boxes). The elements of a region are held in a tensor: one-dimensional for a range, of the box's size
+`BoxList` (several boxes). The elements of a region are held in a tensor: one-dimensional for a range, of the box's size
 for a box, and concatenated along the first dimension for pieces.
 
 This module only computes indices. Tensors are sliced and copied by their own methods; torch is not imported.
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class FlatRange:
     """Elements from `start` up to `stop`, `stop` excluded."""
 
     start: int
@@ -47,7 +47,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class BoxList:
     """Boxes that are concatenated along the first dimension in one tensor, e.g. rows of a fused weight."""
 
     boxes: tuple[Box, ...]
@@ -63,12 +63,12 @@ class Pieces:
         return (sum(box.size[0] for box in self.boxes), *self.boxes[0].size[1:])
 
 
-Simple = Range | Box
-Region = Simple | Pieces
+Simple = FlatRange | Box
+Region = Simple | BoxList
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class TensorShard:
     """Part of a tensor on one rank: the elements of `region` of a tensor of `shape`, on any device.
 
     `tensor` holds them in row-major order; for a box, with the box's size. If several ranks hold the same elements,
@@ -84,13 +84,13 @@ class Part:
     region: Region
     replica: int = 0
     replicas: int = 1
-    among: str = ""
+    replica_group: str = ""
 
     def __post_init__(self) -> None:
         shape = tuple(self.shape)
         region = normal(shape, self.region)
         held = tuple(self.tensor.shape)
-        if prod(held) != region.numel or (isinstance(region, Box | Pieces) and held != region.size):
+        if prod(held) != region.numel or (isinstance(region, Box | BoxList) and held != region.size):
             raise ValueError(f"a tensor of shape {list(held)} is not {region} of a tensor of shape {list(shape)}")
         if not 0 <= self.replica < self.replicas:
             raise ValueError(f"there is no replica {self.replica} among {self.replicas}")
@@ -98,13 +98,13 @@ class Part:
         object.__setattr__(self, "region", region)
 
     @classmethod
-    def whole(cls, tensor: Tensor, *, replica: int = 0, replicas: int = 1, among: str = "") -> Part:
+    def whole(cls, tensor: Tensor, *, replica: int = 0, replicas: int = 1, among: str = "") -> TensorShard:
         """Returns a part that is the whole tensor."""
-        return cls(tensor, tuple(tensor.shape), Range(0, tensor.numel()), replica, replicas, among)
+        return cls(tensor, tuple(tensor.shape), FlatRange(0, tensor.numel()), replica, replicas, among)
 
-    def of(self, tensor: Tensor) -> Part:
+    def of(self, tensor: Tensor) -> TensorShard:
         """Returns the same part of another tensor that this rank holds in the same layout."""
-        return Part(tensor, self.shape, self.region, self.replica, self.replicas, self.among)
+        return TensorShard(tensor, self.shape, self.region, self.replica, self.replicas, self.replica_group)
 
     def elements(self, region: Region) -> Tensor:
         """Returns the elements in `region`, flattened; raises ValueError if this part lacks some of them.
@@ -114,7 +114,7 @@ class Part:
         wanted = normal(self.shape, region)
         if wanted == self.region:
             return self.tensor.reshape(-1)
-        if not (isinstance(wanted, Range) and isinstance(self.region, Range)):
+        if not (isinstance(wanted, FlatRange) and isinstance(self.region, FlatRange)):
             raise ValueError(f"of a tensor of shape {list(self.shape)}, this rank holds {self.region}, not {wanted}")
         if wanted.numel and not self.region.start <= wanted.start <= wanted.stop <= self.region.stop:
             raise ValueError(
@@ -122,38 +122,38 @@ class Part:
             )
         return self.tensor.reshape(-1)[wanted.start - self.region.start :][: wanted.numel]
 
-    def simple(self) -> list[Part]:
+    def as_boxes(self) -> list[TensorShard]:
         """Splits this part into parts whose regions are ranges or boxes; their tensors are views."""
-        if not isinstance(self.region, Pieces):
+        if not isinstance(self.region, BoxList):
             return [self]
         return [replace(self, tensor=held, region=box) for box, held in pieces(self.region, self.tensor)]
 
     @property
     def simple_region(self) -> Simple:
-        """Returns the region, which must not be `Pieces`."""
-        assert not isinstance(self.region, Pieces)
+        """Returns the region, which must not be `BoxList`."""
+        assert not isinstance(self.region, BoxList)
         return self.region
 
-    def cut(self, start: int, stop: int) -> list[Part]:
+    def slice(self, start: int, stop: int) -> list[TensorShard]:
         """Returns the elements from `start` up to `stop` of this part as parts of the same tensor.
 
-        Indices count within this part, whose region must not be `Pieces`.
+        Indices count within this part, whose region must not be `BoxList`.
         """
         region = self.simple_region
         if start == stop:
-            return [Part(self.tensor.new_empty(0), self.shape, Range(0, 0))]
+            return [TensorShard(self.tensor.new_empty(0), self.shape, FlatRange(0, 0))]
         flat = None if isinstance(region, Box) else self.tensor.reshape(-1)
         parts = []
         for piece, _ in split(region, start, stop):
             tensor = self.tensor if flat is None else flat
-            parts.append(Part(view(self.shape, region, tensor, piece), self.shape, piece))
+            parts.append(TensorShard(view(self.shape, region, tensor, piece), self.shape, piece))
         return parts
 
 
 # ---------------------------------------------------------------------------------------------- one region
 def pieces(region: Region, held: Tensor) -> Iterator[tuple[Simple, Tensor]]:
     """Yields the ranges and boxes of a region, each with its view of `held`, the tensor of the whole region."""
-    if not isinstance(region, Pieces):
+    if not isinstance(region, BoxList):
         yield region, held
         return
     row = 0
@@ -162,9 +162,9 @@ def pieces(region: Region, held: Tensor) -> Iterator[tuple[Simple, Tensor]]:
         row += box.size[0]
 
 
-def whole(shape: Shape) -> Range:
+def whole(shape: Shape) -> FlatRange:
     """Returns the range of all elements of a tensor."""
-    return Range(0, prod(shape))
+    return FlatRange(0, prod(shape))
 
 
 def normal(shape: Shape, region: Region) -> Region:
@@ -175,13 +175,13 @@ def normal(shape: Shape, region: Region) -> Region:
     Raises:
         ValueError: The region is not part of a tensor of this shape.
     """
-    if isinstance(region, Pieces):
+    if isinstance(region, BoxList):
         found = tuple(box for box in region.boxes if normal(shape, box).numel)
-        return Pieces(found) if len(found) > 1 else normal(shape, found[0]) if found else Range(0, 0)
-    if isinstance(region, Range):
+        return BoxList(found) if len(found) > 1 else normal(shape, found[0]) if found else FlatRange(0, 0)
+    if isinstance(region, FlatRange):
         if not 0 <= region.start <= region.stop <= prod(shape):
             raise ValueError(f"{region} is not part of a tensor of shape {list(shape)}")
-        return region if region.numel else Range(0, 0)
+        return region if region.numel else FlatRange(0, 0)
 
     offset, size = region.offset, region.size
     if not len(offset) == len(size) == len(shape) or not all(
@@ -189,12 +189,12 @@ def normal(shape: Shape, region: Region) -> Region:
     ):
         raise ValueError(f"{region} is not part of a tensor of shape {list(shape)}")
     if not region.numel:
-        return Range(0, 0)
+        return FlatRange(0, 0)
     first = next((axis for axis, count in enumerate(size) if count > 1), len(size))
     if size[first + 1 :] != shape[first + 1 :]:  # the box has gaps after its first long dimension
         return region
     start = _position(shape, offset)
-    return Range(start, start + region.numel)
+    return FlatRange(start, start + region.numel)
 
 
 def held_shape(shape: Shape, region: Simple) -> Shape:
@@ -226,15 +226,15 @@ def boxes(shape: Shape, region: Simple) -> list[Box]:
 
 
 def _in_row(row: int, rest: Shape, start: int, stop: int) -> list[Box]:
-    return [Box((row, *box.offset), (1, *box.size)) for box in boxes(rest, Range(start, stop))]
+    return [Box((row, *box.offset), (1, *box.size)) for box in boxes(rest, FlatRange(start, stop))]
 
 
 def split(region: Simple, start: int, stop: int) -> list[tuple[Simple, int]]:
     """Returns the elements from `start` up to `stop` of a region as regions, each with its start within the region."""
-    if isinstance(region, Range):
-        return [(Range(region.start + start, region.start + stop), start)]
+    if isinstance(region, FlatRange):
+        return [(FlatRange(region.start + start, region.start + stop), start)]
     found: list[tuple[Simple, int]] = []
-    for box in boxes(region.size, Range(start, stop)):
+    for box in boxes(region.size, FlatRange(start, stop)):
         offset = tuple(begin + further for begin, further in zip(region.offset, box.offset, strict=True))
         found.append((Box(offset, box.size), start))
         start += box.numel
@@ -252,9 +252,9 @@ def _position(shape: Shape, index: Shape) -> int:
 # ---------------------------------------------------------------------------------------------- two regions
 def overlaps(shape: Shape, one: Simple, other: Simple) -> list[Simple]:
     """Intersects two regions of a tensor. The result is a range if both are ranges, otherwise boxes."""
-    if isinstance(one, Range) and isinstance(other, Range):
+    if isinstance(one, FlatRange) and isinstance(other, FlatRange):
         start, stop = max(one.start, other.start), min(one.stop, other.stop)
-        return [Range(start, stop)] if start < stop else []
+        return [FlatRange(start, stop)] if start < stop else []
     pairs = ((a, b) for a in boxes(shape, one) for b in boxes(shape, other))
     return [common for a, b in pairs if (common := _common(a, b)) is not None]
 
@@ -272,8 +272,8 @@ def _common(one: Box, other: Box) -> Box | None:
 
 def view(shape: Shape, region: Simple, held: Tensor, part: Simple) -> Tensor:
     """Returns a view of the elements of `part` in `held`, the tensor of `region`; it has the shape of `part`."""
-    if isinstance(region, Range):
-        if isinstance(part, Range):
+    if isinstance(region, FlatRange):
+        if isinstance(part, FlatRange):
             return held[part.start - region.start : part.stop - region.start]
         step = held.stride(0)
         start = held.storage_offset() + (_position(shape, part.offset) - region.start) * step
@@ -294,7 +294,7 @@ def copy(shape: Shape, region: Simple, held: Tensor, target_region: Simple, targ
 
 # ---------------------------------------------------------------------------------------------- many regions
 @dataclass(frozen=True, slots=True)
-class Flaw:
+class Gap:
     """Element that is in `count` of several regions instead of exactly one."""
 
     index: Shape
@@ -305,28 +305,28 @@ class Flaw:
         return f"{where} occurs {self.count} times" if self.count else f"{where} is missing"
 
 
-def flaw(shape: Shape, regions: Iterable[Simple]) -> Flaw | None:
+def find_gap(shape: Shape, regions: Iterable[Simple]) -> Gap | None:
     """Returns the first element of a tensor that is not in exactly one of the regions; None if there is none.
 
     Raises ValueError if a region is not part of the tensor.
     """
     regions = [region for each in regions if (region := _simple(shape, each)).numel]
-    ranges = [region for region in regions if isinstance(region, Range)]
+    ranges = [region for region in regions if isinstance(region, FlatRange)]
     if not prod(shape):
         return None
     if len(ranges) == len(regions):
         return _flaw_of_ranges(shape, ranges)
     found = _flaw_of_boxes(shape, [box for region in regions for box in boxes(shape, region)], 0)
-    return None if found is None else Flaw(*found)
+    return None if found is None else Gap(*found)
 
 
 def _simple(shape: Shape, region: Simple) -> Simple:
     found = normal(shape, region)
-    assert not isinstance(found, Pieces)
+    assert not isinstance(found, BoxList)
     return found
 
 
-def _flaw_of_ranges(shape: Shape, ranges: Sequence[Range]) -> Flaw | None:
+def _flaw_of_ranges(shape: Shape, ranges: Sequence[FlatRange]) -> Gap | None:
     covered = 0
     for region in sorted(ranges, key=lambda each: each.start):
         if region.start != covered:
@@ -336,7 +336,7 @@ def _flaw_of_ranges(shape: Shape, ranges: Sequence[Range]) -> Flaw | None:
     if covered == prod(shape):
         return None
     index = tuple(covered // stride % count for stride, count in zip(_strides(shape), shape, strict=True))
-    return Flaw(index, sum(region.start <= covered < region.stop for region in ranges))
+    return Gap(index, sum(region.start <= covered < region.stop for region in ranges))
 
 
 def _flaw_of_boxes(shape: Shape, found: Sequence[Box], axis: int) -> tuple[Shape, int] | None:

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ddpforge.cores import ranks_here, share_of_cores
-from ddpforge.interfaces.regions import Part, Region
+from ddpforge.interfaces.regions import Region, TensorShard
+from ddpforge.local_world import cores_per_rank, local_world_size
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ddpforge.interfaces.world import Ranks
 
-__all__ = ["CanonicalState", "PartWeights", "SavedTensor", "Weights", "WholeWeights", "read_all"]
+__all__ = ["CanonicalState", "FullWeights", "SavedTensor", "ShardedWeights", "Weights", "read_all"]
 
 _READERS = 4  # threads per rank, at most
 
@@ -62,7 +62,7 @@ def read_all(reads: Iterable[tuple[SavedTensor, Region, Tensor]]) -> None:
             deque(left, maxlen=0)  # skip the remaining reads
             raise
 
-    helpers = min(_READERS, share_of_cores(ranks_here())) - 1
+    helpers = min(_READERS, cores_per_rank(local_world_size())) - 1
     with ThreadPoolExecutor(max(1, helpers), "reader of a checkpoint") as pool:
         others = [pool.submit(fill) for _ in range(helpers)]
         fill()
@@ -89,8 +89,8 @@ class CanonicalState(Generic[X]):
     model: Mapping[str, X]
     optimizer: Mapping[str, Mapping[str, X | Tensor | int | float | bool | None]]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    shared: Mapping[str, X | Tensor | int | float | bool | None] = field(default_factory=dict)
-    numbers: Mapping[str, int | float] = field(default_factory=dict)
+    extra_state: Mapping[str, X | Tensor | int | float | bool | None] = field(default_factory=dict)
+    scalars: Mapping[str, int | float] = field(default_factory=dict)
 
 
 class Weights(ABC):
@@ -100,17 +100,17 @@ class Weights(ABC):
     """
 
     @abstractmethod
-    def parts(self) -> Mapping[str, Part]:
+    def shards(self) -> Mapping[str, TensorShard]:
         """Returns this rank's parts of the trained weights, without a copy and without gradients.
 
         Writing into them changes the weights; call `changed` afterwards.
         """
 
     @abstractmethod
-    def frozen(self) -> Mapping[str, Part]:
+    def frozen(self) -> Mapping[str, TensorShard]:
         """Returns this rank's parts of the weights that are not trained, e.g. of a momentum encoder."""
 
-    def elsewhere(self) -> Collection[str]:
+    def remote_names(self) -> Collection[str]:
         """Returns the names of model tensors that only other ranks hold."""
         return ()
 
@@ -123,37 +123,37 @@ class Weights(ABC):
         Raises:
             ValueError: This rank does not hold all of these elements.
         """
-        trained = self.parts()
+        trained = self.shards()
         return (trained[name] if name in trained else self.frozen()[name]).elements(region)
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Makes forward passes use the values that were written into the parts; called on every rank."""
 
-    def observing(self) -> AbstractContextManager[Any]:
+    def callback_guard(self) -> AbstractContextManager[Any]:
         """Wraps callbacks, so that values that they write into the model's parameters take effect or are refused."""
         return nullcontext()
 
 
-class PartWeights(Weights):
+class ShardedWeights(Weights):
     """Weights of a model; this rank holds the part `part_of(name, parameter)` of each."""
 
-    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], Part]) -> None:
-        self._parts: dict[str, Part] = {}
-        self._frozen: dict[str, Part] = {}
+    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], TensorShard]) -> None:
+        self._parts: dict[str, TensorShard] = {}
+        self._frozen: dict[str, TensorShard] = {}
         for name, parameter in model.named_parameters():
             (self._parts if parameter.requires_grad else self._frozen)[name] = part_of(name, parameter.detach())
 
-    def parts(self) -> Mapping[str, Part]:
+    def shards(self) -> Mapping[str, TensorShard]:
         """Returns the parts of all trained parameters."""
         return self._parts
 
-    def frozen(self) -> Mapping[str, Part]:
+    def frozen(self) -> Mapping[str, TensorShard]:
         """Returns the parts of all other parameters."""
         return self._frozen
 
 
-class WholeWeights(PartWeights):
+class FullWeights(ShardedWeights):
     """Weights of a model that every rank of `ranks` holds whole."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        super().__init__(model, lambda _, tensor: Part.whole(tensor, replica=ranks.rank, replicas=ranks.size))
+        super().__init__(model, lambda _, tensor: TensorShard.whole(tensor, replica=ranks.rank, replicas=ranks.size))

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
-from ddpforge.interfaces.optimizer import Exploring
-from ddpforge.interfaces.regions import Part
-from ddpforge.interfaces.state import CanonicalState, SavedTensor, Weights, WholeWeights
+from ddpforge.interfaces.optimizer import MultiPassOptimizer
+from ddpforge.interfaces.regions import TensorShard
+from ddpforge.interfaces.state import CanonicalState, FullWeights, SavedTensor, Weights
 from ddpforge.interfaces.task import Task
 from ddpforge.interfaces.world import World
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
 __all__ = [
+    "AlternatesUpdates",
     "Compute",
     "Contract",
-    "Cuts",
-    "Explores",
+    "ForwardSplit",
     "Pass",
-    "Refusal",
     "Replica",
     "Sharded",
     "Simulation",
     "Strategy",
-    "TakesTurns",
+    "SupportsMultiPass",
+    "Unsupported",
 ]
 
 Sharded = Literal["weights", "gradients", "optimizer state"]
-Cuts = Literal["layers", "positions", "experts", "steps"]
+ForwardSplit = Literal["layers", "positions", "experts", "steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +53,26 @@ class Contract:
     """Dtype of the master weights, which the optimizer updates; a name of torch."""
     reduce_dtype: str = "float32"
     """Dtype in which gradients are summed over ranks."""
-    clips: str
+    clipping: str
     """Which ranks clip the gradient norm, and when, in words."""
-    accumulates: str
+    accumulation: str
     """Description of the memory in which gradients of micro-batches are accumulated."""
     reads_gradients: bool = False
     """Callbacks may read the reduced gradient: `Replica.step` calls `on_gradient`."""
     callable: bool = True
     """Each rank can run a forward pass of the model on its own."""
     optimizers: Literal["one", "several"] = "one"
-    """Number of optimizers that a replica accepts, each for some of the parameters; "several" requires `TakesTurns`."""
+    """Number of optimizers of a replica, each for some of the parameters; "several" requires `AlternatesUpdates`."""
     float8: bool = False
     """Linear layers run their own forward pass with whole weights; `train.fp8` requires this."""
-    scores: bool = True
-    """Each rank runs whole forward passes, so that the model can compute the loss: see `Task.scores_in_model`."""
-    cuts: tuple[Cuts, ...] = ()
+    loss_in_model: bool = True
+    """Each rank runs whole forward passes, so that the model can compute the loss: see `Task.loss_in_model`."""
+    splits_forward: tuple[ForwardSplit, ...] = ()
     """Dimensions along which ranks share one forward pass. The run compares this with the whole model before the first
-    step. Replicas must be `Explores`, and `gradients_by_name` must return the reduced gradient within `explore`."""
+    step. Replicas must be `SupportsMultiPass`; within `perturb`, `gradients_by_name` returns the reduced gradient."""
 
 
-class Refusal(NamedTuple):
+class Unsupported(NamedTuple):
     """Reason why a strategy cannot run a recipe, found before the run starts."""
 
     key: str  # of the recipe, e.g. "strategy.replicas"
@@ -83,7 +83,7 @@ class Refusal(NamedTuple):
 class Simulation:
     """Parameters with which `ddpforge plan` simulates a step of a strategy; the defaults assume equal ranks."""
 
-    def ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
+    def ranks_to_simulate(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
         """Returns the ranks to simulate, in the order in which they send, each with a key for the layers that it holds.
 
         By default only rank 0, on behalf of all ranks; the others may hold a little less. If ranks have equal keys and
@@ -108,7 +108,7 @@ class Strategy(ABC):
     """
 
     contract: Contract  # may depend on the options
-    joins_alone: ClassVar[bool] = False  # a single process needs a torch.distributed group too
+    needs_process_group: ClassVar[bool] = False  # a single process needs a torch.distributed group too
     launcher: Mapping[str, str] = {}  # environment variables that the launcher must not contradict
 
     @property
@@ -123,7 +123,7 @@ class Strategy(ABC):
         """Returns the configurations generated for other libraries, by name; shown by `ddpforge show`."""
         return {}
 
-    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterable[Refusal]:
+    def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterable[Unsupported]:
         """Returns the reasons why the strategy cannot run on `ranks` ranks with `device` ("cpu" or "cuda").
 
         Called before ranks join, by `ddpforge check` and `show` too. It must only read the recipe. This machine may
@@ -132,7 +132,7 @@ class Strategy(ABC):
         return ()
 
     @property
-    def cuts_model(self) -> bool:
+    def splits_model(self) -> bool:
         """True if only some models can be split: `ddpforge check` then builds the model on the meta device."""
         return False
 
@@ -149,7 +149,7 @@ class Strategy(ABC):
         """Returns the number of data-parallel ranks: `ranks`, unless the strategy splits one model over several."""
         return ranks
 
-    def evaluating(self, ranks: int) -> tuple[Strategy, str]:
+    def for_evaluation(self, ranks: int) -> tuple[Strategy, str]:
         """Returns the strategy for `ddpforge eval` on `ranks` ranks, and the reason if it is not this one.
 
         Evaluation may use a different number of ranks than training. Returns self and "" if this strategy supports
@@ -165,7 +165,7 @@ class Strategy(ABC):
         self.train, self.world = train, world
         return world
 
-    def building(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[Any]:
         """Wraps the construction of the model, e.g. to build it on the meta device."""
         return nullcontext()
 
@@ -184,7 +184,7 @@ class Strategy(ABC):
         `ddpforge eval` passes an SGD without state that never steps.
         """
 
-    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+    def place_auxiliary(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
         """Places an auxiliary module, which is never trained, on the ranks; returns its weights, all frozen.
 
         Called after `prepare`, once for each auxiliary module; `blocks` are the blocks of this module. By default every
@@ -192,8 +192,8 @@ class Strategy(ABC):
         """
         module.to(self.world.device)
         for tensor in (*module.parameters(), *module.buffers()):
-            self.world.all.broadcast(tensor.data)
-        return WholeWeights(module, self.world.all)
+            self.world.global_ranks.broadcast(tensor.data)
+        return FullWeights(module, self.world.global_ranks)
 
 
 # ---------------------------------------------------------------------------------------------- replicas
@@ -209,8 +209,8 @@ class Pass:
     seed: Callable[[], None]  # seeds all RNGs for this pass
     scale: Callable[[], Tensor | float] = lambda: 1.0
     last: bool = True  # of its step
-    measured: bool = True  # the outputs of `compute` are used for metrics
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # enter it for the whole pass, or for each part
+    needs_outputs: bool = True  # the outputs of `compute` are used for metrics
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # enter it for the whole pass, or for each part
 
 
 Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]
@@ -228,25 +228,27 @@ class Replica(ABC):
     """
 
     module: nn.Module  # called in forward passes
-    bare: nn.Module  # the model as the recipe's component built it, for names and buffers
+    unwrapped: nn.Module  # the model as the recipe's component built it, for names and buffers
     weights: Weights
     computes_loss: bool = True  # False on ranks that send their outputs to other ranks, which call the task's `loss`
 
     # -- one step
-    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+    def run_microbatches(
+        self, passes: Iterable[Pass], compute: Compute, *, trains: bool
+    ) -> Iterator[tuple[Tensor, Any] | None]:
         """Runs the passes of a step, or (`trains` is False) of an evaluation; the replica chooses the order.
 
         Yields the loss and the outputs of each pass, in the order of `passes`; None if another rank has them.
         """
         for one in passes:
-            with one.around():
+            with one.context():
                 with self.forward(last=one.last):
                     loss, outputs = compute(self.module, one)
                 if trains:
                     self.backward(loss, one.scale())
             yield loss, outputs
 
-    def own_part(self, batch: Any) -> Any:
+    def local_batch(self, batch: Any) -> Any:
         """Returns this rank's part of a batch on the device: the whole batch, unless ranks share its samples.
 
         The task still counts the items of the whole batch.
@@ -272,8 +274,8 @@ class Replica(ABC):
     on_gradient: Callable[[Tensor], None] = staticmethod(_nobody_reads)
     """Function that `step` calls with the norm, before clipping; the trainer sets it if a callback reads gradients."""
 
-    def gradients_by_name(self) -> Mapping[str, Part]:
-        """Returns this rank's parts of the reduced gradient, in the layout of `weights.parts()`.
+    def gradients_by_name(self) -> Mapping[str, TensorShard]:
+        """Returns this rank's parts of the reduced gradient, in the layout of `weights.shards()`.
 
         Call it only within `on_gradient`.
         """
@@ -292,7 +294,7 @@ class Replica(ABC):
 
     # -- checkpoints
     @abstractmethod
-    def state(self) -> CanonicalState[Tensor | Part]:
+    def state(self) -> CanonicalState[Tensor | TensorShard]:
         """Returns this rank's parts of model and optimizer by parameter name, without a copy and without communication.
 
         A tensor is identical on every rank. Names that only other ranks have may be missing.
@@ -311,19 +313,19 @@ class Replica(ABC):
 
 
 @runtime_checkable
-class Explores(Protocol):
-    """Replica that supports multi-pass optimizers, see `Exploring`. Other replicas refuse them."""
+class SupportsMultiPass(Protocol):
+    """Replica that supports multi-pass optimizers, see `MultiPassOptimizer`. Other replicas refuse them."""
 
-    def explore(self, optimizer: Exploring) -> Tensor:
-        """Calls `optimizer.explore` instead of an update, without clipping; otherwise does the same as `step`.
+    def perturb(self, optimizer: MultiPassOptimizer) -> Tensor:
+        """Calls `optimizer.perturb` instead of an update, without clipping; otherwise does the same as `step`.
 
         Forward passes then use the moved weights. May wait for the device.
         """
 
 
 @runtime_checkable
-class TakesTurns(Protocol):
+class AlternatesUpdates(Protocol):
     """Replica that supports alternating updates; the strategy's contract then has `optimizers = "several"`."""
 
-    def turn(self, name: str) -> AbstractContextManager[Any]:
+    def select_update(self, name: str) -> AbstractContextManager[Any]:
         """Wraps the update `name`: only its parameters get gradients, and `step` updates only these."""

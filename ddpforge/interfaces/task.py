@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ddpforge.interfaces.draws import Draws
+from ddpforge.interfaces.sample_rng import SampleRNG
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ddpforge.interfaces.beside import Beside
-    from ddpforge.interfaces.metric import Metric, Rows, Total
-    from ddpforge.interfaces.shown import ShownKind
+    from ddpforge.interfaces.auxiliary import AuxiliaryModule
+    from ddpforge.interfaces.media import MediaKind
+    from ddpforge.interfaces.metric import Metric, SampleColumns, Total
     from ddpforge.interfaces.world import World
 
 __all__ = ["Task"]
@@ -29,7 +29,7 @@ class Task(ABC):
     "loss" is the sum of the losses of all updates.
     """
 
-    turns: Sequence[str] = ()
+    updates: Sequence[str] = ()
 
     reports: Mapping[str, Metric] = MappingProxyType({})
     """Metrics that compute values of `metrics`, by the names there. Set it in the constructor of a task that takes
@@ -58,7 +58,7 @@ class Task(ABC):
     logits may then be a `DTensor` that is sharded in this dimension (strategy.loss_parallel = true).
     """
 
-    scores_in_model: bool = False
+    loss_in_model: bool = False
     """Set to True if the loss is computed within the model's forward pass: `model(inputs, score=function)` returns
     `function(hidden, weight)` for the hidden states and the weights of the output layer. The model must have
     `takes_score = True`. Strategies that split forward passes or shard the output layer refuse such a task.
@@ -74,7 +74,7 @@ class Task(ABC):
     computed from the tokens up to that position. `ddpforge generate` requires it.
     """
 
-    draws: Draws = Draws()
+    rng: SampleRNG = SampleRNG()
     """RNG for the samples of a batch, for use in `loss`: `self.draws.randn(len(images), 32, device=…)`."""
 
     def start(self, model: nn.Module, world: World) -> None:
@@ -91,7 +91,7 @@ class Task(ABC):
         has the same weight for any gradient accumulation, any world size and incomplete last batches.
         """
 
-    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+    def auxiliary_modules(self, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
         """Returns the auxiliary modules of `loss` by name, e.g. a teacher or a momentum encoder.
 
         Called once, with the model as it was built. Strategies modify these modules in place, so `loss` calls the same
@@ -107,7 +107,7 @@ class Task(ABC):
         """
         return None
 
-    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | Rows]:
+    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
         """Returns further metrics of a batch, in evaluations and at steps that log; they do not affect training.
 
         Not called for padding batches.
@@ -128,8 +128,8 @@ class Task(ABC):
         _, outputs = self.loss(model, batch)
         return outputs if isinstance(outputs, Mapping) else {"output": outputs}
 
-    def show(self, name: str, value: Any, kind: ShownKind) -> None:
-        """Displays a value of the current step, see `Show`. Call it in `loss`, `metrics` or `finish`.
+    def log_media(self, name: str, value: Any, kind: MediaKind) -> None:
+        """Displays a value of the current step, see `LogMedia`. Call it in `loss`, `metrics` or `finish`.
 
         Not to be overridden. Does nothing before the first step and under `ddpforge eval`.
         """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddpforge.interfaces.shown import ShownKind
+from ddpforge.interfaces.media import MediaKind
 
 __all__ = ["Tracker"]
 
@@ -23,7 +23,7 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receives one row: metrics of `step`, with their `train/` and `eval/` prefixes."""
 
-    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+    def log_media(self, step: int, name: str, value: Any, kind: MediaKind) -> None:
         """Displays a value of a callback or a task at `step`; ignores kinds that the tracker cannot display.
 
         An image is a numpy array, uint8 [height, width, 3]; a histogram a `Histogram`; text a string; a table a list of

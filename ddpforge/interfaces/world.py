@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ddpforge.interfaces.metric import Metric, Rows, Total
+    from ddpforge.interfaces.metric import Metric, SampleColumns, Total
 
 __all__ = ["Ranks", "World"]
 
@@ -34,28 +34,28 @@ class Ranks(ABC):
         return self
 
     @property
-    def is_main(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on the one rank that writes logs, trackers and manifests."""
         return self.rank == 0
 
     @abstractmethod
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """All-reduces `values` by sum; returns a new tensor on the ranks' device.
 
         `values` has the same shape and dtype on all ranks.
         """
 
-    def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
+    def all_reduce_sum_async(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts an asynchronous `sum`, which may overwrite `values`; costs less host time than `sum`.
 
         Returns a function that waits for the sum and returns it; it may be called several times.
         """
-        summed = self.sum(values)
+        summed = self.all_reduce_sum(values)
         return lambda: summed
 
     @abstractmethod
-    def mean(
-        self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric] = MappingProxyType({})
+    def reduce_metrics(
+        self, totals: Mapping[str, Total | SampleColumns | float], metrics: Mapping[str, Metric] = MappingProxyType({})
     ) -> dict[str, float]:
         """Sums numerators and counts over all ranks and divides them, in float64; returns NaN if the count is 0.
 
@@ -67,12 +67,12 @@ class Ranks(ABC):
             metrics: Metrics by name, the same on every rank. A total or rows of such a name are finished by the metric.
         """
 
-    def average(self, numbers: Mapping[str, float]) -> dict[str, float]:
+    def all_reduce_mean(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Averages plain numbers as `mean` does, but on the hosts, without waiting for a device."""
-        return self.mean(numbers)
+        return self.reduce_metrics(numbers)
 
     @abstractmethod
-    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+    def all_gather(self, rows: Tensor) -> tuple[Tensor, int]:
         """All-gathers rows along the first dimension; returns all rows and the index of this rank's first row.
 
         Ranks may have different numbers of rows. Differentiable: the gradient of a rank's rows is the sum of their
@@ -87,7 +87,7 @@ class Ranks(ABC):
         """
 
     @abstractmethod
-    def everyone(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """All-gathers `value`, a small picklable object; returns the list of all ranks' values."""
 
     @abstractmethod
@@ -111,12 +111,12 @@ class World:
     item count over `data`, so ranks with the same data count once. Means and decisions are taken over `all`.
     """
 
-    all: Ranks
-    data: Ranks
+    global_ranks: Ranks
+    dp_ranks: Ranks
     device: torch.device
     local_rank: int
 
     @property
-    def is_main(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on the one rank that writes logs, trackers and manifests."""
-        return self.all.is_main
+        return self.global_ranks.is_rank_zero

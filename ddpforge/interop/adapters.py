@@ -25,7 +25,7 @@ def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple
     layers = [name.removesuffix(_A) for name in model if name.endswith(_A)]
     if not layers:
         raise UsageError("--merge: the checkpoint contains no adapters", hints=["omit --merge"])
-    _refuse_ties(layers, aliases)
+    _reject_ties(layers, aliases)
     found: dict[str, LazyTensor] = {}
     for name, tensor in model.items():
         layer = next((each for each in layers if name.startswith(each)), None)
@@ -42,7 +42,7 @@ def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple
     return found, {names.get(alias, alias): names.get(name, name) for alias, name in aliases.items()}
 
 
-def _refuse_ties(layers: Sequence[str], aliases: Mapping[str, str]) -> None:
+def _reject_ties(layers: Sequence[str], aliases: Mapping[str, str]) -> None:
     """Raises UsageError if an adapted weight is tied to a layer without this adapter: folding would change both."""
     for pair in aliases.items():
         for one, other in (pair, pair[::-1]):

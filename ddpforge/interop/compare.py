@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.schema import SECTIONS, Manifest, Section
 from ddpforge.errors import CheckpointError
 from ddpforge.recipe.upgrade import upgrade_tables
@@ -75,7 +75,7 @@ def compare(a: Path, b: Path) -> Differences:
 
     Raises CheckpointError if a checkpoint is damaged, or if a tensor is too large for the memory.
     """
-    one, other = Reader(a), Reader(b)
+    one, other = CheckpointReader(a), CheckpointReader(b)
     found = Differences(
         recipe=recipe_changes(_recipe(one), _recipe(other)),
         facts=_values(_state(one.manifest), _state(other.manifest)),
@@ -106,7 +106,7 @@ def _state(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _recipe(reader: Reader) -> dict[str, Any]:
+def _recipe(reader: CheckpointReader) -> dict[str, Any]:
     try:
         return upgrade_tables(reader.manifest.recipe)
     except ValueError as error:
@@ -133,7 +133,7 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Value]:
 
 
 # ---------------------------------------------------------------------------------------------- tensors
-def _tensor(one: Reader, other: Reader, section: Section, name: str) -> Iterator[TensorDifference]:
+def _tensor(one: CheckpointReader, other: CheckpointReader, section: Section, name: str) -> Iterator[TensorDifference]:
     """Yields the difference, if there is one."""
     kinds = [f"{str(r.dtype(section, name))[6:]} {list(r.shape(section, name))}" for r in (one, other)]
     note = "" if kinds[0] == kinds[1] else f"{kinds[0]} → {kinds[1]}"
@@ -141,7 +141,7 @@ def _tensor(one: Reader, other: Reader, section: Section, name: str) -> Iterator
         yield TensorDifference(section=section, name=name, note=note)
         return
     for reader in (one, other):
-        _refuse_too_large(reader, section, name)
+        _reject_too_large(reader, section, name)
     elements, absolute, relative = _distance(one.read(section, name), other.read(section, name))
     if elements or note:
         yield TensorDifference(
@@ -149,7 +149,7 @@ def _tensor(one: Reader, other: Reader, section: Section, name: str) -> Iterator
         )
 
 
-def _refuse_too_large(reader: Reader, section: Section, name: str) -> None:
+def _reject_too_large(reader: CheckpointReader, section: Section, name: str) -> None:
     """Raises CheckpointError if a tensor does not fit into memory twice."""
     needed = 2 * prod(reader.shape(section, name)) * reader.dtype(section, name).itemsize
     free = psutil.virtual_memory().available

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge import disk
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.safetensors_writer import LazyTensor, dtype_name
 from ddpforge.checkpoint.schema import MODEL
 from ddpforge.checkpoint.weights_file import sources, write_weights
 from ddpforge.disk import appearing
-from ddpforge.errors import CheckpointError, EnvironmentProblem, UsageError
+from ddpforge.errors import CheckpointError, SetupError, UsageError
 from ddpforge.interop.adapters import merged
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -89,10 +89,10 @@ def export(
     if out.exists() and not force:
         raise UsageError(f"{out} exists", hints=["choose another file with --out, or replace it with --force"])
 
-    reader = Reader(checkpoint)
+    reader = CheckpointReader(checkpoint)
     chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge, base=base)
     size, digest = _write(out, chosen, aliases)
-    return Exported(file=out, step=reader.facts.step, tensors=len(chosen), bytes=size, sha256=digest)
+    return Exported(file=out, step=reader.metadata.step, tensors=len(chosen), bytes=size, sha256=digest)
 
 
 def export_folder(
@@ -119,7 +119,7 @@ def export_folder(
     if there and not force:
         raise UsageError(f"{there[0]} exists", hints=["choose another folder with --out, or replace it with --force"])
 
-    reader = Reader(checkpoint)
+    reader = CheckpointReader(checkpoint)
     chosen, aliases = _chosen(reader, weights, only, dtype, merge=merge, base=base)
     shards = _shards(chosen, most)
     with _staging(out, there) as stage:
@@ -132,7 +132,7 @@ def export_folder(
     main = out / (INDEX if len(shards) > 1 else MODEL)
     return Exported(
         file=main,
-        step=reader.facts.step,
+        step=reader.metadata.step,
         tensors=len(chosen),
         bytes=sum(size for size, _ in written.values()),
         sha256=disk.sha256(main),
@@ -145,14 +145,14 @@ def exported_file(out: Path, step: int, tensors: int) -> Exported:
     return Exported(file=out, step=step, tensors=tensors, bytes=out.stat().st_size, sha256=disk.sha256(out))
 
 
-def chosen_weights(reader: Reader, weights: str) -> dict[str, LazyTensor]:
+def chosen_weights(reader: CheckpointReader, weights: str) -> dict[str, LazyTensor]:
     """Returns the weights of the model or of a callback, in the model's order, without reading them; see `export`."""
     chosen = sources(reader, "model")
     return chosen if weights == "model" else chosen | _kept_by(weights, reader, chosen)
 
 
 def _chosen(
-    reader: Reader,
+    reader: CheckpointReader,
     weights: str,
     only: Sequence[str],
     dtype: Precision | None,
@@ -251,13 +251,13 @@ def _staging(out: Path, replaced: Sequence[Path]) -> Iterator[Path]:
         disk.remove(stage)
 
 
-def _fits_model(tensors: Mapping[str, LazyTensor], reader: Reader) -> bool:
+def _fits_model(tensors: Mapping[str, LazyTensor], reader: CheckpointReader) -> bool:
     """True if every tensor has the name and shape of one in the model; also True if there are no tensors."""
     model = sources(reader, "model")
     return all(name in model and model[name].shape == kept.shape for name, kept in tensors.items())
 
 
-def _kept_by(callback: str, reader: Reader, model: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _kept_by(callback: str, reader: CheckpointReader, model: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Returns the callback's tensors; raises UsageError unless they are weights of this model."""
     mine = sources(reader, "callbacks", callback)
     if not mine or any(name not in model or model[name].shape != kept.shape for name, kept in mine.items()):
@@ -332,7 +332,7 @@ class FolderParts:
                 disk.rename(stage / name, folder / name)
             disk.sync_folder(folder)
         except OSError as error:
-            raise EnvironmentProblem(f"{folder} could not be written: {error.strerror or error}") from error
+            raise SetupError(f"{folder} could not be written: {error.strerror or error}") from error
         finally:
             disk.remove(stage)
         return replace(weights, files={**weights.files, **names})

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.retention import committed
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
-from ddpforge.interfaces.regions import flaw
+from ddpforge.interfaces.regions import find_gap
 from ddpforge.interop.foreign import dcp, plain, zero
-from ddpforge.interop.foreign.foreign_state import ForeignState, Held, refused
-from ddpforge.ranks.writers import Peers
+from ddpforge.interop.foreign.foreign_state import ForeignState, Held, rejectd
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.runs.checkpoints import is_checkpoint
 from ddpforge.runs.folder import RunFolder
 
@@ -70,9 +70,9 @@ def import_checkpoint(
         found = _renamed(found, rules, source)
         _check(found, source)
     except ValueError as error:  # parts that do not fit their tensor
-        raise refused(source, error) from error
+        raise rejectd(source, error) from error
 
-    facts = Facts(
+    facts = CheckpointMetadata(
         step=found.step or 0 if step is None else step,
         samples=found.samples or 0 if samples is None else samples,
         strategy=f"imported from {found.kind}",
@@ -81,7 +81,7 @@ def import_checkpoint(
         position={"seconds": 0.0, "skipped": 0, "left_out": []},
     )
     state = RankState(model=found.model, optimizer=found.optimizer, aliases=found.aliases)
-    path = writer.write(_made(folder), facts, state, Peers.alone())
+    path = writer.write(_made(folder), facts, state, WriterGroup.alone())
     return _report(found, facts, path, run)
 
 
@@ -129,14 +129,14 @@ def _read(source: Path, *, trust: bool) -> ForeignState:
     if not source.is_dir():
         raise UsageError(f"{source} does not exist", hints=["name a file, or the folder of a checkpoint"])
     if is_checkpoint(source):
-        raise refused(source, "it is already a checkpoint of ddpforge")
+        raise rejectd(source, "it is already a checkpoint of ddpforge")
     if (source / dcp.METADATA).exists():
         return dcp.read(source, trust=trust)
     if zero.is_native(source):
         return zero.read(source, trust=trust)
     if plain.is_folder(source):
         return plain.read_folder(source, trust=trust)
-    raise refused(
+    raise rejectd(
         source,
         "it contains no checkpoint of a known format",
         "known formats are a safetensors file, a state_dict (.pt, .bin), and folders of transformers "
@@ -147,21 +147,21 @@ def _read(source: Path, *, trust: bool) -> ForeignState:
 def _check(found: ForeignState, source: Path) -> None:
     """Raises UsageError for tensors that a checkpoint cannot contain."""
     if not found.model:
-        raise refused(source, "it contains no tensor")
+        raise rejectd(source, "it contains no tensor")
     for name, held in _each(found):
         for tensor in [part.tensor for part in held] if isinstance(held, list) else [held]:
             kind = str(tensor.dtype).removeprefix("torch.")
             if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
                 what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} ({tensor.layout})"
-                raise refused(source, f"{name} is {what}, not a dense tensor")
+                raise rejectd(source, f"{name} is {what}, not a dense tensor")
             if kind not in DTYPES:
-                raise refused(source, f"{name} has dtype {kind}", f"a checkpoint can contain {', '.join(DTYPES)}")
+                raise rejectd(source, f"{name} has dtype {kind}", f"a checkpoint can contain {', '.join(DTYPES)}")
         if isinstance(held, list) and not held:
-            raise refused(source, f"it has no part of {name}")
-        if isinstance(held, list) and (problem := flaw(held[0].shape, [part.simple_region for part in held])):
-            raise refused(source, f"{name}: {problem}")
+            raise rejectd(source, f"it has no part of {name}")
+        if isinstance(held, list) and (problem := find_gap(held[0].shape, [part.simple_region for part in held])):
+            raise rejectd(source, f"{name}: {problem}")
     if "" in found.model:
-        raise refused(source, "a tensor in it has no name")
+        raise rejectd(source, "a tensor in it has no name")
 
 
 def _each(found: ForeignState) -> list[tuple[str, Held]]:
@@ -215,7 +215,7 @@ def _merged(model: Mapping[str, Held], new: Any, source: Path, left_out: list[st
         elif _same(held, other):
             left_out.append(f"{name}: the same as {new(name)}")
         else:
-            raise refused(source, f"--map gives the name {new(name)} to several tensors that differ")
+            raise rejectd(source, f"--map gives the name {new(name)} to several tensors that differ")
     return merged
 
 
@@ -245,13 +245,13 @@ def _unique(values: Mapping[str, X], new: Any, source: Path) -> dict[str, X]:
     found: dict[str, X] = {}
     for name, value in values.items():
         if new(name) in found:
-            raise refused(source, f"--map gives the name {new(name)} to the optimizer state of several parameters")
+            raise rejectd(source, f"--map gives the name {new(name)} to the optimizer state of several parameters")
         found[new(name)] = value
     return found
 
 
 # ---------------------------------------------------------------------------------------------- the report
-def _report(found: ForeignState, facts: Facts, path: Path, run: RunFolder | None) -> Imported:
+def _report(found: ForeignState, facts: CheckpointMetadata, path: Path, run: RunFolder | None) -> Imported:
     dtypes: dict[str, int] = {}
     for held in found.model.values():
         kind = str(_first(held).dtype).removeprefix("torch.")

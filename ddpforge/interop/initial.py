@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.schema import MANIFEST
 from ddpforge.errors import CheckpointError, UsageError
-from ddpforge.interfaces import Part, Ranks, Region, SavedTensor
-from ddpforge.interfaces.regions import Range, copy, pieces
+from ddpforge.interfaces import Ranks, Region, SavedTensor, TensorShard
+from ddpforge.interfaces.regions import FlatRange, copy, pieces
 from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.runs.checkpoints import choose
 from ddpforge.runs.folder import RunFolder
@@ -35,7 +35,7 @@ _KEY = "checkpoint.init_from"
 
 def load_initial(
     source: str,
-    held: Mapping[str, Tensor | Part],
+    held: Mapping[str, Tensor | TensorShard],
     aliases: Mapping[str, str],
     take: Callable[[Mapping[str, SavedTensor]], None],
     ranks: Ranks,
@@ -66,7 +66,7 @@ def load_initial(
     path = on_rank_zero(ranks, lambda: find_initial(source, key))
     found = _open(path)
     here = {name: (tuple(mine.shape), _dtype(mine)) for name, mine in held.items()}
-    wanted = {name: form for theirs in ranks.everyone(here) for name, form in theirs.items()}
+    wanted = {name: form for theirs in ranks.all_gather_object(here) for name, form in theirs.items()}
     for alias, name in aliases.items():
         if alias in found:
             found.setdefault(name, found[alias])
@@ -89,9 +89,9 @@ def load_initial(
             + (f"it lacks {_listed(missing)}" if taken else "none of its tensors has the name of one in the model"),
             hints=[f"it has {_listed(found)}", f"the model has {_listed(wanted)}"],
         )
-    _refuse_unfit(taken, wanted, key)
+    _reject_unfit(taken, wanted, key)
     take({name: in_dtype(saved, wanted[name][1]) for name, saved in taken.items()})
-    if ranks.is_main:
+    if ranks.is_rank_zero:
         _report(
             path,
             key,
@@ -114,8 +114,8 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more or "no tensors"
 
 
-def _dtype(held: Tensor | Part) -> torch.dtype:
-    return held.tensor.dtype if isinstance(held, Part) else held.dtype
+def _dtype(held: Tensor | TensorShard) -> torch.dtype:
+    return held.tensor.dtype if isinstance(held, TensorShard) else held.dtype
 
 
 # ---------------------------------------------------------------------------------------------- sources
@@ -132,7 +132,7 @@ def find_initial(source: str, key: str = _KEY) -> Path:
 
 def _open(path: Path) -> dict[str, SavedTensor]:
     if (path / MANIFEST).is_file():
-        reader = Reader(path)
+        reader = CheckpointReader(path)
         return {**reader.state().model}
     try:
         if not (path / _INDEX).is_file():
@@ -175,11 +175,11 @@ class _InFile:
     def read_into(self, region: Region, target: Tensor) -> None:
         whole = self.read()
         for simple, part in pieces(region, target):
-            held = part.view(-1) if isinstance(simple, Range) else part
-            copy(self.shape, Range(0, whole.numel()), whole.reshape(-1), simple, held)
+            held = part.view(-1) if isinstance(simple, FlatRange) else part
+            copy(self.shape, FlatRange(0, whole.numel()), whole.reshape(-1), simple, held)
 
 
-def _refuse_unfit(
+def _reject_unfit(
     taken: Mapping[str, SavedTensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], key: str
 ) -> None:
     unfit = {name: wrong for name, saved in taken.items() if (wrong := _difference(saved, *wanted[name]))}

@@ -18,14 +18,14 @@ from ddpforge.builtin.extras import require
 from ddpforge.disk import appearing
 from ddpforge.errors import PluginError, UsageError
 
-__all__ = ["Table", "check_table", "writing"]
+__all__ = ["TableWriter", "check_table", "writing"]
 
 Columns = Mapping[str, NDArray[Any] | Sequence[Any]]
 
 _ROWS = 1 << 14  # minimum rows of a parquet row group
 
 
-class Table(ABC):
+class TableWriter(ABC):
     """Table that is being written; all columns of one `add` have the same number of rows."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -51,10 +51,10 @@ def check_table(out: Path) -> None:
 
 
 @contextmanager
-def writing(out: Path) -> Iterator[Table]:
+def writing(out: Path) -> Iterator[TableWriter]:
     """Yields a table to fill; the file `out` appears if no error occurred.
 
-    Raises EnvironmentProblem if the file cannot be written.
+    Raises SetupError if the file cannot be written.
     """
     with appearing(out) as temporary, disk.create(temporary) as file:
         table = _FORMATS[out.suffix](file)
@@ -64,7 +64,7 @@ def writing(out: Path) -> Iterator[Table]:
 
 
 # ---------------------------------------------------------------------------------------------- JSON lines
-class _Lines(Table):
+class _Lines(TableWriter):
     """One JSON object per row. JSON has no NaN: a number that is not finite becomes null."""
 
     def add(self, columns: Columns) -> None:
@@ -92,7 +92,7 @@ def _jsonable(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- parquet
-class _Parquet(Table):
+class _Parquet(TableWriter):
     """Parquet file with typed columns. The first rows fix the types; tensors become nested lists."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -156,4 +156,4 @@ def _cells(column: NDArray[Any] | Sequence[Any]) -> Any:
     return [one.tolist() if isinstance(one, np.ndarray) else one for one in column]
 
 
-_FORMATS: Mapping[str, type[Table]] = {".jsonl": _Lines, ".parquet": _Parquet}
+_FORMATS: Mapping[str, type[TableWriter]] = {".jsonl": _Lines, ".parquet": _Parquet}

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import IO, Any
 
-from ddpforge.launchers.requests import heard, insists
+from ddpforge.launchers.exit_record import VERDICT, ExitRecords, LaunchExit
+from ddpforge.launchers.signal_policy import is_second_request, received_signal
 from ddpforge.launchers.store import ADDRESS, clock_at, store_at
 from ddpforge.launchers.torchrun import variables_for
-from ddpforge.launchers.verdict import VERDICT, Ended, Words
 
 __all__ = ["PATIENCE", "launch", "start"]
 
@@ -50,7 +50,7 @@ def start(
     variables: Mapping[str, str] = MappingProxyType({}),
     patience: float = PATIENCE,
     store: AbstractContextManager[Mapping[str, str]] | None = None,
-) -> Ended:
+) -> LaunchExit:
     """Runs a launcher command until it ends, and returns its result, from the reports of its ranks.
 
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C reach the launcher as one SIGTERM, which it forwards to the ranks: they finish
@@ -68,18 +68,18 @@ def start(
     with tempfile.NamedTemporaryFile(prefix="ddpforge-") as file, store or store_at(None, here=True) as ours:
         said = Path(file.name)
         environment = {**variables_for(nproc), **os.environ, **ours, **variables, VERDICT: file.name}
-        running = _Running(lambda: Words(said, nproc), environment.get(ADDRESS))
-        with heard(running.ask):
+        running = _Running(lambda: ExitRecords(said, nproc), environment.get(ADDRESS))
+        with received_signal(running.ask):
             # In a new session: otherwise the terminal would send Ctrl-C to the launcher too, which ends at the second.
             running.begin(command, env=environment, start_new_session=True, stdout=output, stderr=output)
             code = running.wait(patience)
-        return Words(said, nproc).conclude(code, running.asked)
+        return ExitRecords(said, nproc).conclude(code, running.asked)
 
 
 class _Running:
     """Running launcher, and the stop signals that it received."""
 
-    def __init__(self, words: Callable[[], Words], store: str | None) -> None:
+    def __init__(self, words: Callable[[], ExitRecords], store: str | None) -> None:
         self._words, self._store = words, store
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: dict[int, float] = {}
@@ -96,7 +96,7 @@ class _Running:
             self._asked[number] = now
             if self._process and len(self._asked) == 1:
                 self._process.terminate()
-        elif self._process and insists(number, since=now - before):
+        elif self._process and is_second_request(number, since=now - before):
             self._kill()
 
     def begin(self, command: Sequence[str], **options: Any) -> None:

@@ -12,9 +12,9 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from textwrap import dedent
 
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
-__all__ = ["Job", "adopt_slurm", "indices", "script", "seconds"]
+__all__ = ["Job", "export_slurm_env", "indices", "script", "seconds"]
 
 _PORTS, _MANY = 20_000, 12_000  # first port and their number: below Linux's ephemeral ports, above those of a launch
 
@@ -199,10 +199,10 @@ def _function(*lines: str, joint: str = "\n    ") -> str:
 
 
 # ---------------------------------------------------------------------------------------------- in a step
-def adopt_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
+def export_slurm_env(environ: MutableMapping[str, str] = os.environ) -> bool:
     """Sets torchrun's environment variables in a Slurm step (`srun`) of several tasks; True if it did.
 
-    Does nothing if a launcher has set RANK. Raises EnvironmentProblem if Slurm's variables do not name the other tasks.
+    Does nothing if a launcher has set RANK. Raises SetupError if Slurm's variables do not name the other tasks.
     """
     # Of the step: SLURM_NTASKS is that of the whole job.
     size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
@@ -220,7 +220,7 @@ def adopt_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
             "MASTER_PORT": environ.get("MASTER_PORT") or str(_port(environ)),
         }
     except (KeyError, IndexError, ValueError) as error:
-        raise EnvironmentProblem(
+        raise SetupError(
             f"this is one of {size} tasks of a Slurm step, but its variables do not name the other tasks ({error})",
             hints=["start one `ddpforge launch` on each node, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"],
         ) from error

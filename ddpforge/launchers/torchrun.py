@@ -16,14 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddpforge.cores import share_of_cores
-from ddpforge.errors import EnvironmentProblem, ExitCode
-from ddpforge.importing import uncollected
-from ddpforge.launchers.meeting import LOST, meet
+from ddpforge.errors import ExitCode, SetupError
+from ddpforge.fast_import import gc_paused
+from ddpforge.launchers.exit_record import VERDICT, ExitRecords, is_final, record_death
 from ddpforge.launchers.nodes import ALONE, ENDPOINT, NODES
-from ddpforge.launchers.requests import stop_with_parent
+from ddpforge.launchers.rendezvous import LOST, meet
+from ddpforge.launchers.signal_policy import stop_with_parent
 from ddpforge.launchers.store import ADDRESS
-from ddpforge.launchers.verdict import VERDICT, Words, is_final, record_death
+from ddpforge.local_world import cores_per_rank
 
 __all__ = ["NO_GPUS", "main", "names_rendezvous", "torchrun_command", "use_agent", "variables_for"]
 
@@ -57,7 +57,7 @@ def names_rendezvous(flags: Sequence[str]) -> bool:
 def variables_for(nproc: int) -> dict[str, str]:
     """Returns default environment variables for `nproc` ranks on this machine."""
     return {
-        "OMP_NUM_THREADS": str(share_of_cores(nproc)),
+        "OMP_NUM_THREADS": str(cores_per_rank(nproc)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for the last checkpoint; torchrun's 30 s are too short
         # torchrun's shared store keeps the addresses of dead ranks: restarted ranks would wait for them.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -145,11 +145,11 @@ def _is_elastic(group: WorkerGroup) -> bool:
 
 
 def _have_begun(nproc: int) -> bool:
-    return VERDICT not in os.environ or Words(Path(os.environ[VERDICT]), nproc).begun
+    return VERDICT not in os.environ or ExitRecords(Path(os.environ[VERDICT]), nproc).begun
 
 
 def _halted(codes: list[int]) -> bool:
-    return VERDICT in os.environ and Words(Path(os.environ[VERDICT]), len(codes)).halted
+    return VERDICT in os.environ and ExitRecords(Path(os.environ[VERDICT]), len(codes)).halted
 
 
 def main() -> None:
@@ -158,7 +158,7 @@ def main() -> None:
         stop_with_parent()
         _listen_to_the_launch_alone()
 
-    with uncollected():
+    with gc_paused():
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -181,15 +181,15 @@ def main() -> None:
         sys.exit(1)
     except RendezvousClosedError:
         said = "the launcher of another node ended before all ranks had joined"
-        _end(EnvironmentProblem(said, hints=["see the output of that launcher"]))
+        _end(SetupError(said, hints=["see the output of that launcher"]))
     except (RendezvousError, DistError) as error:
         said = str(error.__cause__ or error).strip().partition("\n")[0]  # the further lines are C++ frames
-        _end(EnvironmentProblem(f"the rendezvous of the nodes failed: {said}", hints=LOST))
-    except EnvironmentProblem as error:
+        _end(SetupError(f"the rendezvous of the nodes failed: {said}", hints=LOST))
+    except SetupError as error:
         _end(error)
 
 
-def _end(error: EnvironmentProblem) -> NoReturn:
+def _end(error: SetupError) -> NoReturn:
     print(
         "\n".join([f"error: {error.message}", *(f"  = help: {hint}" for hint in error.hints)]),
         file=sys.stderr,

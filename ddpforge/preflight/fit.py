@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpforge.data.order import Even
+from ddpforge.data.batch_assignment import Even
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
 from ddpforge.interfaces import EpochBatchSampler
 from ddpforge.interop.initial import find_initial
-from ddpforge.training.beside import OWNER
+from ddpforge.training.alternating_updates import batches_per_step, component_name
+from ddpforge.training.auxiliary import OWNER
 from ddpforge.training.blocks import check_blocks as check_blocks_of
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.float8 import check_float8
 from ddpforge.training.optimizers import build_optimizer, check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
 from ddpforge.training.stages import Built
-from ddpforge.training.task_state import NAME, has_state, refuse_parameters
-from ddpforge.training.turns import draws_of, name_of
+from ddpforge.training.task_state import NAME, check_no_parameters, has_state
 
 __all__ = [
     "check_auxiliary",
@@ -46,7 +46,7 @@ def check_batches(built: Built) -> Errors:
     if not built.trains:
         return
     total, order = built.plan.horizon.total, built.order
-    steps = total and total * draws_of(built.turns)
+    steps = total and total * batches_per_step(built.updates)
     if isinstance(order, EpochBatchSampler):
         last = order.steps_per_epoch - 1
         if steps is None or steps > last:
@@ -55,8 +55,8 @@ def check_batches(built: Built) -> Errors:
         for step in range(min(_FEW, steps or _FEW)):  # in a long run, `check_whole` checks later steps
             if not built.data_ranks <= (size := len(order(step))) <= batch:
                 yield UsageError(
-                    f"{name_of(built.task)} compares all samples of a step with each other, but step {step} of the "
-                    f"sampler {name_of(order)} has {size} sample(s) for {built.data_ranks} ranks and "
+                    f"{component_name(built.task)} compares all samples of a step with each other, but step {step} "
+                    f"of the sampler {component_name(order)} has {size} sample(s) for {built.data_ranks} ranks and "
                     f"train.global_batch = {batch}",
                     hints=["give every step a sample for each rank, and at most train.global_batch samples"],
                     key="data.sampler",
@@ -69,7 +69,7 @@ def _too_small(built: Built, key: str, smallest: int) -> Errors:
     ways = ["set train.drop_last = true", "or train on fewer ranks"]
     if smallest < built.data_ranks:
         yield UsageError(
-            f"{name_of(built.task)} compares all samples of a batch with each other, but a batch of [{key}] has "
+            f"{component_name(built.task)} compares all samples of a batch with each other, but a batch of [{key}] has "
             f"{smallest} sample(s) for {built.data_ranks} ranks",
             hints=ways if key == "data.train" else ways[1:],
             key=key,
@@ -84,7 +84,7 @@ def check_auxiliary(built: Built) -> Errors:
     names = [NAME] if has_state(built.task) else []
     if NAME in names and NAME in built.recipe.callbacks:
         yield UsageError(f"callbacks.{NAME} has the name under which the task's state is saved", hints=["rename it"])
-    for name, beside in built.beside.items():
+    for name, beside in built.auxiliary.items():
         if f"{OWNER}{name}" in built.recipe.callbacks:
             yield UsageError(f"callbacks.{OWNER}{name} has the name of an auxiliary module", hints=["rename it"])
         if beside.weights is not None and not beside.is_saved:
@@ -94,7 +94,7 @@ def check_auxiliary(built: Built) -> Errors:
 def check_own_parameters(built: Built) -> None:
     """Raises UsageError for parameters in the task, which no optimizer trains."""
     if built.trains:
-        refuse_parameters(built.task, built.model, built.beside.values())
+        check_no_parameters(built.task, built.model, built.auxiliary.values())
 
 
 def check_task(built: Built) -> None:
@@ -141,7 +141,7 @@ def check_parameter_groups(built: Built) -> None:
     with recipe_faults():
         if built.trains:
             optimizer, blocks = built.recipe.optimizer, built.recipe.train.blocks
-            check_parameters(built.registry, optimizer, built.model, list(built.turns), blocks)
+            check_parameters(built.registry, optimizer, built.model, list(built.updates), blocks)
         else:
             parameter_groups(built.model, ())
 
@@ -152,4 +152,4 @@ def check_optimizer(built: Built) -> None:
         return
     recipe = built.recipe
     with recipe_faults():
-        build_optimizer(built.registry, recipe.optimizer, built.model, list(built.turns), recipe.train.blocks)
+        build_optimizer(built.registry, recipe.optimizer, built.model, list(built.updates), recipe.train.blocks)

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from ddpforge.components.errors import NotImported
 from ddpforge.errors import (
-    EnvironmentProblem,
+    Diagnostic,
     ExitCode,
     ForgeError,
-    Place,
     PluginError,
-    Problem,
     RecipeError,
+    SetupError,
+    SourceSpan,
     UsageError,
     leading_key,
 )
@@ -30,7 +30,7 @@ class Problems:
     def __init__(self, loaded: LoadedRecipe) -> None:
         self.not_imported: list[str] = []
         self._loaded = loaded
-        self._problems: list[Problem] = []
+        self._problems: list[Diagnostic] = []
         self._errors: list[ForgeError] = []
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Problems:
         """Raises the errors as a RecipeError with every problem; a single error of the machine is raised unchanged."""
         if not self._problems:
             return
-        of_machine = [isinstance(error, EnvironmentProblem) for error in self._errors]
+        of_machine = [isinstance(error, SetupError) for error in self._errors]
         if len(self._errors) == 1 and of_machine[0] and not isinstance(self._errors[0], PluginError):
             raise self._errors[0]
         error = RecipeError(sorted(dict.fromkeys(self._problems), key=_position))
@@ -87,6 +87,6 @@ class Problems:
         raise error
 
 
-def _position(problem: Problem) -> tuple[bool, str, int, int]:
-    place = problem.place or Place("")
+def _position(problem: Diagnostic) -> tuple[bool, str, int, int]:
+    place = problem.place or SourceSpan("")
     return not place.line, place.file, place.line, place.column

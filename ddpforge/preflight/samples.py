@@ -20,16 +20,17 @@ from ddpforge.builtin.tasks.forms import described
 from ddpforge.components.errors import where_raised
 from ddpforge.components.local_code import PREFIX
 from ddpforge.data import MicroBatch, RankShare, open_data, to_device
-from ddpforge.data.nests import take
-from ddpforge.data.randomness import own_random_numbers
+from ddpforge.data.pytree import take
+from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import ForgeError, PluginError, UsageError
-from ddpforge.interfaces import Metric, Rows, Task, Total, World
+from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
 from ddpforge.preflight.problems import Problems
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.devices import device_type
+from ddpforge.training.alternating_updates import tasks_by_update, with_summed_loss
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import count_parameters
-from ddpforge.training.evaluation import prefix
+from ddpforge.training.evaluation import metric_prefix
 from ddpforge.training.stages import MISSING, Built, Dealt, key_of
 from ddpforge.training.task_checks import (
     SMALL,
@@ -41,7 +42,6 @@ from ddpforge.training.task_checks import (
     first_metrics,
 )
 from ddpforge.training.totals import add
-from ddpforge.training.turns import of_turns, with_sum
 
 __all__ = ["FirstSamples", "check_each_dataset", "check_first_batch", "evaluate"]
 
@@ -72,9 +72,9 @@ def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSampl
             continue  # counting the steps has made this a problem already
         most, path = _samples(built, key), ("data", *key.split("."))
         batches: list[MicroBatch] = []
-        with problems.at(*path), _naming(key), own_random_numbers():
+        with problems.at(*path), _naming(key), isolated_rng():
             batches.append(first_batch(data, most=most, seed=built.recipe.train.seed))
-        with problems.at("task"), _naming(key), own_random_numbers():
+        with problems.at("task"), _naming(key), isolated_rng():
             for batch in batches:
                 halves = partial(first_halves, data, most=most, seed=built.recipe.train.seed)
                 found[key] = _evaluate(built, key, batch, _gpu(built), halves)
@@ -97,7 +97,7 @@ def check_first_batch(stage: Built, problems: Problems) -> bool:
     calls_model = _may_call_model(stage) and (builtin or home.startswith(PREFIX))
     if not (builtin or calls_model) or _has_loaders(stage):
         return False
-    with problems.at("task"), own_random_numbers():
+    with problems.at("task"), isolated_rng():
         whole = None
         try:
             whole = stage.training.first() if isinstance(stage, Dealt) else _first_of(stage)
@@ -156,7 +156,7 @@ def _in_forward(model: nn.Module, error: Exception) -> bool:
 
 
 def _may_call_model(built: Built) -> bool:
-    models = [built.model, *(beside.module for beside in built.beside.values())]
+    models = [built.model, *(beside.module for beside in built.auxiliary.values())]
     if sum(count_parameters(model).all for model in models) > SMALL:
         return False
     local = any(type(module).__module__.startswith(PREFIX) for model in models for module in model.modules())
@@ -186,7 +186,7 @@ def _check_chosen_metrics(built: Built, sets: Mapping[str, Mapping[str, float]],
     """
     if overriding(built.callbacks, "while_evaluating"):
         return  # their metrics are known after an evaluation
-    known = {f"{prefix(name)}{metric}" for name, metrics in sets.items() for metric in metrics}
+    known = {f"{metric_prefix(name)}{metric}" for name, metrics in sets.items() for metric in metrics}
     wanted = {f"callbacks.{name}.metric": getattr(one, "metric", "") for name, one in built.callbacks.items()}
     wanted["checkpoint.keep.monitor"] = built.recipe.checkpoint.keep.monitor
     for key, metric in wanted.items():
@@ -252,7 +252,7 @@ class _NoModel(nn.Module):
 
 def _call_up_to_model(task: Task, batch: Any) -> None:
     """Calls a task's loss until it calls the model; raises the task's errors before that."""
-    for one in of_turns(task).values():
+    for one in tasks_by_update(task).values():
         with suppress(_Reached):
             one.loss(_NoModel(), batch)
 
@@ -267,7 +267,7 @@ def _evaluate(
         use="training" if key == "train" else "evaluation",
         precision=built.recipe.train.precision,
         device=device,
-        beside=[one.module for one in built.beside.values()],
+        beside=[one.module for one in built.auxiliary.values()],
         halves=halves,
     )
 
@@ -294,9 +294,9 @@ def evaluate(
     Raises UsageError or PluginError if the task breaks its contract, and the errors of model and task.
     """
     metrics: dict[str, float] = {}
-    for one in of_turns(task).values():
+    for one in tasks_by_update(task).values():
         metrics |= _evaluate_turn(model, one, batch, use, precision, device, beside, halves)
-    return FirstSamples(described(batch.data), with_sum(task, metrics) if metrics else {})
+    return FirstSamples(described(batch.data), with_summed_loss(task, metrics) if metrics else {})
 
 
 def _evaluate_turn(
@@ -318,11 +318,11 @@ def _evaluate_turn(
     for module in beside:
         module.to(place)
     batch = to_device(micro.data, place)
-    alone = Alone(place)
+    alone = SingleRank(place)
     try:
-        task.start(model, World(all=alone, data=alone, device=place, local_rank=0))
+        task.start(model, World(global_ranks=alone, dp_ranks=alone, device=place, local_rank=0))
         # As in a run: an evaluation computes no gradients.
-        with torch.set_grad_enabled(use == "training"), _autocast(precision, place.type), own_random_numbers():
+        with torch.set_grad_enabled(use == "training"), _autocast(precision, place.type), isolated_rng():
             loss, outputs = checked_loss(task, task.loss(model, batch), gradients=use == "training")
             with torch.no_grad():
                 found = checked_metrics(task, first_metrics(task, outputs, batch))
@@ -341,15 +341,15 @@ def _evaluate_turn(
         log.warning("no target counts among the first %d samples for %s", micro.samples, use)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a few samples may lack a class
-        means = alone.mean({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
+        means = alone.reduce_metrics({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
     return task.finish(means)
 
 
-def _check_finished(found: Mapping[str, Total | Rows], task: Task) -> None:
+def _check_finished(found: Mapping[str, Total | SampleColumns], task: Task) -> None:
     """Raises PluginError for rows that no metric turns into a number."""
     for name, quantity in found.items():
         metric = task.reports.get(name)
-        if isinstance(quantity, Rows) and (metric is None or type(metric).finish is Metric.finish):
+        if isinstance(quantity, SampleColumns) and (metric is None or type(metric).finish is Metric.finish):
             raise PluginError(
                 f"metric `{name}` returns Rows, but no Metric finishes it",
                 hints=[

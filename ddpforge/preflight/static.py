@@ -12,15 +12,15 @@ from ddpforge.components.errors import NotImported
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
 from ddpforge.errors import ForgeError, PluginError, UsageError
-from ddpforge.interfaces import Metric, Refusal
-from ddpforge.recipe.plan import Plan, plan_batch
+from ddpforge.interfaces import Metric, Unsupported
 from ddpforge.recipe.report import did_you_mean
+from ddpforge.recipe.run_plan import RunPlan, plan_batch
 from ddpforge.recipe.schema import Component, TrainSection, settings_of
+from ddpforge.training.alternating_updates import accepts_update, component_name, update_names
 from ddpforge.training.callbacks import check_callback
 from ddpforge.training.contract import contract_of
 from ddpforge.training.metric_direction import missing_direction
 from ddpforge.training.stages import MISSING, Chosen
-from ddpforge.training.turns import name_of, takes_turn, turns_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -231,10 +231,10 @@ def check_optimizers(chosen: Chosen) -> Errors:
 
 def check_turns(chosen: Chosen) -> Errors:
     """Yields errors for turns of the recipe that the task does not have, and turns of the task without a table."""
-    turns, given = turns_of(chosen.task), chosen.recipe.optimizer.updates
-    if turns and not takes_turn(chosen.task):
+    turns, given = update_names(chosen.task), chosen.recipe.optimizer.updates
+    if turns and not accepts_update(chosen.task):
         raise PluginError(
-            f"{name_of(chosen.task)} has the turns {', '.join(turns)}, but its `loss` does not take the turn",
+            f"{component_name(chosen.task)} has the turns {', '.join(turns)}, but its `loss` does not take the turn",
             hints=['def loss(self, model, batch, turn: str = "")'],
         )
     there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: remove [optimizer.updates]"]
@@ -286,7 +286,7 @@ def check_metric_direction(chosen: Chosen) -> Errors:
 def check_fused_loss(chosen: Chosen) -> Errors:
     """Yields an error for a loss within the model's forward pass, under a strategy that splits forward passes."""
     recipe = chosen.recipe
-    if chosen.task.scores_in_model and not contract_of(chosen.strategy).scores:
+    if chosen.task.loss_in_model and not contract_of(chosen.strategy).loss_in_model:
         yield UsageError(
             f'task.use = "{recipe.task.use}" computes its loss within the model\'s forward pass, but strategy.use = '
             f'"{recipe.strategy.use}" with its settings here splits forward passes',
@@ -303,7 +303,7 @@ def check_whole_batch(chosen: Chosen) -> Errors:
     task, train, data_ranks = chosen.task, chosen.recipe.train, chosen.data_ranks
     if not task.whole_batch:
         return
-    why = f"{name_of(task)} compares all samples of a step with each other"
+    why = f"{component_name(task)} compares all samples of a step with each other"
     if train.virtual_ranks:
         message = f"{why}, but `train.virtual_ranks` would compute each virtual rank separately"
         yield UsageError(message, hints=["remove it"], key="train.virtual_ranks")
@@ -345,8 +345,8 @@ def check_callbacks(chosen: Chosen) -> Errors:
 def check_strategy(chosen: Chosen) -> Errors:
     """Yields the strategy's `refusals` of the recipe as errors."""
 
-    def refusals(device: str) -> list[Refusal]:
-        return list(chosen.strategy.refusals(chosen.recipe.train, chosen.ranks, device))
+    def refusals(device: str) -> list[Unsupported]:
+        return list(chosen.strategy.unsupported(chosen.recipe.train, chosen.ranks, device))
 
     given = chosen.device or chosen.recipe.train.device
     found = refusals("cpu" if given == "auto" else given)
@@ -376,7 +376,7 @@ def check_stream(chosen: Chosen) -> Errors:
                 error.key = ".".join(path)
                 found.append(error)
 
-        Plan.of(chosen.recipe, plan_batch(chosen.recipe.train, 1), None, noting=collecting)
+        RunPlan.of(chosen.recipe, plan_batch(chosen.recipe.train, 1), None, noting=collecting)
         yield from found
 
 

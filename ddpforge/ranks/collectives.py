@@ -1,4 +1,4 @@
-"""Implementations of `Ranks`: over torch.distributed, and for a single process."""
+"""Implementations of `LaunchSpec`: over torch.distributed, and for a single process."""
 
 from __future__ import annotations
 
@@ -13,87 +13,87 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpforge import compat
-from ddpforge.interfaces import Metric, Ranks, Rows, Total
-from ddpforge.ranks.means import Means
+from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total
+from ddpforge.ranks.metric_reduction import MetricReduction
 
-__all__ = ["Alone", "Connected", "Group"]
+__all__ = ["CollectiveRanks", "ProcessGroup", "SingleRank"]
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
-class Connected(Ranks):
-    """Base of `Ranks` that builds means and gathered rows from sums and from small objects.
+class CollectiveRanks(Ranks):
+    """Base of `LaunchSpec` that builds means and gathered rows from sums and from small objects.
 
     A subclass implements the sum of tensors, the broadcast of bytes, and the all-gather of small objects.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device = _CPU) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._means, self._averages = Means(self, self._add_up), Means(self, self._add_up_on_host)
+        self._means, self._averages = MetricReduction(self, self._add_up), MetricReduction(self, self._add_up_on_host)
 
-    def mean(
-        self, totals: Mapping[str, Total | Rows | float], metrics: Mapping[str, Metric] = MappingProxyType({})
+    def reduce_metrics(
+        self, totals: Mapping[str, Total | SampleColumns | float], metrics: Mapping[str, Metric] = MappingProxyType({})
     ) -> dict[str, float]:
         """Divides sums by counts over all ranks. One all-reduce, plus more for new names and for rows."""
         return self._means(totals, metrics)
 
-    def average(self, numbers: Mapping[str, float]) -> dict[str, float]:
+    def all_reduce_mean(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Averages numbers over ranks. One all-reduce in host memory, plus more for new names."""
         return self._averages(numbers, {})
 
-    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+    def all_gather(self, rows: Tensor) -> tuple[Tensor, int]:
         """Gathers rows: exchanges the number of rows by one small sum, then gathers rows padded to the largest."""
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(rows)
-        counts: list[int] = self.sum(sizes).tolist()
+        counts: list[int] = self.all_reduce_sum(sizes).tolist()
         gathered: Tensor = _Gather.apply(rows, self, counts)
         return gathered, sum(counts[: self.rank])
 
-    def gather_alike(self, rows: Tensor) -> Tensor:
+    def all_gather_equal_autograd(self, rows: Tensor) -> Tensor:
         """Gathers rows of equal number on all ranks, without counting; gradients flow back as from `gather`."""
         gathered: Tensor = _Gather.apply(rows, self, [len(rows)] * self.size)
         return gathered
 
-    def collect(self, rows: Tensor) -> Tensor:
+    def all_gather_equal(self, rows: Tensor) -> Tensor:
         """Concatenates the rows of all ranks, of equal number. Here a sum, to which each rank adds its own rows."""
         everything = rows.new_zeros(self.size, *rows.shape)
         everything[self.rank] = rows
-        return self.sum(everything).flatten(0, 1)
+        return self.all_reduce_sum(everything).flatten(0, 1)
 
-    def share_out(self, rows: Tensor) -> Tensor:
+    def reduce_scatter_sum(self, rows: Tensor) -> Tensor:
         """Sums `rows` over ranks, cuts the sum into `size` equal parts, and returns this rank's part."""
-        return self.sum(rows).chunk(self.size)[self.rank]
+        return self.all_reduce_sum(rows).chunk(self.size)[self.rank]
 
     def broadcast(self, value: T) -> T:
         """Broadcasts rank 0's value; fills a tensor in place."""
         if not isinstance(value, Tensor):
-            return self._object_of_rank_0(value)
+            return self._broadcast_object(value)
         if value.numel() and self.size > 1:
             _share(value, self)
         return value
 
     def _add_up(self, values: Tensor) -> Tensor:
         """Sums over ranks for immediate use; may overwrite `values`."""
-        return self.sum(values)
+        return self.all_reduce_sum(values)
 
     def _add_up_on_host(self, values: Tensor) -> Tensor:
         """Sums values in host memory over ranks; may overwrite `values`."""
         return self._add_up(values)
 
     @abstractmethod
-    def bytes_of_rank_0(self, values: Tensor) -> None:
+    def broadcast_bytes(self, values: Tensor) -> None:
         """Fills `values` (uint8, one dimension, contiguous) with the values of rank 0."""
 
-    def _object_of_rank_0(self, value: T) -> T:
-        return self.everyone(value)[0]
+    def _broadcast_object(self, value: T) -> T:
+        return self.all_gather_object(value)[0]
 
 
-def _share(tensor: Tensor, ranks: Connected) -> None:
+def _share(tensor: Tensor, ranks: CollectiveRanks) -> None:
     """Fills `tensor` with rank 0's values, in place."""
     # Sent as bytes: gloo supports neither int16 nor float8, NCCL neither int16 nor complex numbers.
     held = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    ranks.bytes_of_rank_0(held.view(-1).view(torch.uint8))
+    ranks.broadcast_bytes(held.view(-1).view(torch.uint8))
     if held.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(held)
 
@@ -102,16 +102,16 @@ class _Gather(torch.autograd.Function):
     """Rows of all ranks. Backward returns to each rank the sum of all ranks' gradients for its rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: Connected, counts: list[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, ranks: CollectiveRanks, counts: list[int]) -> Tensor:
         ctx.ranks, ctx.counts = ranks, counts
-        blocks = torch.split(ranks.collect(_filled(rows, max(counts))), max(counts) or 1)
+        blocks = torch.split(ranks.all_gather_equal(_filled(rows, max(counts))), max(counts) or 1)
         return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=False)])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ranks, counts = ctx.ranks, ctx.counts
         blocks = torch.cat([_filled(block, max(counts)) for block in torch.split(gradient, counts)])
-        return ranks.share_out(blocks)[: counts[ranks.rank]], None, None
+        return ranks.reduce_scatter_sum(blocks)[: counts[ranks.rank]], None, None
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
@@ -121,21 +121,21 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
-class Alone(Connected):
+class SingleRank(CollectiveRanks):
     """Single process: each collective returns its own input."""
 
     def __init__(self, device: torch.device = _CPU) -> None:
         super().__init__(0, 1, device)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Returns the values, on the device."""
         return values.to(self.device, non_blocking=True)
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Returns a list with only this value."""
         return [value]
 
-    def bytes_of_rank_0(self, values: Tensor) -> None:
+    def broadcast_bytes(self, values: Tensor) -> None:
         """Does nothing: the values are those of rank 0."""
 
     def split(self, groups: Sequence[Sequence[int]]) -> Ranks:
@@ -146,7 +146,7 @@ class Alone(Connected):
         """Returns at once: there are no other ranks."""
 
 
-class Group(Connected):
+class ProcessGroup(CollectiveRanks):
     """Ranks of a torch.distributed process group; objects are sent over gloo, in host memory."""
 
     def __init__(
@@ -168,13 +168,13 @@ class Group(Connected):
             return ranks
         return cls(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)))
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sums a copy of the values over ranks, by one all-reduce."""
         summed = values.detach().to(self.device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=self._group)
         return summed
 
-    def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
+    def all_reduce_sum_async(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts an asynchronous in-place all-reduce; the returned function waits for it and returns the sum."""
         values = values.to(self.device, non_blocking=True)
         work: Any = dist.all_reduce(values, group=self._group, async_op=True)
@@ -194,29 +194,29 @@ class Group(Connected):
         dist.all_reduce(values, group=self._group)
         return values
 
-    def collect(self, rows: Tensor) -> Tensor:
+    def all_gather_equal(self, rows: Tensor) -> Tensor:
         """Concatenates the rows of all ranks, by one all-gather."""
         rows = rows.to(self.device)
         everything = rows.new_empty(self.size * len(rows), *rows.shape[1:])
         compat.all_gather(everything, rows, self._group)
         return everything
 
-    def share_out(self, rows: Tensor) -> Tensor:
+    def reduce_scatter_sum(self, rows: Tensor) -> Tensor:
         """Sums `rows` over ranks and returns this rank's part, by one reduce-scatter."""
         mine = rows.new_empty(len(rows) // self.size, *rows.shape[1:])
         compat.reduce_scatter(mine, rows, self._group)
         return mine
 
-    def bytes_of_rank_0(self, values: Tensor) -> None:
+    def broadcast_bytes(self, values: Tensor) -> None:
         """Fills `values` with those of rank 0, by one broadcast."""
         dist.broadcast(values, group=self._group, group_src=0)
 
-    def _object_of_rank_0(self, value: T) -> T:
+    def _broadcast_object(self, value: T) -> T:
         box = [value]
         dist.broadcast_object_list(box, group=self._group, device=_CPU, group_src=0)
         return box[0]
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Gathers the pickled values of all ranks, by one all-gather of objects."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
@@ -229,7 +229,7 @@ class Group(Connected):
             return self
         several = [[dist.get_global_rank(self._group, rank) for rank in group] for group in groups if len(group) > 1]
         formed: Any = dist.new_subgroups_by_enumeration(several, timeout=self._timeout)[0] if several else None
-        return Alone(self.device) if len(mine) == 1 else Group(formed, self.device, timeout=self._timeout)
+        return SingleRank(self.device) if len(mine) == 1 else ProcessGroup(formed, self.device, timeout=self._timeout)
 
     def barrier(self) -> None:
         """Waits for all ranks, by torch's barrier."""

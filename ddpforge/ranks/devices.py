@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddpforge.cores import ranks_here
 from ddpforge.errors import StrategyError
+from ddpforge.local_world import local_world_size
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -32,7 +32,7 @@ def device_type(train: TrainSection) -> str:
     """
     if train.device != "auto":
         return train.device
-    return "cuda" if torch.cuda.is_available() and not told_cpu() else "cpu"
+    return "cuda" if torch.cuda.is_available() and not cpu_requested() else "cpu"
 
 
 def name_of_device(device: torch.device) -> str | None:
@@ -40,7 +40,7 @@ def name_of_device(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def told_cpu() -> bool:
+def cpu_requested() -> bool:
     """True if `accelerate launch` was started with the option not to use GPUs."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
 
@@ -59,7 +59,7 @@ def choose_device(kind: str, *, asked: bool) -> torch.device:
         raise StrategyError(f'train.device = "cuda", but torch cannot use a GPU: {_why_not()}', hints=[_ON_CPU])
 
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
-    ranks = max(local + 1, ranks_here())
+    ranks = max(local + 1, local_world_size())
     if ranks > count > 1:  # with one visible GPU, each rank may see a different one
         raise StrategyError(
             f"{ranks} processes would share {count} GPUs, but each process needs its own GPU",

@@ -13,10 +13,10 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ddpforge import disk
-from ddpforge.confidential import redact
-from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError
+from ddpforge.errors import ExitCode, ForgeError, SetupError
+from ddpforge.secret_redaction import redact
 
-__all__ = ["Failures", "Report", "is_symptom", "phrase", "told_causes"]
+__all__ = ["FailureRecord", "Failures", "is_symptom", "phrase", "recorded_causes"]
 
 _CAUSE = "failure-cause"
 _IN_NAME = "failure-name"
@@ -29,7 +29,7 @@ _LIBRARY = re.compile(r"gloo[/\\]|nccl|TCPStore|monitoredBarrier", re.I)
 
 
 @dataclass(frozen=True)
-class Report:
+class FailureRecord:
     """Report of a rank's failure.
 
     Args:
@@ -73,30 +73,30 @@ def _is_about_a_connection(error: BaseException) -> bool:
     return bool(isinstance(error, RuntimeError) and library and _LOST.search(text))
 
 
-def told_causes(logs: Path) -> list[Report]:
+def recorded_causes(logs: Path) -> list[FailureRecord]:
     """Returns the reports of the last attempt's ranks that are causes, not symptoms."""
     return [report for report in _reports(logs) if not report.symptom]
 
 
-def _reports(logs: Path) -> Iterator[Report]:
+def _reports(logs: Path) -> Iterator[FailureRecord]:
     for path in sorted(logs.glob("failure-rank-*.json")):
         with suppress(OSError, ValueError, TypeError, RecursionError):
             yield _report(json.loads(disk.read_plain(path, _MOST)))
     for path in sorted(logs.glob(f"{_IN_NAME}-*")):
         with suppress(ValueError):
             token, rank, code, symptom, told, error = path.name.removeprefix(f"{_IN_NAME}-").split("-", 5)
-            yield Report(token, int(rank), unquote(error), int(code), symptom == "1", told == "1")
+            yield FailureRecord(token, int(rank), unquote(error), int(code), symptom == "1", told == "1")
 
 
-def _as_name(report: Report) -> str:
+def _as_name(report: FailureRecord) -> str:
     """Returns the report as a file name, with the beginning of the error."""
     facts = (report.token, report.rank, int(report.exit_code), int(report.symptom), int(report.told))
     return "-".join([_IN_NAME, *map(str, facts), quote(report.error, safe=" :")[:_LONGEST]])
 
 
-def _report(found: dict[str, Any]) -> Report:
+def _report(found: dict[str, Any]) -> FailureRecord:
     """Builds a report from parsed JSON; raises TypeError or ValueError if it is not one."""
-    report = Report(**found)
+    report = FailureRecord(**found)
     texts, numbers = (report.token, report.error), (report.rank, report.exit_code)
     if not all(isinstance(one, str) for one in texts) or not all(isinstance(one, int) for one in numbers):
         raise ValueError("not a report")
@@ -118,13 +118,13 @@ class Failures:
         for path in (*logs.glob("failure-*"), *logs.glob("phase-rank-*"), *logs.glob("stacks-rank-*")):
             disk.remove(path)
 
-    def tell(self, error: BaseException, code: int) -> Report:
+    def record(self, error: BaseException, code: int) -> FailureRecord:
         """Writes a report of this rank's failure for the other ranks, and returns it; ignores errors of the disk."""
-        report = Report(self.token, self.rank, phrase(error), code, is_symptom(error))
-        self.tell_of(report)
+        report = FailureRecord(self.token, self.rank, phrase(error), code, is_symptom(error))
+        self.record_for(report)
         return report
 
-    def tell_of(self, report: Report) -> None:
+    def record_for(self, report: FailureRecord) -> None:
         """Writes a report; on a full disk, into the name of an empty file."""
         try:
             disk.replace(self._logs / f"failure-rank-{report.rank}.json", json.dumps(asdict(report)).encode())
@@ -132,10 +132,10 @@ class Failures:
             with suppress(OSError):
                 (self._logs / _as_name(report)).touch()
 
-    def is_first(self, report: Report) -> bool:
+    def claim_first(self, report: FailureRecord) -> bool:
         """True for the first report of a cause, and for the first report of a symptom; then False.
 
-        Raises EnvironmentProblem if the run's folder is not writable.
+        Raises SetupError if the run's folder is not writable.
         """
         word = self._logs / ("failure-symptom" if report.symptom else _CAUSE)
         try:
@@ -143,23 +143,23 @@ class Failures:
         except FileExistsError:
             return False
         except OSError as error:
-            raise EnvironmentProblem(f"{self._logs} cannot be written: {error.strerror or error}") from error
+            raise SetupError(f"{self._logs} cannot be written: {error.strerror or error}") from error
         return True
 
-    def someone_failed(self) -> bool:
+    def any_failed(self) -> bool:
         """True if a rank has reported a cause; cheap."""
         return (self._logs / _CAUSE).exists()
 
-    def told(self) -> dict[int, Report]:
+    def recorded(self) -> dict[int, FailureRecord]:
         """Returns the reports so far, by rank."""
         return {report.rank: report for report in _reports(self._logs) if report.token == self.token}
 
-    def cause(self) -> Report | None:
+    def cause(self) -> FailureRecord | None:
         """Returns a failure of another rank that is a cause; None if none is known."""
-        others = [report for rank, report in sorted(self.told().items()) if rank != self.rank]
+        others = [report for rank, report in sorted(self.recorded().items()) if rank != self.rank]
         return next((report for report in others if not report.symptom), None)
 
-    def explain(self, call: Callable[[], None], sleep: Callable[[float], None] = time.sleep) -> Report | None:
+    def explain(self, call: Callable[[], None], sleep: Callable[[float], None] = time.sleep) -> FailureRecord | None:
         """Waits some seconds for the cause of this rank's symptom; returns None if it stays unknown.
 
         Another rank reports the cause, or the watchdog of a rank that cannot. If none reports within 1.5 s, this calls
@@ -169,7 +169,7 @@ class Failures:
         for patience in (_PATIENCE, _ANSWER):
             deadline = time.monotonic() + patience
             while (found := self.cause()) is None and time.monotonic() < deadline:
-                if len(self.told()) >= self._size:
+                if len(self.recorded()) >= self._size:
                     return self.cause()  # the last report may just have come
                 sleep(0.05)
             if found:

@@ -24,13 +24,13 @@ from accelerate.commands.config import default_config_file, load_config_from_fil
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, patch_environment
 
 from ddpforge import compat
-from ddpforge.errors import EnvironmentProblem, ExitCode, PeerFailed, StrategyError
+from ddpforge.errors import ExitCode, PeerFailed, SetupError, StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World
 from ddpforge.launchers.nodes import NODES, fixed_number
-from ddpforge.ranks.arithmetic import set_arithmetic
-from ddpforge.ranks.collectives import Alone, Group
-from ddpforge.ranks.devices import DeviceCheck, choose_device, device_type, told_cpu
-from ddpforge.ranks.interface import choose_interface
+from ddpforge.ranks.backend_flags import set_backend_flags
+from ddpforge.ranks.collectives import ProcessGroup, SingleRank
+from ddpforge.ranks.devices import DeviceCheck, choose_device, cpu_requested, device_type
+from ddpforge.ranks.network_interface import choose_interface
 from ddpforge.ranks.scheduling import set_batch_policy
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def join(train: TrainSection, strategy: Strategy) -> World:
 
     Raises:
         StrategyError: the launcher contradicts the recipe, or the world size is not the announced one
-        EnvironmentProblem: nodes are missing, or cannot reach each other
+        SetupError: nodes are missing, or cannot reach each other
     """
-    _refuse_fewer_nodes()
-    _refuse_contradictions(train, strategy.launcher)
+    _reject_fewer_nodes()
+    _reject_contradictions(train, strategy.launcher)
     choose_interface()
-    set_arithmetic(train)
-    device = choose_device(device_type(train), asked=train.device != "auto" or told_cpu())
+    set_backend_flags(train)
+    device = choose_device(device_type(train), asked=train.device != "auto" or cpu_requested())
     on_cpu = device.type == "cpu"
     if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         set_batch_policy()
@@ -90,23 +90,25 @@ def join(train: TrainSection, strategy: Strategy) -> World:
         # Accelerate only forms the process group. Libraries that shard the model receive their options elsewhere.
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers])
     _check_world(accelerator)
-    if strategy.joins_alone and not dist.is_initialized():
+    if strategy.needs_process_group and not dist.is_initialized():
         backend = "gloo" if on_cpu else _ON_GPUS
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
-    everyone: Ranks = Alone(device)
+    everyone: Ranks = SingleRank(device)
     if accelerator.num_processes > 1:
-        everyone = Group(cast(dist.ProcessGroup, dist.group.WORLD), device, keeps=agreement, timeout=timeout)
+        everyone = ProcessGroup(cast(dist.ProcessGroup, dist.group.WORLD), device, keeps=agreement, timeout=timeout)
     if device.type == "cuda":
         _look_at_gpus(train, device, everyone.size)
-    return World(all=everyone, data=everyone, device=device, local_rank=max(0, accelerator.local_process_index))
+    return World(
+        global_ranks=everyone, dp_ranks=everyone, device=device, local_rank=max(0, accelerator.local_process_index)
+    )
 
 
 def leave(world: World) -> None:
     """Waits for all ranks, then leaves the process group. Do not call it after a failure: other ranks may be gone."""
     if dist.is_initialized():
-        world.all.barrier()
+        world.global_ranks.barrier()
         dist.destroy_process_group()
 
 
@@ -119,7 +121,7 @@ def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> N
 
 @contextmanager
 def _ports_named() -> Iterator[None]:
-    """Replaces torch's error by an EnvironmentProblem if ranks of several nodes cannot reach each other."""
+    """Replaces torch's error by an SetupError if ranks of several nodes cannot reach each other."""
     try:
         yield
     except RuntimeError as error:
@@ -129,7 +131,7 @@ def _ports_named() -> Iterator[None]:
         said = str(error).strip().partition("\n")[0][:_LONGEST]
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         here = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
-        raise EnvironmentProblem(
+        raise SetupError(
             f"{here} cannot reach the other ranks, whose rendezvous is {place}: {said}",
             hints=[
                 f"open the ports for outgoing connections (ephemeral ports) between all nodes: {_handed_out()}",
@@ -179,9 +181,9 @@ def _look_at_gpus(train: TrainSection, device: torch.device, ranks: int) -> None
 
 
 # ---------------------------------------------------------------------------------------------- launcher's settings
-def _refuse_contradictions(train: TrainSection, more: Mapping[str, str]) -> None:
+def _reject_contradictions(train: TrainSection, more: Mapping[str, str]) -> None:
     """Raises StrategyError if a variable of the launcher contradicts the recipe, which alone decides about training."""
-    if train.device == "cuda" and told_cpu():
+    if train.device == "cuda" and cpu_requested():
         raise StrategyError(
             'the launcher sets ACCELERATE_USE_CPU=true, but the recipe has train.device = "cuda"',
             hints=["remove `--cpu` from the launcher's flags and `accelerate config`, or remove train.device"],
@@ -222,14 +224,14 @@ def _check_world(accelerator: Accelerator) -> None:
         )
 
 
-def _refuse_fewer_nodes() -> None:
-    """Raises EnvironmentProblem if torchrun was started for a fixed number of nodes, but continued without some."""
+def _reject_fewer_nodes() -> None:
+    """Raises SetupError if torchrun was started for a fixed number of nodes, but continued without some."""
     # torchrun's rendezvous compares heartbeats by the nodes' wall clocks. It drops a node whose clock is wrong.
     asked, got = nodes_asked_for(), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if asked is None or got >= asked:
         return
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-    raises = EnvironmentProblem if speaks else partial(PeerFailed, ExitCode.ENVIRONMENT)
+    raises = SetupError if speaks else partial(PeerFailed, ExitCode.ENVIRONMENT)
     raise raises(
         f"only {got} of {asked} nodes have joined: the launcher on {socket.gethostname()} considers the others dead",
         hints=[

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpforge import disk
-from ddpforge.confidential import redact
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
+from ddpforge.secret_redaction import redact
 
 logger = logging.getLogger("ddpforge")
 
@@ -41,7 +41,7 @@ def setup_logging(rank: int, folder: Path | None = None, level: int = logging.IN
         try:
             file = _File(path, encoding="utf-8")
         except OSError as error:
-            raise EnvironmentProblem(f"{path} cannot be written: {error.strerror or error}") from error
+            raise SetupError(f"{path} cannot be written: {error.strerror or error}") from error
         file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)
 

@@ -15,11 +15,11 @@ from functools import cache, partial
 from types import FrameType
 from typing import Any, ClassVar
 
-from ddpforge.errors import Postponed
-from ddpforge.launchers.requests import insists, listen, listened
-from ddpforge.launchers.verdict import is_launched
+from ddpforge.errors import StoppedBeforeStart
+from ddpforge.launchers.exit_record import is_launched
+from ddpforge.launchers.signal_policy import handle_signals, handling_signals, is_second_request
 
-__all__ = ["StopRequests", "asked_to_stop", "leave_stopping_to_the_rank", "stopping_early"]
+__all__ = ["StopRequests", "leave_stopping_to_the_rank", "stop_requested", "stopping_early"]
 __all__ += ["NoData", "training_begins", "waiting_for_data"]
 
 log = logging.getLogger("ddpforge")
@@ -30,7 +30,7 @@ _began = threading.Event()  # set as soon as there may be progress to save
 _began.set()
 
 
-class NoData(Postponed):
+class NoData(StoppedBeforeStart):
     """Stop was requested while the process waits for data that does not come."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class StopRequests:
             if self._entered:
                 self.requested, self._heard = self._entered[-1].requested, dict(self._entered[-1]._heard)
             self._entered.append(self)
-            self._before = listen(self._on_signal)
+            self._before = handle_signals(self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,7 +135,7 @@ class StopRequests:
             return
         now, before = self._clock(), self._heard.get(number)
         self._heard.setdefault(number, now)
-        if insists(number, since=None if before is None else now - before) and not self._over:
+        if is_second_request(number, since=None if before is None else now - before) and not self._over:
             raise KeyboardInterrupt
         is_first, self.requested = not self.requested, True
         if is_first:
@@ -150,7 +150,7 @@ class StopRequests:
                 threading.Thread(target=log.info, args=words).start()
 
 
-def asked_to_stop() -> bool:
+def stop_requested() -> bool:
     """True if a signal has requested this process to stop."""
     return any(one.requested for one in StopRequests._entered)
 
@@ -187,7 +187,7 @@ def training_begins() -> None:
 def _leave_early(heard: int, leave: Callable[[], None], patience: float) -> None:
     with os.fdopen(heard, "rb", buffering=0) as file:
         while number := file.read(1):
-            if number[0] in listened() and not _began.wait(patience):
+            if number[0] in handling_signals() and not _began.wait(patience):
                 leave()
                 return
 
@@ -215,7 +215,7 @@ def _ending() -> Any:
 
 
 def _leave_stopping(ending: Any, _: int) -> None:
-    for number in listened():
+    for number in handling_signals():
         signal.signal(number, partial(_ignore_once, ending))
 
 

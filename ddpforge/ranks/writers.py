@@ -14,7 +14,7 @@ import torch
 from ddpforge import disk
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, PeerFailed
 from ddpforge.interfaces import Ranks
-from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.ranks.collectives import ProcessGroup, SingleRank
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +25,12 @@ _Report = tuple[str, tuple[str, ...]]  # message and hints
 _Reports = dict[int, _Report]
 
 
-class OutOfTouch(Exception):
+class PeerUnreachable(Exception):
     """Failure of a collective operation: another rank has ended or is too late."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peers:
+class WriterGroup:
     """Connection of a writer thread to those of the other ranks, over `ranks`, which no other thread uses.
 
     Ranks report their progress to each other every `look` seconds. Writing fails if a rank has written nothing for
@@ -42,18 +42,18 @@ class Peers:
     look: float = 1.0
 
     @classmethod
-    def alone(cls) -> "Peers":
+    def alone(cls) -> "WriterGroup":
         """Builds the peers of a single process, without communication."""
-        return cls(ranks=Alone())
+        return cls(ranks=SingleRank())
 
     @classmethod
-    def of(cls, ranks: Ranks, timeout: timedelta) -> "Peers":
+    def of(cls, ranks: Ranks, timeout: timedelta) -> "WriterGroup":
         """Builds peers for the same ranks on a separate process group. Every rank must call it.
 
         `timeout` limits the time of one collective operation, and the time without progress of a disk. It does not
         limit the time of the whole write.
         """
-        return cls(ranks=Group.of_writers(ranks, timeout), patience=timeout.total_seconds())
+        return cls(ranks=ProcessGroup.of_writers(ranks, timeout), patience=timeout.total_seconds())
 
     @property
     def rank(self) -> int:
@@ -65,18 +65,18 @@ class Peers:
         """Returns the number of ranks."""
         return self.ranks.size
 
-    def together(self, action: Callable[[], T], then: Callable[[], R]) -> tuple[T, R]:
+    def run_all_or_none(self, action: Callable[[], T], then: Callable[[], R]) -> tuple[T, R]:
         """Runs `action` on every rank and `then` on rank 0; returns this rank's result of `action` and that of `then`.
 
         If either fails on any rank, or writes nothing for `patience` seconds, every rank raises CheckpointError with
-        the rank and the reason. The traceback of an unexpected exception is in the log of that rank. Raises OutOfTouch
-        if the ranks cannot communicate.
+        the rank and the reason. The traceback of an unexpected exception is in the log of that rank. Raises
+        PeerUnreachable if the ranks cannot communicate.
         """
         mine = self._begin(action)
         last: _Work[R] | None = None
         while True:
             mine.wait(self.look)
-            words = self._touch(self.ranks.everyone, mine.word(), mine.failure)
+            words = self._touch(self.ranks.all_gather_object, mine.word(), mine.failure)
             if self.rank == 0 and all(word.done and word.report is None for word in words):
                 last = last or self._begin(then)
                 last.wait(self.look)
@@ -111,7 +111,7 @@ class Peers:
         except Exception as error:
             if failure is not None:
                 raise _combined({self.rank: _report(failure)}) from failure
-            raise OutOfTouch(str(error)) from error
+            raise PeerUnreachable(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def on_rank_zero(ranks: Ranks, action: Callable[[], T]) -> T:
     result: T | None = None
     told: tuple[ExitCode, str, Sequence[str]] | None = None
     failure: Exception | None = None
-    if ranks.is_main:
+    if ranks.is_rank_zero:
         try:
             result = action()
         except Exception as error:

@@ -1,20 +1,20 @@
 """Recipes: reads TOML text, validates it to a typed run description, and reports its errors."""
 
-from ddpforge.errors import Place, Problem
+from ddpforge.errors import Diagnostic, SourceSpan
 from ddpforge.recipe.bundled import bundled, find_recipe
 from ddpforge.recipe.load import LoadedRecipe, check_world, load_recipe
-from ddpforge.recipe.plan import BatchPlan, plan_batch
 from ddpforge.recipe.report import render
+from ddpforge.recipe.run_plan import BatchPlan, plan_batch
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.toml import Origin
 
 __all__ = [
     "BatchPlan",
+    "Diagnostic",
     "LoadedRecipe",
     "Origin",
-    "Place",
-    "Problem",
     "Recipe",
+    "SourceSpan",
     "bundled",
     "check_world",
     "find_recipe",

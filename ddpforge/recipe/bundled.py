@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddpforge.errors import Problem, RecipeError
+from ddpforge.errors import Diagnostic, RecipeError
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.toml import Origin
 
@@ -47,7 +47,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
         hints = [f"to resume the run of this name: ddpforge runs resume {text}"]
     hints.append(f"recipes that ship with ddpforge: {', '.join(bundled())}")
     hints.append("write the path of your own recipe, e.g. `./my.toml`")
-    raise RecipeError([Problem(f"no recipe named `{text}`", hints=tuple(hints))])
+    raise RecipeError([Diagnostic(f"no recipe named `{text}`", hints=tuple(hints))])
 
 
 def require_file(path: Path, label: str, origin: Origin | None = None) -> None:
@@ -70,4 +70,4 @@ def require_file(path: Path, label: str, origin: Origin | None = None) -> None:
         hints.append(f"`{path.stem}` without a path is a recipe that ships with ddpforge")
 
     key, place = ("extends", origin.place()) if origin else ("", None)
-    raise RecipeError([Problem(message, key, place, tuple(hints))])
+    raise RecipeError([Diagnostic(message, key, place, tuple(hints))])

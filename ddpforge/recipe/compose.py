@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddpforge.errors import Place, Problem, RecipeError
+from ddpforge.errors import Diagnostic, RecipeError, SourceSpan
 from ddpforge.recipe.bundled import bundled, require_file
 from ddpforge.recipe.layers import Layers, inside, paths
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, printable
@@ -35,7 +35,7 @@ class _Files:
         self._read += 1
         if self._read > _MOST_FILES:
             message = f"this recipe extends more than {_MOST_FILES} files, counting each as often as it is extended"
-            raise _TooManyFiles([Problem(message, "extends", Place(label), ("extend each file once",))])
+            raise _TooManyFiles([Diagnostic(message, "extends", SourceSpan(label), ("extend each file once",))])
         return read(path, label)
 
 
@@ -53,7 +53,7 @@ def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
     layers, source = _file(path, label, (), _Files())
 
     own = Layers()
-    problems: list[Problem] = []
+    problems: list[Diagnostic] = []
     for text in sets:
         try:
             if text.startswith("~"):
@@ -78,7 +78,7 @@ def _file(path: Path, label: str, chain: _Chain, files: _Files) -> tuple[Layers,
     chain = (*chain, (path.resolve(), label))
 
     layers = Layers()
-    problems: list[Problem] = []
+    problems: list[Diagnostic] = []
     for index, name in enumerate(names):
         try:
             layers.merge(_base(name, Origin(source, ("extends", index)), source, chain, files))
@@ -99,19 +99,19 @@ def _file(path: Path, label: str, chain: _Chain, files: _Files) -> tuple[Layers,
     return layers, source
 
 
-def _old(source: Source) -> Problem:
+def _old(source: Source) -> Diagnostic:
     message = f"this recipe is of version 1, and this ddpforge reads version {VERSION}"
     hints = (f"ddpforge recipes upgrade {shlex.quote(source.label)}", "it renames keys, and keeps comments")
-    return Problem(message, "recipe", source.place(("recipe",)), hints)
+    return Diagnostic(message, "recipe", source.place(("recipe",)), hints)
 
 
-def _unset(layers: Layers, own: Layers) -> list[Problem]:
+def _unset(layers: Layers, own: Layers) -> list[Diagnostic]:
     """Removes the keys in `unset` of the next layer from `layers`, and the key `unset` itself."""
     names = own.tables.get("unset", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         message = f'`unset` must be an array of keys, such as ["callbacks.ema"], not {kind_of(names)}'
-        return [Problem(message, "unset", own.origin(("unset",)).place())]
+        return [Diagnostic(message, "unset", own.origin(("unset",)).place())]
     problems = []
     origins = [own.origin(("unset", index)) for index in range(len(names))]
     own.unset(("unset",))
@@ -121,7 +121,7 @@ def _unset(layers: Layers, own: Layers) -> list[Problem]:
             known = [dotted(one) for one in paths(layers.tables)]
             message = f"`unset`: there is no `{printable(name)}` to remove"
             hints = (*did_you_mean(name, known), "it removes keys of the extended recipes; --set ~KEY, of all files")
-            problems.append(Problem(message, "unset", origin.place(), hints))
+            problems.append(Diagnostic(message, "unset", origin.place(), hints))
     return problems
 
 
@@ -134,10 +134,10 @@ def _path(name: str) -> KeyPath | None:
     return path
 
 
-def _idle(layers: Layers, own: Layers) -> list[Problem]:
+def _idle(layers: Layers, own: Layers) -> list[Diagnostic]:
     """Reports empty inline tables (`{}`) over tables with keys: the user probably meant to remove these keys."""
     return [
-        Problem(
+        Diagnostic(
             f"`{dotted(path)}` is empty, and removes nothing from the table that this recipe extends",
             dotted(path),
             own.origin(path).place(key=True),
@@ -166,7 +166,7 @@ def _removal(text: str) -> Layers:
     source = Source("--set", text, Path.cwd())
     if not text[1:] or "=" in text:
         hint = "write --set ~section.key, e.g. --set ~callbacks.ema"
-        raise RecipeError([Problem(f"`{printable(text)}` names no key", "--set", source.at(0, len(text)), (hint,))])
+        raise RecipeError([Diagnostic(f"`{printable(text)}` names no key", "--set", source.at(0, len(text)), (hint,))])
     table: Table = {"unset": [text[1:]]}
     return Layers.of(table, Source("--set", f"unset = [{json.dumps(text[1:], ensure_ascii=False)}]", source.folder))
 
@@ -174,7 +174,7 @@ def _removal(text: str) -> Layers:
 def _base(name: object, origin: Origin, source: Source, chain: _Chain, files: _Files) -> Layers:
     if not isinstance(name, str):
         message = f"`extends` must be a file name or an array of file names, not {kind_of(name)}"
-        raise RecipeError([Problem(message, "extends", origin.place())])
+        raise RecipeError([Diagnostic(message, "extends", origin.place())])
     path = source.folder / name
     label = os.path.normpath(os.path.join(os.path.dirname(source.label), name))
     if not os.path.isfile(path) and name in bundled():
@@ -186,7 +186,7 @@ def _base(name: object, origin: Origin, source: Source, chain: _Chain, files: _F
     if path.resolve() in seen:
         circle = [one for _, one in chain[seen.index(path.resolve()) :]]
         hint = " extends ".join([*circle, circle[0]])
-        raise RecipeError([Problem("`extends` is circular", "extends", origin.place(), (hint,))])
+        raise RecipeError([Diagnostic("`extends` is circular", "extends", origin.place(), (hint,))])
     return _file(path, label, chain, files)[0]
 
 
@@ -201,7 +201,7 @@ def _assignment(text: str) -> Layers:
     key, _, value = (part.strip() for part in text.partition("="))
     if not key or not value or not text.isprintable() or key.startswith("#"):
         hint = "write --set section.key=value, e.g. --set train.length=5ep"
-        problem = Problem(f"`{printable(text)}` is not KEY=VALUE", "--set", source.at(0, len(text)), (hint,))
+        problem = Diagnostic(f"`{printable(text)}` is not KEY=VALUE", "--set", source.at(0, len(text)), (hint,))
         raise RecipeError([problem])
 
     table: Table | None
@@ -214,7 +214,7 @@ def _assignment(text: str) -> Layers:
     for name in ("extends", "unset"):
         if name in table:
             hints = ("write --set ~section.key",) if name == "unset" else ()
-            raise RecipeError([Problem(f"`{name}` can be set only in a file", name, source.at(0, len(key)), hints)])
+            raise RecipeError([Diagnostic(f"`{name}` can be set only in a file", name, source.at(0, len(key)), hints)])
     return Layers.of(table, source)
 
 

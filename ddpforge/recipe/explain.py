@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from ddpforge.components.errors import located
 from ddpforge.components.registry import Registry
-from ddpforge.errors import Place, PluginError, Problem
+from ddpforge.errors import Diagnostic, PluginError, SourceSpan
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import NAMED_SLOTS, SETS, Layers, inside, kind_at, used_name
 from ddpforge.recipe.renamed import new_component, now_called, renamed_value
@@ -48,11 +48,11 @@ class Explainer:
         self.file = file
         self.registry = registry
         self.vocabulary = Vocabulary()
-        self._problems: list[Problem] = []
-        self._missing: dict[KeyPath, Problem] = {}
+        self._problems: list[Diagnostic] = []
+        self._missing: dict[KeyPath, Diagnostic] = {}
         self._meant: set[KeyPath] = set()
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[Diagnostic]:
         """Returns the problems found; omits a missing key if an unknown key was probably meant for it."""
         return [
             *self._problems,
@@ -207,9 +207,11 @@ class Explainer:
         return f"it needs a unit: {dotted(path[-1:])} = {', '.join(examples)}"
 
     # -- places and names
-    def _problem(self, path: KeyPath, at: KeyPath, message: str, hints: Iterable[str], on_key: bool = False) -> Problem:
-        place = self.layers.origin(at).place(key=on_key) or Place(self.file)
-        return Problem(message, dotted(path), place, tuple(hints))
+    def _problem(
+        self, path: KeyPath, at: KeyPath, message: str, hints: Iterable[str], on_key: bool = False
+    ) -> Diagnostic:
+        place = self.layers.origin(at).place(key=on_key) or SourceSpan(self.file)
+        return Diagnostic(message, dotted(path), place, tuple(hints))
 
     def _in(self, table: KeyPath) -> str:
         if not table:

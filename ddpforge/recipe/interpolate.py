@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 
-from ddpforge.confidential import SECRET
-from ddpforge.errors import Problem
+from ddpforge.errors import Diagnostic
 from ddpforge.recipe.layers import Layers, framework_keys, kind_at, map_strings, strings
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, nearest
 from ddpforge.recipe.toml import Origin, Table, Value
+from ddpforge.secret_redaction import SECRET
 
 _MOST = 4 << 20  # maximum characters of a value
 _REFERENCE = re.compile(r"(?P<escaped>\$)?\$\{(?:(?P<body>[^{}]*)\})?")
@@ -25,7 +25,7 @@ def escape(text: str) -> str:
     return re.sub(rf"(?!{SECRET.pattern})\$\{{", "$${", text)
 
 
-def interpolate(layers: Layers) -> tuple[list[Problem], set[str]]:
+def interpolate(layers: Layers) -> tuple[list[Diagnostic], set[str]]:
     """Replaces all references and removes [vars] from the tables; returns the problems, and the keys with a problem.
 
     A string that consists of one `${vars.x}` gets the variable's type.
@@ -33,7 +33,7 @@ def interpolate(layers: Layers) -> tuple[list[Problem], set[str]]:
     filling = _Filling(layers)
     filling.read_variables()
     layers.tables = map_strings(layers.tables, filling.fill)
-    filling.refuse_misplaced_secrets()
+    filling.reject_misplaced_secrets()
     filling.report_unused()
     return filling.problems, filling.spoilt
 
@@ -44,7 +44,7 @@ _Used = list[tuple[str, Origin | None]]
 class _Filling:
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
-        self.problems: list[Problem] = []
+        self.problems: list[Diagnostic] = []
         self.spoilt: set[str] = set()
         self.variables: Table = {}
 
@@ -127,7 +127,7 @@ class _Filling:
         used.append((f"env:{name}", None))
         return value
 
-    def refuse_misplaced_secrets(self) -> None:
+    def reject_misplaced_secrets(self) -> None:
         """Reports secrets in keys that are not options of components."""
         # ddpforge writes its own settings to many places.
         for path, text in strings(self.layers.tables):
@@ -146,7 +146,7 @@ class _Filling:
 
     def report(self, path: KeyPath, message: str, *hints: str, on_key: bool = False) -> None:
         place = self.layers.origin(path).place(key=on_key)
-        self.problems.append(Problem(message, dotted(path), place, hints))
+        self.problems.append(Diagnostic(message, dotted(path), place, hints))
         self.spoilt.add(dotted(path))
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import Place, Problem, RecipeError, UsageError
+from ddpforge.errors import Diagnostic, RecipeError, SourceSpan, UsageError
 from ddpforge.recipe.bundled import find_recipe
 from ddpforge.recipe.compose import compose
 from ddpforge.recipe.interpolate import escape, interpolate
 from ddpforge.recipe.layers import Layers, map_strings, paths, strings
-from ddpforge.recipe.plan import BatchPlan, plan_batch
 from ddpforge.recipe.report import KeyPath, dotted
+from ddpforge.recipe.run_plan import BatchPlan, plan_batch
 from ddpforge.recipe.schema import Component, Recipe
 from ddpforge.recipe.toml import Origin
 from ddpforge.recipe.validate import local_file, validate
@@ -56,14 +56,14 @@ class LoadedRecipe:
         found = [_local_file(text, _owner(path, components)) for path, text in strings(self.tables)]
         return sorted({file for file in found if file})
 
-    def problem(self, key: KeyPath, message: str, *hints: str, trace: str = "") -> Problem:
+    def problem(self, key: KeyPath, message: str, *hints: str, trace: str = "") -> Diagnostic:
         """Returns a problem with the value of `key`, at its place: for checks that only a run can make."""
         written = (self.origins[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.origins)
         origin = next((origin for origin in written if origin.source), Origin())
-        return Problem(message, dotted(key), origin.place(), hints, trace)
+        return Diagnostic(message, dotted(key), origin.place(), hints, trace)
 
 
-def refuse_text(name: str, value: Sequence[str]) -> None:
+def reject_text(name: str, value: Sequence[str]) -> None:
     """Raises UsageError if `value` is a string instead of a list: its letters would be used as the items."""
     if isinstance(value, str):
         raise UsageError(f"{name} is the string {value!r}, but must be a list", hints=[f"{name} = [{value!r}]"])
@@ -74,7 +74,7 @@ def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Regis
 
     Imports the components of the recipe, for their options. Raises RecipeError with all problems.
     """
-    refuse_text("sets", sets)
+    reject_text("sets", sets)
     path = find_recipe(source)
     layers, file = compose(path, sets)
     problems, spoilt = interpolate(layers)
@@ -91,9 +91,9 @@ def check_world(loaded: LoadedRecipe, data_ranks: int) -> BatchPlan:
     return plan_batch(loaded.recipe.train, data_ranks, origin=loaded.origins[("train", "global_batch")])
 
 
-def _position(problem: Problem, file: str) -> tuple[bool, bool, str, int, int]:
+def _position(problem: Diagnostic, file: str) -> tuple[bool, bool, str, int, int]:
     """Returns a sort key by place: first the recipe's file, then other files, then problems without a place."""
-    place = problem.place or Place("")
+    place = problem.place or SourceSpan("")
     line, column = (0, 0) if place.file == "--set" else (place.line, place.column)
     return not place.line, place.file != file, place.file, line, column
 

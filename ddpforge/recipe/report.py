@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterable
 
-from ddpforge.errors import ForgeError, Place, Problem, RecipeError
+from ddpforge.errors import Diagnostic, ForgeError, RecipeError, SourceSpan
 
 KeyPath = tuple[str | int, ...]
 """Path of a key of a recipe, or of an element of an array: ("data", "train", "use")."""
@@ -26,17 +26,17 @@ _TYPES = {
 }
 
 
-def render(error: ForgeError | Problem) -> str:
+def render(error: ForgeError | Diagnostic) -> str:
     """Returns an error as text for the terminal; for a RecipeError, all of its problems and their number."""
     if isinstance(error, RecipeError):
         count = len(error.problems)
         total = f"{count} error{'s' * (count > 1)} in the recipe; nothing was started."
         return "\n\n".join([*map(render, error.problems), total])
 
-    said = [error.message] if isinstance(error, Problem) else error.message.split("\n")
+    said = [error.message] if isinstance(error, Diagnostic) else error.message.split("\n")
     lines = ["error: " + "\n".join(map(printable, said))]
     margin = " "
-    if isinstance(error, Problem) and error.place:
+    if isinstance(error, Diagnostic) and error.place:
         margin = " " * len(str(error.place.line))
         lines += _excerpt(error.place, margin)
     for hint in error.hints:
@@ -47,7 +47,7 @@ def render(error: ForgeError | Problem) -> str:
     return "\n".join(lines)
 
 
-def _excerpt(place: Place, margin: str) -> list[str]:
+def _excerpt(place: SourceSpan, margin: str) -> list[str]:
     head = f"{margin}--> {place}"
     if not place.line:
         return [head]

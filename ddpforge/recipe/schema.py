@@ -35,7 +35,7 @@ def _name(value: str) -> str:
     return value
 
 
-def refuse_remote(value: str) -> None:
+def reject_remote(value: str) -> None:
     """Raises ValueError for an address such as "s3://bucket/x", and for control characters."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value):
         raise ValueError("must be a folder of a file system; to copy it to an address, set checkpoint.mirror")
@@ -56,7 +56,7 @@ def on_one_line(value: str) -> str:
 
 
 def _inside(value: str) -> str:
-    refuse_remote(value)
+    reject_remote(value)
     parts = value.replace("\\", "/").split("/")
     if value.startswith(("/", "~")) or ".." in parts or not value.strip() or "\0" in value:
         raise ValueError("must be a relative folder below the current one; use `--out DIR` for any other place")

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ddpforge.errors import Place, Problem, RecipeError
+from ddpforge.errors import Diagnostic, RecipeError, SourceSpan
 from ddpforge.recipe.report import KeyPath, dotted, kind_of, printable
 
 _BLANK = re.compile(r"[ \t]*")
@@ -30,12 +30,12 @@ class Source:
     text: str
     folder: Path = Path()
 
-    def place(self, path: KeyPath, *, key: bool = False) -> Place:
+    def place(self, path: KeyPath, *, key: bool = False) -> SourceSpan:
         """Returns the place of the value at `path`, or of its key; if it is not in the text, of the table around it."""
         spans = self._spans.keys if key else self._spans.values
         while path not in spans:
             if not path:
-                return Place(self.label)
+                return SourceSpan(self.label)
             path = path[:-1]
         return self.at(*spans[path])
 
@@ -47,13 +47,15 @@ class Source:
         """Returns the start and end of the value at `path`; raises KeyError if the text has no such value."""
         return self._spans.values[path]
 
-    def at(self, start: int, end: int) -> Place:
+    def at(self, start: int, end: int) -> SourceSpan:
         """Returns the place of `text[start:end]`, up to the end of the line."""
         first = self.text.rfind("\n", 0, start) + 1
         last = self.text.find("\n", start)
         last = len(self.text) if last < 0 else last
         width = max(1, min(end, last) - start)
-        return Place(self.label, self.text.count("\n", 0, start) + 1, start - first + 1, width, self.text[first:last])
+        return SourceSpan(
+            self.label, self.text.count("\n", 0, start) + 1, start - first + 1, width, self.text[first:last]
+        )
 
     @cached_property
     def _spans(self) -> _Spans:
@@ -68,7 +70,7 @@ class Origin:
     path: KeyPath = ()
     through: tuple[tuple[str, Origin | None], ...] = ()  # replaced references, and the origin of a variable
 
-    def place(self, *, key: bool = False) -> Place | None:
+    def place(self, *, key: bool = False) -> SourceSpan | None:
         """Returns the place of the value, or of its key."""
         return self.source.place(self.path, key=key) if self.source else None
 
@@ -202,7 +204,7 @@ def read(path: Path, label: str) -> Source:
         with path.open("rb") as file:
             data = file.read(4 * _MOST + 1)  # a limit, because e.g. a device has no end
     except OSError as error:
-        raise RecipeError([Problem(f"cannot read `{label}`: {error.strerror}", place=Place(label))]) from error
+        raise RecipeError([Diagnostic(f"cannot read `{label}`: {error.strerror}", place=SourceSpan(label))]) from error
 
     folder = path.absolute().parent
     try:
@@ -210,7 +212,7 @@ def read(path: Path, label: str) -> Source:
     except UnicodeDecodeError as error:
         source = Source(label, data.decode("utf-8", "replace"), folder)
         start = source.text.index("\ufffd", len(data[: error.start].decode()))
-        problem = Problem(
+        problem = Diagnostic(
             f"not UTF-8 text: byte 0x{data[error.start]:02x}",
             place=source.at(start, start + 1),
             hints=("save the file as UTF-8",),
@@ -234,17 +236,17 @@ def parse(source: Source) -> Table:
     """Parses one text. Raises RecipeError for bad syntax and for values that are not allowed in a recipe."""
     if len(source.text) > _MOST:
         raise RecipeError(
-            [Problem(f"too long for a recipe: {len(source.text):,} characters", place=Place(source.label))]
+            [Diagnostic(f"too long for a recipe: {len(source.text):,} characters", place=SourceSpan(source.label))]
         )
     if dotted_key := _TOO_DOTTED.search(source.text):
         place = source.at(*dotted_key.span())
-        raise RecipeError([Problem(f"nested too deeply: at most {_DEEPEST} levels", place=place)])
+        raise RecipeError([Diagnostic(f"nested too deeply: at most {_DEEPEST} levels", place=place)])
     try:
         table = tomllib.loads(source.text)
     except RecursionError as error:
         opened = _TOO_DEEP.search(source.text)
-        place = source.at(*opened.span()) if opened else Place(source.label)
-        raise RecipeError([Problem(f"nested too deeply: at most {_DEEPEST} levels", place=place)]) from error
+        place = source.at(*opened.span()) if opened else SourceSpan(source.label)
+        raise RecipeError([Diagnostic(f"nested too deeply: at most {_DEEPEST} levels", place=place)]) from error
     except ValueError as error:  # besides TOMLDecodeError, an integer of thousands of digits
         raise RecipeError([_syntax_problem(source, str(error))]) from error
 
@@ -253,7 +255,7 @@ def parse(source: Source) -> Table:
     return table
 
 
-def _unusable(table: Table, source: Source) -> Iterator[Problem]:
+def _unusable(table: Table, source: Source) -> Iterator[Diagnostic]:
     todo: list[tuple[KeyPath, object]] = [((), table)]
     while todo:
         path, value = todo.pop()
@@ -270,14 +272,14 @@ def _unusable(table: Table, source: Source) -> Iterator[Problem]:
             message = f"`{dotted(path)}` is {kind_of(value)}, which no key of a recipe accepts"
             hint = f'if it is text, add quotes: {dotted(path[-1:])} = "{value}"'
         if message:
-            yield Problem(message, dotted(path), source.place(path), (hint,) if hint else ())
+            yield Diagnostic(message, dotted(path), source.place(path), (hint,) if hint else ())
 
 
-def _syntax_problem(source: Source, error: str) -> Problem:
+def _syntax_problem(source: Source, error: str) -> Diagnostic:
     where = _WHERE.search(error)  # before Python 3.14, tomllib reports the place only in its message
     message = f"not valid TOML: {printable(_WHERE.sub('', error))}"
     if where is None:
-        return Problem(message, place=Place(source.label))
+        return Diagnostic(message, place=SourceSpan(source.label))
 
     if where[1]:
         lines = source.text.split("\n")[: int(where[1]) - 1]
@@ -286,7 +288,7 @@ def _syntax_problem(source: Source, error: str) -> Problem:
         start = len(source.text.rstrip())
         message += ", and the text ends here"
     place = source.at(start, start + 1)
-    return Problem(message, place=place, hints=tuple(_syntax_hints(place.text, error)))
+    return Diagnostic(message, place=place, hints=tuple(_syntax_hints(place.text, error)))
 
 
 def _syntax_hints(line: str, error: str) -> Iterator[str]:

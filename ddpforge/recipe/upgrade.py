@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpforge import disk
-from ddpforge.errors import Place, Problem, RecipeError
+from ddpforge.errors import Diagnostic, RecipeError, SourceSpan
 from ddpforge.recipe.bundled import bundled
 from ddpforge.recipe.layers import NAMED_SLOTS
 from ddpforge.recipe.renamed import Names
@@ -89,7 +89,7 @@ def upgrade_file(path: Path, *, check: bool = False) -> Upgraded:
     """
     label = str(path)
     if not path.is_file():
-        raise RecipeError([Problem(f"{'not a file' if path.exists() else 'no such file'}: `{label}`")])
+        raise RecipeError([Diagnostic(f"{'not a file' if path.exists() else 'no such file'}: `{label}`")])
     found = upgrade_text(read(path, label))
     if found.changes and not check:
         original = path.read_bytes().decode("utf-8")
@@ -115,7 +115,7 @@ def _replace(path: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             disk.remove(temporary)
-        raise RecipeError([Problem(f"cannot write `{path}`: {error.strerror}")]) from error
+        raise RecipeError([Diagnostic(f"cannot write `{path}`: {error.strerror}")]) from error
 
 
 def upgrade_text(source: Source, seen: tuple[Path, ...] = ()) -> Upgraded:
@@ -137,10 +137,10 @@ def _refuse_others(source: Source, tables: Table) -> None:
     version = tables.get("recipe")
     if "recipe" in tables and (type(version) is not int or version not in (1, VERSION)):
         message = f"`recipe` must be 1 or {VERSION}, not {shown(version)}"
-        raise RecipeError([Problem(message, "recipe", source.place(("recipe",)))])
+        raise RecipeError([Diagnostic(message, "recipe", source.place(("recipe",)))])
     if "recipe" not in tables and (not tables or not tables.keys() <= _SECTIONS):
         hint = "a recipe begins with the line `recipe = 1`; a file that one extends has no other sections than a recipe"
-        raise RecipeError([Problem(f"`{source.label}` is no recipe", place=Place(source.label), hints=(hint,))])
+        raise RecipeError([Diagnostic(f"`{source.label}` is no recipe", place=SourceSpan(source.label), hints=(hint,))])
 
 
 class _Upgrade:
@@ -150,7 +150,7 @@ class _Upgrade:
         self.source = source
         self._seen = seen
         self.tables = tables
-        self.problems: list[Problem] = []
+        self.problems: list[Diagnostic] = []
         self._edits: dict[tuple[int, int], str] = {}
         self._changes: list[Change] = []
         self._bases: list[Table] | None = None
@@ -238,7 +238,7 @@ class _Upgrade:
         self._changes.append(Change(self.source.text.count("\n", 0, start) + 1, old, new))
 
     def _problem(self, path: KeyPath, message: str, hint: str, *, key: bool = False) -> None:
-        self.problems.append(Problem(message, dotted(path), self.source.place(path, key=key), (hint,)))
+        self.problems.append(Diagnostic(message, dotted(path), self.source.place(path, key=key), (hint,)))
 
 
 def _bases(tables: Table, folder: Path, seen: tuple[Path, ...]) -> Iterator[Table]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import PluginError, Problem, RecipeError
-from ddpforge.interfaces.direction import lower_is_better
+from ddpforge.errors import Diagnostic, PluginError, RecipeError
 from ddpforge.interfaces.durations import Duration
+from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.recipe.explain import Explainer
 from ddpforge.recipe.layers import (
     NAMED_SLOTS,
@@ -29,9 +29,9 @@ from ddpforge.recipe.layers import (
     strings,
     used_name,
 )
-from ddpforge.recipe.plan import plan_batch
 from ddpforge.recipe.renamed import new_component
 from ddpforge.recipe.report import KeyPath, dotted, shown
+from ddpforge.recipe.run_plan import plan_batch
 from ddpforge.recipe.schema import VERSION, Recipe, TrackSection, TrainSection, on_one_line, written
 from ddpforge.recipe.toml import Table, Value
 
@@ -46,7 +46,7 @@ def local_file(text: str, base: Path) -> Path | None:
     return base / match[1] if match and os.path.isfile(base / match[1]) else None
 
 
-def validate(layers: Layers, file: str, registry: Registry) -> tuple[Recipe | None, Table, list[Problem]]:
+def validate(layers: Layers, file: str, registry: Registry) -> tuple[Recipe | None, Table, list[Diagnostic]]:
     """Returns the recipe (None if it is invalid), the same as plain tables with all defaults, and its problems."""
     return _Validation(layers, file, registry).run()
 
@@ -60,7 +60,7 @@ class _Validation:
         self.plain: dict[KeyPath, Table] = {}
         self.said: dict[KeyPath, set[str]] = {}  # explicit keys of a variation
 
-    def run(self) -> tuple[Recipe | None, Table, list[Problem]]:
+    def run(self) -> tuple[Recipe | None, Table, list[Diagnostic]]:
         for key in _DEFAULTS:
             self.layers.tables.setdefault(key, {"use": Recipe.model_fields[key].default.use})
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ddpforge.errors import UsageError
 
-__all__ = ["Change", "flattened", "recipe_changes", "refuse_finished", "refuse_fixed"]
+__all__ = ["Change", "flattened", "recipe_changes", "reject_finished", "reject_fixed"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
     return [Change(path, before.get(path), after.get(path), _policy(path)) for path in paths]
 
 
-def refuse_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
+def reject_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
     """Raises UsageError with old and new values if a fixed key changed and `allowed` does not cover it.
 
     `allowed` holds keys ("model.depth") and whole tables ("model").
@@ -55,7 +55,7 @@ def refuse_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
         )
 
 
-def refuse_finished(folder: Path, changes: Sequence[Change], edited: Sequence[str]) -> None:
+def reject_finished(folder: Path, changes: Sequence[Change], edited: Sequence[str]) -> None:
     """Raises UsageError if a finished run had another recipe or other local code.
 
     `edited` are the names of local files whose code has changed.

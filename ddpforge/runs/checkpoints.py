@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.schema import COMMIT, FOLDER, MANIFEST, SECTIONS, Manifest, Number
 from ddpforge.checkpoint.untrusted import DTYPES
-from ddpforge.errors import CheckpointError, EnvironmentProblem, UsageError
+from ddpforge.errors import CheckpointError, SetupError, UsageError
 from ddpforge.recipe.schema import KeepSection
 from ddpforge.runs.folder import RunFolder
 
@@ -31,7 +31,7 @@ def keep_of(folder: RunFolder) -> KeepSection:
         return KeepSection.model_validate(folder.tables().get("checkpoint", {}).get("keep", {}))
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
-        raise EnvironmentProblem(f"checkpoint.keep in {folder.resolved} cannot be read: {reason}") from error
+        raise SetupError(f"checkpoint.keep in {folder.resolved} cannot be read: {reason}") from error
 
 
 def choose(folder: RunFolder, *, step: int | None = None, best: bool = False) -> Path:
@@ -171,7 +171,7 @@ _MOST_METRICS = 3  # columns of a list
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckpointRow:
     """Row of a checkpoint list. A broken checkpoint has only `path`, `bytes` and `problem`."""
 
     path: Path
@@ -188,12 +188,12 @@ class Row:
     best: bool = False
 
 
-def rows(place: CheckpointFolder) -> list[Row]:
+def rows(place: CheckpointFolder) -> list[CheckpointRow]:
     """Returns all checkpoints, newest first, then the broken ones. Compares file sizes, but reads no tensor files."""
     found, broken = retention.committed(place.folder)
     best = retention.best(found, place.keep())[:1]
     whole = [
-        Row(
+        CheckpointRow(
             path=each.path,
             bytes=_size(each.path),
             step=each.manifest.step,
@@ -208,7 +208,9 @@ def rows(place: CheckpointFolder) -> list[Row]:
         )
         for each in found
     ]
-    return whole + [Row(path=path, bytes=_size(path), problem=reason) for path, reason in sorted(broken, reverse=True)]
+    return whole + [
+        CheckpointRow(path=path, bytes=_size(path), problem=reason) for path, reason in sorted(broken, reverse=True)
+    ]
 
 
 def newest_first(place: CheckpointFolder) -> list[Path]:
@@ -238,7 +240,7 @@ def metrics(manifest: Manifest) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def notable(found: Sequence[Row], keep: KeepSection) -> list[str]:
+def notable(found: Sequence[CheckpointRow], keep: KeepSection) -> list[str]:
     """Returns the metrics for a list's columns: the one in `keep.by`, then those of the evaluation."""
     names = list(dict.fromkeys(name for row in found for name in row.metrics))
     names = [*([keep.monitor] if keep.monitor in names else []), *(name for name in names if name.startswith("eval/"))]

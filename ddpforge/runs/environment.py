@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpforge.components.installed import version
-from ddpforge.confidential import redact, redacted
+from ddpforge.secret_redaction import redact, redacted
 
 _RELEVANT = re.compile(
     "RANK|WORLD_SIZE|(LOCAL|GROUP|NODE|ROLE)_.*|MASTER_.*|OMP_.*|MKL_.*|CUDA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*"

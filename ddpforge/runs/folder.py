@@ -43,7 +43,7 @@ from typing_extensions import TypedDict
 
 from ddpforge import disk
 from ddpforge.components.local_code import neighbours
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 from ddpforge.runs.environment import describe_environment
 from ddpforge.runs.metrics import renamed_metric
 
@@ -228,10 +228,10 @@ class RunFolder:
 
         Raises UsageError if `out` is a remote address.
         """
-        from ddpforge.recipe.schema import refuse_remote
+        from ddpforge.recipe.schema import reject_remote
 
         try:
-            refuse_remote(str(out or recipe.output_dir))
+            reject_remote(str(out or recipe.output_dir))
         except ValueError as error:
             raise UsageError(f"--out {str(out)!r} {error}") from error
         return cls(Path(out or recipe.output_dir) / recipe.name)
@@ -273,7 +273,7 @@ class RunFolder:
 
         Raises:
             UsageError: Something other than a run is at this path.
-            EnvironmentProblem: The folder cannot be written.
+            SetupError: The folder cannot be written.
         """
         with ExitStack() as claims:
             draft = self._draft()
@@ -376,7 +376,7 @@ class RunFolder:
     def claim(self) -> Iterator[None]:
         """Locks the folder, so that no other process trains here at the same time and removes files of this one.
 
-        Raises EnvironmentProblem if another process holds the lock. The lock ends with its process.
+        Raises SetupError if another process holds the lock. The lock ends with its process.
         """
         path = self.logs / "lock"
         with _writing(self.path):
@@ -388,7 +388,7 @@ class RunFolder:
             except (BlockingIOError, PermissionError) as error:
                 file.seek(0)
                 who = file.read(200).decode("ascii", errors="replace").strip() or "another process"
-                raise EnvironmentProblem(
+                raise SetupError(
                     f"another training already uses {self.path}: {who}",
                     hints=["wait until it ends, or end it; if its launcher was killed, its ranks may still be running"],
                 ) from error
@@ -434,12 +434,12 @@ class RunFolder:
         return _read(path, Status) if os.path.lexists(path) else None
 
     def code(self, path: Path) -> bytes:
-        """Returns the contents of a copy of local code; raises EnvironmentProblem if it is no plain file."""
+        """Returns the contents of a copy of local code; raises SetupError if it is no plain file."""
         with _reading(path):
             return disk.read_plain(path, _MOST_CODE, within=self.path)
 
-    def refuse_odd(self) -> None:
-        """Raises EnvironmentProblem if the folder contains a link, a pipe or a device.
+    def reject_odd(self) -> None:
+        """Raises SetupError if the folder contains a link, a pipe or a device.
 
         The folder of checkpoints may be a link to another disk.
         """
@@ -449,7 +449,7 @@ class RunFolder:
             if not (self.path / name).is_symlink():
                 odd += disk.odd_entries(self.path / name, deep=True)
         if odd:
-            raise EnvironmentProblem(
+            raise SetupError(
                 f"{odd[0]} is a link or a special file, which no run creates",
                 hints=["remove it: a run's folder has only files and folders; only `checkpoints` may be a link"],
             )
@@ -485,7 +485,7 @@ class RunFolder:
 
     def read_failure(self) -> dict[str, Any] | None:
         """Reads `failure.json`; None if it is missing or damaged."""
-        with suppress(EnvironmentProblem):
+        with suppress(SetupError):
             return {"phase": None, "step": None, **_read(self.failure, _Failure)}
         return None
 
@@ -506,7 +506,7 @@ class RunFolder:
 
     def amend_failure(self, error: str, code: int, states: Collection[State] = ("running", "failed")) -> None:
         """Records a failure in `status.json` if no run trains here and the state is one of `states`."""
-        with suppress(EnvironmentProblem), self.claim():
+        with suppress(SetupError), self.claim():
             if (status := self.status()) and status["state"] in states:
                 self.write_status({**status, "state": "failed", "exit_code": code, "error": error})
 
@@ -525,7 +525,7 @@ class RunFolder:
     def _write_recipe(self, text: str, resolved: str, local_files: Mapping[str, bytes]) -> None:
         for name, contents in local_files.items():
             target = self.path / _inside(name)
-            disk.refuse_linked_folders(target.parent, self.path)
+            disk.reject_linked_folders(target.parent, self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             disk.replace(target, contents)
         disk.replace(self.recipe, text.encode())
@@ -562,7 +562,7 @@ def _is_odd(value: float | None) -> bool:
 
 
 def _read(path: Path, kind: type[_Kind]) -> _Kind:
-    """Reads a JSON object with the keys and types of a TypedDict; raises EnvironmentProblem for any other content."""
+    """Reads a JSON object with the keys and types of a TypedDict; raises SetupError for any other content."""
     from pydantic import ValidationError
 
     with _reading(path):
@@ -601,7 +601,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror or error if isinstance(error, OSError) else error
-        raise EnvironmentProblem(f"{path} cannot be read: {why}") from error
+        raise SetupError(f"{path} cannot be read: {why}") from error
 
 
 @contextmanager
@@ -609,4 +609,4 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EnvironmentProblem(f"the run's folder {path} cannot be written: {error}") from error
+        raise SetupError(f"the run's folder {path} cannot be written: {error}") from error

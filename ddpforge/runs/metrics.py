@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpforge import disk
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 from ddpforge.interfaces import Tracker
 
 FILE = "metrics.jsonl"
@@ -41,7 +41,7 @@ class JSONLTracker(Tracker):
     JSON has no NaN: a metric that is not finite is written as null and named in the row's `nonfinite` list.
     `attempt` is the number of the run attempt, from 1. A resume moves the rows that it repeats to
     `metrics.superseded.jsonl`, so that each step has one version. If the file is removed during training, it is
-    written again, with a warning. Unlike other trackers, this one raises EnvironmentProblem if it cannot write.
+    written again, with a warning. Unlike other trackers, this one raises SetupError if it cannot write.
     """
 
     rows = 0  # in the file
@@ -124,11 +124,11 @@ def read_metrics(folder: Path) -> list[Row]:
     """Returns the rows of the run in `folder`, one per step, in order. Values that were not finite are NaN.
 
     The training and evaluation rows of a step are merged. An incomplete last line, of a running or killed run, is
-    skipped. Raises EnvironmentProblem if there is no file or it is damaged.
+    skipped. Raises SetupError if there is no file or it is damaged.
     """
     path = folder / FILE
     if not os.path.lexists(path):
-        raise EnvironmentProblem(f"there is no {path}", hints=["name the folder of a run"])
+        raise SetupError(f"there is no {path}", hints=["name the folder of a run"])
 
     steps: dict[int, Row] = {}
     for row in _parse(path):
@@ -148,7 +148,7 @@ def latest_rows(folder: Path) -> list[Row]:
         raise _unreadable(folder / FILE, error) from error
     try:
         return _rows(lines, folder / FILE)
-    except EnvironmentProblem:
+    except SetupError:
         return _parse(folder / FILE)  # counts lines from the first, for the error message
 
 
@@ -249,9 +249,9 @@ def _blocks(path: Path) -> Iterator[bytes]:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, why: OSError | str) -> EnvironmentProblem:
+def _unreadable(path: Path, why: OSError | str) -> SetupError:
     said = (why.strerror or why) if isinstance(why, OSError) else why
-    return EnvironmentProblem(f"{path} cannot be read: {said}", hints=["repair the file, or move it away"])
+    return SetupError(f"{path} cannot be read: {said}", hints=["repair the file, or move it away"])
 
 
 def _rows(lines: list[bytes], path: Path) -> list[Row]:
@@ -268,7 +268,7 @@ def _rows(lines: list[bytes], path: Path) -> list[Row]:
                 if not zeros:
                     message = f"{path}, line {number} is not a row of metrics"
                     hints = ["repair or remove the line, or move the file away"]
-                    raise EnvironmentProblem(message, hints=hints) from error
+                    raise SetupError(message, hints=hints) from error
     if any(b"\0" in line for line in lines):
         log.warning("%s contains zero bytes, probably after a power failure: the rows in these places are lost", path)
     return rows
@@ -325,6 +325,4 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         message = f"cannot write {path}: {error.strerror}"
-        raise EnvironmentProblem(
-            message, hints=["check if the disk is full, the folder read-only, or removed"]
-        ) from error
+        raise SetupError(message, hints=["check if the disk is full, the folder read-only, or removed"]) from error

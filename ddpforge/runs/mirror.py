@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpforge import disk
 from ddpforge.checkpoint.schema import COMMIT, FOLDER
-from ddpforge.confidential import redact
-from ddpforge.errors import CheckpointError, EnvironmentProblem, ForgeError, UsageError
+from ddpforge.errors import CheckpointError, ForgeError, SetupError, UsageError
 from ddpforge.interfaces import Tracker
 from ddpforge.runs.folder import RunFolder
+from ddpforge.secret_redaction import redact
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import CheckpointSection
@@ -75,7 +75,7 @@ class Mirror(Tracker):
     def fetch(self, *, fresh: bool) -> None:
         """Restores the run if this machine does not have it.
 
-        Raises EnvironmentProblem if the mirror cannot be read. Raises UsageError if it contains another run or a later
+        Raises SetupError if the mirror cannot be read. Raises UsageError if it contains another run or a later
         state of this run, or, with `fresh`, any run.
         """
         with self._reaching("read"):
@@ -88,7 +88,7 @@ class Mirror(Tracker):
                 hints=["give the recipe another `name` or checkpoint.mirror", "or remove the old run there"],
             )
         if self._folder.exists():
-            self._refuse_another(there)
+            self._reject_another(there)
         else:
             with self._reaching("read"):
                 self._bring()
@@ -96,10 +96,10 @@ class Mirror(Tracker):
     def _run_there(self) -> str | None:
         path = f"{self._root}/run.json"
         self._files.invalidate_cache()
-        self._refuse_odd(path)
+        self._reject_odd(path)
         return self._files.cat_file(path).decode() if self._files.exists(path) else None
 
-    def _refuse_another(self, there: str) -> None:
+    def _reject_another(self, there: str) -> None:
         if _id_in(there) != self._folder.id:
             raise UsageError(
                 f"{self.place} contains another run than {self._folder.path}",
@@ -126,7 +126,7 @@ class Mirror(Tracker):
             parts = name.split("/")
             # A name in a bucket may contain "..", which would lead out of the folder. No run writes one.
             if ".." not in parts and (parts[0] != "checkpoints" or parts[1] in complete):
-                self._refuse_odd(file)
+                self._reject_odd(file)
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(file, str(draft / name))
         (draft / "checkpoints").mkdir(exist_ok=True)
@@ -195,13 +195,13 @@ class Mirror(Tracker):
             self._compare(path, target)
         return sum(path.lstat().st_size for path in files)
 
-    def _refuse_odd(self, there: str) -> None:
+    def _reject_odd(self, there: str) -> None:
         """Raises OSError if a mirror on a disk has a link, a pipe or a device at this path, or a link in a parent."""
         # Reading a pipe may block forever, and a copy would write through a link.
         if isinstance(self._files.protocol, str) or "file" not in self._files.protocol:
             return
         path, place = Path(there), Path(_open(self._url)[1])
-        disk.refuse_linked_folders(path.parent, place)
+        disk.reject_linked_folders(path.parent, place)
         if os.path.lexists(path):
             try:
                 disk.plain_size(path)
@@ -209,7 +209,7 @@ class Mirror(Tracker):
                 raise OSError(error.errno, f"{path}: {error.strerror}") from error
 
     def _put(self, path: Path, target: str) -> None:
-        self._refuse_odd(target)
+        self._reject_odd(target)
         if self._url.partition("://")[0] not in _STORES:  # object stores have no folders
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(path), target)
@@ -226,7 +226,7 @@ class Mirror(Tracker):
 
     def _remove(self, name: str) -> None:
         there = f"{self._root}/checkpoints/{name}"
-        self._refuse_odd(f"{there}/{COMMIT}")
+        self._reject_odd(f"{there}/{COMMIT}")
         self._files.rm_file(f"{there}/{COMMIT}")  # from here on the copy is not valid
         self._files.rm(there, recursive=True)
 
@@ -265,13 +265,13 @@ class Mirror(Tracker):
 
     @contextmanager
     def _reaching(self, how: str) -> Iterator[None]:
-        """Turns any exception of a file system into an EnvironmentProblem."""
+        """Turns any exception of a file system into an SetupError."""
         try:
             yield
         except ForgeError:
             raise
         except Exception as error:  # fsspec's exceptions have no common base class
-            raise EnvironmentProblem(
+            raise SetupError(
                 f"checkpoint.mirror: {self.place} cannot be {how}: {_said(error)}",
                 hints=["check that the address exists, and that the credentials in the environment have access to it"],
             ) from error
@@ -287,7 +287,7 @@ def _open(url: str) -> tuple[Any, str]:
     except ImportError as error:
         extra = _STORES.get(protocol)
         hint = f"pip install 'ddpforge[{extra}]'" if extra else str(error)
-        raise EnvironmentProblem(
+        raise SetupError(
             f"checkpoint.mirror: {protocol}:// needs a package that is not installed", hints=[hint]
         ) from error
     except Exception as error:

@@ -21,7 +21,7 @@ def equalise_buffers(model: nn.Module, ranks: Ranks) -> None:
     for buffer in model.buffers():
         if id(buffer) in averaged:
             # Running statistics are linear in the batches, so the time of averaging does not change the result.
-            buffer.copy_(ranks.sum(buffer) / ranks.size)
+            buffer.copy_(ranks.all_reduce_sum(buffer) / ranks.size)
         else:
             ranks.broadcast(buffer)
 

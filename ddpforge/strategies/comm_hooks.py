@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Part, Range, Ranks
+from ddpforge.interfaces import FlatRange, Ranks, TensorShard
 
-__all__ = ["HoldBack", "PowerSGD"]
+__all__ = ["DeferredAllReduce", "PowerSGD"]
 
 log = logging.getLogger("ddpforge")
 
@@ -23,7 +23,7 @@ _STEP, _ERROR, _FACTOR = "powersgd.step", "powersgd.error", "powersgd.q"
 _Memory = tuple[Tensor, Tensor | None]  # a parameter's error (flat), and its factor Q if it is compressed
 
 
-class HoldBack:
+class DeferredAllReduce:
     """Communication hook that leaves gradients local while `held` is True, and otherwise reduces them with `hook`."""
 
     # It replaces `no_sync` for static graphs: DDP learns the graph in the first step of a process and cannot skip the
@@ -164,13 +164,13 @@ class PowerSGD:
         return columns * rank if worth_it else 0
 
     # -- to disk and back
-    def capture(self) -> dict[str, Tensor | Part | int]:
+    def capture(self) -> dict[str, Tensor | TensorShard | int]:
         """Returns the state for a resume: this rank's errors, and the factors, which are equal on all ranks."""
         rank, ranks = self._ranks.rank, self._ranks.size
-        found: dict[str, Tensor | Part | int] = {_STEP: self._state.iter}
+        found: dict[str, Tensor | TensorShard | int] = {_STEP: self._state.iter}
         for name, (error, factor) in self._memory().items():
             n = error.numel()
-            found[_key(_ERROR, name)] = Part(error, (ranks, n), Range(rank * n, (rank + 1) * n))
+            found[_key(_ERROR, name)] = TensorShard(error, (ranks, n), FlatRange(rank * n, (rank + 1) * n))
             if factor is not None:
                 found[_key(_FACTOR, name)] = factor
         return found
@@ -199,11 +199,11 @@ class PowerSGD:
             whole: Tensor = saved.read()
             return whole.mean(0).to(parameter.device)
         mine = torch.empty(n, dtype=saved.dtype, device=parameter.device)
-        saved.read_into(Range(self._ranks.rank * n, (self._ranks.rank + 1) * n), mine)
+        saved.read_into(FlatRange(self._ranks.rank * n, (self._ranks.rank + 1) * n), mine)
         return mine
 
     def _warn(self, what: str) -> None:
-        if self._ranks.is_main:
+        if self._ranks.is_rank_zero:
             log.warning("powersgd: %s", what)
 
 

@@ -37,8 +37,8 @@ class DDP(Strategy):
     """
 
     contract = Contract(
-        clips="identically on every rank, after the all-reduce, by the norm of all gradients",
-        accumulates="autograd, in the parameters' .grad; one all-reduce per step, in the last micro-batch",
+        clipping="identically on every rank, after the all-reduce, by the norm of all gradients",
+        accumulation="autograd, in the parameters' .grad; one all-reduce per step, in the last micro-batch",
         reads_gradients=True,
         optimizers="several",
         float8=True,
@@ -87,19 +87,19 @@ class DDP(Strategy):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Wraps the model in DistributedDataParallel; on a single rank the model stays as it is."""
         from ddpforge import compat
+        from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
         from ddpforge.strategies.ddp_replica import DDPReplica
-        from ddpforge.strategies.several import InTurns
         from ddpforge.strategies.torch_replica import WholeReplica
 
-        if self.world.all.size == 1:
+        if self.world.global_ranks.size == 1:
             return WholeReplica(self, model, optimizer, may_be_unused=self._may_be_unused, unused_hints=_UNUSED)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise StrategyError(
-                f"DDP over {self.world.all.size} ranks needs a parameter to train, but the model has none",
+                f"DDP over {self.world.global_ranks.size} ranks needs a parameter to train, but the model has none",
                 hints=["set requires_grad = True for the parameters to train"],
             )
         self._share(model)
-        if isinstance(optimizer, InTurns):
+        if isinstance(optimizer, AlternatingOptimizer):
             wrapped = {name: self._wrapped(model, part.param_groups) for name, part in optimizer.parts.items()}
         else:
             wrapped = {"": self._wrapped(model, [{"params": list(model.parameters())}])}
@@ -117,13 +117,15 @@ class DDP(Strategy):
 
     @property
     def _accumulates(self) -> bool:
-        ranks = self.world.data.size
+        ranks = self.world.dp_ranks.size
         return self.train.per_pass(ranks) * ranks < self.train.global_batch
 
     def _share(self, model: nn.Module) -> None:
         """Broadcasts rank 0's parameters and buffers; raises StrategyError if the models of two ranks differ."""
         named = [*model.named_parameters(), *model.named_buffers()]
-        forms = self.world.all.everyone([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named])
+        forms = self.world.global_ranks.all_gather_object(
+            [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named]
+        )
         for rank, form in enumerate(forms):
             if form != forms[0]:
                 name = next((mine or other or ("",))[0] for mine, other in zip_longest(form, forms[0]) if mine != other)
@@ -132,7 +134,7 @@ class DDP(Strategy):
                     hints=["build the same model on every rank: its constructor must not depend on the rank"],
                 )
         for _, tensor in named:  # DDP's own broadcast fails for some dtypes
-            self.world.all.broadcast(tensor)
+            self.world.global_ranks.broadcast(tensor)
 
     def _wrapped(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Wrapped:
         """Wraps the model in DistributedDataParallel for the parameters in `groups`.
@@ -143,5 +145,5 @@ class DDP(Strategy):
         from ddpforge.strategies.ddp_replica import Wrapped
 
         mine = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
-        powersgd = PowerSGD(*self._powersgd, self.world.all) if self._powersgd else None
+        powersgd = PowerSGD(*self._powersgd, self.world.global_ranks) if self._powersgd else None
         return Wrapped.of(model, mine, self._options, self._compression, powersgd)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpforge import compat
 from ddpforge.interfaces import CanonicalState, SavedTensor
-from ddpforge.strategies.comm_hooks import HoldBack, PowerSGD
+from ddpforge.strategies.comm_hooks import DeferredAllReduce, PowerSGD
 from ddpforge.strategies.torch_replica import WholeReplica
 
 __all__ = ["DDPReplica", "Wrapped"]
@@ -44,7 +44,7 @@ class Wrapped(NamedTuple):
     """DistributedDataParallel and the parts of its communication hook."""
 
     module: DistributedDataParallel
-    holds_back: HoldBack | None
+    holds_back: DeferredAllReduce | None
     powersgd: PowerSGD | None
 
     @classmethod
@@ -64,7 +64,7 @@ class Wrapped(NamedTuple):
         if powersgd:
             powersgd.look_at(model)
             hook = powersgd.reduce
-        holds_back = HoldBack(hook or default_hooks.allreduce_hook) if options["static_graph"] else None
+        holds_back = DeferredAllReduce(hook or default_hooks.allreduce_hook) if options["static_graph"] else None
         if holds_back:
             hook = holds_back.reduce
         if hook is not None:
@@ -83,13 +83,13 @@ class DDPReplica(WholeReplica):
         self._powersgd = self._now.powersgd
 
     @contextmanager
-    def turn(self, name: str) -> Iterator[None]:
+    def select_update(self, name: str) -> Iterator[None]:
         """Also runs forward passes through the DistributedDataParallel of the turn."""
         before = self._now
         self._now = self._wrapped[name]
         self.module = self._now.module
         try:
-            with super().turn(name):
+            with super().select_update(name):
                 yield
         finally:
             self._now, self.module = before, before.module
@@ -111,4 +111,4 @@ class DDPReplica(WholeReplica):
         """Restores everything on every rank, and this rank's memory of PowerSGD."""
         super().load_state(state, partial=partial)
         if self._powersgd and not partial:
-            self._powersgd.restore(state.shared)
+            self._powersgd.restore(state.extra_state)

@@ -63,7 +63,7 @@ class Gradients:
         if len(found) != len(self.trained):  # counting is free, so every step is checked
             self._explain()
         if self._missing and (places := self._missing()):
-            self.refuse_unused([self.trained[place] for place in places])
+            self.check_unused([self.trained[place] for place in places])
         return found
 
     def clear(self) -> None:
@@ -77,7 +77,7 @@ class Gradients:
         if kept:
             compat.foreach("zero_", kept)
 
-    def refuse_unused(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
+    def check_unused(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
         """Raises StrategyError for parameters that forward did not use on this rank."""
         more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
         raise StrategyError(
@@ -86,7 +86,7 @@ class Gradients:
             hints=["remove it from the model, or set requires_grad = False", *self._hints],
         )
 
-    def refuse_thawed(self, parameter: nn.Parameter) -> NoReturn:
+    def check_thawed(self, parameter: nn.Parameter) -> NoReturn:
         """Raises StrategyError for a parameter that was frozen at construction and gets gradients now."""
         raise StrategyError(
             f"parameter `{self.names[id(parameter)]}` was frozen when the model was wrapped and gets gradients now; "
@@ -97,7 +97,7 @@ class Gradients:
     def _explain(self) -> None:
         for parameter in self.frozen:
             if parameter.grad is not None:
-                self.refuse_thawed(parameter)
+                self.check_thawed(parameter)
         unused = [parameter for parameter in self.trained if parameter.grad is None]
         if len(unused) == len(self.trained):
             raise UsageError(
@@ -105,4 +105,4 @@ class Gradients:
                 hints=["look for `.detach()`, `.item()` or `torch.no_grad()` on the way to the loss"],
             )
         if unused and not self._may_be_unused:
-            self.refuse_unused(unused)
+            self.check_unused(unused)

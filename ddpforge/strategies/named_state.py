@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import CanonicalState, Part, Region, SavedTensor, read_all
-from ddpforge.strategies.several import members
+from ddpforge.interfaces import CanonicalState, Region, SavedTensor, TensorShard, read_all
+from ddpforge.strategies.composite_optimizer import member_optimizers
 
 __all__ = ["capture", "match", "match_form", "restore", "tensors"]
 
 
-def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
+def capture(model: nn.Module, optimizer: Optimizer) -> CanonicalState[Tensor | TensorShard]:
     """Returns the state of the bare `model` and of its `optimizer`; tensors are references, not copies."""
     names = _names(model)
     weights, aliases = tensors(model)
-    # `OwnState` captures entries that belong to no parameter.
+    # `OptimizerExtraState` captures entries that belong to no parameter.
     owned = {parameter: entry for parameter, entry in optimizer.state.items() if isinstance(parameter, Tensor)}
     state = {names[id(parameter)]: dict(entry) for parameter, entry in owned.items() if entry}
     return CanonicalState({name: tensor.detach() for name, tensor in weights.items()}, state, aliases)
@@ -50,7 +50,7 @@ def restore(
     state: CanonicalState[SavedTensor],
     *,
     partial: bool = False,
-    part_of: Callable[[str, Tensor], Part] = lambda name, tensor: Part.whole(tensor),
+    part_of: Callable[[str, Tensor], TensorShard] = lambda name, tensor: TensorShard.whole(tensor),
     like: Callable[[Tensor, Tensor], Tensor] = lambda mine, parameter: mine,
 ) -> None:
     """Reads `state` into `model` and `optimizer` in place; the optimizer keeps the recipe's hyper-parameters.
@@ -72,13 +72,13 @@ def restore(
         match_form(name, part.shape, held[name].dtype, state.model[name])
     read_all((state.model[name], part.region, part.tensor) for name, part in found.items())
 
-    trained = {name for _, member in members(optimizer) for name, _ in _indices(member, _names(model))}
+    trained = {name for _, member in member_optimizers(optimizer) for name, _ in _indices(member, _names(model))}
     if unknown := sorted(set(state.optimizer) - trained):
         raise CheckpointError(f"the checkpoint holds optimizer state of `{unknown[0]}`, which is not trained here")
     if partial and not state.optimizer:
         return
 
-    for _, member in members(optimizer):
+    for _, member in member_optimizers(optimizer):
         # torch's loader moves each tensor to its parameter's device and converts `step` as the optimizer expects it.
         packed = member.state_dict()
         entries: dict[int, dict[str, Any]] = {}

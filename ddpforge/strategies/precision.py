@@ -13,12 +13,12 @@ from torch.optim import SGD, Optimizer
 
 from ddpforge import compat
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.several import members
+from ddpforge.strategies.composite_optimizer import member_optimizers
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["Precision", "precision_for", "refuse_float64", "remade"]
+__all__ = ["Precision", "check_float64", "precision_for", "recomputed_casts"]
 
 
 class Precision:
@@ -45,7 +45,7 @@ class Precision:
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False))
             if not compiled:
-                stack.enter_context(remade())
+                stack.enter_context(recomputed_casts())
             yield
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
@@ -59,7 +59,7 @@ class Precision:
 
     def update(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Steps `optimizer` unless `norm`, the norm of all gradients, is not finite."""
-        for _, member in members(optimizer):
+        for _, member in member_optimizers(optimizer):
             self._update(member, norm)
 
     def _update(self, optimizer: Optimizer, norm: Tensor) -> None:
@@ -133,7 +133,7 @@ def precision_for(name: Literal["fp32", "bf16", "fp16"], device: torch.device) -
     return Precision(device, torch.bfloat16 if name == "bf16" else None)
 
 
-def refuse_float64(model: nn.Module, train: TrainSection) -> None:
+def check_float64(model: nn.Module, train: TrainSection) -> None:
     """Raises StrategyError for a float64 parameter unless `train.precision` is "fp32"."""
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float64 and train.precision != "fp32":
@@ -193,7 +193,7 @@ class _Cast(NamedTuple):
     offset: int
 
 
-def remade() -> torch.autograd.graph.saved_tensors_hooks:
+def recomputed_casts() -> torch.autograd.graph.saved_tensors_hooks:
     """Returns hooks within which autograd saves a reference to a weight instead of its copy in another dtype.
 
     The backward pass casts the weight again. The weight must have its memory and the same values at that time.

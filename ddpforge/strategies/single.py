@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddpforge.interfaces import Contract, Refusal, Replica, Strategy
+from ddpforge.interfaces import Contract, Replica, Strategy, Unsupported
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,17 +20,17 @@ class Single(Strategy):
     """Strategy for one process; it refuses to start in several."""
 
     contract = Contract(
-        clips="before the update, by the norm of all gradients",
-        accumulates="autograd, in the parameters' .grad",
+        clipping="before the update, by the norm of all gradients",
+        accumulation="autograd, in the parameters' .grad",
         reads_gradients=True,
         optimizers="several",
         float8=True,
     )
 
-    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+    def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
         """Refuses more than one process."""
         if ranks > 1:
-            yield Refusal(
+            yield Unsupported(
                 "strategy.use",
                 f'strategy.use = "single" was started in {ranks} processes, which would train the same model '
                 f"{ranks} times",

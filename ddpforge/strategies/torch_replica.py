@@ -15,22 +15,22 @@ from torch.optim import Optimizer
 from ddpforge import compat
 from ddpforge.interfaces import (
     CanonicalState,
-    Exploring,
-    Part,
+    FullWeights,
+    MultiPassOptimizer,
     Replica,
     SavedTensor,
     Strategy,
+    TensorShard,
     Weights,
-    WholeWeights,
 )
 from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
+from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, member_optimizers
 from ddpforge.strategies.gradients import Gradients
-from ddpforge.strategies.optimizer_trial import refuse_sparse
-from ddpforge.strategies.own_state import OwnState
-from ddpforge.strategies.precision import precision_for, refuse_float64
-from ddpforge.strategies.several import InTurns, members
-from ddpforge.strategies.watch import refuse_loss, watched
+from ddpforge.strategies.optimizer_extra_state import OptimizerExtraState
+from ddpforge.strategies.optimizer_probe import check_sparse_gradients
+from ddpforge.strategies.parameter_guard import check_loss, guarded_forward
+from ddpforge.strategies.precision import check_float64, precision_for
 
 __all__ = ["TorchReplica", "WholeReplica"]
 
@@ -63,30 +63,30 @@ class TorchReplica(Replica):
 
         `missing` is as in `Gradients`.
         """
-        self.bare, self.module, self.optimizer = bare, module or bare, optimizer
+        self.unwrapped, self.module, self.optimizer = bare, module or bare, optimizer
         self.weights = weights
         self.world, self.train = strategy.world, strategy.train
         self.precision = precision_for(self.train.precision, self.world.device)
         self.clip_norm = self.train.clip_norm
         self.gradients = Gradients(
-            bare, self.world.all, may_be_unused=may_be_unused, hints=unused_hints, missing=missing
+            bare, self.world.global_ranks, may_be_unused=may_be_unused, hints=unused_hints, missing=missing
         )
         self._turns = {
             name: Gradients(
                 bare,
-                self.world.all,
+                self.world.global_ranks,
                 may_be_unused=may_be_unused,
                 hints=[f"or give it to another turn: optimizer.updates.{name}.parameters", *unused_hints],
                 some=[parameter for group in part.param_groups for parameter in group["params"]],
             )
-            for name, part in (optimizer.parts.items() if isinstance(optimizer, InTurns) else ())
+            for name, part in (optimizer.parts.items() if isinstance(optimizer, AlternatingOptimizer) else ())
         }
         self._shards = strategy.contract.shards
-        parts = dict(members(optimizer))
-        self._own = [OwnState(member, name, parts) for name, member in parts.items()]
+        parts = dict(member_optimizers(optimizer))
+        self._own = [OptimizerExtraState(member, name, parts) for name, member in parts.items()]
         self.updated = False  # True after the first step of this process
-        refuse_sparse(optimizer, bare, sharded=bool(self._shards))
-        refuse_float64(bare, self.train)
+        check_sparse_gradients(optimizer, bare, sharded=bool(self._shards))
+        check_float64(bare, self.train)
         self.compile(self.module)
 
     def compile(self, module: nn.Module) -> None:
@@ -97,9 +97,9 @@ class TorchReplica(Replica):
 
     # -- one step
     @contextmanager
-    def turn(self, name: str) -> Iterator[None]:
+    def select_update(self, name: str) -> Iterator[None]:
         """Freezes other turns' parameters within the block; uses this turn's optimizer, gradients and clip norm."""
-        whole, everything = cast(InTurns, self.optimizer), self.gradients
+        whole, everything = cast(AlternatingOptimizer, self.optimizer), self.gradients
         own = self._turns[name]
         others = [parameter for parameter in own.frozen if parameter.requires_grad]
         self.optimizer, self.gradients = whole.parts[name], own
@@ -115,7 +115,7 @@ class TorchReplica(Replica):
 
     def forward(self, *, last: bool = True) -> AbstractContextManager[Any]:
         """Returns autocast for bf16 and fp16, nothing for fp32; also checks training passes before the first update."""
-        if self.updated or not self.bare.training:
+        if self.updated or not self.unwrapped.training:
             return self.autocast()
         return self._watched()
 
@@ -136,8 +136,8 @@ class TorchReplica(Replica):
     def _watched(self) -> Iterator[None]:
         with (
             self.autocast(),
-            watched(
-                self.bare,
+            guarded_forward(
+                self.unwrapped,
                 shards_weights="weights" in self._shards,
                 shards_gradients=bool(self._shards),
                 eager=self.train.compile == "off",
@@ -147,7 +147,7 @@ class TorchReplica(Replica):
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
         """Adds the gradients of `loss` times `scale`, and for fp16 times the loss scale."""
-        refuse_loss(loss)
+        check_loss(loss)
         self.precision.backward(loss, scale)
 
     def step(self) -> Tensor:
@@ -163,13 +163,13 @@ class TorchReplica(Replica):
         self.gradients.clear()
         return norm
 
-    def explore(self, optimizer: Exploring) -> Tensor:
+    def perturb(self, optimizer: MultiPassOptimizer) -> Tensor:
         """Unscales, measures the norm, calls `optimizer.explore` with it if it is finite, and clears."""
         self.precision.unscale(cast(Optimizer, optimizer))
         norm = self.norm(self.gradients.collect())
         self.precision.leave()
         if math.isfinite(number := norm.item()):
-            optimizer.explore(number)
+            optimizer.perturb(number)
         self.gradients.clear()
         return norm
 
@@ -188,11 +188,13 @@ class TorchReplica(Replica):
         """Scales the gradients down from the norm `norm` to the norm `largest`."""
         torch.nn.utils.clip_grads_with_norm_(self.gradients.trained, largest, norm)
 
-    def gradients_by_name(self) -> Mapping[str, Part]:
+    def gradients_by_name(self) -> Mapping[str, TensorShard]:
         """Returns this rank's parts of the gradients in `.grad`; `held` returns their elements."""
-        names, parts = self.gradients.names, self.weights.parts()
+        names, parts = self.gradients.names, self.weights.shards()
         found = {names[id(p)]: p.grad for p in self.gradients.trained if p.grad is not None}
-        return dict(zip(found, map(Part.of, (parts[name] for name in found), self.held(found.values())), strict=True))
+        return dict(
+            zip(found, map(TensorShard.of, (parts[name] for name in found), self.held(found.values())), strict=True)
+        )
 
     def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         """Returns this rank's elements of gradients, as views."""
@@ -204,7 +206,7 @@ class TorchReplica(Replica):
 
     def sync_buffers(self) -> None:
         """Averages BatchNorm's statistics over ranks, and sets other buffers to rank 0's values."""
-        equalise_buffers(self.bare, self.world.all)
+        equalise_buffers(self.unwrapped, self.world.global_ranks)
 
     # -- to disk and back
     def remembered(self) -> Mapping[str, Any]:
@@ -214,8 +216,8 @@ class TorchReplica(Replica):
     def remember(self, state: CanonicalState[SavedTensor]) -> None:
         """Restores the state from `remembered`, and the loss scale of fp16."""
         for own in self._own:
-            own.restore(state.shared)
-        self.precision.load_state(state.numbers)
+            own.restore(state.extra_state)
+        self.precision.load_state(state.scalars)
 
 
 class WholeReplica(TorchReplica):
@@ -223,14 +225,14 @@ class WholeReplica(TorchReplica):
 
     def __init__(self, strategy: Strategy, bare: nn.Module, optimizer: Optimizer, **options: Any) -> None:
         """Passes `options` to TorchReplica."""
-        super().__init__(strategy, bare, optimizer, WholeWeights(bare, strategy.world.all), **options)
+        super().__init__(strategy, bare, optimizer, FullWeights(bare, strategy.world.global_ranks), **options)
 
-    def state(self) -> CanonicalState[Tensor | Part]:
+    def state(self) -> CanonicalState[Tensor | TensorShard]:
         """Returns the whole state, which every rank holds."""
-        state = named_state.capture(self.bare, self.optimizer)
-        return replace(state, shared=self.remembered(), numbers=self.precision.state())
+        state = named_state.capture(self.unwrapped, self.optimizer)
+        return replace(state, extra_state=self.remembered(), scalars=self.precision.state())
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
         """Restores the whole state on every rank."""
-        named_state.restore(self.bare, self.optimizer, state, partial=partial)
+        named_state.restore(self.unwrapped, self.optimizer, state, partial=partial)
         self.remember(state)

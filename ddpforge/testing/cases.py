@@ -22,7 +22,7 @@ from ddpforge.components.local_code import PREFIX
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.recipe.schema import VERSION, Component
-from ddpforge.testing import companions
+from ddpforge.testing import fixtures
 from ddpforge.testing.report import Breach, source_of
 from ddpforge.testing.settings import SECTIONS, SETTINGS, find_settings, tables_of
 
@@ -114,7 +114,7 @@ class Case:
     @cached_property
     def sections(self) -> dict[str, Any]:
         """Returns the sections of a recipe: those in the author's settings, and defaults for the others."""
-        return companions.DEFAULTS | {key: self.settings[key] for key in SECTIONS if key in self.settings}
+        return fixtures.DEFAULTS | {key: self.settings[key] for key in SECTIONS if key in self.settings}
 
     def lacking(self, error: Exception, kind: str | None = None) -> Breach:
         """Returns a Breach for a component that could not be built, with the settings to write and their file."""

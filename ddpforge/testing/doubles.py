@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpforge.interfaces import Ranks
-from ddpforge.ranks.collectives import Connected
+from ddpforge.ranks.collectives import CollectiveRanks
 
 __all__ = ["ThreadRanks", "in_threads"]
 
@@ -28,7 +28,7 @@ class _Table:
         self.sums = 0
 
 
-class ThreadRanks(Connected):
+class ThreadRanks(CollectiveRanks):
     """Rank that is one of several threads; `sums` counts their reductions."""
 
     def __init__(self, rank: int, table: _Table) -> None:
@@ -40,18 +40,18 @@ class ThreadRanks(Connected):
         """Returns the number of reductions so far."""
         return self._table.sums
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Returns the sum over ranks, added in the order of the ranks."""
         summed = torch.stack(self._exchange(values.detach().clone())).sum(0, dtype=values.dtype)
-        self._table.sums += self.is_main
+        self._table.sums += self.is_rank_zero
         self.barrier()
         return summed
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Returns the objects of all ranks, not copies."""
         return self._exchange(value)
 
-    def bytes_of_rank_0(self, values: Tensor) -> None:
+    def broadcast_bytes(self, values: Tensor) -> None:
         """Copies the values of rank 0 into `values`."""
         values.copy_(self._exchange(values)[0])
         self.barrier()

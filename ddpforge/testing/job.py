@@ -27,15 +27,15 @@ from ddpforge.app.build import build_checked
 from ddpforge.app.choose import choose
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry
-from ddpforge.data.nests import close, digest
+from ddpforge.data.pytree import close, digest
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, GoBack, Part, RunContext, StepInfo, Strategy, Tracker, Weights, World
+from ddpforge.interfaces import Callback, GoBack, RunContext, StepInfo, Strategy, TensorShard, Tracker, Weights, World
 from ddpforge.preflight import Problems
 from ddpforge.ranks.failures import is_symptom
 from ddpforge.ranks.join import join, leave
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe, load_recipe
 from ddpforge.testing.checks.data import batches
 from ddpforge.testing.report import place_of
@@ -54,7 +54,7 @@ class Site:
     registry: Registry
     strategy: Strategy
     world: World
-    peers: Peers
+    peers: WriterGroup
 
     @cached_property
     def loaded(self) -> LoadedRecipe:
@@ -65,19 +65,21 @@ class Site:
         """Builds a trainer for the job's recipe."""
         recipe = self.loaded.recipe
         problems = Problems(self.loaded)
-        chosen = choose(self.loaded, self.registry, problems, ranks=self.world.all.size)
+        chosen = choose(self.loaded, self.registry, problems, ranks=self.world.global_ranks.size)
         chosen = replace(chosen, strategy=self.strategy)
         preflight.check(chosen, problems)
         parts = build_checked(chosen, self.world, problems, samples=False)
-        checkpoints = Checkpoints(self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.all)
+        checkpoints = Checkpoints(
+            self.folder / folder, recipe.checkpoint, peers=self.peers, ranks=self.world.global_ranks
+        )
         (self.folder / folder).mkdir(exist_ok=True)
         trainer = assemble(parts, self.world, checkpoints, tracker, folder=self.folder, life=ExitStack())
-        trainer.saving.origin = {"strategy": recipe.strategy.use, "world_size": self.world.all.size}
+        trainer.saving.origin = {"strategy": recipe.strategy.use, "world_size": self.world.global_ranks.size}
         return trainer
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, on every rank."""
-        return self.world.all.everyone(value)
+        return self.world.global_ranks.all_gather_object(value)
 
 
 class _Rows(Tracker):
@@ -96,11 +98,11 @@ def train(site: Site) -> dict[str, Any]:
     """Trains; returns the rows of all steps, and the path of a file with the initial and final weights."""
     tracker = _Rows()
     trainer = site.trainer(tracker)
-    bare = trainer.replica.bare
+    bare = trainer.replica.unwrapped
     initial = {name: p.detach().clone() for name, p in bare.named_parameters() if p.requires_grad}
     trainer.fit()
     path = site.folder / "weights.pt"
-    if site.world.is_main:
+    if site.world.is_rank_zero:
         torch.save({"initial": initial, "final": bare.state_dict()}, path)
     return {"rows": tracker.rows, "weights": str(path)}
 
@@ -123,7 +125,7 @@ def callback(site: Site) -> dict[str, Any]:
     found, _ = retention.committed(site.folder / "first")
     middle = max((manifest.step, path) for path, manifest in found if manifest.step < last)[1]
     try:
-        resumed, again = _watched(site, "second", Reader(middle))
+        resumed, again = _watched(site, "second", CheckpointReader(middle))
     except _Disagreement as problem:
         return {"state": f"after a resume, {problem}"}
     if again.progress.step != last:
@@ -134,7 +136,7 @@ def callback(site: Site) -> dict[str, Any]:
     return {"state": f"`{apart[0]}` is {_shown(resumed[apart[0]])}, not {_shown(straight[apart[0]])}"} if apart else {}
 
 
-def _watched(site: Site, folder: str, start: Reader | None) -> tuple[dict[str, Any], Trainer]:
+def _watched(site: Site, folder: str, start: CheckpointReader | None) -> tuple[dict[str, Any], Trainer]:
     trainer = site.trainer(Tracker(), folder)
     ((name, inner),) = trainer.callbacks.items()
     trainer.callbacks = trainer.evaluator.callbacks = {name: _Agreeing(inner, site, trainer.replica.weights)}
@@ -148,7 +150,7 @@ def _watched(site: Site, folder: str, start: Reader | None) -> tuple[dict[str, A
                 trainer.saving.checkpoints.wait()
         raise
     inner.on_end(None)
-    kept = {key: x.tensor if isinstance(x, Part) else x for key, x in trainer.callbacks[name].state().items()}
+    kept = {key: x.tensor if isinstance(x, TensorShard) else x for key, x in trainer.callbacks[name].state().items()}
     return {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in kept.items()}, trainer
 
 
@@ -210,10 +212,10 @@ class _Agreeing(Callback):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        before = [digest(part.tensor) for part in self.weights.parts().values()]
+        before = [digest(part.tensor) for part in self.weights.shards().values()]
         with self.inner.evaluating():
             yield
-        if [digest(part.tensor) for part in self.weights.parts().values()] != before:
+        if [digest(part.tensor) for part in self.weights.shards().values()] != before:
             raise AssertionError("the weights after `evaluating` differ from those before it")
 
     def while_evaluating(self, step: int) -> Mapping[str, float]:
@@ -227,7 +229,7 @@ class _Agreeing(Callback):
 
     def state(self) -> Mapping[str, Any]:
         found = self.inner.state()
-        plain = {key: value for key, value in found.items() if not isinstance(value, Part)}
+        plain = {key: value for key, value in found.items() if not isinstance(value, TensorShard)}
         shown = {key: digest(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
         _compare(self.site, "its state", shown)
         return found
@@ -248,7 +250,7 @@ def main(path: str) -> int:
     first = load_recipe(orders[0]["recipe"], registry=registry).recipe
     strategy: Strategy = registry.build("strategy", first.strategy)
     world = strategy.setup(first.train, join(first.train, strategy))
-    peers = Peers.of(world.all, _PATIENCE)
+    peers = WriterGroup.of(world.global_ranks, _PATIENCE)
     for order in orders:
         folder = Path(order["folder"])
         site = Site(order["recipe"], folder, registry, strategy, world, peers)
@@ -256,9 +258,9 @@ def main(path: str) -> int:
             found = _JOBS[order["job"]](site)
             site.gather(None)  # no rank begins the next job while another one may fail in this one
         except BaseException as error:
-            _write(folder / f"failed-{world.all.rank}.json", _failure(error, world, site, order["kind"]))
+            _write(folder / f"failed-{world.global_ranks.rank}.json", _failure(error, world, site, order["kind"]))
             return 1
-        _write(folder / f"done-{world.all.rank}.json", found)
+        _write(folder / f"done-{world.global_ranks.rank}.json", found)
     leave(world)
     return 0
 
@@ -279,7 +281,7 @@ def _failure(error: BaseException, world: World, site: Site, kind: str) -> dict[
     return {
         "time": time.time(),
         "symptom": is_symptom(error),
-        "rank": world.all.rank,
+        "rank": world.global_ranks.rank,
         "error": f"{type(error).__name__}: {error}",
         "where": where,
         "hints": list(getattr(error, "hints", ())),

@@ -10,9 +10,9 @@ from types import TracebackType
 from ddpforge.errors import ForgeError
 from ddpforge.testing import checks as checks  # registers them
 from ddpforge.testing.cases import Case, find_cases
-from ddpforge.testing.register import Check, checks_of
-from ddpforge.testing.report import Breach, Interrupted, NotApplicable, Result, place_of
-from ddpforge.testing.worlds import Worlds
+from ddpforge.testing.multi_rank_runs import MultiRankRuns
+from ddpforge.testing.registered_checks import Check, checks_of
+from ddpforge.testing.report import Breach, KitInterrupted, NotApplicable, Result, place_of
 
 __all__ = ["Kit", "conform"]
 
@@ -26,7 +26,7 @@ class Kit:
         self, cases: Sequence[Case], *, quick: bool = False, say: Callable[[str], None] = lambda _: None
     ) -> None:
         self.cases, self.quick = list(cases), quick
-        self._worlds = Worlds(self.cases, say)
+        self._worlds = MultiRankRuns(self.cases, say)
         self._broken: dict[int, str] = {}  # id of a case to its failed check in _FIRST
 
     def __enter__(self) -> Kit:
@@ -61,7 +61,7 @@ class Kit:
             check.function(case, self._worlds)
         except NotApplicable as reason:
             return verdict("skipped", found=str(reason))
-        except Interrupted:
+        except KitInterrupted:
             raise
         except Breach as breach:
             failure = breach

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from ddpforge.errors import ExitCode, ForgeError
 
-__all__ = ["Breach", "Interrupted", "NotApplicable", "Result", "blame", "place_of", "source_of"]
+__all__ = ["Breach", "KitInterrupted", "NotApplicable", "Result", "blame", "place_of", "source_of"]
 
 
-class Interrupted(ForgeError):
+class KitInterrupted(ForgeError):
     """Raised if the user or the system stopped the kit's ranks: the kit ends, too."""
 
     exit_code = ExitCode.INTERRUPTED

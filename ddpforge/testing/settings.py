@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.errors import UsageError
-from ddpforge.testing.register import checks_of
+from ddpforge.testing.registered_checks import checks_of
 
 __all__ = ["SECTIONS", "SETTINGS", "find_settings", "tables_of"]
 

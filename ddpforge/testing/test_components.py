@@ -6,7 +6,7 @@ import pytest
 
 from ddpforge.testing.cases import Case
 from ddpforge.testing.kit import Kit
-from ddpforge.testing.register import Check
+from ddpforge.testing.registered_checks import Check
 
 
 def test_component(component_check: tuple[Case, Check], kit: Kit) -> None:

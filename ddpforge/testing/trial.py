@@ -10,22 +10,22 @@ import torch
 from torch import nn
 
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.data.nests import take
+from ddpforge.data.pytree import take
 from ddpforge.interfaces import Task, World
-from ddpforge.ranks.collectives import Alone
-from ddpforge.testing import companions
+from ddpforge.ranks.collectives import SingleRank
+from ddpforge.testing import fixtures
 from ddpforge.testing.cases import Case
 from ddpforge.testing.report import Breach, blame, source_of
-from ddpforge.training.beside import declared
-from ddpforge.training.turns import of_turns
+from ddpforge.training.alternating_updates import tasks_by_update
+from ddpforge.training.auxiliary import declared
 
-__all__ = ["SAMPLES", "Trial", "first_batches", "fresh", "settle", "trial_of"]
+__all__ = ["SAMPLES", "ComponentTrial", "first_batches", "fresh", "settle", "trial_of"]
 
 SAMPLES = 6  # has several divisors, because batches are split
 
 
 @dataclass(frozen=True)
-class Trial:
+class ComponentTrial:
     """Components that fit together. `batch` has `samples` samples: SAMPLES, or all if the data has fewer.
 
     `turns` has the task's view for each of its alternating updates, or only the task itself.
@@ -80,12 +80,12 @@ def settle(case: Case) -> None:
         trial_of(case)
 
 
-def trial_of(case: Case) -> Trial:
+def trial_of(case: Case) -> ComponentTrial:
     """Returns the component with the author's model, data and task, else with the first of ddpforge's own that fit."""
     named = {key: case.settings[key] for key in ("model", "data", "task") if key in case.settings}
     needed = {"model", "data", "task"} - {case.kind}
     model = fresh(case) if case.kind == "model" else None
-    choices = [{}] if needed <= named.keys() else companions.candidates(model)
+    choices = [{}] if needed <= named.keys() else fixtures.candidates(model)
     if case.kind in ("task", "metric"):
         case.build()  # reports wrong options of its own first
 
@@ -114,7 +114,7 @@ def trial_of(case: Case) -> Trial:
     )
 
 
-def _try(case: Case) -> Trial:
+def _try(case: Case) -> ComponentTrial:
     model = fresh(case)
     data = case.companion("data", seed=0)
     task = case.build() if case.kind == "task" else case.companion("task")
@@ -122,14 +122,14 @@ def _try(case: Case) -> Trial:
     batch = first.data
     declared(task, model)
     task.check(model, data)
-    alone = Alone()
-    task.start(model, World(all=alone, data=alone, device=alone.device, local_rank=0))
-    turns = list(of_turns(task).values())
+    alone = SingleRank()
+    task.start(model, World(global_ranks=alone, dp_ranks=alone, device=alone.device, local_rank=0))
+    turns = list(tasks_by_update(task).values())
     for one in turns:
         _, outputs = _pair(task, one.loss(model, batch))
     if case.kind == "metric":
         case.build()(outputs.detach(), batch[1])
-    return Trial(model, data, turns, batch, first.samples)
+    return ComponentTrial(model, data, turns, batch, first.samples)
 
 
 class _WrongLoss(Breach):

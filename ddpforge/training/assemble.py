@@ -12,33 +12,33 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import ForgeError, PluginError, recipe_faults
 from ddpforge.interfaces import Callback, CanonicalState, Replica, RunContext, SavedTensor, Task, Tracker, World
 from ddpforge.interop.initial import load_initial
-from ddpforge.ranks.leaving import nobody_leaves
+from ddpforge.ranks.process_exit import forbid_sys_exit
 from ddpforge.recipe.schema import TrainSection
+from ddpforge.training.alternating_updates import batches_per_step
+from ddpforge.training.auxiliary import place
 from ddpforge.training.batchnorm import watch_batchnorm
-from ddpforge.training.beside import place
 from ddpforge.training.blocks import find_blocks, rework_blocks
-from ddpforge.training.contract import contract_of, prove
+from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.fingerprint import compare_built, refuse_other_groups
+from ddpforge.training.fingerprint import check_same_groups, compare_built
 from ddpforge.training.float8 import put_float8
-from ddpforge.training.left_out import has_left_out
+from ddpforge.training.frozen_weights import omits_frozen
 from ddpforge.training.loop import Trainer
+from ddpforge.training.media import MediaLogger
 from ddpforge.training.memory_format import check_channels_last, put_channels_last
 from ddpforge.training.optimizers import build_optimizer
-from ddpforge.training.parameter_groups import here, hold_statistics, parameter_groups
+from ddpforge.training.parameter_groups import freeze_batchnorm_statistics, local_groups, parameter_groups
+from ddpforge.training.reference_check import prepare_reference_check
 from ddpforge.training.restoring import restore_callbacks, restore_kept, restore_weights
-from ddpforge.training.shows import Shows
 from ddpforge.training.stages import Built, Dealt
 from ddpforge.training.task_checks import SMALL
-from ddpforge.training.task_state import NAME, TaskState, Unsaved, has_state, refuse_parameters
-from ddpforge.training.turns import draws_of
-from ddpforge.training.whole import keep_whole
+from ddpforge.training.task_state import NAME, TaskState, Unsaved, check_no_parameters, has_state
 
-__all__ = ["assemble", "compile_losses", "ending", "evaluating"]
+__all__ = ["assemble", "assemble_evaluator", "cleanup", "compile_losses"]
 
 log = logging.getLogger("ddpforge")
 
@@ -69,19 +69,19 @@ def assemble(
     Raises UsageError for parts that do not fit together, PluginError for a broken part.
     """
     recipe = parts.recipe
-    whole = None if trained else keep_whole(parts, contract_of(parts.strategy), world)
+    whole = None if trained else prepare_reference_check(parts, contract_of(parts.strategy), world)
     model = _spread(parts)
     with recipe_faults():
         watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
-        turns, blocks = list(parts.turns), recipe.train.blocks
+        turns, blocks = list(parts.updates), recipe.train.blocks
         optimizer = build_optimizer(parts.registry, recipe.optimizer, model, turns, blocks)
-    refuse_other_groups(world.all, model, optimizer)
+    check_same_groups(world.global_ranks, model, optimizer)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_ignore)
     beside = _beside(parts, world, replica, begins=begins)
-    shows = Shows(tracker, is_main=world.is_main)
-    parts.task.show = shows  # type: ignore[method-assign]
+    shows = MediaLogger(tracker, is_main=world.is_rank_zero)
+    parts.task.log_media = shows  # type: ignore[method-assign]
     _start(parts, world, replica, shows, folder, life)
 
     return Trainer(
@@ -96,7 +96,7 @@ def assemble(
         training=parts.training,
         evaluator=_evaluator(parts, world, replica, beside, parts.callbacks),
         callbacks={**beside, **parts.callbacks},
-        unsaved=Unsaved(parts.task, replica.bare, parts.beside, beside.get(NAME), is_main=world.is_main),
+        unsaved=Unsaved(parts.task, replica.unwrapped, parts.auxiliary, beside.get(NAME), is_main=world.is_rank_zero),
         checkpoints=checkpoints,
         tracker=tracker,
         shows=shows,
@@ -105,8 +105,8 @@ def assemble(
 
 
 @contextmanager
-def evaluating(
-    parts: Dealt, world: World, checkpoint: Reader, folder: Path, *, weights: str | None = None
+def assemble_evaluator(
+    parts: Dealt, world: World, checkpoint: CheckpointReader, folder: Path, *, weights: str | None = None
 ) -> Iterator[Evaluator]:
     """Yields an evaluator of the built `parts` with the weights and the callbacks' state of `checkpoint`.
 
@@ -122,14 +122,14 @@ def evaluating(
     with ExitStack() as life:
         model = _spread(parts)
         with recipe_faults():
-            groups = here(parameter_groups(model, ()))
+            groups = local_groups(parameter_groups(model, ()))
         # A strategy prepares a model together with an optimizer: this SGD has no state.
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
         beside = _beside(parts, world, replica, begins=False)
-        _start(parts, world, replica, Shows(Tracker(), is_main=world.is_main), folder, life)
-        if has_left_out(checkpoint.facts.loop) and (source := parts.recipe.checkpoint.init_from):
+        _start(parts, world, replica, MediaLogger(Tracker(), is_main=world.is_rank_zero), folder, life)
+        if omits_frozen(checkpoint.metadata.loop) and (source := parts.recipe.checkpoint.init_from):
             _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_ignore)
-        restore_weights(replica, checkpoint, world.all)
+        restore_weights(replica, checkpoint, world.global_ranks)
         restore_callbacks(parts.recipe, {**beside, **parts.callbacks}, checkpoint, world)
         if weights is not None:
             restore_kept(replica, checkpoint, weights)
@@ -140,8 +140,8 @@ def evaluating(
 # ---------------------------------------------------------------------------------------------- parts of both
 def _beside(parts: Dealt, world: World, replica: Replica, *, begins: bool) -> dict[str, Callback]:
     """Returns the parts of the task that checkpoints hold, by name: auxiliary modules and the task's own state."""
-    found: dict[str, Callback] = {**place(parts.beside, parts.strategy, replica, world, begins=begins)}
-    return {**found, NAME: TaskState(parts.task, replica, world.all)} if has_state(parts.task) else found
+    found: dict[str, Callback] = {**place(parts.auxiliary, parts.strategy, replica, world, begins=begins)}
+    return {**found, NAME: TaskState(parts.task, replica, world.global_ranks)} if has_state(parts.task) else found
 
 
 def _spread(parts: Built) -> nn.Module:
@@ -157,7 +157,7 @@ def _spread(parts: Built) -> nn.Module:
         bare = parts.model
         if train.sync_batchnorm:
             bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)  # type: ignore[no-untyped-call]
-        hold_statistics(bare, train.freeze)
+        freeze_batchnorm_statistics(bare, train.freeze)
         if train.channels_last:
             put_channels_last(bare)
         return parts.strategy.wrap(bare, blocks)
@@ -166,7 +166,7 @@ def _spread(parts: Built) -> nn.Module:
 def _batches(parts: Dealt) -> int | None:
     """Returns the number of global batches of the run; None if it is not known."""
     total = parts.plan.horizon.total
-    return total and total * draws_of(parts.turns)
+    return total and total * batches_per_step(parts.updates)
 
 
 def _prepared(parts: Built, world: World, model: nn.Module, optimizer: Optimizer) -> Replica:
@@ -174,8 +174,8 @@ def _prepared(parts: Built, world: World, model: nn.Module, optimizer: Optimizer
     strategy = parts.strategy
     replica = strategy.prepare(model, optimizer)
     if parts.recipe.train.channels_last:
-        check_channels_last(replica.bare, parts.recipe.strategy.use)
-    prove(contract_of(strategy), type(strategy).__name__, world, replica.weights, parts.size)
+        check_channels_last(replica.unwrapped, parts.recipe.strategy.use)
+    verify_contract(contract_of(strategy), type(strategy).__name__, world, replica.weights, parts.size)
     return replica
 
 
@@ -185,36 +185,36 @@ def _initialise(replica: Replica, source: str, world: World, *, skip: Sequence[s
 
     def take(saved: Mapping[str, SavedTensor]) -> None:
         replica.load_state(CanonicalState(saved, {}), partial=True)
-        replica.weights.changed()
+        replica.weights.mark_changed()
 
-    load_initial(source, state.model, state.aliases, take, world.all, skip=skip)
+    load_initial(source, state.model, state.aliases, take, world.global_ranks, skip=skip)
 
 
-def _start(parts: Dealt, world: World, replica: Replica, shows: Shows, folder: Path, life: ExitStack) -> None:
+def _start(parts: Dealt, world: World, replica: Replica, shows: MediaLogger, folder: Path, life: ExitStack) -> None:
     run = RunContext(
-        model=replica.bare,
+        model=replica.unwrapped,
         world=world,
         weights=replica.weights,
         folder=folder,
         forward=replica.forward,
-        show=shows,
+        log_media=shows,
         gradients=replica.gradients_by_name,
     )
-    parts.task.start(replica.bare, world)
+    parts.task.start(replica.unwrapped, world)
     if parts.trains:
-        refuse_parameters(parts.task, replica.bare, parts.beside.values())
+        check_no_parameters(parts.task, replica.unwrapped, parts.auxiliary.values())
     compile_losses(parts.task, parts.recipe.train)
     for callback in parts.callbacks.values():
         callback.on_start(run)
-        life.push(ending(callback.on_end))
+        life.push(cleanup(callback.on_end))
 
 
-def ending(duty: Callable[[BaseException | None], None]) -> Callable[[object, BaseException | None, object], None]:
+def cleanup(duty: Callable[[BaseException | None], None]) -> Callable[[object, BaseException | None, object], None]:
     """Wraps a cleanup callback for an ExitStack. If the run has failed already, errors of `duty` are only logged."""
 
     def end(_: object, error: BaseException | None, __: object) -> None:
         try:
-            with nobody_leaves():
+            with forbid_sys_exit():
                 duty(error)
         except Exception as failure:
             if error is None:

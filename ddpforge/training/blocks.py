@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.training.recompute import recomputed
+from ddpforge.training.activation_checkpointing import checkpointed
 
 __all__ = ["check_blocks", "find_blocks", "rework_blocks"]
 
@@ -58,7 +58,7 @@ def _recompute(block: nn.Module, train: TrainSection) -> None:
     names = [name for name, _ in block.named_buffers()]
     selective = train.activation_checkpointing == "selective"
     if train.compile == "off" or not names:
-        block.forward = recomputed(block, block.forward, selective=selective)
+        block.forward = checkpointed(block, block.forward, selective=selective)
         if train.compile_blocks:
             block.forward = torch.compile(block.forward, mode=train.compile)
         return
@@ -75,7 +75,7 @@ def _recompute(block: nn.Module, train: TrainSection) -> None:
             "train.activation_checkpointing = true, or remove train.compile"
         )
     inner = torch.compile(block.forward, mode=train.compile)
-    block.forward = torch.compiler.disable(recomputed(block, inner))  # type: ignore[no-untyped-call]
+    block.forward = torch.compiler.disable(checkpointed(block, inner))  # type: ignore[no-untyped-call]
 
 
 def _named(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:

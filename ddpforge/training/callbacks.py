@@ -9,7 +9,7 @@ from typing import Any
 from ddpforge.errors import CheckpointError, PluginError, UsageError
 from ddpforge.interfaces import Callback, Contract
 
-__all__ = ["add_numbers", "check_callback", "may_end", "overriding", "reads_gradients", "refuse_state", "state_of"]
+__all__ = ["add_numbers", "check_callback", "check_no_state", "may_end", "overriding", "reads_gradients", "state_of"]
 
 
 def overriding(callbacks: Mapping[str, Callback], method: str) -> list[str]:
@@ -71,9 +71,9 @@ def state_of(name: str, callback: Callback) -> Mapping[str, Any]:
     return found
 
 
-def refuse_state(callbacks: Mapping[str, Callback]) -> None:
+def check_no_state(callbacks: Mapping[str, Callback]) -> None:
     """Raises PluginError for a callback whose state a checkpoint cannot hold."""
-    from ddpforge.checkpoint.contents import RankState, flatten
+    from ddpforge.checkpoint.state import RankState, flatten
 
     for name, callback in callbacks.items():
         try:

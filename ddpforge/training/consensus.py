@@ -7,24 +7,24 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ddpforge.interfaces import Ranks
-from ddpforge.launchers.verdict import record_halt
-from ddpforge.ranks.halt import Halt, NoHalt
+from ddpforge.launchers.exit_record import record_halt
+from ddpforge.ranks.run_limits import NoLimits, RunLimits
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.training.cadence import Alarm, Stopwatch
 
-__all__ = ["HALT", "STOP", "Agreement", "Ballot", "Consensus", "Interrupted", "Looks"]
+__all__ = ["HALT", "STOP", "Consensus", "ConsensusInputs", "Decision", "EvaluationInterrupted", "PeriodicCheck"]
 
 STOP = "stop"  # requested by a signal to this rank
 HALT = "halt"  # requested by the run's owner, for all ranks
 _AGREE_SECONDS = 1.0
 
 
-class Interrupted(Exception):
+class EvaluationInterrupted(Exception):
     """Raised on all ranks to abandon the current work; the next attempt begins it again."""
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Decision:
     """Outcome of a ballot, the same on every rank."""
 
     wanted: frozenset[str] = frozenset()  # requests of any rank
@@ -42,7 +42,7 @@ class Agreement:
         return max(1, min(1000, int(_AGREE_SECONDS / max(self.seconds, 1e-9))))
 
 
-class Ballot:
+class ConsensusInputs:
     """Ballot of all ranks within the reduction of metrics: it adds its totals to theirs.
 
     `wishes` are the names of all requests that a rank may have.
@@ -56,17 +56,17 @@ class Ballot:
         said = {f"?{name}": float(name in wanted) for name in self._wishes}
         return said | {"?seconds": seconds, "?saved": float(saved)}
 
-    def count(self, means: dict[str, float]) -> Agreement:
+    def count(self, means: dict[str, float]) -> Decision:
         """Removes the means of all ranks' ballots from `means`; returns their agreement."""
         wanted = frozenset(name for name in self._wishes if means.pop(f"?{name}") > 0)
-        return Agreement(wanted, means.pop("?seconds"), means.pop("?saved") == 1.0)
+        return Decision(wanted, means.pop("?seconds"), means.pop("?saved") == 1.0)
 
 
-class Looks:
+class PeriodicCheck:
     """Poll of all ranks, about once a second, in a loop that has the same number of parts on every rank."""
 
     def __init__(
-        self, ask: Callable[[float], Agreement] | None = None, clock: Callable[[], float] = time.monotonic
+        self, ask: Callable[[float], Decision] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Prepares polls. `ask` polls all ranks; its argument is this rank's seconds per part. None polls never."""
         self._ask, self._clock = ask, clock
@@ -86,7 +86,7 @@ class Looks:
         self._every = agreed.every
         self.restart()
         if agreed.stops:
-            raise Interrupted
+            raise EvaluationInterrupted
 
 
 class Consensus:
@@ -99,9 +99,9 @@ class Consensus:
     def __init__(self, ranks: Ranks, stop: StopRequests, cadences: Sequence[str]) -> None:
         """Prepares ballots; `cadences` are the names of the alarms that may ring, by rank 0's clock."""
         self._ranks, self._stop = ranks, stop
-        self._ballot = Ballot([STOP, HALT, "end", *cadences])
-        self.halt: Halt = NoHalt()
-        self.agreed = Agreement()
+        self._ballot = ConsensusInputs([STOP, HALT, "end", *cadences])
+        self.halt: RunLimits = NoLimits()
+        self.agreed = Decision()
         self.every = 1  # steps between two ballots
         self.alarms: Sequence[Alarm] = ()
         self.pace = Stopwatch()  # since the last ballot; includes callbacks, so that slow ones delay no stop
@@ -116,25 +116,27 @@ class Consensus:
         requested = self._requests() | {alarm.name for alarm in self.alarms if alarm.rings()}
         return self._ballot.totals(requested, seconds=seconds, saved=saved)
 
-    def take(self, means: dict[str, float]) -> Agreement:
+    def take(self, means: dict[str, float]) -> Decision:
         """Removes all ranks' ballots of a step from `means`; returns the agreement."""
         self.every = self._count(means).every
         return self.agreed
 
-    def _count(self, means: dict[str, float]) -> Agreement:
+    def _count(self, means: dict[str, float]) -> Decision:
         self.agreed = self._ballot.count(means)
         if HALT in self.agreed.wanted:
             record_halt()
-            self.halt.obeyed()
+            self.halt.acknowledge()
         return self.agreed
 
-    def poll(self, seconds: float) -> Agreement:
+    def poll(self, seconds: float) -> Decision:
         """Polls all ranks for stop requests only, outside of a step; `seconds` is this rank's time per part."""
-        return self._count(self._ranks.average(self._ballot.totals(self._requests(), seconds=seconds, saved=False)))
+        return self._count(
+            self._ranks.all_reduce_mean(self._ballot.totals(self._requests(), seconds=seconds, saved=False))
+        )
 
     def stop_now(self) -> None:
         """Records a stop that all ranks detected themselves: no data arrived."""
-        self.agreed = Agreement(frozenset((STOP,)))
+        self.agreed = Decision(frozenset((STOP,)))
 
     def _requests(self) -> set[str]:
-        return ({STOP} if self._stop.requested else set()) | ({HALT} if self.halt.asked() else set())
+        return ({STOP} if self._stop.requested else set()) | ({HALT} if self.halt.stop_requested() else set())

@@ -11,21 +11,21 @@ from ddpforge.interfaces import Contract, Strategy, Weights, World
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Size", "contract_of", "count_parameters", "prove"]
+__all__ = ["ParameterCount", "contract_of", "count_parameters", "verify_contract"]
 
 
 @dataclass(frozen=True)
-class Size:
+class ParameterCount:
     """Number of elements in a model's parameters; tied parameters count once."""
 
     all: int
     trainable: int
 
 
-def count_parameters(model: nn.Module) -> Size:
+def count_parameters(model: nn.Module) -> ParameterCount:
     """Counts the parameters of a bare model."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return Size(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
+    return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
 
 
 def contract_of(strategy: Strategy) -> Contract:
@@ -38,7 +38,7 @@ def contract_of(strategy: Strategy) -> Contract:
     return contract
 
 
-def prove(contract: Contract, name: str, world: World, weights: Weights, size: Size) -> None:
+def verify_contract(contract: Contract, name: str, world: World, weights: Weights, size: ParameterCount) -> None:
     """Raises StrategyError unless the weights have the dtype and the sharding that `contract` promises. Collective.
 
     Every rank counts the elements that its optimizer updates, each divided by its number of copies. The sum over ranks
@@ -47,7 +47,7 @@ def prove(contract: Contract, name: str, world: World, weights: Weights, size: S
     """
     import torch
 
-    parts = weights.parts()
+    parts = weights.shards()
     for parameter, part in parts.items():
         dtype = str(part.tensor.dtype).removeprefix("torch.")
         if dtype not in (contract.master_dtype, "float64"):
@@ -57,26 +57,27 @@ def prove(contract: Contract, name: str, world: World, weights: Weights, size: S
                 hints=['build the model in float32; train.precision = "bf16" still computes in bfloat16'],
             )
 
-    counted = world.data.sum(torch.ones((), dtype=torch.float64)).item()
-    if counted != world.data.size:
+    counted = world.dp_ranks.all_reduce_sum(torch.ones((), dtype=torch.float64)).item()
+    if counted != world.dp_ranks.size:
         raise StrategyError(
-            f"{name} declares {world.data.size} data-parallel rank(s), but a sum over them counts {counted:g}: "
+            f"{name} declares {world.dp_ranks.size} data-parallel rank(s), but a sum over them counts {counted:g}: "
             "gradients would be divided by the wrong number",
-            hints=["this is a bug in the strategy: `World.data` must have each data-parallel rank once"],
+            hints=["this is a bug in the strategy: `World.dp_ranks` must have each data-parallel rank once"],
         )
 
     splits = "optimizer state" in contract.shards
-    replicas = contract.replicas if splits else world.all.size
+    replicas = contract.replicas if splits else world.global_ranks.size
     # Even if the strategy shards, several ranks may hold the same part: tensor-parallel ranks replicate some weights.
-    found = sorted(set().union(*world.all.everyone({part.replicas for part in parts.values()})))
+    found = sorted(set().union(*world.global_ranks.all_gather_object({part.replicas for part in parts.values()})))
     kept = not found or (found[0] if splits else found) == (replicas if splits else [replicas])
     once = sum(part.region.numel / part.replicas for part in parts.values())
-    model = world.all.sum(torch.tensor(once, dtype=torch.float64)).item()
+    model = world.global_ranks.all_reduce_sum(torch.tensor(once, dtype=torch.float64)).item()
     if round(model) != size.trainable or not kept:
         held = f"{round(model):,} of {size.trainable:,} trainable weights"
         times = "" if kept else f", each part {found[0]} times"
         raise StrategyError(
-            f"{name} promises that {world.all.size} ranks hold each trainable weight {_times(replicas)}, but they hold "
+            f"{name} promises that {world.global_ranks.size} ranks hold each trainable weight {_times(replicas)}, "
+            f"but they hold "
             f"{held}{times}",
             hints=["this is a bug in the strategy: its sharding does not match its contract"],
         )

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import ExitCode, PeerFailed, UsageError
-from ddpforge.interfaces import Callback, Compute, Draws, Pass, Replica, Rows, Task, Total, World
-from ddpforge.ranks import phases
+from ddpforge.interfaces import Callback, Compute, Pass, Replica, SampleColumns, SampleRNG, Task, Total, World
+from ddpforge.ranks import heartbeat
 from ddpforge.ranks.signals import NoData, waiting_for_data
+from ddpforge.training.alternating_updates import finish_metrics, metric_name, reported_metrics, tasks_by_update
 from ddpforge.training.callbacks import add_numbers
-from ddpforge.training.consensus import Interrupted, Looks
+from ddpforge.training.consensus import EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.step import measure
 from ddpforge.training.task_checks import CheckedTask, check_whole
 from ddpforge.training.totals import add, items_of, loss_total
-from ddpforge.training.turns import finished, of_turn, of_turns, reports_of
 
-__all__ = ["Evaluator", "prefix"]
+__all__ = ["Evaluator", "metric_prefix"]
 
 _EVALUATION = 0xE7A1  # separates the seeds of evaluation from all other seeds
 _CALLBACKS = -1  # in the seed of callbacks, in place of a batch number
@@ -34,7 +34,7 @@ _Result = tuple[MicroBatch, Any, tuple[Tensor, Any] | None]
 _COUNTED = "?counted"  # key of the items of a set on a rank
 
 
-def prefix(name: str) -> str:
+def metric_prefix(name: str) -> str:
     """Returns the prefix of an evaluation set's metrics: "eval/NAME/", or "eval/" for a set without a name."""
     return f"eval/{name}/" if name else "eval/"
 
@@ -59,10 +59,10 @@ class Evaluator:
         self.sets, self.callbacks = sets, callbacks
         self._world, self._replica, self._task = world, replica, task
         self._seed = seed
-        self.looks = Looks()  # polls for a stop
+        self.looks = PeriodicCheck()  # polls for a stop
         self.failed_together = False  # whether the newest evaluation failed and all ranks know it
         self._has_begun = False  # whether any batch was evaluated
-        self._turns = {turn: CheckedTask(one, "evaluation") for turn, one in of_turns(task).items()}
+        self._turns = {turn: CheckedTask(one, "evaluation") for turn, one in tasks_by_update(task).items()}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Returns the means over each set, for the weights after `step`; names begin with `prefix`. Collective.
@@ -79,20 +79,20 @@ class Evaluator:
             try:
                 for name, batches in self.sets.items():
                     means = self._means(name, batches.evaluation(), step)
-                    found |= {f"{prefix(name)}{metric}": value for metric, value in means.items()}
+                    found |= {f"{metric_prefix(name)}{metric}": value for metric, value in means.items()}
                 for name, callback in self.callbacks.items():
                     self._ask(name, callback, step, found)
             except Exception as error:
                 failure = error  # raised after the block: callbacks end without an error, and restore the weights
         if failure:
-            self.failed_together |= self._world.all.size == 1
+            self.failed_together |= self._world.global_ranks.size == 1
             raise failure
         return found
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Prepares forward passes inside for evaluation: its weights, evaluation mode, and no gradients."""
-        phases.mark(phases.EVAL)
+        heartbeat.beat(heartbeat.EVAL)
         self._replica.sync_buffers()
         self._replica.module.eval()
         with self._wrapped(), torch.no_grad():
@@ -101,7 +101,7 @@ class Evaluator:
 
     def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:
         """Adds the numbers of a callback's `while_evaluating` to `found`."""
-        seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.data.rank), self._world.device)
+        seed_all(mix(self._seed, _EVALUATION, _CALLBACKS, self._world.dp_ranks.rank), self._world.device)
         add_numbers(found, name, "while_evaluating", callback.while_evaluating(step), prefix="eval/")
 
     def _means(self, name: str, micro_batches: Iterable[MicroBatch], step: int) -> dict[str, float]:
@@ -110,16 +110,18 @@ class Evaluator:
         Raises UsageError if no target of the set counts.
         """
         read = Fingerprint()
-        quantities: dict[str, Total | Rows] = {}
+        quantities: dict[str, Total | SampleColumns] = {}
         counted: Tensor | float = 0.0
         for turn in self._turns:
             found = self.quantities(read.noted(micro_batches), turn)
             if "loss" in found:
                 counted = counted + cast(Total, found["loss"]).count
-            quantities |= {of_turn(one, turn): quantity for one, quantity in found.items()}
+            quantities |= {metric_name(one, turn): quantity for one, quantity in found.items()}
         size = {_COUNTED: Total(torch.as_tensor(counted, dtype=torch.float64), 1)}
-        means = self._world.all.mean({**quantities, **size, **read.totals()}, reports_of(self._task))
-        read.refuse_another(means, step=step)
+        means = self._world.global_ranks.reduce_metrics(
+            {**quantities, **size, **read.totals()}, reported_metrics(self._task)
+        )
+        read.check_same(means, step=step)
         if not means.pop(_COUNTED):
             self.failed_together = True
             raise UsageError(
@@ -127,9 +129,9 @@ class Evaluator:
                 "number",
                 hints=["look at the targets of the dataset (`ddpforge data show`): all have the ignored value"],
             )
-        return finished(self._task, means)
+        return finish_metrics(self._task, means)
 
-    def quantities(self, micro_batches: Iterable[MicroBatch], turn: str = "") -> dict[str, Total | Rows]:
+    def quantities(self, micro_batches: Iterable[MicroBatch], turn: str = "") -> dict[str, Total | SampleColumns]:
         """Returns this rank's totals and rows, with the losses of `turn`; padding samples do not count."""
         task = self._turns[turn]
 
@@ -137,7 +139,7 @@ class Evaluator:
             one.seed()
             return task.loss(module, one.batch)
 
-        found: dict[str, Total | Rows] = {}
+        found: dict[str, Total | SampleColumns] = {}
         results = self.results(self._whole(micro_batches), compute)
         for micro, batch, result in results if self._has_begun else self._begun(results):
             if result is not None:  # otherwise another rank has the loss, and counts it
@@ -158,7 +160,7 @@ class Evaluator:
             first.append(next(results))
         except Exception as error:
             failure = error
-        if any(self._world.all.everyone(failure is not None)):
+        if any(self._world.global_ranks.all_gather_object(failure is not None)):
             self.failed_together = True
             raise failure or PeerFailed(ExitCode.FAILED, "the evaluation has failed on another rank")
         yield from chain(first, results)
@@ -173,7 +175,7 @@ class Evaluator:
             except StopIteration:
                 return
             except NoData as error:
-                raise Interrupted from error
+                raise EvaluationInterrupted from error
             check_whole(self._task, micro)
             yield micro
 
@@ -186,36 +188,38 @@ class Evaluator:
 
         def passes() -> Iterator[Pass]:
             for number, micro in enumerate(micro_batches):
-                phases.mark(phases.EVAL)
-                batch = self._replica.own_part(to_device(micro.data, self._world.device))
+                heartbeat.beat(heartbeat.EVAL)
+                batch = self._replica.local_batch(to_device(micro.data, self._world.device))
                 running.append((micro, batch))
                 yield Pass(batch=batch, seed=partial(self._seed_pass, number, micro))
 
         try:
-            for result in self._replica.passes(passes(), compute, trains=False):
+            for result in self._replica.run_microbatches(passes(), compute, trains=False):
                 yield *running.popleft(), result
                 self.looks.after_part()
         finally:
-            self._task.draws = Draws()
+            self._task.rng = SampleRNG()
 
     def _seed_pass(self, number: int, micro: MicroBatch) -> None:
         """Seeds the RNG of a pass: that of each sample by its place in the data, all others by the pass."""
-        seed_all(mix(self._seed, _EVALUATION, number, self._world.data.rank), self._world.device)
+        seed_all(mix(self._seed, _EVALUATION, number, self._world.dp_ranks.rank), self._world.device)
         places = [] if micro.places is None else micro.places.tolist()
-        self._task.draws = Draws([mix(self._seed, _EVALUATION, place) for place in places])
+        self._task.rng = SampleRNG([mix(self._seed, _EVALUATION, place) for place in places])
 
     @property
     def is_cut(self) -> bool:
         """True if ranks share the positions of each sample, so that no rank has a whole sample."""
-        return type(self._replica).own_part is not Replica.own_part
+        return type(self._replica).local_batch is not Replica.local_batch
 
     @contextmanager
     def _wrapped(self) -> Iterator[None]:
         with ExitStack() as observed, ExitStack() as stack:
-            with self._replica.weights.observing():
+            with self._replica.weights.callback_guard():
                 for callback in self.callbacks.values():
                     stack.enter_context(callback.evaluating())
             try:
                 yield
             finally:
-                observed.enter_context(self._replica.weights.observing())  # while the callbacks leave their contexts
+                observed.enter_context(
+                    self._replica.weights.callback_guard()
+                )  # while the callbacks leave their contexts

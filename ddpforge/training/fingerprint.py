@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.data import MicroBatch, fetch_some
-from ddpforge.data.nests import digest, leaves
-from ddpforge.data.randomness import own_random_numbers
+from ddpforge.data.pytree import digest, leaves
+from ddpforge.data.rng import isolated_rng
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Ranks, World
@@ -27,12 +27,12 @@ from ddpforge.training.stages import Built
 __all__ = [
     "DataPrint",
     "Fingerprint",
+    "check_same_data",
+    "check_same_groups",
+    "check_same_models",
+    "check_unchanged_data",
     "compare_built",
     "difference",
-    "refuse_changed_data",
-    "refuse_other_data",
-    "refuse_other_groups",
-    "refuse_other_models",
 ]
 
 log = logging.getLogger("ddpforge")
@@ -65,7 +65,7 @@ class Fingerprint:
         # exactly in float64, on up to 8,192 ranks.
         return {"?read1": self._read, "?read2": self._read**2}
 
-    def refuse_another(self, means: dict[str, float], *, step: int) -> None:
+    def check_same(self, means: dict[str, float], *, step: int) -> None:
         """Removes the means of `totals` from `means`; raises PluginError if ranks have read different samples."""
         mean, square = means.pop("?read1", 0.0), means.pop("?read2", 0.0)
         if mean**2 != square:
@@ -84,15 +84,15 @@ class Fingerprint:
 # ---------------------------------------------------------------------------------------------- built parts
 def compare_built(parts: Built, world: World) -> dict[str, DataPrint]:
     """Raises on every rank unless all ranks have built the same model and data; returns the data's fingerprints."""
-    refuse_other_models(world.all, parts.model)
+    check_same_models(world.global_ranks, parts.model)
     workers = parts.recipe.data.workers
     fetching = {"seed": parts.recipe.train.seed, "workers": 0 if workers == "auto" else workers}
     prints = {key: DataPrint(data, **fetching) for key, data in parts.data.items()}
-    refuse_other_data(world.all, prints)
+    check_same_data(world.global_ranks, prints)
     return prints
 
 
-def refuse_other_models(ranks: Ranks, model: nn.Module) -> None:
+def check_same_models(ranks: Ranks, model: nn.Module) -> None:
     """Raises on every rank unless all ranks have built `model` with the same tensors in the same order."""
     if ranks.size == 1:
         return
@@ -100,10 +100,10 @@ def refuse_other_models(ranks: Ranks, model: nn.Module) -> None:
     # the gradients of different layers.
     lines = [_described_tensor("parameter", name, x) for name, x in model.named_parameters(remove_duplicate=False)]
     lines += [_described_tensor("buffer", name, x) for name, x in model.named_buffers(remove_duplicate=False)]
-    _refuse_other_lines(ranks, lines, "model", "register modules and parameters in the same order")
+    _reject_other_lines(ranks, lines, "model", "register modules and parameters in the same order")
 
 
-def refuse_other_groups(ranks: Ranks, model: nn.Module, optimizer: Optimizer) -> None:
+def check_same_groups(ranks: Ranks, model: nn.Module, optimizer: Optimizer) -> None:
     """Raises on every rank unless all ranks with the same parameters have the same parameter groups."""
     if ranks.size == 1:
         return
@@ -116,7 +116,7 @@ def refuse_other_groups(ranks: Ranks, model: nn.Module, optimizer: Optimizer) ->
     # A pipeline stage has the parameters of other stages on the meta device, and trains only its own.
     here = [(name, x) for name, x in model.named_parameters() if not x.is_meta]
     held = _digest_of([_described_tensor("parameter", name, x) for name, x in here])
-    _refuse_other_lines(ranks, lines, "optimizer", "make parameter groups in the same order", among=held)
+    _reject_other_lines(ranks, lines, "optimizer", "make parameter groups in the same order", among=held)
 
 
 def _described_tensor(kind: str, name: str, tensor: Tensor) -> str:
@@ -129,16 +129,16 @@ def _digest_of(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _refuse_other_lines(ranks: Ranks, lines: Sequence[str], what: str, way: str, among: str = "") -> None:
+def _reject_other_lines(ranks: Ranks, lines: Sequence[str], what: str, way: str, among: str = "") -> None:
     """Raises on every rank if `lines` differ from those of the first rank with the same `among`.
 
     The error has the first difference; `way` begins its hint.
     """
-    told: list[tuple[str, str]] = ranks.everyone((among, _digest_of(lines)))
+    told: list[tuple[str, str]] = ranks.all_gather_object((among, _digest_of(lines)))
     first = {group: rank for rank, (group, _) in reversed(list(enumerate(told)))}
     if all(its == told[first[group]][1] for group, its in told):
         return
-    everyones: list[list[str]] = ranks.everyone(list(lines))
+    everyones: list[list[str]] = ranks.all_gather_object(list(lines))
 
     def refuse() -> None:
         for rank, (group, hashed) in enumerate(told):
@@ -180,7 +180,7 @@ class DataPrint:
         found: dict[str, list[Any]] = {}
         began = time.monotonic()
         try:
-            with own_random_numbers():
+            with isolated_rng():
                 for place, sample in fetch_some(self._data, places, seed=self._seed, workers=self._workers):
                     found[str(place)] = _sketch(sample)
                     if time.monotonic() - began > _MOMENT:
@@ -255,7 +255,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     return ""
 
 
-def refuse_other_data(ranks: Ranks, prints: Mapping[str, DataPrint]) -> None:
+def check_same_data(ranks: Ranks, prints: Mapping[str, DataPrint]) -> None:
     """Raises on every rank unless all ranks have the same datasets: of equal length, with equal first few samples.
 
     Data whose samples change when they are read again is compared by its length only.
@@ -263,7 +263,7 @@ def refuse_other_data(ranks: Ranks, prints: Mapping[str, DataPrint]) -> None:
     if ranks.size == 1:
         return
     # If one rank had another order, some samples would be used twice, and others never.
-    told: list[dict[str, Any]] = ranks.everyone({key: one.as_json() for key, one in prints.items()})
+    told: list[dict[str, Any]] = ranks.all_gather_object({key: one.as_json() for key, one in prints.items()})
     found = [
         (key, rank, what)
         for key in prints
@@ -273,7 +273,7 @@ def refuse_other_data(ranks: Ranks, prints: Mapping[str, DataPrint]) -> None:
     if not found:
         return
     differing = {key for key, _, _ in found}
-    if not all(ranks.everyone(all(prints[key].is_reproducible() for key in differing))):
+    if not all(ranks.all_gather_object(all(prints[key].is_reproducible() for key in differing))):
         found = [(key, rank, what) for key, rank, what in found if told[0][key]["length"] != told[rank][key]["length"]]
 
     def refuse() -> None:
@@ -295,7 +295,7 @@ def _is_allowed(table: str, allowed: Sequence[str]) -> bool:
     return any(f"{table}.".startswith(f"{path}.") or path.startswith(f"{table}.") for path in allowed)
 
 
-def refuse_changed_data(prints: Mapping[str, DataPrint], saved: Mapping[str, Any], allowed: Sequence[str]) -> None:
+def check_unchanged_data(prints: Mapping[str, DataPrint], saved: Mapping[str, Any], allowed: Sequence[str]) -> None:
     """Raises UsageError if a dataset differs from the fingerprint that a checkpoint `saved`.
 
     `allowed` holds the keys and tables of the recipe that may change: "data.train", "data".

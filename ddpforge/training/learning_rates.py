@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch.optim import Optimizer
 
 from ddpforge.interfaces import Schedule
-from ddpforge.strategies.several import InTurns
+from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
 
 __all__ = ["Rates"]
 
@@ -16,7 +16,9 @@ class Rates:
     """Learning rates of an optimizer's groups at each step; `schedules[""]` is for turns without their own schedule."""
 
     def __init__(self, optimizer: Optimizer, schedules: Mapping[str, Schedule]) -> None:
-        self._parts: Mapping[str, Optimizer] = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
+        self._parts: Mapping[str, Optimizer] = (
+            optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {"": optimizer}
+        )
         self._base = {
             name: (schedules.get(name, schedules[""]), [group["lr"] for group in part.param_groups])
             for name, part in self._parts.items()

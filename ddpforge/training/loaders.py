@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ddpforge.compat import tree_leaves
-from ddpforge.cores import ranks_here, share_of_cores
 from ddpforge.data import Batches
-from ddpforge.data.randomness import own_random_numbers
+from ddpforge.data.rng import isolated_rng
 from ddpforge.data.streams import is_stream
+from ddpforge.local_world import cores_per_rank, local_world_size
 
 __all__ = ["served"]
 
@@ -45,7 +45,7 @@ def served(
     if device.type == "cpu" or is_stream(data) or not getattr(data, "forkable", False):
         return batches
     began = clock()
-    with own_random_numbers():
+    with isolated_rng():
         micro = batches.first() if trains else next(iter(batches.evaluation()))
     took = clock() - began
     if took <= _HIDDEN:
@@ -62,6 +62,6 @@ def _most(batch: int, prefetch: int) -> int:
 
     A core is kept for the rank itself, and half of the shared memory for others.
     """
-    ranks = ranks_here()
+    ranks = local_world_size()
     free = shutil.disk_usage(_SHM).free if _SHM.is_dir() else 0
-    return max(0, min(_MOST, share_of_cores(ranks) - 1, free // 2 // (ranks * prefetch * max(1, batch))))
+    return max(0, min(_MOST, cores_per_rank(ranks) - 1, free // 2 // (ranks * prefetch * max(1, batch))))

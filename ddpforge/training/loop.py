@@ -18,34 +18,42 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.errors import CheckpointError, Diverged, PluginError
 from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World
-from ddpforge.ranks import phases
+from ddpforge.ranks import heartbeat
 from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
-from ddpforge.recipe.plan import Plan
+from ddpforge.recipe.run_plan import RunPlan
 from ddpforge.recipe.schema import Recipe
-from ddpforge.strategies.several import InTurns
+from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
+from ddpforge.training.alternating_updates import (
+    StepBatches,
+    StepFunction,
+    batches_per_step,
+    reported_metrics,
+    step_function,
+    tasks_by_update,
+    update_schedule,
+)
+from ddpforge.training.auxiliary import modules_with_buffers
 from ddpforge.training.batchnorm import BatchNormAverager
-from ddpforge.training.beside import with_statistics
 from ddpforge.training.cadence import Alarm, Cadence
 from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
-from ddpforge.training.consensus import Consensus, Interrupted, Looks
+from ddpforge.training.checkpoint_saver import CheckpointSaver
+from ddpforge.training.consensus import Consensus, EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
+from ddpforge.training.frozen_weights import fill_frozen, without_state_of_frozen
 from ddpforge.training.learning_rates import Rates
-from ddpforge.training.left_out import complete, without_state_of_frozen
+from ddpforge.training.media import MediaLogger
 from ddpforge.training.nonfinite import NonfinitePolicy, RollBack
 from ddpforge.training.progress import Progress
+from ddpforge.training.reference_check import ReferenceCheck
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.rows import RowBuilder
-from ddpforge.training.saving import Saving
-from ddpforge.training.shows import Shows
 from ddpforge.training.step import KeepsBuffers, Stepper, check_first_loss, update_of
 from ddpforge.training.task_state import Unsaved
-from ddpforge.training.turns import Draws, StepFunction, draws_of, of_turns, reports_of, step_function, updates_of
-from ddpforge.training.whole import Whole
 
 __all__ = ["Around", "Trainer"]
 
@@ -86,24 +94,26 @@ class Trainer:
         optimizer: Optimizer,
         compares: bool = False,
         schedules: Mapping[str, Schedule],
-        plan: Plan,
+        plan: RunPlan,
         training: Batches,
         evaluator: Evaluator,
         callbacks: Mapping[str, Callback],
         checkpoints: Checkpoints,
         tracker: Tracker,
-        shows: Shows | None = None,
+        shows: MediaLogger | None = None,
         unsaved: Unsaved | None = None,
-        whole: Whole | None = None,
+        whole: ReferenceCheck | None = None,
     ) -> None:
         # parts of the run
         self.world, self.replica, self.task, self.optimizer = world, replica, task, optimizer
         self.plan, self.training, self.evaluator = plan, training, evaluator
         self._workers = training.workers
         self.callbacks, self.tracker = callbacks, tracker
-        self.saving = Saving(checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.all)
+        self.saving = CheckpointSaver(
+            checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.global_ranks
+        )
         self._recipe = recipe
-        self._shows = shows or Shows(tracker, is_main=world.is_main)
+        self._shows = shows or MediaLogger(tracker, is_main=world.is_rank_zero)
         self._unsaved = unsaved  # None after its checks
         self._shown_gradient: int | None = None  # the last step whose gradient callbacks received
         self._ending = {method: may_end(callbacks, method) for method in ("on_step", "on_eval")}
@@ -133,24 +143,24 @@ class Trainer:
 
         # decisions of all ranks
         self.stop = StopRequests()
-        self.consensus = Consensus(world.all, self.stop, [cadence.key for cadence in self.cadences])
+        self.consensus = Consensus(world.global_ranks, self.stop, [cadence.key for cadence in self.cadences])
         self.nonfinite = NonfinitePolicy(recipe.train.on_nonfinite, replica)
-        evaluator.looks = Looks(self.consensus.poll)
+        evaluator.looks = PeriodicCheck(self.consensus.poll)
 
         # Built before any state is restored: the recipe sets the learning rate, not a checkpoint.
         self._rates = Rates(optimizer, schedules)
         self._factor = 1.0  # product of the callbacks' `lr_factor`
         self._steppers = self._stepper_of_turns(compares=compares, whole=whole)
-        turns = {turn: recipe.optimizer.updates[turn] for turn in task.turns}
-        self._train_step, self._draws = step_function(replica, self._update_functions(), turns), draws_of(turns)
-        self.rows = RowBuilder(world, task, plan, self._rates, len(updates_of(turns)))
+        turns = {turn: recipe.optimizer.updates[turn] for turn in task.updates}
+        self._train_step, self._draws = step_function(replica, self._update_functions(), turns), batches_per_step(turns)
+        self.rows = RowBuilder(world, task, plan, self._rates, len(update_schedule(turns)))
 
-    def _stepper_of_turns(self, *, compares: bool, whole: Whole | None) -> dict[str, Stepper]:
+    def _stepper_of_turns(self, *, compares: bool, whole: ReferenceCheck | None) -> dict[str, Stepper]:
         """Returns the stepper of each turn by name; without turns, one stepper as ""."""
         recipe, world, replica, optimizer = self._recipe, self.world, self.replica, self.optimizer
-        self._stateful = stateful = with_statistics(replica.bare, self.callbacks.values())
+        self._stateful = stateful = modules_with_buffers(replica.unwrapped, self.callbacks.values())
         statistics = BatchNormAverager(stateful) if recipe.train.virtual_ranks else None
-        optimizers = optimizer.parts if isinstance(optimizer, InTurns) else {"": optimizer}
+        optimizers = optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {"": optimizer}
         compare_whole = [partial(whole.compare, replica, world)] if whole else []
         return {
             turn: Stepper(
@@ -167,7 +177,7 @@ class Trainer:
                 ],
                 before_update=lambda: self.saving.before_update(),  # looked up late: a trial replaces `saving`
             )
-            for turn, one in of_turns(self.task).items()
+            for turn, one in tasks_by_update(self.task).items()
         }
 
     def _update_functions(self) -> dict[str, StepFunction]:
@@ -180,17 +190,17 @@ class Trainer:
         }
 
     # ------------------------------------------------------------------------------------------ the run
-    def restore(self, checkpoint: Reader) -> None:
+    def restore(self, checkpoint: CheckpointReader) -> None:
         """Continues from `checkpoint`; any strategy and any number of ranks may have written it."""
-        facts = checkpoint.facts
+        facts = checkpoint.metadata
         state = checkpoint.state()
         components = self._recipe.components().items()
         # A path of four keys is ("optimizer", "updates", NAME, "schedule"), which has no state.
         optimizers = [(path, one.use) for path, one in components if path[0] == "optimizer" and len(path) != 4]
         if any(is_another(facts, use, *path, world=self.world) for path, use in optimizers):
-            state = replace(state, optimizer={}, shared={})
+            state = replace(state, optimizer={}, extra_state={})
         state = without_state_of_frozen(state, self.replica)
-        self.replica.load_state(complete(state, self.replica, self.world.all))
+        self.replica.load_state(fill_frozen(state, self.replica, self.world.global_ranks))
         restore_callbacks(self._recipe, self.callbacks, checkpoint, self.world)
         checkpoint.finish()
         self.progress = Progress.of(facts)
@@ -238,9 +248,9 @@ class Trainer:
                 except RollBack as request:
                     self._go_back(request)
                 except Diverged:  # on all ranks: a checkpoint that is being written is still good
-                    self.saving.settle()
+                    self.saving.wait_for_pending()
                     raise
-            self.saving.settle(last=True)
+            self.saving.wait_for_pending(last=True)
 
     def _train(self) -> Iterator[StepInfo]:
         source = self.training.training(self.progress.step * self._draws)
@@ -299,7 +309,7 @@ class Trainer:
 
     def _alarms(self) -> list[Alarm]:
         """Returns the wall-clock alarms on rank 0, and none on other ranks, which receive the result in a ballot."""
-        if not self.world.is_main:
+        if not self.world.is_rank_zero:
             return []
         alarms = [cadence.alarm for cadence in self.cadences if cadence.alarm]
         if (length := self._recipe.train.length).is_time:
@@ -310,14 +320,14 @@ class Trainer:
     def _step(self, step: int, source: Iterator[MicroBatch], *, measure: bool) -> dict[str, Total]:
         """Takes one step; returns this rank's totals: the losses and, with `measure`, the task's metrics."""
         self._shows.step = step
-        phases.enter_step(step)
+        heartbeat.enter_step(step)
         self._factor = self._wanted_factor() if self._setting_rates else 1.0
         self._rates.set(step - 1, self._factor)
 
         self._drawn = []
         draws = self._draw(source)
         totals: dict[str, Total] = {}
-        if step in self.progress.left_out:
+        if step in self.progress.skipped_steps:
             for _, micro_batches in draws:
                 deque(micro_batches, maxlen=0)
             self.saving.before_update()  # callbacks after a step may change weights, too
@@ -340,10 +350,10 @@ class Trainer:
         self.consensus.pace.steps += 1
         return totals
 
-    def _draw(self, source: Iterator[MicroBatch]) -> Draws:
+    def _draw(self, source: Iterator[MicroBatch]) -> StepBatches:
         """Yields the global batches of a step; the caller must consume each before the next."""
         for _ in range(self._draws):
-            phases.mark(phases.DATA)
+            heartbeat.beat(heartbeat.DATA)
             with waiting_for_data:
                 first = next(source)
             self._drawn.append(first)
@@ -376,18 +386,18 @@ class Trainer:
         riding: dict[str, Any] = {**self.consensus.totals(saved=self.saving.ready), **self._read.totals()}
         if self._setting_rates:
             riding[_FACTOR] = self._factor
-        phases.mark(phases.REDUCE)
+        heartbeat.beat(heartbeat.REDUCE)
         if logs:
             empty = sum((stepper.take_empty() for stepper in self._steppers.values()), start=torch.zeros(()))
             riding |= self.rows.totals(totals, counts=self._counts, empty=empty)
-            means = self.world.all.mean({**totals, **riding}, reports_of(self.task))
+            means = self.world.global_ranks.reduce_metrics({**totals, **riding}, reported_metrics(self.task))
             self.rows.take(means, self.progress, self.end)
         else:
-            means = self.world.all.average(riding)
-        self._read.refuse_another(means, step=self.progress.step)
-        self._refuse_another_factor(means.pop(_FACTOR, self._factor))
+            means = self.world.global_ranks.all_reduce_mean(riding)
+        self._read.check_same(means, step=self.progress.step)
+        self._reject_another_factor(means.pop(_FACTOR, self._factor))
         if self.consensus.take(means).all_saved:
-            self.saving.settle()
+            self.saving.wait_for_pending()
         return means
 
     @property
@@ -395,7 +405,7 @@ class Trainer:
         """True if the task counts items that are not samples; known after the first step."""
         return any(stepper.counts for stepper in self._steppers.values())
 
-    def _refuse_another_factor(self, mean: float) -> None:
+    def _reject_another_factor(self, mean: float) -> None:
         """Raises PluginError if the factor differs between ranks; weights would diverge."""
         if not math.isclose(mean, self._factor, rel_tol=1e-9, abs_tol=1e-12):
             raise PluginError(
@@ -406,22 +416,26 @@ class Trainer:
 
     def _log_bad(self, totals: Mapping[str, Total], step: int) -> None:
         """Logs the row of a step whose gradient is not finite: its norm and, if it is the current step, its loss."""
-        means = self.world.all.mean(totals, reports_of(self.task)) if step == self.progress.step else {}
+        means = (
+            self.world.global_ranks.reduce_metrics(totals, reported_metrics(self.task))
+            if step == self.progress.step
+            else {}
+        )
         row = {f"train/{name}": value for name, value in means.items()}
         self._log(step, {"samples": self.progress.samples, **row, "train/grad_norm": self.nonfinite.norms.newest})
 
     def _go_back(self, request: RollBack) -> None:
         """Restores the newest checkpoint, and skips the bad steps from now on; raises Diverged if it cannot."""
-        phases.mark(phases.START)
+        heartbeat.beat(heartbeat.START)
         checkpoint = self.saving.newest()
-        if checkpoint is not None and checkpoint.facts.step != self._back_at:
-            self._rollbacks, self._back_at = 0, checkpoint.facts.step
+        if checkpoint is not None and checkpoint.metadata.step != self._back_at:
+            self._rollbacks, self._back_at = 0, checkpoint.metadata.step
         self._rollbacks += 1
         if checkpoint is None or self._rollbacks > _MOST_ROLLBACKS:
             raise Diverged(f"{request.why}, after {self._rollbacks - 1} rollbacks")
-        left_out, skipped = self.progress.left_out | set(request.bad), self.progress.skipped
+        left_out, skipped = self.progress.skipped_steps | set(request.bad), self.progress.nonfinite_steps
         self.restore(checkpoint)
-        self.progress.left_out, self.progress.skipped = left_out, skipped
+        self.progress.skipped_steps, self.progress.nonfinite_steps = left_out, skipped
         self.tracker.rewind(self.progress.step)
         for callback in self.callbacks.values():
             callback.on_rollback(self.progress.step)
@@ -440,10 +454,10 @@ class Trainer:
 
         Raises RollBack if a callback requests it.
         """
-        phases.mark(phases.CALLBACKS)
+        heartbeat.beat(heartbeat.CALLBACKS)
         wishes: dict[str, bool | GoBack | None] = {}
         if self.callbacks:
-            with self.replica.weights.observing():
+            with self.replica.weights.callback_guard():
                 wishes = {name: callback.on_step(info) for name, callback in self.callbacks.items()}
         if info.metrics:
             row = {**info.metrics}
@@ -466,15 +480,15 @@ class Trainer:
         """
         asking = self._ending[method]
         for name, wish in wishes.items():
-            if wish and name not in asking and self.world.all.size > 1:
+            if wish and name not in asking and self.world.global_ranks.size > 1:
                 raise PluginError(
                     f"callback `{name}` returned {wish!r} from `{method}`, which is declared to return None",
                     hints=[f"declare it: def {method}(...) -> bool | None"],
                 )
         mine = [wishes[name] for name in asking if wishes.get(name)]
-        if self.world.all.size == 1 or not asking:
+        if self.world.global_ranks.size == 1 or not asking:
             return [wish for wish in wishes.values() if wish]
-        return [wish for every in self.world.all.everyone(mine) for wish in every]
+        return [wish for every in self.world.global_ranks.all_gather_object(mine) for wish in every]
 
     def _log(self, step: int, row: Mapping[str, float]) -> None:
         self.metrics |= row
@@ -497,7 +511,7 @@ class Trainer:
         self.rows.stopwatch.pause()
         try:
             row = self.evaluator.evaluate(step)
-        except Interrupted:  # the next attempt evaluates
+        except EvaluationInterrupted:  # the next attempt evaluates
             self._interrupted = True
             if not self.consensus.agreed.stops:  # no data came
                 self.consensus.stop_now()
@@ -509,14 +523,14 @@ class Trainer:
         self._evaluated = step
         self._log(step, row)
         keep = self._recipe.checkpoint.keep
-        if keep.best and keep.monitor not in self.metrics and self.world.is_main:
+        if keep.best and keep.monitor not in self.metrics and self.world.is_rank_zero:
             known = ", ".join(sorted(self.metrics))
             log.warning(
                 "checkpoint.keep.monitor: no metric is named %s, so no checkpoint is best; there are %s",
                 keep.monitor,
                 known,
             )
-        with self.replica.weights.observing():
+        with self.replica.weights.callback_guard():
             wishes = {name: callback.on_eval(step, row) for name, callback in self.callbacks.items()}
         self.rows.stopwatch.resume()
         return any(self._wanted_by_callbacks("on_eval", wishes))
@@ -525,7 +539,7 @@ class Trainer:
         """Saves the trained weights before an error ends the run, on all ranks; logs an error of saving."""
         try:
             self._save(last=True)
-            self.saving.settle(last=True)
+            self.saving.wait_for_pending(last=True)
             log.warning("the evaluation of step %d failed; the trained weights are saved", self.progress.step)
         except CheckpointError as error:
             log.warning("the evaluation of step %d failed, and saving too: %s", self.progress.step, error.message)
@@ -538,7 +552,7 @@ class Trainer:
         if self.saving.step == self.progress.step:
             return
         self.rows.stopwatch.pause()
-        self.saving.settle()
+        self.saving.wait_for_pending()
         self.progress.seconds = time.monotonic() - self._began
         self.saving.save(self.progress, self._metrics_of(self.progress.step), last=last)
         self.rows.stopwatch.resume()
@@ -559,7 +573,7 @@ def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[Mic
     micro = first
     while not micro.last:
         yield micro
-        phases.mark(phases.DATA)
+        heartbeat.beat(heartbeat.DATA)
         with waiting_for_data:
             micro = next(source)
     yield micro

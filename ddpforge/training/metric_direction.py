@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpforge.interfaces import Metric
-from ddpforge.interfaces.direction import lower_is_better
+from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.toml import Origin
 

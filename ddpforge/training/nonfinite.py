@@ -74,7 +74,7 @@ class NonfinitePolicy:
         current one, which is logged anyway (`logs`).
         """
         bad = self.norms.take()
-        progress.skipped += len(bad)
+        progress.nonfinite_steps += len(bad)
         if not bad or self._replica.overflowed():
             return
         goes_on = self._policy == "skip" and self.norms.nonfinite_in_a_row < _MOST_SKIPS

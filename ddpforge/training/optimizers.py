@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 
 from ddpforge.components.registry import Registry, build
 from ddpforge.recipe.schema import Component, OptimizerComponent, settings_of
-from ddpforge.strategies.optimizer_trial import remember
-from ddpforge.strategies.several import InTurns, Several
+from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer
+from ddpforge.strategies.optimizer_probe import remember_constructor
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.parameter_groups import (
-    by_layer,
-    here,
+    layerwise_lr_groups,
+    local_groups,
     parameter_groups,
-    parameters_of_groups,
-    parameters_of_turns,
+    parameters_by_group,
+    parameters_by_update,
 )
 
 __all__ = ["build_optimizer", "check_parameters", "shares"]
@@ -40,14 +40,14 @@ def build_optimizer(
         return _in_turns(registry, component, model, turns)
     if component.groups:
         return _scaled(_in_groups(registry, component, model, blocks))
-    return _scaled(_built(registry, component, here(_groups(component, model, blocks))))
+    return _scaled(_built(registry, component, local_groups(_groups(component, model, blocks))))
 
 
 def _built(registry: Registry, component: Component, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """Builds the component's optimizer; strategies can build another one with the same settings, to try it out."""
     make = partial(build, registry, "optimizer", component)
     optimizer: Optimizer = make(params=groups)
-    remember(optimizer, lambda groups: make(params=groups))
+    remember_constructor(optimizer, lambda groups: make(params=groups))
     return optimizer
 
 
@@ -58,7 +58,7 @@ def _groups(
     groups = parameter_groups(model, component.no_decay, among)
     if component.layer_decay is None:
         return groups
-    return by_layer(groups, model, find_blocks(model, blocks), component.layer_decay)
+    return layerwise_lr_groups(groups, model, find_blocks(model, blocks), component.layer_decay)
 
 
 def _scaled(optimizer: Optimizer) -> Optimizer:
@@ -72,10 +72,10 @@ def _scaled(optimizer: Optimizer) -> Optimizer:
 
 def _in_turns(registry: Registry, component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> Optimizer:
     parts: dict[str, Optimizer] = {}
-    for name, chosen in parameters_of_turns(model, _globs(component, turns)).items():
+    for name, chosen in parameters_by_update(model, _globs(component, turns)).items():
         params = parameter_groups(model, component.no_decay, chosen)
         parts[name] = _built(registry, component.updates[name], params)
-    return InTurns(parts, {name: component.updates[name].clip_norm for name in turns})
+    return AlternatingOptimizer(parts, {name: component.updates[name].clip_norm for name in turns})
 
 
 def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Module, blocks: Sequence[str]) -> Optimizer:
@@ -86,14 +86,14 @@ def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Modu
         shares = group.use == component.use
         own = {"group": name, **(settings_of(group, component) if shares else {})}
         # Parameters in `no_decay` have no weight decay in any group.
-        mine = [own | each for each in here(_groups(component, model, blocks, chosen))]
+        mine = [own | each for each in local_groups(_groups(component, model, blocks, chosen))]
         params.setdefault("" if shares else name, []).extend(mine)
     parts: dict[str, Optimizer] = {
         name: _built(registry, component.groups.get(name, component), groups)
         for name, groups in params.items()
         if groups
     }
-    return Several(parts) if len(parts) > 1 else next(iter(parts.values()))
+    return CompositeOptimizer(parts) if len(parts) > 1 else next(iter(parts.values()))
 
 
 def check_parameters(
@@ -108,7 +108,7 @@ def check_parameters(
     if component.layer_decay is not None:
         _check_layers(component, find_blocks(model, blocks), turns)
     if turns:
-        parameters_of_turns(model, _globs(component, turns))
+        parameters_by_update(model, _globs(component, turns))
     for name, chosen in _chosen(component, model).items() if component.groups else ():
         if (group := component.groups.get(name)) and group.use != component.use:
             build(registry, "optimizer", group, params=parameter_groups(model, component.no_decay, chosen))
@@ -124,7 +124,7 @@ def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], tu
 def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> list[str]:
     """Describes each turn or group: its optimizer and the size of its part of `model`; empty if there are none."""
     if turns:
-        found: Mapping[str, Sequence[str]] = parameters_of_turns(model, _globs(component, turns))
+        found: Mapping[str, Sequence[str]] = parameters_by_update(model, _globs(component, turns))
     else:
         found = _chosen(component, model) if component.groups else {}
     parts: Mapping[str, Component] = {**component.updates, **component.groups}
@@ -137,7 +137,7 @@ def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]
 
 
 def _chosen(component: OptimizerComponent, model: nn.Module) -> Mapping[str, Sequence[str]]:
-    groups = parameters_of_groups(model, {name: group.parameters for name, group in component.groups.items()})
+    groups = parameters_by_group(model, {name: group.parameters for name, group in component.groups.items()})
     return {name: chosen for name, chosen in groups.items() if chosen}
 
 

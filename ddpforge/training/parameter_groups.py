@@ -14,14 +14,14 @@ from torch import nn
 from ddpforge import compat
 
 __all__ = [
-    "by_layer",
-    "covered",
     "freeze",
-    "here",
-    "hold_statistics",
+    "freeze_batchnorm_statistics",
+    "layerwise_lr_groups",
+    "local_groups",
+    "match_parameters",
     "parameter_groups",
-    "parameters_of_groups",
-    "parameters_of_turns",
+    "parameters_by_group",
+    "parameters_by_update",
     "selected",
 ]
 
@@ -51,7 +51,7 @@ def parameter_groups(
     if among is not None:
         trainable = {name: parameter for name, parameter in trainable.items() if name in among}
 
-    exempt = {id(parameter) for pattern in no_decay for parameter in covered(model, pattern, "no_decay")}
+    exempt = {id(parameter) for pattern in no_decay for parameter in match_parameters(model, pattern, "no_decay")}
     decayed = {name: parameter for name, parameter in trainable.items() if id(parameter) not in exempt}
     others = {name: parameter for name, parameter in trainable.items() if id(parameter) in exempt}
 
@@ -59,7 +59,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def here(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def local_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the groups without the parameters that only other ranks hold, which are on the meta device here.
 
     A group may become empty, but it stays in the list: group numbers are the same on all ranks.
@@ -71,7 +71,7 @@ def here(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def by_layer(
+def layerwise_lr_groups(
     groups: Sequence[dict[str, Any]], model: nn.Module, blocks: Sequence[nn.Module], decay: float
 ) -> list[dict[str, Any]]:
     """Splits groups by layer, the last layer first; the `scale` of each is `decay` ** (number of later layers).
@@ -104,7 +104,7 @@ def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
     return found
 
 
-def parameters_of_turns(model: nn.Module, turns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def parameters_by_update(model: nn.Module, turns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Returns the names of the trainable parameters of each turn; entries of `turns` are like those of `no_decay`.
 
     Raises ValueError unless each parameter is in exactly one turn, each turn has one, and each glob matches one.
@@ -116,7 +116,7 @@ def parameters_of_turns(model: nn.Module, turns: Mapping[str, Sequence[str]]) ->
     return {turn: [name for name, those in owners.items() if turn in those] for turn in turns}
 
 
-def parameters_of_groups(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def parameters_by_group(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Returns the names of the trainable parameters of each group, and first, as "", of those in no group.
 
     Raises ValueError if a parameter is in two groups, a group has none, or a glob matches none.
@@ -149,7 +149,7 @@ def selected(model: nn.Module, entries: Sequence[str], key: str, *, words: bool 
     """Returns the ids of the parameters that the entries select, in order; an entry with "!" excludes its matches."""
     found: set[int] = set()
     for entry in entries:
-        meant = {id(parameter) for parameter in covered(model, entry.removeprefix("!"), key, words=words)}
+        meant = {id(parameter) for parameter in match_parameters(model, entry.removeprefix("!"), key, words=words)}
         found = found - meant if entry.startswith("!") else found | meant
     return found
 
@@ -165,7 +165,7 @@ def _group(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     return {"params": list(parameters.values()), "names": list(parameters)}
 
 
-def covered(model: nn.Module, pattern: str, key: str, *, words: bool = True) -> list[nn.Parameter]:
+def match_parameters(model: nn.Module, pattern: str, key: str, *, words: bool = True) -> list[nn.Parameter]:
     """Returns the parameters that an entry of `key` selects: a glob over full names or, if `words`, a word."""
     known = _WORDS if words else {}
     test = known.get(pattern) or (lambda name, owner, parameter: fnmatchcase(name, pattern))
@@ -218,7 +218,7 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def hold_statistics(model: nn.Module, globs: Sequence[str]) -> None:
+def freeze_batchnorm_statistics(model: nn.Module, globs: Sequence[str]) -> None:
     """Keeps each BatchNorm in evaluation mode during training, if the globs match all of its parameters.
 
     It normalizes with its running statistics, which do not change.

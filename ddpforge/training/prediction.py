@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import PartedData, Pass, Task, World
+from ddpforge.interfaces import Pass, ShardedDataset, Task, World
+from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.turns import name_of
 
-__all__ = ["INDEX", "Predicted", "in_order", "predictions", "refuse_turns"]
+__all__ = ["INDEX", "Predicted", "check_single_update", "in_order", "predictions"]
 
 INDEX = "index"  # the column with the place of a sample in its dataset
 _HINT = "return columns by name, each with one value for every sample: {'class': logits.argmax(1)}"
@@ -44,18 +44,18 @@ class Predicted:
         return Predicted(self.first, count, {name: column[:count] for name, column in self.columns.items()})
 
 
-def refuse_turns(task: Task) -> None:
+def check_single_update(task: Task) -> None:
     """Raises UsageError for a task with turns that has no `predict` of its own."""
-    if task.turns and type(task).predict is Task.predict:
+    if task.updates and type(task).predict is Task.predict:
         raise UsageError(
-            f"{name_of(task)} makes several updates a step, and has no `predict` of its own",
+            f"{component_name(task)} makes several updates a step, and has no `predict` of its own",
             hints=[_OWN, "or call the model yourself, in Python: `ddpforge.load(RUN).model()`"],
         )
 
 
 def in_order(data: Any) -> Any:
     """Returns the dataset for reading from first to last sample; a dataset in parts is read at one place at a time."""
-    if not isinstance(data, PartedData):
+    if not isinstance(data, ShardedDataset):
         return data
     data = copy(data)
     data.shuffle, data.shuffle_buffer, data.interleave = False, 1, (1, 1)
@@ -87,7 +87,9 @@ def predictions(
             if result is not None and micro.samples:
                 mine.append(_taken(task, micro, result[1]))
             if micro.last:
-                found = _in_order(chain.from_iterable(world.all.everyone(mine)), begin, micro.step_samples)
+                found = _in_order(
+                    chain.from_iterable(world.global_ranks.all_gather_object(mine)), begin, micro.step_samples
+                )
                 yield [part.up_to(limit) for part in found]
                 begin, mine = begin + micro.step_samples, []
 
@@ -123,7 +125,7 @@ def _in_order(parts: Iterable[Predicted], begin: int, samples: int) -> list[Pred
 # ---------------------------------------------------------------------------------------------- the task's columns
 def _taken(task: Task, micro: MicroBatch, returned: Any) -> Predicted:
     """Returns the prediction of a micro-batch on the CPU; raises PluginError for invalid columns."""
-    where = f"{name_of(task)}.predict"
+    where = f"{component_name(task)}.predict"
     if not isinstance(returned, Mapping) or not returned or not all(isinstance(name, str) for name in returned):
         raise PluginError(f"{where} returns {described(returned)}, not columns by name", hints=[_HINT, _OWN])
     if INDEX in returned:

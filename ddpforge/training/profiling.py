@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddpforge import disk
 from ddpforge.interfaces import World
-from ddpforge.ranks import phases
-from ddpforge.recipe.plan import Window
+from ddpforge.ranks import heartbeat
+from ddpforge.recipe.run_plan import StepWindow
 
 __all__ = ["Profile"]
 
@@ -30,10 +30,10 @@ class Profile:
     It costs nothing after the window. If a run ends within the window, it writes the steps until then.
     """
 
-    def __init__(self, window: Window, folder: Path, world: World) -> None:
+    def __init__(self, window: StepWindow, folder: Path, world: World) -> None:
         self._window, self._folder, self._world = window, folder, world
         self._recorder: profile | None = None
-        self._over = not (world.is_main or window.all)
+        self._over = not (world.is_rank_zero or window.all)
 
     def __enter__(self) -> Self:
         return self
@@ -43,7 +43,7 @@ class Profile:
     ) -> None:
         """Stops a recording that an error interrupted, and writes nothing."""
         if self._recorder is not None:
-            phases.follow(None)
+            heartbeat.follow(None)
             self._spans.leave()
             self._recorder.stop()
             self._recorder = None
@@ -67,8 +67,8 @@ class Profile:
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._world.device.type == "cuda")
         self._recorder = profile(activities=kinds)
         self._recorder.start()
-        phases.follow(self._spans.enter)
-        self._spent = phases.spent()
+        heartbeat.follow(self._spans.enter)
+        self._spent = heartbeat.seconds_by_phase()
 
     def _end(self, step: int) -> None:
         self._over = True
@@ -77,15 +77,15 @@ class Profile:
             return
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
-        passed = [now - before for now, before in zip(phases.spent(), self._spent, strict=True)]
-        phases.follow(None)
+        passed = [now - before for now, before in zip(heartbeat.seconds_by_phase(), self._spent, strict=True)]
+        heartbeat.follow(None)
         self._spans.leave()
         self._recorder.stop()
         self._write(self._recorder, step - self._first, passed)
         self._recorder = None
 
     def _write(self, recorder: profile, steps: int, passed: Sequence[float]) -> None:
-        rank, last = self._world.all.rank, self._first + steps - 1
+        rank, last = self._world.global_ranks.rank, self._first + steps - 1
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self._folder}/steps-{self._first}-{last}-rank-{rank}"
         disk.remove(Path(f"{stem}.json.gz"))  # export would follow a link there
@@ -93,7 +93,7 @@ class Profile:
         title = f"steps {self._first}..{last} on rank {rank}"
         table = "\n".join(_table(title, steps, passed, recorder.key_averages(), gpu=self._world.device.type == "cuda"))
         disk.replace(Path(f"{stem}.txt"), f"{table}\n".encode())
-        if self._world.is_main:
+        if self._world.is_rank_zero:
             log.info("%s\ntimeline: %s.json.gz, for https://ui.perfetto.dev or chrome://tracing", table, stem)
 
 
@@ -105,7 +105,7 @@ class _Spans:
 
     def enter(self, phase: int) -> None:
         self.leave()
-        self._open = record_function(f"{_SPAN}{phases.NAMES[phase]}")
+        self._open = record_function(f"{_SPAN}{heartbeat.NAMES[phase]}")
         self._open.__enter__()
 
     def leave(self) -> None:
@@ -114,7 +114,7 @@ class _Spans:
         self._open = None
 
 
-def _bounds(window: Window) -> tuple[int, int]:
+def _bounds(window: StepWindow) -> tuple[int, int]:
     return window.first, window.last
 
 
@@ -123,7 +123,7 @@ def _table(title: str, steps: int, passed: Sequence[float], events: Any, *, gpu:
     whole = sum(passed) or 1.0
     yield f"{title}: {1000 * whole / steps:.2f} ms a step"
     yield f"  {'phase, on the host':<48}  {'':>8}  {'ms':>9}  share"
-    for name, seconds in zip(phases.NAMES, passed, strict=True):
+    for name, seconds in zip(heartbeat.NAMES, passed, strict=True):
         if seconds:
             yield f"  {name:<48}  {'':>8}  {1000 * seconds / steps:>9.3f}  {seconds / whole:>5.0%}"
     timed = [(event, event.self_device_time_total if gpu else event.self_cpu_time_total) for event in events]

@@ -6,16 +6,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpforge.checkpoint.contents import Facts
-from ddpforge.checkpoint.reader import Reader, Saved
+from ddpforge.checkpoint.reader import CheckpointReader, Saved
+from ddpforge.checkpoint.state import CheckpointMetadata
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, CanonicalState, Part, Ranks, Replica, World
+from ddpforge.interfaces import Callback, CanonicalState, Ranks, Replica, TensorShard, World
 from ddpforge.interop.export import chosen_weights
 from ddpforge.interop.initial import in_dtype
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.upgrade import upgrade_tables
-from ddpforge.training.beside import BesideModule
-from ddpforge.training.left_out import complete
+from ddpforge.training.auxiliary import PlacedAuxiliary
+from ddpforge.training.frozen_weights import fill_frozen
 from ddpforge.training.task_state import TaskState
 
 __all__ = ["is_another", "restore_callbacks", "restore_kept", "restore_weights"]
@@ -23,12 +23,12 @@ __all__ = ["is_another", "restore_callbacks", "restore_kept", "restore_weights"]
 log = logging.getLogger("ddpforge")
 
 
-def restore_weights(replica: Replica, checkpoint: Reader, ranks: Ranks) -> None:
+def restore_weights(replica: Replica, checkpoint: CheckpointReader, ranks: Ranks) -> None:
     """Restores the weights and buffers of the model, but no state of the optimizer and the strategy.
 
     Raises CheckpointError if the checkpoint is of another model.
     """
-    saved = complete(checkpoint.state(), replica, ranks)
+    saved = fill_frozen(checkpoint.state(), replica, ranks)
     if missing := sorted(replica.state().model.keys() - saved.model.keys()):
         more = " …" if len(missing) > 5 else ""
         raise CheckpointError(
@@ -36,10 +36,10 @@ def restore_weights(replica: Replica, checkpoint: Reader, ranks: Ranks) -> None:
         )
     # `partial` skips the optimizer. It accepts missing tensors too, which the check above has excluded.
     replica.load_state(CanonicalState(saved.model, {}, saved.aliases), partial=True)
-    replica.weights.changed()
+    replica.weights.mark_changed()
 
 
-def restore_kept(replica: Replica, checkpoint: Reader, weights: str) -> None:
+def restore_kept(replica: Replica, checkpoint: CheckpointReader, weights: str) -> None:
     """Replaces the model's weights by the ones that the callback `weights` keeps; "model" changes nothing.
 
     Raises UsageError if the checkpoint has no such weights.
@@ -49,20 +49,22 @@ def restore_kept(replica: Replica, checkpoint: Reader, weights: str) -> None:
     chosen_weights(checkpoint, weights)  # raises if they are not of this model
     kept = {name: saved for name, saved in checkpoint.callbacks()[weights].items() if isinstance(saved, Saved)}
     held = replica.state().model
-    dtypes = {name: (mine.tensor if isinstance(mine, Part) else mine).dtype for name, mine in held.items()}
+    dtypes = {name: (mine.tensor if isinstance(mine, TensorShard) else mine).dtype for name, mine in held.items()}
     fits = {name: in_dtype(saved, dtypes[name]) if name in dtypes else saved for name, saved in kept.items()}
     replica.load_state(CanonicalState(fits, {}, checkpoint.aliases), partial=True)
-    replica.weights.changed()
+    replica.weights.mark_changed()
 
 
-def restore_callbacks(recipe: Recipe, callbacks: Mapping[str, Callback], checkpoint: Reader, world: World) -> None:
+def restore_callbacks(
+    recipe: Recipe, callbacks: Mapping[str, Callback], checkpoint: CheckpointReader, world: World
+) -> None:
     """Restores the state of each callback, unless another component had its name when the state was saved.
 
     Auxiliary modules, and the task's own state, belong to the task: with another task they begin as in a new run.
     """
-    facts, kept = checkpoint.facts, checkpoint.callbacks()
+    facts, kept = checkpoint.metadata, checkpoint.callbacks()
     for name, callback in callbacks.items():
-        if isinstance(callback, BesideModule):
+        if isinstance(callback, PlacedAuxiliary):
             if is_another(facts, recipe.task.use, "task", world=world):
                 callback.begin()
             elif name not in kept:
@@ -72,18 +74,18 @@ def restore_callbacks(recipe: Recipe, callbacks: Mapping[str, Callback], checkpo
         elif isinstance(callback, TaskState):
             if name in kept and not is_another(facts, recipe.task.use, "task", world=world):
                 callback.load_state(kept[name])
-            elif name not in kept and world.is_main:
+            elif name not in kept and world.is_rank_zero:
                 log.warning("the checkpoint has no state of the task, which starts with the state of its constructor")
         elif name in kept and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world):
             callback.load_state(kept[name])
 
 
-def is_another(facts: Facts, use: str, *table: str, world: World) -> bool:
+def is_another(facts: CheckpointMetadata, use: str, *table: str, world: World) -> bool:
     """True if the recipe's table had another component than `use` when the checkpoint was saved; logs it."""
     earlier = _use_in(facts.recipe, table)
     if earlier is None or earlier.rpartition("/")[2] == use.rpartition("/")[2]:  # local code may have moved
         return False
-    if world.is_main:
+    if world.is_rank_zero:
         log.warning("%s `%s` starts from scratch: the checkpoint has the state of `%s`", ".".join(table), use, earlier)
     return True
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task, Total, World
-from ddpforge.ranks import phases
-from ddpforge.recipe.plan import Plan
+from ddpforge.ranks import heartbeat
+from ddpforge.recipe.run_plan import RunPlan
+from ddpforge.training.alternating_updates import finish_metrics, metric_name
 from ddpforge.training.cadence import Stopwatch
 from ddpforge.training.learning_rates import Rates
 from ddpforge.training.progress import Progress
-from ddpforge.training.turns import finished, of_turn
 
-__all__ = ["RowBuilder", "Spending"]
+__all__ = ["RowBuilder", "TimeBreakdown"]
 
 log = logging.getLogger("ddpforge")
 
@@ -25,11 +25,11 @@ _ITEMS = "?items"  # key of the items of a step
 _TIME = "?time/"  # prefix of the name of a phase
 _EMPTY = "?empty"  # key of the updates without a counted target since the last row
 _MANY_EMPTY = 100  # steps in which no target counted, after which the run fails
-_BETWEEN = (phases.EVAL, phases.SAVE)  # phases that do not happen between all rows
+_BETWEEN = (heartbeat.EVAL, heartbeat.SAVE)  # phases that do not happen between all rows
 _WAITS, _LONG = 0.25, 5.0  # smallest share of waiting for data, and shortest window in seconds, for a hint
 
 
-class Spending:
+class TimeBreakdown:
     """Shares of wall time that a rank has spent in each phase since the last row, for one reduction over ranks.
 
     It is the time of the host: the host waits for a GPU when it reads a number, in `step` or `reduce`.
@@ -41,20 +41,20 @@ class Spending:
 
     def restart(self) -> None:
         """Begins a new window."""
-        self._began = phases.spent()
+        self._began = heartbeat.seconds_by_phase()
 
     def totals(self, totals: Mapping[str, Total], *, counts: bool) -> dict[str, float]:
         """Returns this rank's shares, and restarts.
 
         `counts`: the task counts items that are not samples; the result then has the items of the step of `totals`.
         """
-        passed = [now - before for now, before in zip(phases.spent(), self._began, strict=True)]
+        passed = [now - before for now, before in zip(heartbeat.seconds_by_phase(), self._began, strict=True)]
         self.restart()
         whole = sum(passed) or 1.0
         found = {
             f"{_TIME}{name}": passed[phase] / whole
-            for phase, name in enumerate(phases.NAMES)
-            if phases.DATA <= phase < phases.END and (passed[phase] or phase not in _BETWEEN)
+            for phase, name in enumerate(heartbeat.NAMES)
+            if heartbeat.DATA <= phase < heartbeat.END and (passed[phase] or phase not in _BETWEEN)
         }
         if counts and "loss" in totals:
             found[_ITEMS] = float(totals["loss"].count)
@@ -81,11 +81,11 @@ class Spending:
 class RowBuilder:
     """Builder of the row of a step, from means over all ranks and this rank's measurements since the last row."""
 
-    def __init__(self, world: World, task: Task, plan: Plan, rates: Rates, updates: int) -> None:
+    def __init__(self, world: World, task: Task, plan: RunPlan, rates: Rates, updates: int) -> None:
         """Prepares rows of steps with `updates` updates each."""
         self._world, self._task, self._plan, self._rates, self._updates = world, task, plan, rates, updates
         self.stopwatch = Stopwatch()
-        self.spending = Spending()
+        self.spending = TimeBreakdown()
         self._shares: Mapping[str, float] = {}  # of wall time since the row before the newest, by phase
         self._items: float | None = None  # items of a rank in a step; None if they are samples
         self._empty, self._first_step = 0.0, 0  # updates without a counted target, since `_first_step`
@@ -107,7 +107,7 @@ class RowBuilder:
     def take(self, means: dict[str, float], progress: Progress, end: float) -> None:
         """Moves the means of `totals` from `means` into this builder; raises UsageError if no target ever counted."""
         self._check_targets(means.pop(_EMPTY, 0.0), progress.step, end)
-        shares, items = Spending.taken(means)
+        shares, items = TimeBreakdown.taken(means)
         if shares:
             self._shares, self._items = shares, items
 
@@ -137,24 +137,24 @@ class RowBuilder:
 
     def row(self, means: Mapping[str, float], progress: Progress, *, lr: float, grad_norm: float) -> dict[str, float]:
         """Returns the row of the current step of `progress`."""
-        row = {f"train/{name}": value for name, value in finished(self._task, means).items()}
+        row = {f"train/{name}": value for name, value in finish_metrics(self._task, means).items()}
         row |= {"train/grad_norm": grad_norm, "lr": lr, "samples": progress.samples}
-        row |= {of_turn("lr", name): rate for name, rate in self._rates.named().items()}
+        row |= {metric_name("lr", name): rate for name, rate in self._rates.named().items()}
         watch = self.stopwatch
         row["train/samples_per_second"] = watch.samples / watch.seconds
         if self._items is not None:
-            per_second = self._items * self._world.data.size * watch.steps / watch.seconds
+            per_second = self._items * self._world.dp_ranks.size * watch.steps / watch.seconds
             row[f"train/{self._task.items}_per_second"] = per_second
         row |= {f"train/time/{phase}": share for phase, share in self._shares.items()}
         if per_epoch := self._plan.horizon.steps_per_epoch:
             row["epoch"] = progress.step / per_epoch
-        if progress.skipped:
-            row["train/skipped_steps"] = progress.skipped
+        if progress.nonfinite_steps:
+            row["train/skipped_steps"] = progress.nonfinite_steps
         return row
 
     def finish_window(self, step: int, *, workers: int) -> None:
         """Begins the window of the next row; logs a hint, once, if much of the last one was spent waiting for data."""
-        waited = self._shares.get(phases.NAMES[phases.DATA], 0.0)
+        waited = self._shares.get(heartbeat.NAMES[heartbeat.DATA], 0.0)
         if advice := self.spending.advice(waited, self.stopwatch.seconds, workers=workers):
             log.warning("step %d: %s", step, advice)
         self.stopwatch.restart()

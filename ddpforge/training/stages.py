@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ddpforge.components.registry import Registry
-from ddpforge.interfaces import BatchSampler, Beside, Callback, Schedule, Strategy, Task, Tracker
+from ddpforge.interfaces import AuxiliaryModule, BatchSampler, Callback, Schedule, Strategy, Task, Tracker
 from ddpforge.recipe import LoadedRecipe, Recipe
-from ddpforge.recipe.plan import BatchPlan, Plan
+from ddpforge.recipe.run_plan import BatchPlan, RunPlan
 from ddpforge.recipe.schema import Component, TurnComponent
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ddpforge.data import Batches
-    from ddpforge.training.contract import Size
+    from ddpforge.training.contract import ParameterCount
 
 __all__ = ["MISSING", "Built", "Chosen", "Dealt", "NotBuilt", "key_of"]
 
@@ -56,7 +56,7 @@ class Chosen:
     task: Task
     callbacks: Mapping[str, Callback]
     trackers: Mapping[str, Tracker]
-    turns: Mapping[str, TurnComponent]  # in the order of the task
+    updates: Mapping[str, TurnComponent]  # in the order of the task
     batch: BatchPlan
     other_layout: str = ""  # why a run is evaluated under another strategy than its own
 
@@ -85,11 +85,11 @@ class Built(Chosen):
 
     data: Mapping[str, Any]
     order: BatchSampler | None  # of the training data; None for a stream, which has its own
-    plan: Plan
+    plan: RunPlan
     schedules: Mapping[str, Schedule]  # by turn; "" is for turns without their own
     model: nn.Module
-    size: Size
-    beside: Mapping[str, Beside]  # the task's auxiliary modules
+    size: ParameterCount
+    auxiliary: Mapping[str, AuxiliaryModule]  # the task's auxiliary modules
 
 
 @dataclass(frozen=True, kw_only=True)

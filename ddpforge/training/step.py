@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import PluginError, StrategyError
-from ddpforge.interfaces import Explores, Exploring, Pass, Replica, Rows, Task, Total, World
-from ddpforge.ranks import phases
+from ddpforge.interfaces import MultiPassOptimizer, Pass, Replica, SampleColumns, SupportsMultiPass, Task, Total, World
+from ddpforge.ranks import heartbeat
+from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
 from ddpforge.training.task_checks import CheckedTask, check_sum_reduction, check_whole, checked_quantity
 from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
-from ddpforge.training.turns import name_of
 
 __all__ = ["KeepsBuffers", "MultiPassUpdate", "Stepper", "check_first_loss", "update_of"]
 
@@ -60,7 +60,7 @@ class Stepper:
             before_update: function that is called before the weights change.
         """
         self._world, self._replica, self._task = world, replica, CheckedTask(task, "training")
-        self._stateful = replica.bare if stateful is None else stateful
+        self._stateful = replica.unwrapped if stateful is None else stateful
         self._update, self._statistics = update, statistics
         self._seed, self._first_checks, self._before_update = seed, list(first_checks), before_update
         self.counts = False  # whether the task counts items that are not samples; known after the first step
@@ -82,7 +82,7 @@ class Stepper:
         totals = self.forward_backward(step, update, micro_batches, items, measure=measure)
         if not isinstance(items, int):
             self._empty = self._empty + (items() <= 0)  # on the device: nothing waits for it
-        phases.mark(phases.STEP)
+        heartbeat.beat(heartbeat.STEP)
         self._before_update()
         if self._update is None:
             return totals, self._replica.step()
@@ -105,10 +105,10 @@ class Stepper:
         mine = torch.as_tensor(sum(torch.as_tensor(micro.items, dtype=torch.float64) for micro in batches))
         if mine.device.type == "cpu" and not 0 <= mine.item() < math.inf:
             raise PluginError(
-                f"{name_of(task)}.count returned {mine.item():g} for a step",
+                f"{component_name(task)}.count returned {mine.item():g} for a step",
                 hints=["return the number of items that the loss sums over, or the sum of their weights: 0 or more"],
             )
-        return batches, cache(self._world.data.begin_sum(mine))
+        return batches, cache(self._world.dp_ranks.all_reduce_sum_async(mine))
 
     def forward_backward(
         self, step: int, update: int, micro_batches: Iterable[MicroBatch], items: _Items, *, measure: bool
@@ -126,16 +126,16 @@ class Stepper:
                 place = (step, micro.number, micro.shard, *([update] if update else []))
                 running.append(micro)
                 yield Pass(
-                    batch=self._replica.own_part(to_device(micro.data, self._world.device)),
+                    batch=self._replica.local_batch(to_device(micro.data, self._world.device)),
                     seed=partial(seed_all, mix(self._seed, _FORWARD, *place), self._world.device),
                     scale=partial(self._scale, items) if micro.samples else lambda: 0.0,
                     last=micro.last,
-                    measured=measure and micro.samples > 0,
+                    needs_outputs=measure and micro.samples > 0,
                     # Padding samples are no data: statistics must not count them.
-                    around=nullcontext if micro.samples else partial(unchanged, self._stateful),
+                    context=nullcontext if micro.samples else partial(unchanged, self._stateful),
                 )
 
-        for result in self._replica.passes(passes(), self.compute, trains=True):
+        for result in self._replica.run_microbatches(passes(), self.compute, trains=True):
             micro = running.popleft()
             if result is not None:  # otherwise another rank has the loss, and counts it
                 loss, measured = result
@@ -149,11 +149,11 @@ class Stepper:
         """Returns the summed loss of a pass and, if they are measured, the totals of its metrics."""
         # Outputs are not returned: if the backward pass kept them, they would be a tenth of a language model's peak
         # memory.
-        phases.mark(phases.FORWARD)
+        heartbeat.beat(heartbeat.FORWARD)
         one.seed()
         loss, outputs = self._task.loss(module, one.batch)
-        measured = self._measure(outputs, one.batch) if one.measured else {}
-        phases.mark(phases.BACKWARD)
+        measured = self._measure(outputs, one.batch) if one.needs_outputs else {}
+        heartbeat.beat(heartbeat.BACKWARD)
         return loss, measured
 
     def _measure(self, outputs: Any, batch: Any) -> dict[str, Total]:
@@ -164,10 +164,10 @@ class Stepper:
     def _scale(self, items: _Items) -> Tensor | float:
         """Returns the factor from the mean of gradients over data-parallel ranks to the mean over the step's items."""
         if isinstance(items, int):
-            return self._world.data.size / items
+            return self._world.dp_ranks.size / items
         total = items()
         counted = torch.where(total > 0, total, 1.0)  # without items the gradient is zero, not 0 / 0
-        return (self._world.data.size / counted).float()
+        return (self._world.dp_ranks.size / counted).float()
 
     def take_empty(self) -> Tensor | float:
         """Returns the number of updates without an item on any rank since the last call (0-d, on the device)."""
@@ -175,7 +175,7 @@ class Stepper:
         return empty
 
 
-def measure(task: CheckedTask, outputs: Any, batch: Any) -> dict[str, Total | Rows]:
+def measure(task: CheckedTask, outputs: Any, batch: Any) -> dict[str, Total | SampleColumns]:
     """Returns the task's metrics of a batch, computed without gradients and in the dtype of the outputs."""
     with torch.no_grad(), suspended_autocast():
         found = task.metrics(outputs, batch)
@@ -202,11 +202,11 @@ class KeepsBuffers:
 
 
 class MultiPassUpdate:
-    """Update by a multi-pass optimizer (SAM), which needs gradients at several places; see `Exploring`."""
+    """Update by a multi-pass optimizer (SAM), which needs gradients at several places; see `MultiPassOptimizer`."""
 
-    def __init__(self, replica: Replica, optimizer: Exploring, stateful: nn.Module) -> None:
+    def __init__(self, replica: Replica, optimizer: MultiPassOptimizer, stateful: nn.Module) -> None:
         self._replica, self._optimizer, self._stateful = replica, optimizer, stateful
-        if not isinstance(replica, Explores):
+        if not isinstance(replica, SupportsMultiPass):
             raise StrategyError(
                 f"{type(optimizer).__name__} makes {optimizer.passes} passes per step, but the strategy supports only "
                 "optimizers that make one",
@@ -215,9 +215,9 @@ class MultiPassUpdate:
 
     def __call__(self, again: _ForwardBackward) -> Tensor:
         """Runs the passes after the first one, and updates the weights; returns the last norm."""
-        explores, optimizer = cast(Explores, self._replica), self._optimizer
+        explores, optimizer = cast(SupportsMultiPass, self._replica), self._optimizer
         for _ in range(1, optimizer.passes):
-            norm = explores.explore(optimizer)
+            norm = explores.perturb(optimizer)
             if not math.isfinite(norm.item()):
                 optimizer.restore()
                 break
@@ -227,7 +227,7 @@ class MultiPassUpdate:
             optimizer.restore()
             norm = self._replica.step()
         if not math.isfinite(norm.item()):  # no update was made: only `changed` makes forward passes use the weights
-            self._replica.weights.changed()
+            self._replica.weights.mark_changed()
         return norm
 
 
@@ -235,11 +235,11 @@ def update_of(replica: Replica, optimizer: Optimizer, stateful: nn.Module) -> Mu
     """Returns the update of a multi-pass optimizer; None for all others."""
     if getattr(optimizer, "passes", 1) == 1:
         return None
-    return MultiPassUpdate(replica, cast(Exploring, optimizer), stateful)
+    return MultiPassUpdate(replica, cast(MultiPassOptimizer, optimizer), stateful)
 
 
 def check_first_loss(world: World, replica: Replica, task: Task, stateful: nn.Module, first: MicroBatch) -> None:
     """Raises UsageError before the first step for a loss that is a mean, if preflight did not call the loss."""
-    batch = replica.own_part(to_device(first.data, world.device))
+    batch = replica.local_batch(to_device(first.data, world.device))
     with replica.forward(), unchanged(stateful):  # a copy's forward may be bound to the model
-        check_sum_reduction(replica.bare, task, batch, first.samples)
+        check_sum_reduction(replica.unwrapped, task, batch, first.samples)

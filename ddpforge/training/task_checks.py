@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ddpforge.builtin.tasks.forms import described, holds_text
 from ddpforge.components.errors import where_raised
 from ddpforge.data import MicroBatch
-from ddpforge.data.nests import take
-from ddpforge.data.randomness import own_random_numbers
+from ddpforge.data.pytree import take
+from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import ForgeError, PluginError, UsageError
-from ddpforge.interfaces import Rows, Task, Total
-from ddpforge.training.turns import name_of
+from ddpforge.interfaces import SampleColumns, Task, Total
+from ddpforge.training.alternating_updates import component_name
 
 __all__ = [
     "SMALL",
@@ -41,7 +41,7 @@ class CheckedTask:
     def __init__(self, task: Task, use: Literal["training", "evaluation"]) -> None:
         self.task, self._use = task, use
         self.loss: Callable[[nn.Module, Any], tuple[Tensor, Any]] = self._first_loss
-        self.metrics: Callable[[Any, Any], Mapping[str, Total | Rows]] = self._first_metrics
+        self.metrics: Callable[[Any, Any], Mapping[str, Total | SampleColumns]] = self._first_metrics
 
     def _first_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
@@ -52,25 +52,27 @@ class CheckedTask:
         self.loss = self.task.loss
         return checked_loss(self.task, returned, gradients=self._use == "training")
 
-    def _first_metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | Rows]:
+    def _first_metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
         found = checked_metrics(self.task, first_metrics(self.task, outputs, batch))
         self.metrics = self.task.metrics
         return found
 
 
-def first_metrics(task: Task, outputs: Any, batch: Any) -> Mapping[str, Total | Rows]:
+def first_metrics(task: Task, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
     """Calls a task's `metrics`; raises UsageError if a metric refuses the outputs and targets by a ValueError."""
     try:
         return task.metrics(outputs, batch)
     except ValueError as error:
-        raise UsageError(f"{name_of(task)}.metrics: {error}", hints=where_raised(error)) from error
+        raise UsageError(f"{component_name(task)}.metrics: {error}", hints=where_raised(error)) from error
 
 
 def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
     """Adds notes to an error in a task's loss, or in the model's forward pass: the batch, and likely causes."""
     if isinstance(error, ForgeError):
         return
-    error.add_note(f"in the first forward pass of {use} ({name_of(task)}.loss), of a batch of {described(batch)}")
+    error.add_note(
+        f"in the first forward pass of {use} ({component_name(task)}.loss), of a batch of {described(batch)}"
+    )
     if use == "evaluation" and isinstance(error, RuntimeError) and "does not require grad" in str(error):
         error.add_note(_DERIVATIVES)
     if holds_text(batch):
@@ -79,7 +81,7 @@ def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
 
 def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Tensor, Any]:
     """Returns a task's loss and outputs; raises UsageError if their form is wrong."""
-    where = f"{name_of(task)}.loss"
+    where = f"{component_name(task)}.loss"
     pair = "return (loss, outputs): the loss summed over the batch, and what `metrics` reads"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise UsageError(f"{where} returns {described(returned)}, not a pair (loss, outputs)", hints=[pair])
@@ -101,10 +103,10 @@ def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[
     return loss, outputs
 
 
-def checked_metrics(task: Task, metrics: Any) -> Mapping[str, Total | Rows]:
+def checked_metrics(task: Task, metrics: Any) -> Mapping[str, Total | SampleColumns]:
     """Returns a task's metrics unchanged; raises PluginError unless they are totals or rows by name."""
     if not isinstance(metrics, Mapping):
-        raise PluginError(f"{name_of(task)}.metrics returns {described(metrics)}, not a dict of totals by name")
+        raise PluginError(f"{component_name(task)}.metrics returns {described(metrics)}, not a dict of totals by name")
     for name, quantity in metrics.items():
         checked_quantity(name, quantity)
     return metrics
@@ -115,7 +117,7 @@ def checked_quantity(name: object, quantity: object) -> None:
     if isinstance(quantity, Total):
         if wrong := _wrong(quantity.sum, quantity.count):
             raise PluginError(f"metric `{name}` is a Total with {wrong}", hints=[_TOTAL])
-    elif not isinstance(quantity, Rows):
+    elif not isinstance(quantity, SampleColumns):
         raise PluginError(
             f"metric `{name}` is a {type(quantity).__name__}, but must be a Total of a tensor and a count, or Rows",
             hints=[_TOTAL],
@@ -124,7 +126,7 @@ def checked_quantity(name: object, quantity: object) -> None:
         _check_rows(name, quantity)
 
 
-def _check_rows(name: object, rows: Rows) -> None:
+def _check_rows(name: object, rows: SampleColumns) -> None:
     for column in rows.newest:
         if not isinstance(column, Tensor) or not column.ndim:
             raise PluginError(
@@ -163,7 +165,8 @@ def check_whole(task: Task, micro: MicroBatch) -> None:
     """
     if task.whole_batch and (micro.samples == 0 or micro.number or not micro.last):
         raise UsageError(
-            f"{name_of(task)} compares all samples of a batch with each other, but a batch of {micro.step_samples} "
+            f"{component_name(task)} compares all samples of a batch with each other, "
+            f"but a batch of {micro.step_samples} "
             "samples is not one forward pass on every rank",
             hints=["set train.drop_last = true, or let the sampler give every step train.global_batch samples"],
         )
@@ -205,7 +208,8 @@ def check_sum_reduction(
     if items[2] is not None and not _same(float(items[2]), sum(float(each or 0) for each in items[:2])):
         return  # its items are batches: the mean over one is the sum over its items
     raise UsageError(
-        f"{name_of(task)}.loss returns a mean over the batch: {whole:.6g} for {samples} samples, and {first:.6g} and "
+        f"{component_name(task)}.loss returns a mean over the batch: {whole:.6g} for {samples} samples, "
+        f"and {first:.6g} and "
         f"{second:.6g} for its halves",
         hints=[
             'return the sum, e.g. with reduction="sum", or the mean times the samples: ddpforge divides by the items '
@@ -226,7 +230,7 @@ def _cut(batch: Any, samples: int, fetch: Callable[[], Halves] | None) -> Halves
 
 
 def _loss(model: nn.Module, task: Task, batch: Any, *, seed: int = 0) -> float:
-    with own_random_numbers(), torch.no_grad():
+    with isolated_rng(), torch.no_grad():
         torch.manual_seed(seed)
         return float(task.loss(model, batch)[0])
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge import compat
-from ddpforge.data.nests import digest
+from ddpforge.data.pytree import digest
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Beside, Callback, Metric, Part, Ranks, Replica, Task
-from ddpforge.training.turns import name_of
+from ddpforge.interfaces import AuxiliaryModule, Callback, Metric, Ranks, Replica, Task, TensorShard
+from ddpforge.training.alternating_updates import component_name
 
-__all__ = ["NAME", "TaskState", "Unsaved", "has_state", "refuse_parameters"]
+__all__ = ["NAME", "TaskState", "Unsaved", "check_no_parameters", "has_state"]
 
 log = logging.getLogger("ddpforge")
 
@@ -40,7 +40,7 @@ def has_state(task: Task) -> bool:
     if keeps != takes:
         missing = "load_state" if keeps else "state"
         raise PluginError(
-            f"{name_of(task)} has `{'state' if keeps else 'load_state'}`, but no `{missing}`",
+            f"{component_name(task)} has `{'state' if keeps else 'load_state'}`, but no `{missing}`",
             hints=["`state()` returns the values for a checkpoint, and `load_state(state)` restores them"],
         )
     return keeps
@@ -58,38 +58,39 @@ class TaskState(Callback):
         Raises PluginError if ranks that compute the loss have different states: only one could be restored.
         """
         found: Any = self._task.state()
-        if not isinstance(found, Mapping) or any(isinstance(value, Part) for value in found.values()):
+        if not isinstance(found, Mapping) or any(isinstance(value, TensorShard) for value in found.values()):
             raise PluginError(
-                f"{name_of(self._task)}.state returned {found!r:.200}",
+                f"{component_name(self._task)}.state returned {found!r:.200}",
                 hints=["return a mapping of tensors, numbers and text by name, the same on every rank"],
             )
         mine = {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in found.items()}
         if self._ranks.size == 1:
             return mine
         digests = {key: digest(value) for key, value in mine.items()}
-        everyones = self._ranks.everyone((self._replica.computes_loss, digests))
+        everyones = self._ranks.all_gather_object((self._replica.computes_loss, digests))
         computing = [rank for rank, (computes, _) in enumerate(everyones) if computes]
         first = everyones[computing[0]][1]
         for rank in computing[1:]:
             if everyones[rank][1] != first:
-                self._refuse(sorted({*first, *everyones[rank][1]}), first, everyones[rank][1], (computing[0], rank))
+                self._reject(sorted({*first, *everyones[rank][1]}), first, everyones[rank][1], (computing[0], rank))
         if len(computing) == self._ranks.size:
             return mine
         # The other ranks compute no loss: they take the state of a rank that does.
         sends = self._ranks.rank == computing[0]
         given = {key: x.cpu() if isinstance(x, Tensor) else x for key, x in mine.items()} if sends else None
-        return self._ranks.everyone(given)[computing[0]] or {}
+        return self._ranks.all_gather_object(given)[computing[0]] or {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state of the task; tensors are on the CPU."""
         self._task.load_state({key: x.read() if hasattr(x, "read") else x for key, x in state.items()})
 
-    def _refuse(
+    def _reject(
         self, names: Sequence[str], one: Mapping[str, str], other: Mapping[str, str], ranks: tuple[int, int]
     ) -> None:
         name = next(name for name in names if one.get(name) != other.get(name))
         raise PluginError(
-            f"{name_of(self._task)}.state: `{name}` has different values on rank {ranks[0]} and on rank {ranks[1]}, "
+            f"{component_name(self._task)}.state: `{name}` has different values on rank {ranks[0]} and on rank "
+            f"{ranks[1]}, "
             "and a resumed run would have one of them on all ranks",
             hints=[
                 "make it the same on every rank: keep the `world` that `start` receives, and add up counts with "
@@ -99,14 +100,15 @@ class TaskState(Callback):
 
 
 # ---------------------------------------------------------------------------------------------- parameters
-def refuse_parameters(task: Task, model: nn.Module, beside: Collection[Beside]) -> None:
+def check_no_parameters(task: Task, model: nn.Module, beside: Collection[AuxiliaryModule]) -> None:
     """Raises UsageError for trainable tensors in a task: optimizers have only the parameters of the model."""
     known = {id(tensor) for module in (model, *(one.module for one in beside)) for tensor in module.parameters()}
     for name, value in _inside(task, "", {id(model), *(id(one.module) for one in beside)}):
         if isinstance(value, Tensor) and value.requires_grad and value.is_leaf and id(value) not in known:
             kind = "parameter" if isinstance(value, nn.Parameter) else "tensor that requires gradients"
             raise UsageError(
-                f"{name_of(task)} keeps a {kind} `{name}` {list(value.shape)}, which no optimizer trains: optimizers "
+                f"{component_name(task)} keeps a {kind} `{name}` {list(value.shape)}, which no optimizer trains: "
+                "optimizers "
                 "have the parameters of the model",
                 hints=[
                     "to train it, make it a parameter of the model, and let forward return it, or a value computed "
@@ -116,7 +118,7 @@ def refuse_parameters(task: Task, model: nn.Module, beside: Collection[Beside]) 
             )
 
 
-def _refuse_hidden(model: nn.Module) -> None:
+def _reject_hidden(model: nn.Module) -> None:
     """Raises UsageError for weights with a gradient in plain attributes of a model, which torch does not register."""
     known = {id(tensor) for tensor in model.parameters()}
     seen = {id(module) for module in model.modules()}
@@ -140,7 +142,13 @@ class Unsaved:
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, beside: Mapping[str, Beside], state: Callback | None, *, is_main: bool
+        self,
+        task: Task,
+        model: nn.Module,
+        beside: Mapping[str, AuxiliaryModule],
+        state: Callback | None,
+        *,
+        is_main: bool,
     ) -> None:
         self._task, self._model, self._beside, self._state = task, model, beside, state
         self._is_main = is_main
@@ -152,8 +160,8 @@ class Unsaved:
         Raises UsageError for weights that have a gradient and no optimizer.
         """
         if self._before is None:
-            refuse_parameters(self._task, self._model, self._beside.values())
-            _refuse_hidden(self._model)
+            check_no_parameters(self._task, self._model, self._beside.values())
+            _reject_hidden(self._model)
             self._before = dict(islice(self._values(), _MOST))
             return True
         before, kept = self._before, self._state.state() if self._state else {}

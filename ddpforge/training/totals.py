@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Rows, Task, Total
+from ddpforge.interfaces import SampleColumns, Task, Total
 
 __all__ = ["add", "exact", "items_of", "loss_total", "suspended_autocast"]
 
-Q = TypeVar("Q", bound=Total | Rows)
+Q = TypeVar("Q", bound=Total | SampleColumns)
 
 
 def items_of(task: Task, micro: MicroBatch) -> Tensor | int:
@@ -33,11 +33,11 @@ def loss_total(loss: Tensor, items: Tensor | int) -> Total:
     return _exact_total(Total(loss, items))
 
 
-def exact(quantity: Total | Rows) -> Total | Rows:
+def exact(quantity: Total | SampleColumns) -> Total | SampleColumns:
     """Returns a copy that can be added up, with totals in float64."""
     # CUDA graphs reuse the memory of outputs. In bfloat16, 256 + 1 is 256.
-    if isinstance(quantity, Rows):
-        return Rows(*(column.detach().clone() for column in quantity.columns))
+    if isinstance(quantity, SampleColumns):
+        return SampleColumns(*(column.detach().clone() for column in quantity.columns))
     return _exact_total(quantity)
 
 
@@ -61,10 +61,10 @@ def add(quantities: dict[str, Q], more: Mapping[str, Q]) -> None:
     """Adds `more` to `quantities`, by name."""
     for name, quantity in more.items():
         before: Any = quantities.get(name)
-        quantities[name] = quantity if before is None else _refuse_another(name, before, quantity) + quantity
+        quantities[name] = quantity if before is None else _reject_another(name, before, quantity) + quantity
 
 
-def _refuse_another(name: str, before: Any, quantity: Total | Rows) -> Any:
+def _reject_another(name: str, before: Any, quantity: Total | SampleColumns) -> Any:
     """Returns `before`; raises PluginError unless the `quantity` of another batch can be added to it."""
     if type(before) is type(quantity) and _shapes(before) == _shapes(quantity):
         return before
@@ -75,10 +75,10 @@ def _refuse_another(name: str, before: Any, quantity: Total | Rows) -> Any:
     )
 
 
-def _shapes(quantity: Total | Rows) -> list[torch.Size]:
+def _shapes(quantity: Total | SampleColumns) -> list[torch.Size]:
     return [quantity.sum.shape] if isinstance(quantity, Total) else [x.shape[1:] for x in quantity.newest]
 
 
-def _described(quantity: Total | Rows) -> str:
+def _described(quantity: Total | SampleColumns) -> str:
     shapes = ", ".join(str(list(shape)) for shape in _shapes(quantity))
     return f"a Total of shape {shapes}" if isinstance(quantity, Total) else f"Rows of shape {shapes}"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddpforge.interfaces import ShownKind, Tracker
+from ddpforge.interfaces import MediaKind, Tracker
 from ddpforge.runs.metrics import JSONLTracker
 
 logger = logging.getLogger("ddpforge")
@@ -24,7 +24,7 @@ class TrackerGroup(Tracker):
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
         self._started: dict[str, Tracker] = {}
-        self._early: list[tuple[str, Any, ShownKind]] | None = []  # None after `start`
+        self._early: list[tuple[str, Any, MediaKind]] | None = []  # None after `start`
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         """Starts each tracker."""
@@ -34,17 +34,17 @@ class TrackerGroup(Tracker):
                 self._started[key] = tracker
         early, self._early = self._early or [], None
         for shown in early:
-            self.show(resumed_at or 0, *shown)
+            self.log_media(resumed_at or 0, *shown)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Passes the row on."""
         self._each(lambda tracker: tracker.log(step, metrics))
 
-    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+    def log_media(self, step: int, name: str, value: Any, kind: MediaKind) -> None:
         """Passes the value on, or keeps it until `start`."""
         if self._early is not None:
             self._early.append((name, value, kind))
-        self._each(lambda tracker: tracker.show(step, name, value, kind))
+        self._each(lambda tracker: tracker.log_media(step, name, value, kind))
 
     def checkpoint(self, step: int, folder: Path) -> None:
         """Passes the checkpoint on."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from ddpforge.ranks.phases import Place
+from ddpforge.ranks.heartbeat import Heartbeat
 
 __all__ = ["STACKS", "Process"]
 
@@ -41,9 +41,9 @@ class Process:
         """True if the process has ended; waits for that at most `wait` seconds."""
         return bool(self._end.poll(wait * 1000)) or os.getppid() != self.pid
 
-    def place(self) -> Place:
+    def place(self) -> Heartbeat:
         """Returns its last heartbeat."""
-        return Place.of(self._words)
+        return Heartbeat.of(self._words)
 
     def frozen(self) -> bool:
         """True while the process is stopped, as by SIGSTOP or a debugger."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpforge.interfaces import Beside, Data, Task, Total
+from ddpforge.interfaces import AuxiliaryModule, Data, Task, Total
 
 
 class TwoViews:
@@ -46,9 +46,9 @@ class BYOL(Task):
     def __init__(self, *, momentum: float = 0.98) -> None:
         self.momentum = momentum
 
-    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+    def auxiliary_modules(self, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
         self.target = copy.deepcopy(model.get_submodule("encoder"))
-        return {"target": Beside(module=self.target, follows="encoder", momentum=self.momentum)}
+        return {"target": AuxiliaryModule(module=self.target, follows="encoder", momentum=self.momentum)}
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         first, second = batch[0].unbind(1)

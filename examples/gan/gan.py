@@ -31,7 +31,7 @@ class Nets(nn.Module):
 class Hinge(Task):
     """The critic is to score images above 1, and what is generated below -1; the generator is to raise its scores."""
 
-    turns = ("critic", "generator")
+    updates = ("critic", "generator")
 
     def loss(self, model: nn.Module, batch: Any, turn: str = "") -> tuple[Tensor, Any]:
         images = batch[0]

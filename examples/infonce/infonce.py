@@ -27,11 +27,11 @@ class Match(Task):
     whole_batch = True
 
     def start(self, model: nn.Module, world: World) -> None:
-        self.ranks = world.data
+        self.ranks = world.dp_ranks
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         mine = model(batch[0]).float()
-        everyones, begin = self.ranks.gather(mine)
+        everyones, begin = self.ranks.all_gather(mine)
         places = torch.arange(begin, begin + len(mine), device=mine.device)
         there = F.cross_entropy(mine[:, 0] @ everyones[:, 1].T / 0.1, places, reduction="sum")
         back = F.cross_entropy(mine[:, 1] @ everyones[:, 0].T / 0.1, places, reduction="sum")

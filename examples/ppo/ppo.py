@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpforge.interfaces import Beside, Task, Total
+from ddpforge.interfaces import AuxiliaryModule, Task, Total
 
 STEPS = 20  # of an episode
 
@@ -48,9 +48,13 @@ class PPO(Task):
     def __init__(self, *, times: int, clip: float = 0.2, gamma: float = 0.9) -> None:
         self.times, self.clip, self.gamma = times, clip, gamma
 
-    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+    def auxiliary_modules(self, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
         self.old = copy.deepcopy(model)
-        return {"old": Beside(module=self.old, follows="", momentum=lambda step: float((step + 1) % self.times > 0))}
+        return {
+            "old": AuxiliaryModule(
+                module=self.old, follows="", momentum=lambda step: float((step + 1) % self.times > 0)
+            )
+        }
 
     @torch.no_grad()
     def play(self, policy: nn.Module, batch: Tensor) -> tuple[Tensor, ...]:

@@ -10,10 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ddpforge.interfaces import Data, PartedData
+from ddpforge.interfaces import Data, ShardedDataset
 
 
-class Records(PartedData):
+class Records(ShardedDataset):
     """Writes a dataset into files of records once, and streams it from there; images of float32 and their label."""
 
     random = False
@@ -34,9 +34,9 @@ class Records(PartedData):
             draft.write_bytes(np.stack(samples[number * part :][:part]).tobytes())
             draft.rename(file)
         self.values, self.shuffle, self.shuffle_buffer = len(samples[0]), True, shuffle_buffer
-        self.parts = [file.stat().st_size // (4 * self.values) for file in self.files]
+        self.shard_sizes = [file.stat().st_size // (4 * self.values) for file in self.files]
 
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[bytes]:
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[bytes]:
         with self.files[part].open("rb") as file:
             file.seek(skip * 4 * self.values)
             while record := file.read(4 * self.values):

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
-from ddpforge.interfaces import Box, CanonicalState, Contract, Part, PartWeights, Replica, Strategy, World
-from ddpforge.strategies import Alone, TorchReplica, named_state
+from ddpforge.interfaces import Box, CanonicalState, Contract, Replica, ShardedWeights, Strategy, TensorShard, World
+from ddpforge.strategies import SingleRank, TorchReplica, named_state
 
 
 class TensorParallel(Strategy):
@@ -20,10 +20,10 @@ class TensorParallel(Strategy):
 
     contract = Contract(
         shards=("weights", "gradients", "optimizer state"),
-        clips="every rank alike, by the norm over all shards",
-        accumulates="the shards' .grad",
+        clipping="every rank alike, by the norm over all shards",
+        accumulation="the shards' .grad",
     )
-    joins_alone = True
+    needs_process_group = True
 
     def __init__(self, *, columns: Sequence[str], rows: Sequence[str]) -> None:
         self.plan = {**dict.fromkeys(columns, ColwiseParallel()), **dict.fromkeys(rows, RowwiseParallel())}
@@ -32,14 +32,14 @@ class TensorParallel(Strategy):
         return 1
 
     def setup(self, train: Any, world: World) -> World:
-        self.mesh = init_device_mesh(world.device.type, (world.all.size,))
-        return super().setup(train, replace(world, data=Alone(world.device)))
+        self.mesh = init_device_mesh(world.device.type, (world.global_ranks.size,))
+        return super().setup(train, replace(world, dp_ranks=SingleRank(world.device)))
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         return parallelize_module(super().wrap(model, blocks), self.mesh, self.plan)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        return Cut(self, model, optimizer, PartWeights(model, part))
+        return Cut(self, model, optimizer, ShardedWeights(model, part))
 
 
 class Cut(TorchReplica):
@@ -51,12 +51,12 @@ class Cut(TorchReplica):
         torch._foreach_mul_([shard.to_local() for shard in shards], (largest / (norm + 1e-6)).clamp(max=1.0))
 
     def state(self) -> CanonicalState[Any]:
-        state = named_state.capture(self.bare, self.optimizer)
+        state = named_state.capture(self.unwrapped, self.optimizer)
         moments = {name: parts(entry) for name, entry in state.optimizer.items()}
-        return replace(state, model=parts(state.model), optimizer=moments, shared=self.remembered())
+        return replace(state, model=parts(state.model), optimizer=moments, extra_state=self.remembered())
 
     def load_state(self, state: CanonicalState[Any], *, partial: bool = False) -> None:
-        named_state.restore(self.bare, self.optimizer, state, partial=partial, part_of=part, like=like)
+        named_state.restore(self.unwrapped, self.optimizer, state, partial=partial, part_of=part, like=like)
         self.remember(state)
 
 
@@ -64,15 +64,15 @@ def parts(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part(name, value) if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
-def part(name: str, tensor: Any) -> Part:
+def part(name: str, tensor: Any) -> TensorShard:
     """What this rank holds: a box, or all of what is alike on every rank."""
     mesh, local = tensor.device_mesh, tensor.to_local().detach()
     (placement,) = tensor.placements
     if placement.is_replicate():
-        return Part.whole(local, replica=mesh.get_local_rank(), replicas=mesh.size())
+        return TensorShard.whole(local, replica=mesh.get_local_rank(), replicas=mesh.size())
     offset = [0] * tensor.ndim
     offset[placement.dim] = mesh.get_local_rank() * local.shape[placement.dim]
-    return Part(local, tuple(tensor.shape), Box(tuple(offset), tuple(local.shape)))
+    return TensorShard(local, tuple(tensor.shape), Box(tuple(offset), tuple(local.shape)))
 
 
 def like(mine: Tensor, parameter: Any) -> DTensor:

@@ -36,7 +36,7 @@ class GradientHistograms(Callback):
     def on_gradient(self, step: int, norm: Tensor) -> None:
         if step % self.every == 0:
             for name, part in self.run.gradients().items():
-                self.run.show(f"gradient/{name}", part.tensor, "histogram")
+                self.run.log_media(f"gradient/{name}", part.tensor, "histogram")
 
 
 class Profile(Callback):
@@ -50,7 +50,7 @@ class Profile(Callback):
         self.run = run
 
     def on_step(self, info: StepInfo) -> None:
-        if info.step == self.first and self.run.world.is_main:
+        if info.step == self.first and self.run.world.is_rank_zero:
             self.profile = profile(activities=[ProfilerActivity.CPU])
             self.profile.start()
         if info.step == self.last and self.profile:

@@ -20,7 +20,7 @@ import ddpforge
 from ddpforge.cli.run import run as command
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, RecipeError, UsageError
 from ddpforge.launchers import process
-from ddpforge.launchers.verdict import Death, Ended
+from ddpforge.launchers.exit_record import LaunchExit, RankDeath
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.folder import RunFolder
 
@@ -185,12 +185,12 @@ def ranks(zygote: Zygote, run: Path, monkeypatch: pytest.MonkeyPatch) -> list[in
     """How many ranks were started; forked, where a launcher would start them anew."""
     started: list[int] = []
 
-    def start(arguments: list[str], *, nproc: int, **_: Any) -> Ended:
+    def start(arguments: list[str], *, nproc: int, **_: Any) -> LaunchExit:
         started.append(nproc)
         ended = zygote.run(["run", *arguments], nproc=nproc, cwd=run.parents[1])
-        return Ended(max(ended.codes))
+        return LaunchExit(max(ended.codes))
 
-    monkeypatch.setattr("ddpforge.app.starting.torchrun_command", lambda arguments, **_: arguments)
+    monkeypatch.setattr("ddpforge.app.local_launch.torchrun_command", lambda arguments, **_: arguments)
     monkeypatch.setattr(process, "start", start)
     return started
 
@@ -257,10 +257,10 @@ def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.M
         with pytest.raises(RecipeError):
             ddpforge.launch("run.toml", nproc=2, sets=[wrong])
     assert ranks == []
-    monkeypatch.setattr(process, "start", lambda *_, **__: Ended(3))
+    monkeypatch.setattr(process, "start", lambda *_, **__: LaunchExit(3))
     error = refused(ForgeError, lambda: ddpforge.launch("run.toml", nproc=2, sets=["name=new"]))
     assert error == "the ranks ended with exit code 3 before training; see their messages on stderr"
-    monkeypatch.setattr(process, "start", lambda *_, **__: Ended(137, Death(1, 9)))
+    monkeypatch.setattr(process, "start", lambda *_, **__: LaunchExit(137, RankDeath(1, 9)))
     assert refused(ForgeError, lambda: ddpforge.launch("run.toml", nproc=2, sets=["name=new"])).startswith(
         "rank 1 was ended by signal 9 (SIGKILL)"
     )

@@ -20,7 +20,7 @@ from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.cli import main
 from ddpforge.errors import ForgeError, PluginError, UsageError
-from ddpforge.interfaces import Context
+from ddpforge.interfaces import AttentionContext
 
 TEXT = "abcdefghij" * 300
 RECIPE = """\
@@ -176,7 +176,7 @@ def test_a_model_in_which_earlier_tokens_depend_on_later_ones_sees_all_each_time
     assert calls == [2, 3, 4, 5]
     logits = model(torch.tensor([[1, 2, *map(int, text[:3])]]))
     assert int(text[3]) == getattr(logits, "logits", logits)[0, -1].argmax()
-    assert type(getattr(model, "context", None)) is Context
+    assert type(getattr(model, "context", None)) is AttentionContext
 
 
 def test_what_is_no_language_model_is_refused() -> None:

@@ -13,9 +13,9 @@ import pytest
 from support.forked import in_ranks, set_up
 from support.hosts import Hosts
 
-from ddpforge.app import hosts as checks
+from ddpforge.app import node_consistency as checks
 from ddpforge.components.registry import Registry
-from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PeerFailed
+from ddpforge.errors import ExitCode, ForgeError, PeerFailed, SetupError
 from ddpforge.interfaces import Ranks
 from ddpforge.recipe import load_recipe
 from ddpforge.strategies.ddp import DDP
@@ -33,7 +33,7 @@ def ends(ranks: int, action: Callable[[Ranks], None]) -> list[str]:
             action(rank)
         except PeerFailed as failed:
             return "rank 0 says it" if failed.exit_code == ExitCode.ENVIRONMENT else str(failed.exit_code)
-        except EnvironmentProblem as error:
+        except SetupError as error:
             return " | ".join([error.message, *error.hints])
         return ""
 
@@ -43,7 +43,7 @@ def ends(ranks: int, action: Callable[[Ranks], None]) -> list[str]:
 def compared(*sets: list[str], source: str | Path = "digits") -> list[str]:
     """What ranks say whose recipes are under these `sets`."""
     loaded = [load_recipe(source, sets=each, registry=REGISTRY) for each in sets]
-    return ends(len(sets), lambda ranks: checks.refuse_differences(ranks, loaded[ranks.rank], REGISTRY))
+    return ends(len(sets), lambda ranks: checks.check_same_environment(ranks, loaded[ranks.rank], REGISTRY))
 
 
 # ---------------------------------------------------------------------------------------------- software and recipe
@@ -60,9 +60,9 @@ def test_another_version_on_one_host_is_named_with_host_and_ranks(monkeypatch: p
         host, torch = elsewhere.get(ranks.rank, ("nodea", "2.14.1"))
         software = {"Python": "3.11", "torch": torch}
         facts = made(host, software, "digest")
-        told = ranks.everyone  # each rank says what its own host is
-        monkeypatch.setattr(ranks, "everyone", lambda _: told(facts), raising=False)
-        checks.refuse_differences(ranks, loaded, REGISTRY)
+        told = ranks.all_gather_object  # each rank says what its own host is
+        monkeypatch.setattr(ranks, "all_gather_object", lambda _: told(facts), raising=False)
+        checks.check_same_environment(ranks, loaded, REGISTRY)
 
     first, *others = ends(3, check)
     assert first == (
@@ -124,9 +124,9 @@ def test_other_code_beside_the_recipe_on_one_host(tmp_path: Path, monkeypatch: p
         digests = {"code/net.py": str(ranks.rank), "code/same.py": "same"}
         facts = checks._Facts("node", {}, str(digests))
         told = iter([facts, (loaded.tables, digests)])
-        everyone = ranks.everyone
-        monkeypatch.setattr(ranks, "everyone", lambda _: everyone(next(told)), raising=False)
-        checks.refuse_differences(ranks, loaded, REGISTRY)
+        everyone = ranks.all_gather_object
+        monkeypatch.setattr(ranks, "all_gather_object", lambda _: everyone(next(told)), raising=False)
+        checks.check_same_environment(ranks, loaded, REGISTRY)
 
     assert "\n  the code in net.py |" in ends(2, check)[0]
 
@@ -137,10 +137,10 @@ def test_clocks_of_hosts_are_compared_and_hosts_that_differ_are_named(
     caplog: pytest.LogCaptureFixture, off: float, how: str
 ) -> None:
     def compare(ranks: Ranks) -> None:
-        everyone, number = ranks.everyone, ranks.rank
+        everyone, number = ranks.all_gather_object, ranks.rank
         shift = off if number == 1 else 0.0
         host = f"node{'ab'[number]}"
-        ranks.everyone = lambda told: everyone((host, told[1] + shift))  # type: ignore
+        ranks.all_gather_object = lambda told: everyone((host, told[1] + shift))  # type: ignore
         checks.compare_clocks(ranks)
 
     assert ends(2, compare) == ["", ""]
@@ -151,7 +151,7 @@ def test_clocks_of_hosts_are_compared_and_hosts_that_differ_are_named(
 # ---------------------------------------------------------------------------------------------- the folder
 def test_a_folder_is_shared_and_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def check(rank: int) -> list[str]:
-        checks.share_folder(tmp_path / "new/runs", set_up(DDP()).all)
+        checks.check_shared_filesystem(tmp_path / "new/runs", set_up(DDP()).global_ranks)
         return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
     assert in_ranks(2, check) == [[], []]
@@ -160,7 +160,7 @@ def test_a_folder_is_shared_and_left_as_it_was(tmp_path: Path, caplog: pytest.Lo
 
 def test_locks_that_do_not_hold_are_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Threads stand in for hosts: locks are a process's."""
-    assert ends(2, lambda ranks: checks.share_folder(tmp_path, ranks)) == ["", ""]
+    assert ends(2, lambda ranks: checks.check_shared_filesystem(tmp_path, ranks)) == ["", ""]
     assert [record.message for record in caplog.records] == [
         f"file locks do not work in {tmp_path}: make sure that no second process trains there"
     ]
@@ -176,7 +176,7 @@ def test_a_folder_that_one_host_has_for_itself_is_refused(
     def check(rank: int) -> str:
         world = set_up(DDP())
         try:
-            checks.share_folder(runs, world.all)
+            checks.check_shared_filesystem(runs, world.global_ranks)
         except ForgeError as error:
             return f"{type(error).__name__}: {error.message}"
         return "shared"
@@ -188,6 +188,6 @@ def test_a_folder_that_one_host_has_for_itself_is_refused(
 
 def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    said = ends(2, lambda ranks: checks.share_folder(tmp_path / "file/runs", ranks))
+    said = ends(2, lambda ranks: checks.check_shared_filesystem(tmp_path / "file/runs", ranks))
     assert said[0].startswith(f"cannot write to the folder of runs {tmp_path}/file/runs: ")
     assert said[1] == "rank 0 says it"

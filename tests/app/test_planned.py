@@ -14,14 +14,14 @@ import torch
 from support import SUPPORT
 from support.launched import Ranks
 
-from ddpforge.app.planned import Room, advised, compares
+from ddpforge.app.memory_check import MemoryBudget, is_enabled, with_oom_advice
 from ddpforge.errors import OutOfMemory, UsageError
 from ddpforge.interfaces import World
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import load_recipe
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
-from ddpforge.training.contract import Size
+from ddpforge.training.contract import ParameterCount
 
 RECIPE = """
 recipe = 2
@@ -143,10 +143,10 @@ def test_small_models_and_compiled_ones_are_not_held_against_a_plan(
     recipe: Path, parameters: int, sets: list[str], yes: bool
 ) -> None:
     recipe.write_text(RECIPE.replace('plan = "on"\n', ""), encoding="utf-8")
-    assert compares(load_recipe(recipe, sets=sets).recipe, Size(parameters, parameters)) is yes
+    assert is_enabled(load_recipe(recipe, sets=sets).recipe, ParameterCount(parameters, parameters)) is yes
 
 
-class _Room(Room):
+class _Room(MemoryBudget):
     """So much and no more."""
 
     def __init__(self, there: int) -> None:
@@ -161,10 +161,10 @@ def full(recipe: Path, there: int, *sets: str) -> Any:
     loaded = load_recipe(recipe, sets=["train.global_batch=64", *sets])
     folder = RunFolder(recipe.parent / "a run")
     folder.create(**snapshot(loaded))
-    alone = Alone(CPU)
-    world = World(all=alone, data=alone, device=CPU, local_rank=0)
+    alone = SingleRank(CPU)
+    world = World(global_ranks=alone, dp_ranks=alone, device=CPU, local_rank=0)
     problem = OutOfMemory("memory is full: torch's words", hints=["by arithmetic"])
-    return advised(problem, folder, world, loaded.recipe, _Room(there))
+    return with_oom_advice(problem, folder, world, loaded.recipe, _Room(there))
 
 
 @pytest.fixture
@@ -206,8 +206,8 @@ def test_full_memory_starts_no_plan_unless_asked_and_names_the_command_that_does
 
 
 def test_other_errors_and_runs_without_a_plan_stay_as_they_are(recipe: Path) -> None:
-    alone = Alone(CPU)
-    world = World(all=alone, data=alone, device=CPU, local_rank=0)
+    alone = SingleRank(CPU)
+    world = World(global_ranks=alone, dp_ranks=alone, device=CPU, local_rank=0)
     folder = RunFolder(recipe.parent / "runs" / "run")  # which is not there
     for error in (UsageError("another"), OutOfMemory("memory is full")):
-        assert advised(error, folder, world, load_recipe(recipe).recipe, _Room(1)) is error
+        assert with_oom_advice(error, folder, world, load_recipe(recipe).recipe, _Room(1)) is error

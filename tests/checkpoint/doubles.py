@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ddpforge import disk
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, RankState
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.retention import newest
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.interfaces import CanonicalState
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
@@ -31,7 +31,7 @@ OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename",
 
 
 @dataclass(kw_only=True)
-class Checkpoint(Facts):
+class Checkpoint(CheckpointMetadata):
     """A whole checkpoint in memory."""
 
     state: CanonicalState[Tensor]
@@ -45,15 +45,15 @@ class Checkpoint(Facts):
 
 def write(folder: Path, checkpoint: Checkpoint, *, full: bool = False) -> Path:
     """The checkpoint on disk, written by one rank."""
-    return writer.write(folder, checkpoint, checkpoint.share, Peers.alone(), full=full)
+    return writer.write(folder, checkpoint, checkpoint.share, WriterGroup.alone(), full=full)
 
 
 def read(path: Path, *, verify: bool = True) -> Checkpoint:
     """All of it, every byte verified."""
-    reader = Reader(path, verify=verify)
+    reader = CheckpointReader(path, verify=verify)
     state, callbacks = reader.state(), reader.callbacks()
     checkpoint = Checkpoint(
-        **vars(reader.facts),
+        **vars(reader.metadata),
         state=CanonicalState(
             {name: saved.read() for name, saved in state.model.items()}, loaded(state.optimizer), state.aliases
         ),

@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from ddpforge.interfaces.regions import Box, Range, Shape, Simple, split
+from ddpforge.interfaces.regions import Box, FlatRange, Shape, Simple, split
 
 
 @st.composite
@@ -17,7 +17,7 @@ def shapes(draw: st.DrawFn, smallest: int = 0) -> Shape:
 def regions(draw: st.DrawFn, shape: Shape) -> Simple:
     if draw(st.booleans()):
         start, stop = sorted(draw(st.tuples(*[st.integers(0, prod(shape))] * 2)))
-        return Range(start, stop)
+        return FlatRange(start, stop)
     spans = [sorted(draw(st.tuples(*[st.integers(0, count)] * 2))) for count in shape]
     return Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
@@ -54,7 +54,7 @@ def tilings(draw: st.DrawFn) -> tuple[Shape, list[Simple]]:
 def elements(shape: Shape, region: Simple) -> np.ndarray:
     """The flat positions of a region's elements, in its own shape and order, by numpy's own slicing."""
     line = np.arange(prod(shape))
-    if isinstance(region, Range):
+    if isinstance(region, FlatRange):
         return line[region.start : region.stop]
     return np.array(
         line.reshape(shape)[tuple(slice(o, o + n) for o, n in zip(region.offset, region.size, strict=True))]

@@ -17,13 +17,13 @@ from checkpoint.worlds import checkpoints
 from ddpforge import disk
 from ddpforge.checkpoint.retention import clean
 from ddpforge.errors import CheckpointError
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 
 Save = Callable[[Path, int], object]
 
 
 def prune_too(folder: Path, step: int, *, background: bool = False) -> Path:
-    saving = checkpoints(folder, Peers.alone(), background=background, keep={"last": 1})
+    saving = checkpoints(folder, WriterGroup.alone(), background=background, keep={"last": 1})
     checkpoint = checkpoint_of(step)
     saving.save(checkpoint, checkpoint.share)
     path = saving.wait()
@@ -137,11 +137,11 @@ import sys, threading
 from pathlib import Path
 from checkpoint.doubles import checkpoint_of
 from checkpoint.worlds import checkpoints
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge import disk
 
 folder, stuck = Path(sys.argv[1]), threading.Event()
-saving = checkpoints(folder, Peers.alone())
+saving = checkpoints(folder, WriterGroup.alone())
 for step in (1, 2):
     saving.save(checkpoint_of(step), checkpoint_of(step).share)
     if step == 1:

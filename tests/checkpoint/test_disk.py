@@ -12,7 +12,7 @@ from checkpoint.doubles import checkpoint_of
 from checkpoint.worlds import checkpoints
 
 from ddpforge import disk
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 
 MiB = 1 << 20
 
@@ -50,7 +50,7 @@ def test_a_save_reaches_the_disk_before_it_counts_and_counts_before_older_ones_g
 ) -> None:
     ends = iter(["aaaa", "bbbb"])
     monkeypatch.setattr("secrets.token_hex", lambda count: next(ends))
-    saving = checkpoints(folder, Peers.alone(), background=False, keep={"last": 1})
+    saving = checkpoints(folder, WriterGroup.alone(), background=False, keep={"last": 1})
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
     saving.wait()
     calls.clear()
@@ -285,7 +285,7 @@ def test_folders_on_the_way_to_a_file_are_no_links(tmp_path: Path) -> None:
     for way in (run / "linked", run / "logs" / "file"):
         with pytest.raises(OSError, match="is a link, or no folder"):
             disk.read_plain(way / "file", 9, within=run)
-    disk.refuse_linked_folders(run / "absent" / "too", run)
+    disk.reject_linked_folders(run / "absent" / "too", run)
 
 
 def test_odd_entries_are_found_at_every_depth_or_in_one_folder(tmp_path: Path) -> None:

@@ -20,20 +20,20 @@ from torch import Tensor
 
 from ddpforge import disk
 from ddpforge.checkpoint import manager, manifest, retention, staging, writer
-from ddpforge.checkpoint.contents import Held, RankState
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.retention import committed
+from ddpforge.checkpoint.state import Held, RankState
 from ddpforge.checkpoint.untrusted import PlainFile
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed
 from ddpforge.interfaces import CanonicalState
-from ddpforge.interfaces.regions import Box, Part
-from ddpforge.ranks.collectives import Alone
-from ddpforge.ranks.writers import Peers
+from ddpforge.interfaces.regions import Box, TensorShard
+from ddpforge.ranks.collectives import SingleRank
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe.schema import CheckpointSection
 
 
 def alone(folder: Path, **settings: Any) -> Checkpoints:
-    return checkpoints(folder, Peers.alone(), **settings)
+    return checkpoints(folder, WriterGroup.alone(), **settings)
 
 
 def save(saving: Checkpoints, checkpoint: Checkpoint) -> Path:
@@ -41,7 +41,9 @@ def save(saving: Checkpoints, checkpoint: Checkpoint) -> Path:
     return saving.wait()
 
 
-def on_each(folder: Path, action: Callable[[Checkpoints, Peers], Any], ranks: int = 2, **settings: Any) -> list[Any]:
+def on_each(
+    folder: Path, action: Callable[[Checkpoints, WriterGroup], Any], ranks: int = 2, **settings: Any
+) -> list[Any]:
     """What `action` returns or raises on each rank."""
     return World(ranks).run(lambda peers: action(checkpoints(folder, peers, **settings), peers))
 
@@ -49,7 +51,7 @@ def on_each(folder: Path, action: Callable[[Checkpoints, Peers], Any], ranks: in
 def step_of(saving: Checkpoints, path: Path | None = None) -> int:
     reader = saving.open(path)
     assert reader is not None
-    return reader.facts.step
+    return reader.metadata.step
 
 
 @pytest.fixture
@@ -143,9 +145,9 @@ def test_the_thread_that_trains_neither_talks_to_other_ranks_nor_touches_the_dis
 
     for name in ("make_folder", "create", "write", "sync", "sync_folder", "rename", "remove"):
         monkeypatch.setattr(disk, name, not_here(name, getattr(disk, name)))
-    ranks = Alone()
-    ranks.everyone = not_here("everyone", ranks.everyone)  # type: ignore[method-assign]
-    saving = checkpoints(folder, Peers(ranks=ranks), keep={"last": 1})
+    ranks = SingleRank()
+    ranks.all_gather_object = not_here("everyone", ranks.all_gather_object)  # type: ignore[method-assign]
+    saving = checkpoints(folder, WriterGroup(ranks=ranks), keep={"last": 1})
     for step in (1, 2, 3):
         save(saving, checkpoint_of(step))
 
@@ -168,7 +170,7 @@ def test_the_copy_is_made_in_the_same_memory_every_time(folder: Path, written: l
 def test_of_what_all_ranks_hold_each_copies_only_what_it_writes(folder: Path, written: list[Held]) -> None:
     model = {f"layer {i}": torch.randn(1 << 18) for i in range(8)}
 
-    def act(saving: Checkpoints, peers: Peers) -> int:
+    def act(saving: Checkpoints, peers: WriterGroup) -> int:
         saving.save(FACTS, RankState.of(CanonicalState(model, {})))
         saving.wait()
         return len(saving._staging._memory.bytes)  # type: ignore[union-attr]
@@ -278,7 +280,7 @@ def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next
             raise OSError(5, "Input/output error")
         return real(path, held)
 
-    def act(saving: Checkpoints, peers: Peers) -> tuple[str, Path]:
+    def act(saving: Checkpoints, peers: WriterGroup) -> tuple[str, Path]:
         checkpoint = checkpoint_of(1)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         with pytest.raises(CheckpointError) as caught:
@@ -300,9 +302,9 @@ def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_state_that_cannot_be_saved_on_one_rank_is_no_surprise_to_the_others(folder: Path, background: bool) -> None:
-    def act(saving: Checkpoints, peers: Peers) -> None:
+    def act(saving: Checkpoints, peers: WriterGroup) -> None:
         bad = torch.ones(2).to_sparse() if peers.rank else torch.ones(2)
-        saving.save(FACTS, RankState(model={}, callbacks={"mine": {"x": Part.whole(torch.ones(2)), "y": bad}}))
+        saving.save(FACTS, RankState(model={}, callbacks={"mine": {"x": TensorShard.whole(torch.ones(2)), "y": bad}}))
         saving.wait()
 
     for result in on_each(folder, act, background=background):
@@ -331,7 +333,7 @@ def test_too_little_memory_for_a_copy_is_an_error_with_advice_on_every_rank(
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return real(*arguments, **options)
 
-    def act(saving: Checkpoints, peers: Peers) -> None:
+    def act(saving: Checkpoints, peers: WriterGroup) -> None:
         saving.save(checkpoint_of(1), share_of(checkpoint_of(1), peers.rank, 2))
         saving.wait()
 
@@ -374,7 +376,7 @@ def test_all_ranks_save_and_one_prunes(folder: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(retention, "prune", watch)
 
-    def act(saving: Checkpoints, peers: Peers) -> list[Path]:
+    def act(saving: Checkpoints, peers: WriterGroup) -> list[Path]:
         paths = []
         for step in (10, 20, 30):
             saving.save(checkpoint_of(step), share_of(checkpoint_of(step), peers.rank, 2))
@@ -584,17 +586,17 @@ def test_each_of_several_ranks_verifies_what_it_reads_for_it_may_see_another_dis
     """One rank alone has just verified all of it, and reads without doing so again."""
     path = write(folder, checkpoint_of(20))
 
-    def act(saving: Checkpoints, peers: Peers) -> float:
+    def act(saving: Checkpoints, peers: WriterGroup) -> float:
         reader = saving.open()
         assert reader is not None
-        peers.ranks.everyone(None)  # all have opened it
+        peers.ranks.all_gather_object(None)  # all have opened it
         shard = next(path.glob("shard*"))
         content = bytearray(shard.read_bytes())
         if peers.rank == peers.size - 1:
             begin = 8 + int.from_bytes(content[:8], "little")
             content[begin:] = bytes(len(content) - begin)
             shard.write_bytes(content)
-        peers.ranks.everyone(None)
+        peers.ranks.all_gather_object(None)
         return float(reader.read("model", "layer.weight").sum())
 
     for result in on_each(folder, act, ranks=ranks):
@@ -631,9 +633,11 @@ def test_replicas_of_shards_are_copied_and_written_once(folder: Path) -> None:
     """HSDP: rank 2 has what rank 0 has, and rank 3 what rank 1 has."""
     tensor = counted(8, 1 << 18)
 
-    def act(saving: Checkpoints, peers: Peers) -> int:
+    def act(saving: Checkpoints, peers: WriterGroup) -> int:
         replica, shard = divmod(peers.rank, 2)
-        part = Part(tensor[shard * 4 : shard * 4 + 4], (8, 1 << 18), Box((shard * 4, 0), (4, 1 << 18)), replica, 2)
+        part = TensorShard(
+            tensor[shard * 4 : shard * 4 + 4], (8, 1 << 18), Box((shard * 4, 0), (4, 1 << 18)), replica, 2
+        )
         saving.save(FACTS, RankState.of(CanonicalState({"w": part}, {})))
         assert torch.equal(read(saving.wait()).state.model["w"], tensor)
         return len(saving._staging._memory.bytes)  # type: ignore[union-attr]
@@ -642,9 +646,9 @@ def test_replicas_of_shards_are_copied_and_written_once(folder: Path) -> None:
 
 
 def test_one_rank_that_writes_needs_no_process_group() -> None:
-    peers = Peers.of(Alone(), timedelta(seconds=1))
+    peers = WriterGroup.of(SingleRank(), timedelta(seconds=1))
 
-    assert (peers.rank, peers.size, peers.ranks.everyone(4), peers.patience) == (0, 1, [4], 1.0)
+    assert (peers.rank, peers.size, peers.ranks.all_gather_object(4), peers.patience) == (0, 1, [4], 1.0)
 
 
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is(
@@ -740,7 +744,7 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hours]:
         yield clock
 
 
-def looking(peers: Peers) -> Peers:
+def looking(peers: WriterGroup) -> WriterGroup:
     """Ranks that look often, and give one up that has written nothing for two of the looks."""
     return replace(peers, patience=2.5 * 3600, look=0.001)
 
@@ -763,7 +767,7 @@ def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
     monkeypatch.setattr(disk, "write", hang)
     checkpoint = checkpoint_of(3)
 
-    def act(peers: Peers) -> Path:
+    def act(peers: WriterGroup) -> Path:
         saving = checkpoints(folder, looking(peers), background=background)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
@@ -795,15 +799,15 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
     monkeypatch.setattr(disk, "write", crawl)
     checkpoint = checkpoint_of(3)
 
-    def act(peers: Peers) -> Path:
-        everyone = peers.ranks.everyone
+    def act(peers: WriterGroup) -> Path:
+        everyone = peers.ranks.all_gather_object
 
         def talk(value: Any) -> Any:
             if peers.rank == slow:
                 permits.release()
             return everyone(value)
 
-        peers.ranks.everyone = talk  # type: ignore[method-assign]
+        peers.ranks.all_gather_object = talk  # type: ignore[method-assign]
         saving = checkpoints(folder, looking(peers), background=False)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
@@ -818,7 +822,7 @@ def test_what_a_checkpoint_builds_on_is_on_the_disk_before_it_counts(folder: Pat
     found: list[list[Path]] = []
     section = CheckpointSection.model_validate({"async_save": False})
 
-    def act(peers: Peers) -> Path:
+    def act(peers: WriterGroup) -> Path:
         saving = Checkpoints(
             folder,
             section,

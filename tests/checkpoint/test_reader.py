@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ddpforge import disk
-from ddpforge.checkpoint.contents import RankState
 from ddpforge.checkpoint.manifest import read_manifest
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.retention import newest
+from ddpforge.checkpoint.state import RankState
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
-from ddpforge.interfaces.regions import Box, Part, Range, whole
+from ddpforge.interfaces.regions import Box, FlatRange, TensorShard, whole
 from ddpforge.interop.export import export
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -68,11 +68,11 @@ def test_large_tensors_are_read_block_by_block(folder: Path, small_blocks: int, 
     path = saved(folder, [RankState(model={"w": parts}) for parts in cuts(tensor, 3, how)])
 
     assert torch.equal(read(path).state.model["w"], tensor)
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     for start in range(0, tensor.numel(), 7):
         stop = min(start + 30, tensor.numel())
         target = torch.empty(stop - start)
-        reader.read_into("model", "w", Range(start, stop), target)
+        reader.read_into("model", "w", FlatRange(start, stop), target)
         assert target.tolist() == list(range(start, stop))
     for box in (Box((0, 3), (13, 2)), Box((5, 0), (3, 17)), Box((12, 16), (1, 1)), Box((4, 4), (6, 9))):
         target = torch.empty(box.size)
@@ -99,7 +99,7 @@ def test_finishing_looks_at_what_was_not_read_and_at_nothing_where_nobody_verifi
     folder: Path, reads: list[tuple[str, int, int]]
 ) -> None:
     path = write_sharded(folder, checkpoint_of(7), full=True)
-    careless, careful = Reader(path, verify=False), Reader(path)
+    careless, careful = CheckpointReader(path, verify=False), CheckpointReader(path)
     reads.clear()
     careless.finish()
     assert reads == []
@@ -107,31 +107,31 @@ def test_finishing_looks_at_what_was_not_read_and_at_nothing_where_nobody_verifi
     assert {name for name, _, _ in reads} == {f"shard-0000{rank}-of-00002.safetensors" for rank in range(2)}
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1] + b"\x01")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its sha256"):
-        Reader(path).finish()
+        CheckpointReader(path).finish()
 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_every_stretch_of_a_line_can_be_read_by_a_new_reader(folder: Path, *, verify: bool) -> None:
     """It need not be a block's beginning, nor its end, nor the one that was read before."""
     path = saved(folder, [RankState(model={"w": part}) for part in cuts(counted(7), 2, "flat")])
-    one = Reader(path, verify=verify)
+    one = CheckpointReader(path, verify=verify)
     for start, stop in itertools.combinations(range(8), 2):
-        for reader in (Reader(path, verify=verify), one):
+        for reader in (CheckpointReader(path, verify=verify), one):
             target = torch.empty(stop - start)
-            reader.read_into("model", "w", Range(start, stop), target)
+            reader.read_into("model", "w", FlatRange(start, stop), target)
             assert target.tolist() == list(range(start, stop))
 
 
 def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
     folder: Path, small_blocks: int, reads: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saved(folder, [RankState(model={"w": Part.whole(counted(40, 16))})])  # one block a row
+    path = saved(folder, [RankState(model={"w": TensorShard.whole(counted(40, 16))})])  # one block a row
     file = path / "shard-00000-of-00001.safetensors"
     data = file.stat().st_size - 40 * small_blocks
     hashed: list[Any] = []  # blocks; headers are hashed whole
     real = disk.xxh3
     monkeypatch.setattr(disk, "xxh3", lambda *whole: real(*whole) if whole else hashed.append(real()) or hashed[-1])
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     flip(file, data + 30 * small_blocks)
 
     target = torch.empty(2, 16)
@@ -142,19 +142,19 @@ def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
     ]
     assert len(hashed) == 2
 
-    reader.read_into("model", "w", Range(3 * 16 + 2, 3 * 16 + 5), torch.empty(3))
+    reader.read_into("model", "w", FlatRange(3 * 16 + 2, 3 * 16 + 5), torch.empty(3))
     assert reads[-1] == (file.name, data + 3 * small_blocks + 8, 12)
     assert len(hashed) == 2
 
     with pytest.raises(CheckpointError, match=r"shard-00000.* the contents of w are not as written \(block 30\)"):
         reader.read_into("model", "w", Box((0, 5), (40, 1)), torch.empty(40, 1))
-    assert torch.equal(Reader(path, verify=False).read("model", "w")[:30], counted(40, 16)[:30])
+    assert torch.equal(CheckpointReader(path, verify=False).read("model", "w")[:30], counted(40, 16)[:30])
 
 
 def test_several_threads_read_from_one_reader(folder: Path, small_blocks: int) -> None:
     """Columns lie in all blocks, each of which goes through the memory that a thread has for it."""
     tensors = {f"w{number}": counted(64, 16) + number for number in range(8)}
-    reader = Reader(saved(folder, [RankState(model=tensors)]))
+    reader = CheckpointReader(saved(folder, [RankState(model=tensors)]))
     state, targets = reader.state(), {name: torch.zeros(64, 3) for name in tensors}
     with ThreadPoolExecutor(8) as threads:
         box = Box((0, 5), (64, 3))
@@ -167,11 +167,11 @@ def test_a_reader_takes_no_more_than_a_block_of_memory(
     folder: Path, small_blocks: int, reads: list[tuple[str, int, int]]
 ) -> None:
     path = saved(folder, [RankState(model={"w": parts}) for parts in cuts(counted(64, 64), 2, "flat")])
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     del reads[:]
 
     reader.read_into("model", "w", Box((0, 7), (64, 9)), torch.empty(64, 9))
-    reader.read_into("model", "w", Range(5, 4000), torch.empty(3995))
+    reader.read_into("model", "w", FlatRange(5, 4000), torch.empty(3995))
 
     assert max(count for file, start, count in reads if start > 8) <= small_blocks
     assert len(reader._spare.memory) <= small_blocks
@@ -179,7 +179,7 @@ def test_a_reader_takes_no_more_than_a_block_of_memory(
 
 def test_the_target_may_be_a_parameter_or_a_part_of_something_larger(folder: Path) -> None:
     tensor = counted(4, 6)
-    reader = Reader(saved(folder, [RankState(model={"w": parts}) for parts in cuts(tensor, 2, "rows")]))
+    reader = CheckpointReader(saved(folder, [RankState(model={"w": parts}) for parts in cuts(tensor, 2, "rows")]))
     parameter = nn.Parameter(torch.zeros(4, 6))
     larger = torch.zeros(9, 9)
     transposed = torch.zeros(6, 4).t()
@@ -198,7 +198,7 @@ def test_the_target_may_be_a_parameter_or_a_part_of_something_larger(folder: Pat
 
 
 def test_names_shapes_and_dtypes(folder: Path) -> None:
-    reader = Reader(write_sharded(folder, checkpoint_of(7)))
+    reader = CheckpointReader(write_sharded(folder, checkpoint_of(7)))
 
     assert reader.names("model") == ["layer.weight", "layer.bias", "norm.num_batches_tracked"]
     assert reader.names("optimizer") == ["layer.weight/exp_avg", "layer.bias/exp_avg"]
@@ -209,7 +209,7 @@ def test_names_shapes_and_dtypes(folder: Path) -> None:
 
 
 def test_the_whole_state_can_be_had_unread(folder: Path, reads: list[tuple[str, int, int]]) -> None:
-    reader = Reader(write_sharded(folder, checkpoint_of(7)))
+    reader = CheckpointReader(write_sharded(folder, checkpoint_of(7)))
     del reads[:]
 
     state, callbacks = reader.state(), reader.callbacks()
@@ -233,14 +233,14 @@ def test_the_whole_state_can_be_had_unread(folder: Path, reads: list[tuple[str, 
 @pytest.mark.parametrize(
     ("name", "region", "target", "complaint"),
     [
-        ("gone", Range(0, 15), torch.empty(15), r"has no tensor gone \(model\)"),
-        ("layer.weight", Range(0, 16), torch.empty(16), r"layer.weight \(model\) of .* is not part of a tensor"),
-        ("layer.weight", Range(0, 15), torch.empty(14), "has 15 elements, and the target has 14"),
+        ("gone", FlatRange(0, 15), torch.empty(15), r"has no tensor gone \(model\)"),
+        ("layer.weight", FlatRange(0, 16), torch.empty(16), r"layer.weight \(model\) of .* is not part of a tensor"),
+        ("layer.weight", FlatRange(0, 15), torch.empty(14), "has 15 elements, and the target has 14"),
         ("layer.weight", Box((0, 0), (3, 2)), torch.empty(2, 3), r"the target has the shape \[2, 3\]"),
-        ("layer.weight", Range(0, 6), torch.empty(3, 2).t(), r"the target has the shape \[2, 3\]"),
+        ("layer.weight", FlatRange(0, 6), torch.empty(3, 2).t(), r"the target has the shape \[2, 3\]"),
         (
             "layer.weight",
-            Range(0, 15),
+            FlatRange(0, 15),
             torch.empty(15, dtype=torch.float16),
             "is float32; it cannot be read into float16",
         ),
@@ -249,7 +249,7 @@ def test_the_whole_state_can_be_had_unread(folder: Path, reads: list[tuple[str, 
 def test_what_cannot_be_read_like_this_is_refused(
     folder: Path, name: str, region: Any, target: torch.Tensor, complaint: str
 ) -> None:
-    reader = Reader(write(folder, checkpoint_of(7)))
+    reader = CheckpointReader(write(folder, checkpoint_of(7)))
 
     with pytest.raises(CheckpointError, match=complaint):
         reader.read_into("model", name, region, target)
@@ -388,19 +388,19 @@ def test_bytes_that_no_tensor_claims_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize("name", [SHARD, "rank-00001.json"])
 def test_links_are_refused_even_if_what_they_point_to_is_right(folder: Path, name: str) -> None:
     path = write_sharded(folder, checkpoint_of(7))
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     (path / name).rename(folder / "elsewhere")
     (path / name).symlink_to(folder / "elsewhere")
 
     with pytest.raises(CheckpointError, match=f"{name} is damaged: it is a link or a special file"):
-        Reader(path)
+        CheckpointReader(path)
     with pytest.raises(CheckpointError, match=f"{name} is damaged"):
         reader.finish()
 
 
 def test_a_link_that_takes_a_file_s_place_while_it_is_read_is_refused(folder: Path) -> None:
     path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     reader.read("model", "x")
     reader.close()
     (path / "shard-00000-of-00001.safetensors").rename(folder / "elsewhere")
@@ -412,7 +412,7 @@ def test_a_link_that_takes_a_file_s_place_while_it_is_read_is_refused(folder: Pa
 
 def test_a_file_that_was_opened_is_read_to_its_end_whatever_becomes_of_its_name(folder: Path) -> None:
     path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     reader.read("model", "x")
     (path / "shard-00000-of-00001.safetensors").unlink()
 
@@ -428,7 +428,7 @@ def test_a_reader_keeps_few_files_open_and_none_once_it_is_finished(
     def still_open() -> int:
         return sum(os.path.realpath(link).startswith(str(path)) for link in Path("/proc/self/fd").iterdir())
 
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     assert reader.read("model", "w").equal(counted(12))
     assert still_open() == 2
     reader.finish()
@@ -443,7 +443,7 @@ def test_tensors_lie_in_the_order_in_which_they_are_read(folder: Path, reads: li
     names = [f"layers.{number}.weight" for number in (2, 10, 1)]
     model = {name: counted(5, 5) for name in names}
     optimizer = {name: {"exp_avg": counted(5, 5), "exp_avg_sq": counted(5, 5)} for name in names}
-    reader = Reader(saved(folder, [RankState(model=model, optimizer=optimizer)]))
+    reader = CheckpointReader(saved(folder, [RankState(model=model, optimizer=optimizer)]))
     reads.clear()
     state = reader.state()
     for name in names:
@@ -459,7 +459,7 @@ def test_tensors_lie_in_the_order_in_which_they_are_read(folder: Path, reads: li
 @pytest.mark.parametrize("name", ["COMMIT", "manifest.json", ALONE])
 def test_a_pipe_in_a_file_s_place_is_refused_and_not_waited_for(folder: Path, name: str) -> None:
     path = write(folder, checkpoint_of(7))
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     (path / name).unlink()
     os.mkfifo(path / name)
 
@@ -490,7 +490,7 @@ def test_no_file_of_a_sharded_checkpoint_can_run_code(folder: Path, name: str, s
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
     path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     reader.read("model", "x")
     os.truncate(path / "shard-00000-of-00001.safetensors", 200)
 
@@ -518,7 +518,7 @@ def test_early_formats_are_read_like_today_s(early: Path, tmp_path: Path) -> Non
     assert steps_in(found) == {7}
     assert repr(found.state) == repr(today.state)
     assert repr(found.callbacks) == repr(today.callbacks)
-    assert Reader(early).read("model", "layer.weight").shape == (3, 5)
+    assert CheckpointReader(early).read("model", "layer.weight").shape == (3, 5)
     today_s = write(tmp_path, today)
     for path, out in ((early, tmp_path / "early"), (today_s, tmp_path / "today")):
         export(path, out, weights="ema", dtype="bf16")
@@ -547,7 +547,10 @@ def test_one_rank_and_several_write_the_same(folder: Path, tmp_path: Path) -> No
 
 def test_a_tensor_without_elements_is_still_there(folder: Path) -> None:
     state = CanonicalState(model={"none": torch.empty(0, 3), "w": torch.ones(2)}, optimizer={})
-    shares = [RankState(model={"none": state.model["none"], "w": Part.whole(torch.ones(2))}), RankState(model={})]
+    shares = [
+        RankState(model={"none": state.model["none"], "w": TensorShard.whole(torch.ones(2))}),
+        RankState(model={}),
+    ]
 
     for path in (write(folder, checkpoint_of(7, state=state)), saved(folder, shares)):
         assert read(path).state.model["none"].shape == (0, 3)
@@ -555,7 +558,7 @@ def test_a_tensor_without_elements_is_still_there(folder: Path) -> None:
 
 def test_a_tensor_of_which_a_chunk_is_gone_is_not_half_read(folder: Path) -> None:
     """As after an error in what makes sure that a manifest's chunks are the whole tensor."""
-    reader = Reader(write(folder, checkpoint_of(7)))
+    reader = CheckpointReader(write(folder, checkpoint_of(7)))
     found: Any = reader.manifest.tensors["model"]
     found["layer.weight"] = found["layer.weight"].model_copy(update={"chunks": ()})
     with pytest.raises(CheckpointError, match=r"it lists 0 of 15 elements of layer\.weight \(model\)"):

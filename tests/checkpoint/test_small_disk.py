@@ -14,7 +14,7 @@ from checkpoint.doubles import Checkpoint, checkpoint_of, state_of
 from checkpoint.worlds import World, checkpoints, share_of
 
 from ddpforge.errors import CheckpointError
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 
 TESTS = Path(__file__).parents[1]
 MOUNTS = ["unshare", "--map-root-user", "--mount"]  # what is mounted inside is seen by nobody else, and goes by itself
@@ -37,7 +37,7 @@ def larger(step: int) -> Checkpoint:
 def save(folder: Path, step: int, layout: str) -> list[Any]:
     """What saving and pruning returns or raises on each of two ranks."""
 
-    def act(peers: Peers) -> Path:
+    def act(peers: WriterGroup) -> Path:
         saving = checkpoints(folder, peers, layout=layout, background=False, keep={"last": 1})
         saving.save(larger(step), share_of(larger(step), peers.rank, 2))
         return saving.wait()

@@ -10,11 +10,11 @@ import torch
 from checkpoint.worlds import FACTS, checkpoints
 from torch import Tensor
 
-from ddpforge.checkpoint import contents, staging, writer
-from ddpforge.checkpoint.contents import RankState, flatten
+from ddpforge.checkpoint import staging, state, writer
 from ddpforge.checkpoint.staging import Staging
+from ddpforge.checkpoint.state import RankState, flatten
 from ddpforge.interfaces import CanonicalState
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 
 GPU = torch.device("cuda", 0)
 
@@ -74,7 +74,7 @@ def state(*, of_weights: bool = True) -> tuple[dict[str, Tensor], RankState]:
     model = {"layer.weight": t["weight"], "norm.mean": t["mean"]}
     optimizer = {"layer.weight": {"momentum": t["momentum"], "step": torch.tensor(3.0)}} if of_weights else {}
     shared = {"powersgd": t["memory"]}
-    return t, RankState.of(CanonicalState(model, optimizer, shared=shared), {"ema": {"layer.weight": t["ema"]}})
+    return t, RankState.of(CanonicalState(model, optimizer, extra_state=shared), {"ema": {"layer.weight": t["ema"]}})
 
 
 def test_what_only_updates_change_is_copied_under_the_next_passes_and_all_else_before_them(
@@ -155,7 +155,7 @@ def test_the_thread_that_writes_waits_for_the_copy_and_the_one_that_trains_does_
     monkeypatch.setattr(cuda, "host_waits", host_waits)
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: SimpleNamespace(synchronize=host_waits))
     monkeypatch.setattr(writer, "write_shard", write)
-    saving = checkpoints(folder, Peers.alone())
+    saving = checkpoints(folder, WriterGroup.alone())
     saving.save(FACTS, rank_state)
     saving.wait()
     assert cuda.said[-2:] == ["wait", "write"]
@@ -167,7 +167,7 @@ def test_memory_is_locked_by_a_thread_before_the_first_save_which_takes_no_other
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, rank_state = state()
-    cuda, saving = Cuda(monkeypatch, names), checkpoints(folder, Peers.alone())
+    cuda, saving = Cuda(monkeypatch, names), checkpoints(folder, WriterGroup.alone())
     saving.reserve(rank_state)
     saving.save(FACTS, rank_state)
     saving.wait()
@@ -180,8 +180,8 @@ def test_nothing_is_reserved_while_a_copy_is_used_nor_where_there_are_none(
 ) -> None:
     names, rank_state = state()
     cuda = Cuda(monkeypatch, names)
-    checkpoints(folder, Peers.alone(), background=False).reserve(rank_state)
-    saving = checkpoints(folder, Peers.alone())
+    checkpoints(folder, WriterGroup.alone(), background=False).reserve(rank_state)
+    saving = checkpoints(folder, WriterGroup.alone())
     saving.save(FACTS, rank_state)
     saving.reserve(rank_state)
     saving.wait()
@@ -211,7 +211,7 @@ def test_numbers_on_a_device_come_to_the_host_in_one_copy_of_each_kind(monkeypat
         stacked.append(len(tensors))
         return real(tensors)
 
-    monkeypatch.setattr(contents, "_is_away", lambda tensor: True)
+    monkeypatch.setattr(state, "_is_away", lambda tensor: True)
     monkeypatch.setattr(torch, "stack", stack)
     steps = {f"w{n}": {"step": torch.tensor(float(n)), "seen": torch.tensor(n), "m": torch.ones(2)} for n in range(9)}
     found = flatten(RankState(model={}, optimizer=steps), rank=0, ranks=1).optimizer

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpforge.checkpoint.write_shares import Extent, deal
-from ddpforge.interfaces.regions import Range, flaw
+from ddpforge.checkpoint.write_balance import Extent, deal
+from ddpforge.interfaces.regions import FlatRange, find_gap
 
 extents = st.dictionaries(
     st.text("abc", max_size=3), st.builds(Extent, st.integers(0, 400), st.sampled_from([1, 2, 4, 8])), max_size=9
@@ -18,7 +18,7 @@ def test_every_element_is_dealt_once_and_about_evenly(tensors: dict[str, Extent]
 
     for name, extent in tensors.items():
         pieces = [mine[name] for mine in dealt if mine[name].numel]
-        assert flaw((extent.numel,), pieces) is None
+        assert find_gap((extent.numel,), pieces) is None
         if len(pieces) > 1:
             assert min(pieces[0].numel, pieces[-1].numel) * extent.itemsize + 8 > smallest
     divided = [name for name in tensors if sum(mine[name].numel > 0 for mine in dealt) > 1]
@@ -47,7 +47,7 @@ def test_small_tensors_stay_whole_and_a_large_one_is_shared() -> None:
 
 def test_of_nothing_nothing_is_dealt() -> None:
     assert deal({}, rank=1, ranks=2) == {}
-    assert deal({"empty": Extent(0, 4)}, rank=1, ranks=2) == {"empty": Range(0, 0)}
+    assert deal({"empty": Extent(0, 4)}, rank=1, ranks=2) == {"empty": FlatRange(0, 0)}
 
 
 def test_a_cut_moves_to_the_nearer_end_of_a_tensor_unless_both_are_far() -> None:

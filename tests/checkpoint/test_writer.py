@@ -25,16 +25,16 @@ from torch import Tensor
 
 from ddpforge import disk
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manifest import read_manifest
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.retention import committed, newest
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState
-from ddpforge.interfaces.regions import Box, Part, Pieces, Range, Shape, Simple
+from ddpforge.interfaces.regions import Box, BoxList, FlatRange, Shape, Simple, TensorShard
 from ddpforge.interop.export import export
-from ddpforge.ranks.collectives import Alone
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.collectives import SingleRank
+from ddpforge.ranks.writers import WriterGroup
 
 
 # ---------------------------------------------------------------------------------------------- there and back
@@ -64,12 +64,12 @@ def test_any_regions_of_any_ranks_make_up_a_tensor_of_which_any_region_can_be_re
     shape, tiles = case
     folder = tmp_path_factory.mktemp("any")
     tensor = counted(*shape)
-    parts = [Part(part_of(tensor, tile), shape, tile) for tile in tiles]
-    dealt: list[list[Part]] = [[Part(tensor.flatten()[:0], shape, Range(0, 0))] for _ in range(ranks)]
+    parts = [TensorShard(part_of(tensor, tile), shape, tile) for tile in tiles]
+    dealt: list[list[TensorShard]] = [[TensorShard(tensor.flatten()[:0], shape, FlatRange(0, 0))] for _ in range(ranks)]
     for part in parts:
         dealt[data.draw(st.integers(0, ranks - 1))].append(part)
 
-    reader = Reader(saved(folder, [RankState(model={"w": mine}) for mine in dealt]))
+    reader = CheckpointReader(saved(folder, [RankState(model={"w": mine}) for mine in dealt]))
 
     assert torch.equal(reader.read("model", "w"), tensor)
     for _ in range(4):
@@ -78,14 +78,14 @@ def test_any_regions_of_any_ranks_make_up_a_tensor_of_which_any_region_can_be_re
         target = torch.full_like(expected, -1)
         if target.ndim and data.draw(st.booleans()):
             target = torch.full((*target.shape, 2), -1.0)[..., 0]
-        if target.ndim > 1 and isinstance(region, Range):
+        if target.ndim > 1 and isinstance(region, FlatRange):
             continue
         reader.read_into("model", "w", region, target)
         assert torch.equal(target, expected)
 
 
 def part_of(tensor: Tensor, region: Simple) -> Tensor:
-    if isinstance(region, Range):
+    if isinstance(region, FlatRange):
         return tensor.flatten()[region.start : region.stop].clone()
     slices = tuple(slice(begin, begin + count) for begin, count in zip(region.offset, region.size, strict=True))
     return tensor[slices].clone()
@@ -99,21 +99,21 @@ def test_a_fused_weight_is_split_by_heads_and_comes_back_under_any_split(
     """Queries, keys and values lie one below the other; each rank has some rows of each, as one tensor."""
     tensor = counted(fused * ranks * rows, *rest)
 
-    def heads(rank: int, of: int) -> Part:
+    def heads(rank: int, of: int) -> TensorShard:
         count = len(tensor) // fused // of
         begins = [part * len(tensor) // fused + rank * count for part in range(fused)]
-        pieces = Pieces(tuple(Box((begin, *(0 for _ in rest)), (count, *rest)) for begin in begins))
-        return Part(torch.cat([tensor[begin : begin + count] for begin in begins]), tuple(tensor.shape), pieces)
+        pieces = BoxList(tuple(Box((begin, *(0 for _ in rest)), (count, *rest)) for begin in begins))
+        return TensorShard(torch.cat([tensor[begin : begin + count] for begin in begins]), tuple(tensor.shape), pieces)
 
     shares = [RankState(model={"qkv": heads(rank, ranks)}) for rank in range(ranks)]
-    reader = Reader(saved(tmp_path_factory.mktemp("fused"), shares))
+    reader = CheckpointReader(saved(tmp_path_factory.mktemp("fused"), shares))
 
     assert torch.equal(reader.read("model", "qkv"), tensor)
     for of in (1, ranks):
         for rank in range(of):
             part = heads(rank, of)
             target = torch.zeros_like(part.tensor)
-            region = part.region if of > 1 else Pieces((Box((0,) * tensor.ndim, tuple(tensor.shape)),))
+            region = part.region if of > 1 else BoxList((Box((0,) * tensor.ndim, tuple(tensor.shape)),))
             reader.read_into("model", "qkv", region, target)
             assert torch.equal(target, part.tensor)
 
@@ -139,11 +139,11 @@ def test_there_and_back_again_is_bit_for_bit_the_same(
 
     def load(path: Path, how: str, ranks: int) -> list[RankState]:
         """Every rank reads what it would hold into memory of its own."""
-        readers = [Reader(path) for _ in range(ranks)]
+        readers = [CheckpointReader(path) for _ in range(ranks)]
         shares = split({name: torch.full_like(x, 99) for name, x in model.items()}, how, ranks)
         for reader, share in zip(readers, shares, strict=True):
             for name, parts in share.model.items():
-                for part in [Part.whole(parts)] if isinstance(parts, Tensor) else parts:
+                for part in [TensorShard.whole(parts)] if isinstance(parts, Tensor) else parts:
                     reader.read_into("model", name, part.region, part.tensor)
         return shares
 
@@ -152,7 +152,7 @@ def test_there_and_back_again_is_bit_for_bit_the_same(
     third = saved(folder, load(second, *source))
 
     for path in (first, second, third):
-        assert all(same(Reader(path).read("model", name), x) for name, x in model.items())
+        assert all(same(CheckpointReader(path).read("model", name), x) for name, x in model.items())
 
 
 def test_everything_beside_tensors_comes_back(folder: Path) -> None:
@@ -165,7 +165,9 @@ def test_everything_beside_tensors_comes_back(folder: Path) -> None:
     path = write_sharded(folder, checkpoint_of(7, **changes), 3)
     loaded, original = read(path), checkpoint_of(7, **changes)
 
-    assert Reader(path).facts == Facts(**{name: getattr(original, name) for name in vars(Reader(path).facts)})
+    assert CheckpointReader(path).metadata == CheckpointMetadata(
+        **{name: getattr(original, name) for name in vars(CheckpointReader(path).metadata)}
+    )
     assert {name: getattr(loaded, name) for name in changes} == changes
     assert steps_in(loaded) == {7}
     assert loaded.state.aliases == original.state.aliases
@@ -175,8 +177,12 @@ def test_everything_beside_tensors_comes_back(folder: Path) -> None:
 def test_numbers_and_tensors_that_only_some_ranks_know_are_all_there(folder: Path) -> None:
     """ZeRO: a rank knows the optimizer state of the parameters that it has a part of."""
     shares = [
-        RankState(model={"a": Part.whole(counted(3))}, optimizer={"a": {"step": 1, "m": Part.whole(counted(3))}}),
-        RankState(model={"b": Part.whole(counted(5))}, optimizer={"b": {"step": 2}}, callbacks={"mine": {"x": 1}}),
+        RankState(
+            model={"a": TensorShard.whole(counted(3))}, optimizer={"a": {"step": 1, "m": TensorShard.whole(counted(3))}}
+        ),
+        RankState(
+            model={"b": TensorShard.whole(counted(5))}, optimizer={"b": {"step": 2}}, callbacks={"mine": {"x": 1}}
+        ),
     ]
 
     loaded = read(saved(folder, shares))
@@ -191,8 +197,11 @@ def test_numbers_and_tensors_that_only_some_ranks_know_are_all_there(folder: Pat
 def test_every_rank_writes_one_shard_and_other_tools_can_read_it(folder: Path) -> None:
     whole, half = counted(4, 5), counted(6)
     shares = [
-        RankState(model={"mine": Part.whole(whole), "ours": Part(half[:2], (6,), Range(0, 2))}),
-        RankState(model={"ours": Part(half[2:], (6,), Range(2, 6))}, optimizer={"mine": {"m": Part.whole(whole)}}),
+        RankState(model={"mine": TensorShard.whole(whole), "ours": TensorShard(half[:2], (6,), FlatRange(0, 2))}),
+        RankState(
+            model={"ours": TensorShard(half[2:], (6,), FlatRange(2, 6))},
+            optimizer={"mine": {"m": TensorShard.whole(whole)}},
+        ),
     ]
 
     path = saved(folder, shares)
@@ -212,8 +221,8 @@ def test_every_rank_writes_one_shard_and_other_tools_can_read_it(folder: Path) -
 
 def test_a_rank_that_holds_nothing_of_a_tensor_writes_nothing_of_it(folder: Path) -> None:
     shares = [
-        RankState(model={"w": Part(counted(6), (6,), Range(0, 6)), "none": torch.zeros(0, 3)}),
-        RankState(model={"w": Part(torch.zeros(0), (6,), Range(6, 6)), "none": torch.zeros(0, 3)}),
+        RankState(model={"w": TensorShard(counted(6), (6,), FlatRange(0, 6)), "none": torch.zeros(0, 3)}),
+        RankState(model={"w": TensorShard(torch.zeros(0), (6,), FlatRange(6, 6)), "none": torch.zeros(0, 3)}),
     ]
 
     path = saved(folder, shares)
@@ -230,7 +239,7 @@ def test_names_that_meet_in_one_file_are_kept_apart(folder: Path) -> None:
         model={
             "a/b": counted(2),
             "__metadata__": counted(3),
-            "w": [Part(counted(6)[i : i + 2], (6,), Range(i, i + 2)) for i in (0, 2, 4)],
+            "w": [TensorShard(counted(6)[i : i + 2], (6,), FlatRange(i, i + 2)) for i in (0, 2, 4)],
         },
         optimizer={"a": {"b": counted(4)}},
         callbacks={"a": {"b": counted(5)}},
@@ -261,7 +270,7 @@ def test_ranks_share_the_work_of_writing_what_all_of_them_hold(folder: Path) -> 
     assert all(torch.equal(loaded[name], x) for name, x in model.items())
 
 
-def replicated(tensor: Tensor, how: str) -> list[Part]:
+def replicated(tensor: Tensor, how: str) -> list[TensorShard]:
     """What each of four ranks holds: two shards, each of them twice (HSDP)."""
     return [replace(part, replica=replica, replicas=2) for replica in range(2) for (part,) in cuts(tensor, 2, how)]
 
@@ -285,7 +294,7 @@ def test_replicas_of_shards_share_the_work_too(folder: Path, how: str) -> None:
 def test_groups_of_one_size_that_share_a_rank_each_write_what_they_hold(folder: Path) -> None:
     """As tied weights of stages: one of ranks 0 and 1, and another of ranks 0 and 2."""
     one, other = torch.randn(6, 1 << 17), torch.randn(6, 1 << 17)
-    first = {name: [Part.whole(x, replica=n, replicas=2, among=name) for n in range(2)] for name, x in
+    first = {name: [TensorShard.whole(x, replica=n, replicas=2, among=name) for n in range(2)] for name, x in
              (("01", one), ("02", other))}  # fmt: skip
     models = [{"one": first["01"][0], "other": first["02"][0]}, {"one": first["01"][1]}, {"other": first["02"][1]}]
 
@@ -298,7 +307,7 @@ def test_groups_of_one_size_that_share_a_rank_each_write_what_they_hold(folder: 
 
 def test_replicas_that_do_not_hold_the_same_are_found_out(folder: Path) -> None:
     tensor = counted(6, 1 << 18)
-    first, second = (Part.whole(tensor, replica=replica, replicas=2) for replica in range(2))
+    first, second = (TensorShard.whole(tensor, replica=replica, replicas=2) for replica in range(2))
     shares = [RankState(model={"a": first, "b": first}), RankState(model={"b": second})]
 
     for result in save(folder, shares):
@@ -330,9 +339,9 @@ def test_the_full_layout_adds_the_whole_model_for_other_tools(folder: Path, tmp_
 def test_the_whole_model_is_written_one_tensor_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: set[int] = set()
     most = 0
-    real = Reader.read
+    real = CheckpointReader.read
 
-    def watch(reader: Reader, *arguments: Any) -> Tensor:
+    def watch(reader: CheckpointReader, *arguments: Any) -> Tensor:
         nonlocal most
         tensor = real(reader, *arguments)
         alive.add(id(tensor))
@@ -340,7 +349,7 @@ def test_the_whole_model_is_written_one_tensor_at_a_time(folder: Path, monkeypat
         most = max(most, len(alive))
         return tensor
 
-    monkeypatch.setattr(Reader, "read", watch)
+    monkeypatch.setattr(CheckpointReader, "read", watch)
     model = {f"layer {i}": torch.randn(100) for i in range(20)}
 
     saved(folder, [RankState(model=model)] * 2, full=True)
@@ -358,7 +367,7 @@ def test_a_shard_that_is_damaged_before_the_whole_model_is_made_of_it_fails_the_
                 shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
 
         patch.setattr(disk, "sync_folder", damage)
-        results = save(folder, [RankState(model={name: Part.whole(counted(9))}) for name in "wv"], full=True)
+        results = save(folder, [RankState(model={name: TensorShard.whole(counted(9))}) for name in "wv"], full=True)
 
     for result in results:
         assert isinstance(result, CheckpointError)
@@ -368,8 +377,11 @@ def test_a_shard_that_is_damaged_before_the_whole_model_is_made_of_it_fails_the_
 
 
 # ---------------------------------------------------------------------------------------------- refused
-HOLE = [Part(counted(2), (2, 3), Range(0, 2))], [Part(counted(3), (2, 3), Range(3, 6))]
-OVERLAP = [Part(counted(2, 2), (2, 3), Box((0, 0), (2, 2)))], [Part(counted(2, 2), (2, 3), Box((0, 1), (2, 2)))]
+HOLE = [TensorShard(counted(2), (2, 3), FlatRange(0, 2))], [TensorShard(counted(3), (2, 3), FlatRange(3, 6))]
+OVERLAP = (
+    [TensorShard(counted(2, 2), (2, 3), Box((0, 0), (2, 2)))],
+    [TensorShard(counted(2, 2), (2, 3), Box((0, 1), (2, 2)))],
+)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +396,7 @@ OVERLAP = [Part(counted(2, 2), (2, 3), Box((0, 0), (2, 2)))], [Part(counted(2, 2
         (RankState(model={"w": HOLE[0]}), RankState(model={}), r"w \(model\): element \[0, 2\] is missing"),
         (
             RankState(model={"w": HOLE[0]}),
-            RankState(model={"w": Part(counted(4), (4,), Range(0, 4))}),
+            RankState(model={"w": TensorShard(counted(4), (4,), FlatRange(0, 4))}),
             r"w \(model\) is float32 \[4\] on rank 1, and float32 \[2, 3\] on a lower one",
         ),
         (
@@ -400,22 +412,29 @@ OVERLAP = [Part(counted(2, 2), (2, 3), Box((0, 0), (2, 2)))], [Part(counted(2, 2
         (RankState(model={}), RankState(model={"w": 3}), "rank 1: w of the model cannot be saved: it is a int"),  # type: ignore[dict-item]
         (
             RankState(model={}),
-            RankState(model={"w": Part.whole(torch.ones(2, dtype=torch.complex64))}),
+            RankState(model={"w": TensorShard.whole(torch.ones(2, dtype=torch.complex64))}),
             "rank 1: w of the model cannot be saved: it is of type complex64",
         ),
         (
             RankState(model={}),
-            RankState(model={"w": [*HOLE[0], Part.whole(torch.ones(2))]}),
+            RankState(model={"w": [*HOLE[0], TensorShard.whole(torch.ones(2))]}),
             "rank 1: w of the model .* its parts differ in dtype",
         ),
         (
             RankState(model={}),
-            RankState(model={"w": [Part(counted(2), (4,), Range(0, 2)), Part(counted(2).double(), (4,), Range(2, 4))]}),
+            RankState(
+                model={
+                    "w": [
+                        TensorShard(counted(2), (4,), FlatRange(0, 2)),
+                        TensorShard(counted(2).double(), (4,), FlatRange(2, 4)),
+                    ]
+                }
+            ),
             "rank 1: w of the model .* its parts differ in dtype",
         ),
         (
-            RankState(model={"w": Part(counted(2), (4,), Range(0, 2))}),
-            RankState(model={"w": Part(counted(2).bfloat16(), (4,), Range(2, 4))}),
+            RankState(model={"w": TensorShard(counted(2), (4,), FlatRange(0, 2))}),
+            RankState(model={"w": TensorShard(counted(2).bfloat16(), (4,), FlatRange(2, 4))}),
             r"w \(model\) is bfloat16 \[4\] on rank 1, and float32 \[4\] on a lower one",
         ),
         (
@@ -439,9 +458,11 @@ def test_what_does_not_fit_together_is_refused_on_every_rank(
 
 def test_of_what_ranks_say_of_the_run_that_of_the_first_counts(folder: Path) -> None:
     """The others may know less, or nothing that could be saved."""
-    facts = [Facts(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": x}) for x in (1, {1, 2})]  # type: ignore[dict-item]
+    facts = [
+        CheckpointMetadata(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": x}) for x in (1, {1, 2})
+    ]  # type: ignore[dict-item]
 
-    def write(peers: Peers) -> Path:
+    def write(peers: WriterGroup) -> Path:
         return writer.write(folder, facts[peers.rank], RankState(model={"w": counted(3)}), peers)
 
     first, second = World(2).run(write)
@@ -451,7 +472,7 @@ def test_of_what_ranks_say_of_the_run_that_of_the_first_counts(folder: Path) -> 
 
 
 def test_json_that_cannot_be_saved_is_refused_before_anything_is_written(folder: Path) -> None:
-    facts = Facts(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": {1, 2}})  # type: ignore[dict-item]
+    facts = CheckpointMetadata(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": {1, 2}})  # type: ignore[dict-item]
 
     results = save(folder, [RankState(model={})] * 2, facts)
 
@@ -526,9 +547,9 @@ def test_a_rank_that_is_gone_when_all_is_written_costs_nothing(folder: Path) -> 
             raise RuntimeError("Connection closed by peer")
         return value
 
-    ranks = Alone()
+    ranks = SingleRank()
     ranks.broadcast = die  # type: ignore[method-assign]
-    peers = Peers(ranks=ranks)
+    peers = WriterGroup(ranks=ranks)
     with pytest.raises(CheckpointError, match=r"step 7 is complete, but not all ranks could be informed"):
         writer.write(folder, FACTS, RankState(model={"w": counted(3)}), peers)
 
@@ -539,7 +560,7 @@ def test_a_rank_that_knows_why_says_so_even_if_it_can_tell_nobody(folder: Path) 
     def gone(value: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
 
-    peers = Peers(ranks=Turns(1, 2, gone))
+    peers = WriterGroup(ranks=Turns(1, 2, gone))
     with pytest.raises(CheckpointError, match=r"^rank 1: w of the model cannot be saved: it is a int"):
         writer.write(folder, FACTS, RankState(model={"w": 3}), peers)  # type: ignore[dict-item]
 
@@ -562,7 +583,7 @@ def test_a_defect_fails_the_save_everywhere_and_its_traceback_is_in_the_log(
 def test_a_folder_that_ranks_do_not_share_is_named(folder: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
 
-    def write_somewhere(peers: Peers) -> Path:
+    def write_somewhere(peers: WriterGroup) -> Path:
         return writer.write(elsewhere if peers.rank else folder, FACTS, RankState(model={"w": counted(3)}), peers)
 
     for result in World(2).run(write_somewhere):
@@ -603,7 +624,7 @@ def test_neither_writing_nor_reading_touches_a_pickle_or_runs_anything(folder: P
 
     def there_and_back() -> None:
         for chosen in ({"layout": "full"}, {"async_save": False}):
-            saving = checkpoints(folder, Peers.alone(), **chosen)
+            saving = checkpoints(folder, WriterGroup.alone(), **chosen)
             saving.save(checkpoint_of(7), checkpoint_of(7).share)
             read(saving.wait())
             reader = saving.open()

@@ -22,7 +22,7 @@ from checkpoint.worlds import World, checkpoints, share_of
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.retention import clean, newest
 from ddpforge.errors import CheckpointError
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe.schema import CheckpointSection
 
 ORDERS = [(0, 1), (1, 0)]
@@ -34,7 +34,7 @@ def save(folder: Path, step: int, order: tuple[int, ...] = (0, 1), settings: dic
     """What saving and pruning returns or raises on each of two ranks."""
     checkpoint = checkpoint_of(step)
 
-    def act(peers: Peers) -> Path:
+    def act(peers: WriterGroup) -> Path:
         saving = checkpoints(folder, peers, keep={"last": 1}, **settings)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         path = saving.wait()
@@ -130,7 +130,7 @@ def test_what_another_machine_wrote_is_on_its_disk_before_the_checkpoint_counts(
     """The names too: that rank 0 syncs the folder does nothing for the disk of rank 1."""
     double, checkpoint = Disk(0, "power, names lost", rank=1), checkpoint_of(1)
 
-    def act(peers: Peers) -> Path:
+    def act(peers: WriterGroup) -> Path:
         section = CheckpointSection.model_validate(SHARDED)
         saving = Checkpoints(folder, section, peers=peers, ranks=peers.ranks, before_commit=double.lose_power)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
@@ -152,15 +152,15 @@ import torch
 import torch.distributed as dist
 from checkpoint.doubles import checkpoint_of
 from checkpoint.worlds import checkpoints, share_of
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge import disk
 from ddpforge.errors import CheckpointError
-from ddpforge.ranks.collectives import Group
+from ddpforge.ranks.collectives import ProcessGroup
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
                         timeout=timedelta(seconds=60))
-saving = checkpoints(folder / "checkpoints", Peers.of(Group(dist.group.WORLD), timedelta(seconds=60)))
+saving = checkpoints(folder / "checkpoints", WriterGroup.of(ProcessGroup(dist.group.WORLD), timedelta(seconds=60)))
 
 def save(step):
     checkpoint = checkpoint_of(step)

@@ -11,28 +11,28 @@ from checkpoint.doubles import Checkpoint
 from torch import Tensor
 
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, RankState
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.interfaces.regions import Box, Part, Range
-from ddpforge.ranks.collectives import Connected
-from ddpforge.ranks.writers import Peers
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
+from ddpforge.interfaces.regions import Box, FlatRange, TensorShard
+from ddpforge.ranks.collectives import CollectiveRanks
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe.schema import CheckpointSection
 
 HANGS = 300.0  # seconds that nothing takes, on however busy a machine, unless it hangs
-FACTS = Facts(step=7, samples=7, strategy="fsdp", world_size=2)
+FACTS = CheckpointMetadata(step=7, samples=7, strategy="fsdp", world_size=2)
 
 
-class Turns(Connected):
+class Turns(CollectiveRanks):
     """A rank that only tells the others small objects."""
 
     def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> None:
         super().__init__(rank, size)
-        self.everyone = exchange  # type: ignore[method-assign]
+        self.all_gather_object = exchange  # type: ignore[method-assign]
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         raise AssertionError
 
-    sum = bytes_of_rank_0 = barrier = split = everyone  # type: ignore[assignment]
+    all_reduce_sum = broadcast_bytes = barrier = split = everyone  # type: ignore[assignment]
 
 
 class World:
@@ -52,7 +52,7 @@ class World:
         self._values: dict[int, bytes] = {}
         self._broken = False
 
-    def run(self, action: Callable[[Peers], Any]) -> list[Any]:
+    def run(self, action: Callable[[WriterGroup], Any]) -> list[Any]:
         """What `action` returns or raises on each rank."""
         results: list[Any] = [None] * self.size
 
@@ -60,7 +60,7 @@ class World:
             self._wait_for_turn(rank)
             ranks = Turns(rank, self.size, lambda value: self._exchange(rank, value))
             try:
-                results[rank] = action(Peers(ranks=ranks))
+                results[rank] = action(WriterGroup(ranks=ranks))
             except BaseException as error:
                 results[rank] = error
             with self._condition:
@@ -104,18 +104,18 @@ class World:
 
 
 # ---------------------------------------------------------------------------------------------- saving
-def checkpoints(folder: Path, peers: Peers, **settings: Any) -> Checkpoints:
+def checkpoints(folder: Path, peers: WriterGroup, **settings: Any) -> Checkpoints:
     """A run's checkpoints as one rank sees them; settings as in a recipe."""
     section = CheckpointSection.model_validate(settings)
     return Checkpoints(folder, section, peers=peers, ranks=peers.ranks)
 
 
 def save(
-    folder: Path, shares: Sequence[RankState], facts: Facts = FACTS, *, full: bool = False, **world: Any
+    folder: Path, shares: Sequence[RankState], facts: CheckpointMetadata = FACTS, *, full: bool = False, **world: Any
 ) -> list[Any]:
     """What writing a checkpoint returns or raises on each rank."""
 
-    def write(peers: Peers) -> Path:
+    def write(peers: WriterGroup) -> Path:
         return writer.write(folder, facts, shares[peers.rank], peers, full=full)
 
     return World(len(shares), **world).run(write)
@@ -135,19 +135,23 @@ def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> RankState:
     Everything else is held alike by all ranks.
     """
 
-    def rows(tensor: Tensor) -> Part:
+    def rows(tensor: Tensor) -> TensorShard:
         edges = [len(tensor) * r // ranks for r in (rank, rank + 1)]
-        return Part(tensor[slice(*edges)], (*tensor.shape,), Box((edges[0], 0), (edges[1] - edges[0], tensor.shape[1])))
+        return TensorShard(
+            tensor[slice(*edges)], (*tensor.shape,), Box((edges[0], 0), (edges[1] - edges[0], tensor.shape[1]))
+        )
 
-    def columns(tensor: Tensor) -> Part:
+    def columns(tensor: Tensor) -> TensorShard:
         edges = [tensor.shape[1] * r // ranks for r in (rank, rank + 1)]
-        return Part(tensor[:, slice(*edges)], (*tensor.shape,), Box((0, edges[0]), (len(tensor), edges[1] - edges[0])))
+        return TensorShard(
+            tensor[:, slice(*edges)], (*tensor.shape,), Box((0, edges[0]), (len(tensor), edges[1] - edges[0]))
+        )
 
-    def line(tensor: Tensor) -> Part:
+    def line(tensor: Tensor) -> TensorShard:
         edges = [tensor.numel() * r // ranks for r in (rank, rank + 1)]
-        return Part(tensor.flatten()[slice(*edges)], (*tensor.shape,), Range(*edges))
+        return TensorShard(tensor.flatten()[slice(*edges)], (*tensor.shape,), FlatRange(*edges))
 
-    def split(values: Mapping[str, Any], cut: Callable[[Tensor], Part]) -> dict[str, Any]:
+    def split(values: Mapping[str, Any], cut: Callable[[Tensor], TensorShard]) -> dict[str, Any]:
         return {key: cut(x) if isinstance(x, Tensor) and x.ndim == 2 else x for key, x in values.items()}
 
     state = checkpoint.state
@@ -162,7 +166,7 @@ def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> RankState:
 def write_sharded(folder: Path, checkpoint: Checkpoint, ranks: int = 2, *, full: bool = False, **world: Any) -> Path:
     """Writes a checkpoint from several ranks, each with its `share_of` it."""
 
-    def save(peers: Peers) -> Path:
+    def save(peers: WriterGroup) -> Path:
         return writer.write(folder, checkpoint, share_of(checkpoint, peers.rank, ranks), peers, full=full)
 
     results = World(ranks, **world).run(save)
@@ -179,13 +183,13 @@ def counted(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def cuts(tensor: Tensor, ranks: int, how: str) -> list[list[Part]]:
+def cuts(tensor: Tensor, ranks: int, how: str) -> list[list[TensorShard]]:
     """What each of several ranks holds of a tensor, as strategies split it; the last ranks may hold nothing."""
     shape = tuple(tensor.shape)
     if how == "flat":  # ZeRO
         size = -(-tensor.numel() // ranks)
         spans = [(min(r * size, tensor.numel()), min((r + 1) * size, tensor.numel())) for r in range(ranks)]
-        return [[Part(tensor.flatten()[a:b], shape, Range(a, b))] for a, b in spans]
+        return [[TensorShard(tensor.flatten()[a:b], shape, FlatRange(a, b))] for a, b in spans]
     axis = 0 if how == "rows" else tensor.ndim - 1  # FSDP, tensor parallel
     size = -(-shape[axis] // ranks)
     found = []
@@ -193,5 +197,5 @@ def cuts(tensor: Tensor, ranks: int, how: str) -> list[list[Part]]:
         a, b = min(rank * size, shape[axis]), min((rank + 1) * size, shape[axis])
         offset, extent = [0] * len(shape), list(shape)
         offset[axis], extent[axis] = a, b - a
-        found.append([Part(tensor.narrow(axis, a, b - a), shape, Box(tuple(offset), tuple(extent)))])
+        found.append([TensorShard(tensor.narrow(axis, a, b - a), shape, Box(tuple(offset), tuple(extent)))])
     return found

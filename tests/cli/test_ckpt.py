@@ -17,10 +17,10 @@ from support.launched import Ranks, Zygote
 from torch.distributed import checkpoint as dcp
 
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, RankState
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.cli import main
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.runs.folder import RunFolder
 
 RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nmonitor = "eval/loss"\n'
@@ -60,8 +60,10 @@ def save(folder: Path, step: int, metrics: Mapping[str, float] = MappingProxyTyp
         "recipe": f'name = "x"\n[optimizer]\nlr = {step}.0\n',
         "lineage": [{"step": 0, "recipe": "abcdef0123456789"}],
     }
-    facts |= {name: changes.pop(name) for name in [*changes] if name in Facts.__dataclass_fields__}
-    return writer.write(folder, Facts(**facts, metrics=metrics), RankState(**share | changes), Peers.alone())
+    facts |= {name: changes.pop(name) for name in [*changes] if name in CheckpointMetadata.__dataclass_fields__}
+    return writer.write(
+        folder, CheckpointMetadata(**facts, metrics=metrics), RankState(**share | changes), WriterGroup.alone()
+    )
 
 
 def call(*arguments: str, code: int = 0) -> Result:
@@ -162,9 +164,9 @@ def test_names_cannot_steer_the_terminal() -> None:
 def test_the_layout_tells_whether_the_model_is_there_as_one_file(*, full: bool) -> None:
     writer.write(
         Path("x"),
-        Facts(step=1, samples=1, strategy="", world_size=1),
+        CheckpointMetadata(step=1, samples=1, strategy="", world_size=1),
         RankState(model={"w": torch.ones(2)}),
-        Peers.alone(),
+        WriterGroup.alone(),
         full=full,
     )
 
@@ -396,7 +398,7 @@ def test_an_export_comes_back_as_it_was(run: RunFolder) -> None:
 
     facts = said("import", "hf", "-o", "back", "--step", "3")
 
-    reader = Reader(Path(facts["path"]))
+    reader = CheckpointReader(Path(facts["path"]))
     assert torch.equal(reader.read("model", "w"), torch.full((2, 3), 3.0))
     assert reader.aliases == {"tied": "w"}
     assert (facts["kind"], facts["tensors"], facts["optimizer"]) == ("safetensors", 2, 0)
@@ -472,7 +474,7 @@ def test_a_run_goes_on_from_what_another_program_saved(
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     whole = Path("runs/tiny").rename("runs/whole")
     shutil.copytree(whole, "runs/tiny", ignore=shutil.ignore_patterns("step-*", "status.json", "latest.json"))
-    state = Reader(next((whole / "checkpoints").glob("step-000000004-*"))).state()
+    state = CheckpointReader(next((whole / "checkpoints").glob("step-000000004-*"))).state()
     optimizer = {
         name: {key: x.read() if hasattr(x, "read") else x for key, x in values.items()}
         for name, values in state.optimizer.items()
@@ -489,7 +491,7 @@ def test_a_run_goes_on_from_what_another_program_saved(
 
 def test_a_run_begins_with_imported_weights(trained: Path, tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
     (source,) = trained.glob("runs/tiny/checkpoints/step-000000006-*")
-    torch.save({name: saved.read() for name, saved in Reader(source).state().model.items()}, "weights.pt")
+    torch.save({name: saved.read() for name, saved in CheckpointReader(source).state().model.items()}, "weights.pt")
     path = said("import", "weights.pt", "-o", "start")["path"]
     (tmp_path / "next.toml").write_text(RECIPE.replace('"2st"', f'"2st", at_start = true, init_from = "{path}"'))
 

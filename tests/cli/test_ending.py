@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpforge.cli import complain
-from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, PeerFailed, UsageError
+from ddpforge.errors import ExitCode, ForgeError, PeerFailed, SetupError, UsageError
 
 SCRIPT = """
 from ddpforge.cli.ending import ending
@@ -127,7 +127,7 @@ def test_a_folder_whose_name_is_no_text_or_not_ascii_under_a_c_locale_is_as_good
         ("1", "1", "3", PeerFailed(ExitCode.FAILED, "no"), ""),
         ("0", "1", "1", PeerFailed(ExitCode.FAILED, "no"), ""),
         ("0", "0", "0", UsageError("no"), "error: no\n"),
-        ("1", "0", "2", EnvironmentProblem("my disk"), "[rank 2] error: my disk\n"),
+        ("1", "0", "2", SetupError("my disk"), "[rank 2] error: my disk\n"),
         ("1", "0", "2", PeerFailed(ExitCode.FAILED, "no", launcher_says=True), ""),
     ],
 )

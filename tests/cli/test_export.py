@@ -10,11 +10,11 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from ddpforge.checkpoint import writer
-from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.cli.ckpt import ckpt
 from ddpforge.cli.export import export
 from ddpforge.errors import UsageError
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.runs.folder import RunFolder
 
 RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nmonitor = "eval/loss"\n'
@@ -27,10 +27,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     folder = RunFolder(Path("runs/digits"))
     folder.create(text="", resolved=RESOLVED, local_files={})
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
-        facts = Facts(step=step, samples=0, strategy="", world_size=1, metrics={"eval/loss": loss})
+        facts = CheckpointMetadata(step=step, samples=0, strategy="", world_size=1, metrics={"eval/loss": loss})
         averages = {"ema": {"w": torch.full((2,), step + 0.5)}}
         share = RankState(model={"w": torch.full((2,), float(step))}, callbacks=averages)
-        writer.write(folder.checkpoints, facts, share, Peers.alone())
+        writer.write(folder.checkpoints, facts, share, WriterGroup.alone())
     return folder
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from ddpforge.cli import main
 from ddpforge.errors import ExitCode
-from ddpforge.launchers.verdict import Death, Ended
+from ddpforge.launchers.exit_record import LaunchExit, RankDeath
 from ddpforge.runs.folder import RunFolder, Status
 
 
@@ -25,11 +25,11 @@ class Launcher:
         self.started: list[tuple[list[str], int]] = []
         self.patience = 0.0
         self.nodes: dict[str, str] = {}
-        self.ended = Ended(ExitCode.PREEMPTED)
+        self.ended = LaunchExit(ExitCode.PREEMPTED)
 
     def __call__(
         self, command: list[str], *, nproc: int, patience: float, variables: Mapping[str, str], store: object
-    ) -> Ended:
+    ) -> LaunchExit:
         self.nodes = {name: value for name, value in variables.items() if name != "DDPFORGE_STARTED"}
         assert len(variables) == len(self.nodes) + 1
         self.patience = patience
@@ -132,7 +132,7 @@ def status(folder: RunFolder) -> Any:
     return found
 
 
-KILLED = Ended(1, Death(1, 9), frozenset({0}))
+KILLED = LaunchExit(1, RankDeath(1, 9), frozenset({0}))
 
 
 def test_a_rank_that_a_signal_ended_is_named_with_the_signal(launcher: Launcher, folder: RunFolder) -> None:
@@ -160,7 +160,7 @@ def test_what_a_rank_has_said_itself_counts_more_than_how_the_launcher_saw_it_en
 def test_json_is_told_by_the_launcher_where_the_first_rank_could_not(
     launcher: Launcher, folder: RunFolder, spoke: bool
 ) -> None:
-    launcher.ended = Ended(1, Death(0, 11), frozenset({0, 1} if spoke else {1}))
+    launcher.ended = LaunchExit(1, RankDeath(0, 11), frozenset({0, 1} if spoke else {1}))
     said = invoke("digits", "--nproc", "2", "--json").stdout
     assert status(folder)["error"] == "rank 0 was ended by signal 11 (SIGSEGV)"
     assert said == ("" if spoke else json.dumps(status(folder)) + "\n")
@@ -192,7 +192,7 @@ def test_several_machines_and_restarts_are_flags_of_torchrun(
 def test_what_other_engines_say_is_taken_where_an_option_is_left_out(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpforge.app.starting.refuse_held_ports", lambda endpoint: None)
+    monkeypatch.setattr("ddpforge.app.local_launch.refuse_held_ports", lambda endpoint: None)
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NPROC_PER_NODE": "2"}.items():
         monkeypatch.setenv(f"PET_{name}", value)
     invoke("digits", "-n", "4", "--rdzv-endpoint", "b:7")
@@ -262,9 +262,9 @@ def test_what_ranks_refuse_after_a_restart_is_the_status_of_the_run(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine has joined, and their number no longer divides the batch: before, they had stopped, to start again."""
-    told = Ended(2, told=True, error="RecipeError: cannot be divided evenly among 3 ranks")
+    told = LaunchExit(2, told=True, error="RecipeError: cannot be divided evenly among 3 ranks")
 
-    def start(*_: Any, **__: Any) -> Ended:
+    def start(*_: Any, **__: Any) -> LaunchExit:
         folder.write_status({**status(folder), "state": "preempted", "exit_code": 75, "step": 8})
         return told
 

@@ -14,7 +14,7 @@ from support.forked import in_ranks, refused
 from support.launched import Ranks
 
 import ddpforge
-from ddpforge.errors import EnvironmentProblem, ForgeError, PluginError, UsageError
+from ddpforge.errors import ForgeError, PluginError, SetupError, UsageError
 from ddpforge.interop.tables import writing
 
 RECIPE = """\
@@ -58,15 +58,15 @@ checkpoint = { every = "2st" }
 OWN = """
 import torch
 from ddpforge.builtin.tasks.regression import Regression
-from ddpforge.interfaces import PartedData
+from ddpforge.interfaces import ShardedDataset
 
-class InParts(PartedData):
+class InParts(ShardedDataset):
     parts = (4, 12, 7)
     shuffle, window, random = True, 3, False
 
-    def open(self, part, *, epoch, skip):
-        first = sum(self.parts[:part])
-        yield from range(first + skip, first + self.parts[part])
+    def iter_shard(self, part, *, epoch, skip):
+        first = sum(self.shard_sizes[:part])
+        yield from range(first + skip, first + self.shard_sizes[part])
 
     def collate(self, samples):
         return torch.tensor([[n, 0, 1, 2] for n in samples]).float(), torch.zeros(len(samples), 1)
@@ -254,7 +254,7 @@ def test_nothing_is_there_before_all_is_there(folder: Path) -> None:
             assert not (folder / "out.jsonl").exists()
             raise OSError(28, "No space left on device")
 
-    assert refused(EnvironmentProblem, fill).endswith("out.jsonl could not be written: No space left on device")
+    assert refused(SetupError, fill).endswith("out.jsonl could not be written: No space left on device")
     assert list(folder.glob("*out.jsonl*")) == []
 
 

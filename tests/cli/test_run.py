@@ -213,7 +213,7 @@ from ddpforge.interfaces import Callback
 
 class Loud(Callback):
     def on_start(self, run):
-        print("hello from rank", run.world.all.rank, flush=True)
+        print("hello from rank", run.world.global_ranks.rank, flush=True)
 
     def on_step(self, info):
         raise KeyError("lost")

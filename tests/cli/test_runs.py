@@ -12,7 +12,7 @@ from support.run_folders import made, trained
 from ddpforge.cli import main
 from ddpforge.cli.status import followed
 from ddpforge.errors import ExitCode
-from ddpforge.runs.overview import Standing, standing
+from ddpforge.runs.summary import RunSummary, summarize
 
 
 @pytest.fixture(autouse=True)
@@ -198,8 +198,8 @@ def test_status_is_a_page_or_an_object() -> None:
 
 
 def test_watching_tells_what_changes_until_the_run_ends() -> None:
-    def seen(state: str, step: int) -> Standing:
-        return Standing(folder=made(Path(f"runs/{state}-{step}")), state=state, step=step)
+    def seen(state: str, step: int) -> RunSummary:
+        return RunSummary(folder=made(Path(f"runs/{state}-{step}")), state=state, step=step)
 
     looks = [seen("starting", 0), seen("running", 1), seen("done", 2)]
     looks = [looks[0], looks[0], looks[1], looks[1], looks[2]]
@@ -212,7 +212,7 @@ def test_watching_tells_what_changes_until_the_run_ends() -> None:
 def test_watching_a_run_that_has_ended_is_one_line() -> None:
     speeds = {"train/tokens_per_second": 12345.0, "train/time/data": 0.25, "train/time/optimizer": 0.5}
     run = made(Path("runs/a"), metrics={"eval/loss": 0.5, "lr": 0.1, **speeds})
-    assert standing(run).state == "done"
+    assert summarize(run).state == "done"
     told = "eval/loss 0.5  train/tokens_per_second 1.234e+04  train/time/data 0.25"
     assert invoke("status", "a", "--watch").stdout == f"runs/a: done at step 10 of 10 (100%)  {told}\n"
 

@@ -211,7 +211,7 @@ def test_a_resume_in_mid_epoch_repeats_and_misses_nothing(start: int) -> None:
 
 def test_blocks_of_steps_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = steps(deal(Numbers(37), batch=5, micro=2), 40)
-    monkeypatch.setattr("ddpforge.data.order._BLOCK", 15)
+    monkeypatch.setattr("ddpforge.data.batch_assignment._BLOCK", 15)
     assert steps(deal(Numbers(37), batch=5, micro=2), 40) == whole
 
 

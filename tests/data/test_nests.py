@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from ddpforge.data import nests
-from ddpforge.data.nests import close, digest, leaves, may_hold, take, to_device
+from ddpforge.data import pytree
+from ddpforge.data.pytree import close, digest, leaves, may_hold, take, to_device
 
 
 class Pair(NamedTuple):
@@ -186,7 +186,7 @@ def test_two_objects_of_which_only_the_place_in_memory_is_known_are_told_apart_b
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     """Python's own hash of a text is not."""
     nest = "{'x': torch.arange(3), 'name': ('text', 1.5)}"
-    script = f"import torch; from ddpforge.data.nests import digest; print(digest({nest}))"
+    script = f"import torch; from ddpforge.data.pytree import digest; print(digest({nest}))"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == digest({"x": torch.arange(3), "name": ("text", 1.5)})
 
@@ -338,7 +338,7 @@ def test_a_gpu_copies_beside_what_it_computes_which_waits_for_the_copy(monkeypat
         def wait_stream(self, other: Any) -> None:
             said.append(f"{self.name} waits for {other.name}")
 
-    monkeypatch.setattr(nests, "_stream_for_copies", lambda device: Stream("aside"))
+    monkeypatch.setattr(pytree, "_stream_for_copies", lambda device: Stream("aside"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("here"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: said.append("copy") or self)

@@ -79,7 +79,7 @@ def steps(batches: Batches, number: int, start: int = 0) -> Iterator[list[tuple[
 def test_any_number_of_ranks_forms_the_same_steps_and_a_resume_goes_on_with_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpforge.data.order._BLOCK", 100)
+    monkeypatch.setattr("ddpforge.data.batch_assignment._BLOCK", 100)
     alone = list(steps(opened(ORDERS[name]()), 30))
     assert [[one for one, _ in step] for step in alone] == [list(ORDERS[name]()(step)) for step in range(30)]
     for ranks in (2, 4):
@@ -92,7 +92,7 @@ def test_any_number_of_ranks_forms_the_same_steps_and_a_resume_goes_on_with_them
 @pytest.mark.parametrize("name", ORDERS)
 def test_blocks_of_steps_join_seamlessly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(steps(opened(ORDERS[name]()), 30))
-    monkeypatch.setattr("ddpforge.data.order._BLOCK", 300)
+    monkeypatch.setattr("ddpforge.data.batch_assignment._BLOCK", 300)
     assert list(steps(opened(ORDERS[name]()), 30)) == whole
 
 

@@ -9,29 +9,29 @@ import pytest
 import torch
 
 from ddpforge.data import Batches, MicroBatch, RankShare, open_data
-from ddpforge.data.order import Terms
-from ddpforge.data.parted import Layout, PartedStream
+from ddpforge.data.batch_assignment import AssignmentTerms
+from ddpforge.data.shard_reader import ShardedStream, ShardOrder
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import PartedData
+from ddpforge.interfaces import ShardedDataset
 
 PARTS = [7, 0, 31, 1, 18, 12, 25, 3, 40, 6]  # 143 samples
 
 
-class Shards(PartedData):
+class Shards(ShardedDataset):
     """Each sample is its part and its place in there; notes what is read, and how often a part is opened."""
 
     random = False
 
     def __init__(self, parts: list[int] = PARTS, **more: Any) -> None:
-        self.parts = parts
+        self.shard_sizes = parts
         self.read: list[tuple[int, int]] = []
         self.opened = 0
         for name, value in more.items():
             setattr(self, name, value)
 
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[tuple[int, int]]:
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[tuple[int, int]]:
         self.opened += 1
-        for place in range(skip, self.parts[part]):
+        for place in range(skip, self.shard_sizes[part]):
             self.read.append((part, place))
             yield part, place
 
@@ -42,13 +42,15 @@ class Shards(PartedData):
 EVERY = [(part, place) for part, length in enumerate(PARTS) for place in range(length)]
 
 
-def terms(rank: int, ranks: int, *, batch: int = 16, micro: int = 4, drop: bool = False, seed: int = 3) -> Terms:
-    return Terms(global_batch=batch, share=RankShare(rank, ranks, micro), seed=seed, drop_last=drop)
+def terms(
+    rank: int, ranks: int, *, batch: int = 16, micro: int = 4, drop: bool = False, seed: int = 3
+) -> AssignmentTerms:
+    return AssignmentTerms(global_batch=batch, share=RankShare(rank, ranks, micro), seed=seed, drop_last=drop)
 
 
 def epoch(data: Shards, *, rank: int, ranks: int, worker: int = 0, workers: int = 1, **more: Any) -> list[MicroBatch]:
     """What one loader process of one rank gives for one epoch."""
-    stream = PartedStream(data, terms(rank, ranks, **more), 0, stop_after_epoch=True)
+    stream = ShardedStream(data, terms(rank, ranks, **more), 0, stop_after_epoch=True)
     return list(stream.batches(worker, workers))
 
 
@@ -56,7 +58,7 @@ def steps(data: Shards, ranks: int, workers: int, number: int, start: int = 0, *
     """The samples of each step over all ranks, as loader processes that take turns give them."""
     found: list[list[Any]] = [[] for _ in range(number)]
     for rank in range(ranks):
-        stream = PartedStream(data, terms(rank, ranks, **more), start, stop_after_epoch=False)
+        stream = ShardedStream(data, terms(rank, ranks, **more), start, stop_after_epoch=False)
         sources = [stream.batches(worker, workers) for worker in range(workers)]
         step = turn = 0
         while step < number:
@@ -89,7 +91,7 @@ def test_every_sample_is_read_once_over_all_ranks_and_loader_processes(ranks: in
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("batch", [1, 10, 16, 143, 200])
 def test_lanes_hold_every_place_of_the_row_once(lanes: tuple[int, int], drop: bool, batch: int) -> None:
-    layout = Layout(143, batch, drop, lanes)
+    layout = ShardOrder(143, batch, drop, lanes)
     assert layout.steps == (143 // batch if drop else -(-143 // batch))
     found = []
     for step in range(layout.steps):
@@ -174,7 +176,7 @@ def test_a_lane_is_read_by_one_process_and_a_part_opened_once_by_each_that_needs
 @pytest.mark.parametrize(("start", "jumps"), [(1, True), (55, True), (55, False)])
 def test_a_resume_opens_each_lane_where_it_stands(start: int, jumps: bool) -> None:
     """A step of 16 samples reads 16, wherever it is, and opens no more than there are lanes in a step."""
-    data = Shards([100] * 10, jumps=jumps)
+    data = Shards([100] * 10, seekable=jumps)
     (found,) = steps(data, 1, 1, 1, start=start)
     assert len(data.read) == len(found) == 16
     assert data.opened <= 8
@@ -184,7 +186,7 @@ def test_data_that_cannot_jump_is_read_over_where_that_is_shorter() -> None:
     """Two processes share one lane: each reads what lies between, from where it stands."""
     opened = {}
     for jumps in (True, False):
-        data = Shards([64], interleave=(1, 1), jumps=jumps)
+        data = Shards([64], interleave=(1, 1), seekable=jumps)
         epoch(data, rank=0, ranks=1, worker=1, workers=2, batch=8, micro=8)
         opened[jumps] = data.opened, len(data.read)
     assert opened == {True: (4, 32), False: (1, 56)}
@@ -196,8 +198,8 @@ def test_lengths_may_be_numbers_of_numpy() -> None:
 
 def test_a_part_that_is_shorter_than_it_says_is_named() -> None:
     class Short(Shards):
-        def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
-            return iter([(part, place) for place in range(skip, min(5, self.parts[part]))])
+        def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
+            return iter([(part, place) for place in range(skip, min(5, self.shard_sizes[part]))])
 
     with pytest.raises(
         PluginError, match="part 1 of Short ended before its sample 5, but according to `parts` it has 9"
@@ -209,7 +211,7 @@ def test_a_part_that_is_longer_than_it_says_is_named() -> None:
     """Its last samples would never be used, and nobody would know."""
 
     class Long(Shards):
-        def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
+        def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
             return iter([(part, place) for place in range(skip, 10)])
 
     with pytest.raises(PluginError, match="part 1 of Long has more samples than in `parts`, which is 9"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpforge.data.randomness import RandomState, own_random_numbers, seed_all
+from ddpforge.data.rng import RandomState, isolated_rng, seed_all
 from ddpforge.interfaces import mix
 
 
@@ -133,7 +133,7 @@ def test_random_numbers_of_ones_own_leave_the_others_alone(fails: bool) -> None:
     seed_all(3)
     draw()
     try:
-        with own_random_numbers():
+        with isolated_rng():
             seed_all(99)
             draw()
             if fails:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddpforge.data import RankShare, collating, fetching, open_data, workers
 from ddpforge.data.collating import collate_of
 from ddpforge.data.workers import refuse_missing_resources
-from ddpforge.errors import EnvironmentProblem, PluginError
+from ddpforge.errors import PluginError, SetupError
 
 
 class Rows:
@@ -53,14 +53,14 @@ def test_a_folder_of_temporary_files_with_a_name_too_long_for_sockets_is_refused
     monkeypatch.setattr(tempfile, "tempdir", "/" + 74 * "x")
     refuse_missing_resources(2, 2)  # 75 and 32 characters, and a socket takes 107
     monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "x")
-    with pytest.raises(EnvironmentProblem, match=r"data.workers = 2 needs sockets .* too long .*: /xxx") as found:
+    with pytest.raises(SetupError, match=r"data.workers = 2 needs sockets .* too long .*: /xxx") as found:
         refuse_missing_resources(2, 2)
     assert "set TMPDIR to a shorter path, such as /tmp" in found.value.hints
 
 
 def test_full_shared_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(1 << 26, (1 << 26) - 4096, 4096))
-    with pytest.raises(EnvironmentProblem, match=f"{tmp_path} has only 4096 bytes free"):
+    with pytest.raises(SetupError, match=f"{tmp_path} has only 4096 bytes free"):
         refuse_missing_resources(2, 2, shm=tmp_path)
     refuse_missing_resources(2, 2, shm=tmp_path / "absent")
 
@@ -79,7 +79,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_else_refused(
     refuse_missing_resources(400, 2)
     assert raised[2] == (5000, 5000)
     limits[0] = (40, 40)
-    with pytest.raises(EnvironmentProblem, match=r"data.workers = 8 needs about .* open files .* the limit is 40"):
+    with pytest.raises(SetupError, match=r"data.workers = 8 needs about .* open files .* the limit is 40"):
         refuse_missing_resources(8, 2)
 
 
@@ -96,7 +96,7 @@ def test_what_the_system_refuses_a_loader_process_is_an_error_of_the_rank(
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr(fetching, "refuse_missing_resources", lambda *_: None)
-    with pytest.raises(EnvironmentProblem, match="could not send a micro-batch: OSError: AF_UNIX path too long"):
+    with pytest.raises(SetupError, match="could not send a micro-batch: OSError: AF_UNIX path too long"):
         fetched(Rows())
 
 
@@ -105,15 +105,13 @@ def test_no_room_for_a_batch_is_no_fault_of_the_samples(monkeypatch: pytest.Monk
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 
     monkeypatch.setattr(collating, "default_collate", full)
-    with pytest.raises(EnvironmentProblem, match=r"a loader process could not make a micro-batch: .*No space") as found:
+    with pytest.raises(SetupError, match=r"a loader process could not make a micro-batch: .*No space") as found:
         collate_of([])([torch.zeros(1)])
     assert any("/dev/shm" in hint for hint in found.value.hints)
 
 
 def test_loader_processes_that_hang_are_waited_for_as_long_as_the_recipe_says() -> None:
-    with pytest.raises(
-        EnvironmentProblem, match=r"no micro-batch came from 2 loader processes for 1 s \(train.hang_timeout\)"
-    ):
+    with pytest.raises(SetupError, match=r"no micro-batch came from 2 loader processes for 1 s \(train.hang_timeout\)"):
         fetched(Rows("hangs"), patience=1.0)
     assert fetched(Rows(), patience=60.0) == [[[i, i], [i + 1, i + 1]] for i in (0.0, 2.0, 4.0, 6.0)]
 

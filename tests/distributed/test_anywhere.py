@@ -12,7 +12,7 @@ from support.launched import Ranks, Zygote
 from support.sharding import CNN, DDP, FSDP, HSDP, RECIPE, ZERO, Bench
 from support.torch_versions import needs_pipelines
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import ExitCode
 
 
@@ -155,9 +155,9 @@ def test_there_and_back_again_not_a_bit_is_lost(
     passed = bench("travelled", layouts[back].strategy, nproc=layouts[back].ranks, fails=True, model="dropout = 0.2",
                    train=ELASTIC, length=f"{WHOLE}st", more=again)  # fmt: skip
     assert set(passed.codes) == {ExitCode.PREEMPTED}, passed.stderr
-    old, new = (Reader(checkpoint) for checkpoint in sorted_by_time(tmp_path / "runs/travelled/checkpoints"))
-    assert (old.facts.step, new.facts.step) == (7, 7)
-    assert old.facts.recipe != new.facts.recipe
+    old, new = (CheckpointReader(checkpoint) for checkpoint in sorted_by_time(tmp_path / "runs/travelled/checkpoints"))
+    assert (old.metadata.step, new.metadata.step) == (7, 7)
+    assert old.metadata.recipe != new.metadata.recipe
     for section in ("model", "optimizer", "callbacks"):
         assert old.names(section)
         assert sorted(old.names(section)) == sorted(new.names(section))
@@ -172,14 +172,14 @@ def test_there_and_back_again_not_a_bit_is_lost(
 
 
 def sorted_by_time(checkpoints: Path) -> list[Path]:
-    return sorted(checkpoints.glob("step-*"), key=lambda path: Reader(path).manifest.created)
+    return sorted(checkpoints.glob("step-*"), key=lambda path: CheckpointReader(path).manifest.created)
 
 
 def test_batchnorm_statistics_do_not_depend_on_the_ranks(bench: Bench) -> None:
     """With elastic shards; without them each rank's forward passes are of other samples (trap 13)."""
     for name, where in (("one", LAYOUTS["ddp@1"]), ("two", LAYOUTS["ddp@2"]), ("four", FURTHER["hsdp@4"])):
         go(bench, name, where, parts=CNN, model="")
-    one, *others = [Reader(bench.newest(name)) for name in ("one", "two", "four")]
+    one, *others = [CheckpointReader(bench.newest(name)) for name in ("one", "two", "four")]
     statistics = [name for name in one.names("model") if "running_" in name]
     assert statistics
     for other in others:

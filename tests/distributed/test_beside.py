@@ -9,7 +9,7 @@ import torch
 from support.launched import Ranks
 from support.sharding import DDP, FSDP, HSDP, ZERO, Bench
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 
 SINGLE = 'use = "single"'
 ACCOMPANIED = """
@@ -37,7 +37,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 def beside_in(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of a module beside the model, whole."""
-    return {key: saved.read() for key, saved in Reader(checkpoint).callbacks()[f"task.{name}"].items()}  # type: ignore
+    return {key: saved.read() for key, saved in CheckpointReader(checkpoint).callbacks()[f"task.{name}"].items()}  # type: ignore
 
 
 def alike(bench: Bench, name: str, rel: float = 1e-5) -> None:

@@ -33,7 +33,7 @@ import os
 import signal
 import threading
 import time
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 from ddpforge.interfaces import Callback
 
 
@@ -46,7 +46,7 @@ class Fault(Callback):
         self.kind, self.rank, self.waits = kind, rank, waits
 
     def on_start(self, run):
-        self.here = run.world.all.rank == self.rank
+        self.here = run.world.global_ranks.rank == self.rank
 
     def on_step(self, info):
         if info.step != 3:
@@ -60,7 +60,7 @@ class Fault(Callback):
         looks_up("absent")
 
     def refuses(self):
-        raise EnvironmentProblem("the disk of this rank is gone")
+        raise SetupError("the disk of this rank is gone")
 
     def killed(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_all_ranks_end_with_the_exit_code_of_the_first(faulty: Faulty) -> None:
     ended, status = faulty("refuses")
     assert ended.codes == [ExitCode.ENVIRONMENT] * 2
     assert status["exit_code"] == ExitCode.ENVIRONMENT
-    assert status["error"] == "rank 1: EnvironmentProblem: the disk of this rank is gone"
+    assert status["error"] == "rank 1: SetupError: the disk of this rank is gone"
     assert "[rank 1] error: the disk of this rank is gone" in ended.stderr
     assert "Traceback" not in ended.stderr
 

@@ -15,7 +15,7 @@ from support import SUPPORT
 from support.launched import Ranks
 from support.sharding import DDP, FSDP, GPT, RECIPE, ZERO, Bench
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 
 EMA = "[callbacks.ema]\ndecay = 0.9\n"
 STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {step}\nrank = 0\n'
@@ -105,8 +105,8 @@ class Misplace(Callback):
     \"\"\"Makes the strategy look for a weight where it is not.\"\"\"
 
     def on_start(self, run):
-        name, part = next((name, part) for name, part in run.weights.parts().items() if part.tensor.numel())
-        run.weights.parts()[name] = part.of(part.tensor + 1)
+        name, part = next((name, part) for name, part in run.weights.shards().items() if part.tensor.numel())
+        run.weights.shards()[name] = part.of(part.tensor + 1)
 """
 POINTS = """
 [model]
@@ -131,7 +131,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Everything in a checkpoint, whole."""
-    reader = Reader(checkpoint)
+    reader = CheckpointReader(checkpoint)
     state = reader.state()
     owners = {"model": state.model, **state.optimizer, **reader.callbacks()}
     return {

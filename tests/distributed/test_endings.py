@@ -40,10 +40,10 @@ class Hears(Callback):
             print(self.name, what, file=file)
 
     def on_start(self, run):
-        self.rank = run.world.all.rank
+        self.rank = run.world.global_ranks.rank
         if self.fails == "on_start":
             raise KeyError("start")
-        self.note("started", run.world.all.rank)
+        self.note("started", run.world.global_ranks.rank)
 
     def on_step(self, info):
         if self.fails == f"on_step {info.step}":

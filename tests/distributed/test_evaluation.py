@@ -13,7 +13,7 @@ from support import SUPPORT
 from support.launched import Ranks, Zygote
 from support.sharding import EACH, FSDP, each_strategy
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import ExitCode
 
 RECIPE = """\
@@ -101,7 +101,7 @@ def test_a_run_tells_the_metrics_of_every_set_everywhere(trained: Path) -> None:
     metrics = reported(trained)
     assert {name.rpartition("/")[0] for name in metrics} == {"eval/few", "eval/many"}
     status = json.loads((trained / "runs/run/status.json").read_text())
-    saved = Reader(max((trained / "runs/run/checkpoints").glob("step-*"))).facts.metrics
+    saved = CheckpointReader(max((trained / "runs/run/checkpoints").glob("step-*"))).metadata.metrics
     for told in (status["metrics"], saved):
         assert {name: value for name, value in told.items() if name.startswith("eval/")} == metrics
 
@@ -165,7 +165,7 @@ def test_one_of_the_sets_may_be_asked_for(tmp_path: Path, evaluate: Callable[...
 def test_the_state_of_the_optimizer_is_not_read(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
     """Bytes of it that are damaged go unnoticed; those of weights do not."""
     path = next((tmp_path / "runs/run/checkpoints").glob("step-000000006-*"))
-    reader = Reader(path)
+    reader = CheckpointReader(path)
 
     def spoil(section: str, name: str) -> None:
         chunk = reader.manifest.tensors[section][name].chunks[0]  # type: ignore[index]

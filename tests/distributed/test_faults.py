@@ -88,7 +88,7 @@ class Fault(Callback):
         self.kind, self.rank = kind, rank
 
     def on_start(self, run):
-        self.here = run.world.all.rank == self.rank
+        self.here = run.world.global_ranks.rank == self.rank
         if self.kind == "full" and self.here:
             from ddpforge import disk
 

@@ -11,7 +11,7 @@ from support.launched import Ranks
 from support.sharding import DDP, Bench, ddp_and_zero, weights_in
 from torch import Tensor
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import ExitCode
 
 BEGIN = """
@@ -49,18 +49,18 @@ def first(bench: Bench) -> Path:
 @ddp_and_zero
 def test_a_run_begins_with_the_weights_of_another(bench: Bench, weights: dict[str, Tensor], strategy: str) -> None:
     said = begin(bench, "base", strategy)
-    checkpoint = Reader(first(bench))
+    checkpoint = CheckpointReader(first(bench))
     torch.testing.assert_close(weights_in(first(bench)), weights, rtol=0, atol=0)
     averages = {name: saved.read() for name, saved in checkpoint.callbacks()["ema"].items()}  # type: ignore[union-attr]
     torch.testing.assert_close(averages, {name: weights[name] for name in averages}, rtol=0, atol=0)
-    assert checkpoint.facts.step == 0
+    assert checkpoint.metadata.step == 0
     assert not any(checkpoint.state().optimizer.values())
     assert f"initial weights: {len(weights)} tensors from" in said.stderr
 
     rmtree(bench.folder / "runs/base")  # a run that goes on does not need them
     more = BEGIN.format(source="base", more="")
     bench("tuned", strategy, length="8st", more=more)
-    assert Reader(bench.newest("tuned")).facts.step == 8
+    assert CheckpointReader(bench.newest("tuned")).metadata.step == 8
 
 
 @ddp_and_zero

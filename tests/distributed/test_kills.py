@@ -10,7 +10,7 @@ import torch
 from support.launched import Ranks, Zygote
 from support.sharding import DDP, FSDP, ZERO, Bench
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 
 LENGTH = 80
 MORE = """
@@ -105,7 +105,7 @@ def test_a_launch_that_restarts_its_ranks_survives_any_number_of_kills(
 
 def contents(bench: Bench, name: str, steps: int = LENGTH) -> dict[str, torch.Tensor]:
     """Every tensor of a run's last checkpoint, verified."""
-    reader = Reader(bench.newest(name))
-    assert reader.facts.step == steps
+    reader = CheckpointReader(bench.newest(name))
+    assert reader.metadata.step == steps
     sections = ("model", "optimizer", "callbacks")
     return {f"{section}: {name}": reader.read(section, name) for section in sections for name in reader.names(section)}

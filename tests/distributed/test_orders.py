@@ -81,9 +81,9 @@ every = "6st"
 """
 SHARDS = '''
 import os
-from ddpforge.interfaces import PartedData
+from ddpforge.interfaces import ShardedDataset
 
-class Shards(PartedData):
+class Shards(ShardedDataset):
     """The numbers 1 to 100 in parts; every one that is read is written down."""
 
     parts = [20, 1, 40, 9, 30]
@@ -93,8 +93,8 @@ class Shards(PartedData):
     def __init__(self, shuffle: bool) -> None:
         self.shuffle = shuffle
 
-    def open(self, part, *, epoch, skip):
-        for number in range(sum(self.parts[:part]) + skip, sum(self.parts[: part + 1])):
+    def iter_shard(self, part, *, epoch, skip):
+        for number in range(sum(self.shard_sizes[:part]) + skip, sum(self.shard_sizes[: part + 1])):
             with open("read.txt", "a") as file:
                 file.write(f"{number + 1}\\n")
             yield float(number + 1)

@@ -11,7 +11,7 @@ from support import SUPPORT
 from support.launched import Ranks
 from support.sharding import DDP, EACH, RECIPE, ZERO, Bench, weights_in
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 
 SINGLE = 'use = "single"'
 GIVEN = RECIPE[RECIPE.index('use = "adamw"') : RECIPE.index("[strategy]")]
@@ -61,12 +61,15 @@ def test_powersgd_resumes_bitwise(bench: Callable[[str], Bench]) -> None:
     adam("straight", powersgd, parts=wide, length="7st")
     for length in (2, 3, 5, 7):
         adam("parts", powersgd, parts=wide, length=f"{length}st")
-    straight, resumed = Reader(adam.newest("straight")).state(), Reader(adam.newest("parts")).state()
-    assert straight.shared.keys() == resumed.shared.keys()
+    straight, resumed = (
+        CheckpointReader(adam.newest("straight")).state(),
+        CheckpointReader(adam.newest("parts")).state(),
+    )
+    assert straight.extra_state.keys() == resumed.extra_state.keys()
     assert {
         f"powersgd.{kind}" for kind in ("step", "error.layers.0.weight", "q.layers.3.weight")
-    } < resumed.shared.keys()
-    for one, other in ((straight.model, resumed.model), (straight.shared, resumed.shared)):
+    } < resumed.extra_state.keys()
+    for one, other in ((straight.model, resumed.model), (straight.extra_state, resumed.extra_state)):
         for name, value in one.items():
             torch.testing.assert_close(read(value), read(other[name]), rtol=0, atol=0, msg=name)
     adam("parts", ZERO[1], length="8st", parts=wide)  # which has no use for it

@@ -11,7 +11,7 @@ from support.launched import Ranks
 from support.sharding import DDP, EACH, RECIPE, Bench
 from torch import Tensor
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 
 PARTS = """
 [model]
@@ -30,7 +30,7 @@ SHARDS = "virtual_ranks = 4"  # one rank computes several shards of a step, each
 
 
 def state(checkpoint: Path) -> dict[str, Tensor]:
-    return {name: saved.read() for name, saved in Reader(checkpoint).state().model.items()}
+    return {name: saved.read() for name, saved in CheckpointReader(checkpoint).state().model.items()}
 
 
 @pytest.mark.parametrize(

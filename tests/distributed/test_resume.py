@@ -11,7 +11,7 @@ from support import SUPPORT
 from support.launched import Ranks
 from support.sharding import DDP, FSDP, ZERO, Bench
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import ExitCode
 from ddpforge.runs.folder import RunFolder
 
@@ -205,17 +205,17 @@ def test_another_optimizer_starts_afresh(ddpforge: Callable[..., Ranks], tmp_pat
     bench = Bench(tmp_path, ddpforge)
     sets = ["--set=optimizer.use=sgd", "--set=optimizer.lr=0.01", "--set=optimizer.momentum=0.9"]
     bench("run", strategy, length="8st")
-    keys = {key for entry in Reader(bench.newest("run")).state().optimizer.values() for key in entry}
+    keys = {key for entry in CheckpointReader(bench.newest("run")).state().optimizer.values() for key in entry}
 
     allowed = ["--allow-change=optimizer", "--set=train.length=10st"]
     there = ddpforge("run", "run.toml", *sets, *allowed, nproc=2)
     assert there.stderr.count("optimizer `sgd` starts from scratch: the checkpoint has the state of `adamw`") == 1
-    kept = {key for entry in Reader(bench.newest("run")).state().optimizer.values() for key in entry}
+    kept = {key for entry in CheckpointReader(bench.newest("run")).state().optimizer.values() for key in entry}
     assert kept == {"momentum_buffer"}
 
     back = ddpforge("run", "run.toml", "--allow-change=optimizer", "--set=train.length=12st", nproc=2)
     assert "the state of `sgd`" in back.stderr
-    assert {key for entry in Reader(bench.newest("run")).state().optimizer.values() for key in entry} == keys
+    assert {key for entry in CheckpointReader(bench.newest("run")).state().optimizer.values() for key in entry} == keys
 
     on = ddpforge("run", "run.toml", "--set=train.length=13st", nproc=2)
     assert "afresh" not in on.stderr
@@ -275,5 +275,5 @@ def test_only_one_process_trains_in_a_folder(ddpforge: Callable[..., Ranks], tmp
             assert "Traceback" not in refused.stderr
         assert draft.is_dir()
     bench("run", length="10st")
-    assert Reader(bench.newest("run")).facts.step == 10
+    assert CheckpointReader(bench.newest("run")).metadata.step == 10
     assert not draft.exists()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from support.launched import Ranks
 from support.sharding import FSDP, Bench, each_strategy, weights_in
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.errors import ExitCode
 
 SAVING = """
@@ -35,7 +35,7 @@ def saves(bench: Bench, more: str = "", begin: int = 100, end: int = 100, **opti
 
 
 def steps(bench: Bench, folder: str = "checkpoints") -> list[int]:
-    return sorted(Reader(path).facts.step for path in (bench.folder / "runs/run" / folder).glob("step-*"))
+    return sorted(CheckpointReader(path).metadata.step for path in (bench.folder / "runs/run" / folder).glob("step-*"))
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
@@ -78,7 +78,7 @@ def test_a_full_checkpoint_holds_the_model_for_other_tools_and_resumes_like_any(
     model = load_file(bench.newest("run") / "model.safetensors")
     torch.testing.assert_close(model, weights_in(bench.newest("run")), rtol=0, atol=0)
     bench("run", strategy, length="10st", more=full, nproc=1)
-    assert Reader(bench.newest("run")).facts.step == 10
+    assert CheckpointReader(bench.newest("run")).metadata.step == 10
 
 
 def test_milestones_outlive_newer_checkpoints(bench: Bench) -> None:

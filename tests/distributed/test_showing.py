@@ -55,29 +55,29 @@ from ddpforge.interfaces import Callback, Total
 
 class Shows(Regression):
     def metrics(self, outputs, batch):
-        self.show("task/outputs", outputs.detach(), "histogram")
+        self.log_media("task/outputs", outputs.detach(), "histogram")
         return super().metrics(outputs, batch)
 
 class Looks(Callback):
     def on_start(self, run):
         self.run, self.norms = run, {}
-        run.show("model", type(run.model).__name__, "text")
+        run.log_media("model", type(run.model).__name__, "text")
 
     def lr_factor(self):
         return 0.5 ** len(self.norms)
 
     def on_gradient(self, step, norm):
         squares = sum(part.tensor.square().sum() for part in self.run.gradients().values())
-        one = self.run.world.all.sum(torch.stack([squares, torch.tensor(1.0)]))
-        held = self.run.world.all.size if "fsdp" not in str(type(self.run.model)).lower() else 1
+        one = self.run.world.global_ranks.all_reduce_sum(torch.stack([squares, torch.tensor(1.0)]))
+        held = self.run.world.global_ranks.size if "fsdp" not in str(type(self.run.model)).lower() else 1
         self.norms[step] = (norm.item(), (one[0] / held).sqrt().item())
 
     def while_evaluating(self, step):
         x = torch.arange(8.0).view(2, 4)
         with self.run.forward():
             y = self.run.model(x)
-        self.run.show("sums", y.sigmoid().view(1, 2), "image")
-        self.run.show("norms", [{"step": s, "norm": a, "own": b} for s, (a, b) in self.norms.items()], "table")
+        self.run.log_media("sums", y.sigmoid().view(1, 2), "image")
+        self.run.log_media("norms", [{"step": s, "norm": a, "own": b} for s, (a, b) in self.norms.items()], "table")
         return {"sum": y.sum().item()}
 """
 

@@ -42,7 +42,7 @@ class Fault(Callback):
         self.kind = kind
 
     def on_start(self, run):
-        self.here = run.world.all.rank == 1
+        self.here = run.world.global_ranks.rank == 1
 
     def on_step(self, info):
         if self.here and info.step == 20:

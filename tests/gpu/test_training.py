@@ -12,7 +12,7 @@ from support.launched import Ranks
 from support.sharding import CNN, DDP, FSDP, GPT, ZERO, Bench, weights_in
 from torch import Tensor
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -163,7 +163,7 @@ def test_a_gradient_that_is_not_finite_does_what_it_does_on_the_cpu(
 # ---------------------------------------------------------------------------------------------- the same bits
 def bits(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors in a checkpoint."""
-    optimizer = Reader(checkpoint).state().optimizer
+    optimizer = CheckpointReader(checkpoint).state().optimizer
     moments = {f"{name} {key}": value for name, entry in optimizer.items() for key, value in entry.items()}
     whole = {key: value.read() if hasattr(value, "read") else value for key, value in moments.items()}
     return {**weights_in(checkpoint), **{key: value for key, value in whole.items() if isinstance(value, Tensor)}}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpforge.interfaces.direction import lower_is_better
+from ddpforge.interfaces.metric_direction import lower_is_better
 
 LOWER = (
     *("loss", "cross_entropy_loss", "error", "top5_error", "word_error_rate", "perplexity", "mae", "mse", "rmse"),

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from ddpforge.interfaces.regions import (
     Box,
-    Part,
-    Pieces,
-    Range,
+    BoxList,
+    FlatRange,
     Region,
     Shape,
+    TensorShard,
     boxes,
     copy,
-    flaw,
+    find_gap,
     held_shape,
     normal,
     overlaps,
@@ -48,7 +48,7 @@ def test_the_normal_form_has_the_same_elements_and_is_a_range_wherever_that_is_p
     positions = elements(shape, region).ravel()
     assert elements(shape, form).ravel().tolist() == positions.tolist()
     gapless = bool((np.diff(positions) == 1).all())
-    assert isinstance(form, Range) is gapless
+    assert isinstance(form, FlatRange) is gapless
     assert form.numel == region.numel == len(positions)
     assert normal(shape, form) == form
 
@@ -102,7 +102,7 @@ def test_the_first_element_that_is_not_covered_once_is_named(case: tuple[Shape, 
     counts = mask(shape, found)
     wrong = np.flatnonzero(counts != 1)
 
-    flawed = flaw(shape, found)
+    flawed = find_gap(shape, found)
 
     if len(wrong):
         assert flawed is not None
@@ -118,12 +118,12 @@ def test_an_exact_cover_has_no_flaw_until_a_region_is_lost_or_doubled(
     case: tuple[Shape, list[Region]], data: st.DataObject
 ) -> None:
     shape, found = case
-    assert flaw(shape, found) is None
+    assert find_gap(shape, found) is None
 
     chosen = data.draw(st.sampled_from([each for each in found if each.numel]))
     first = int(elements(shape, chosen).ravel()[0])
     for count, others in ((0, [each for each in found if each is not chosen]), (2, [*found, chosen])):
-        flawed = flaw(shape, others)
+        flawed = find_gap(shape, others)
         assert flawed is not None
         assert (int(np.ravel_multi_index(flawed.index, shape)) if shape else 0, flawed.count) == (first, count)
 
@@ -131,9 +131,9 @@ def test_an_exact_cover_has_no_flaw_until_a_region_is_lost_or_doubled(
 @pytest.mark.parametrize(
     ("shape", "region"),
     [
-        ((2, 3), Range(0, 7)),
-        ((2, 3), Range(-1, 2)),
-        ((2, 3), Range(3, 2)),
+        ((2, 3), FlatRange(0, 7)),
+        ((2, 3), FlatRange(-1, 2)),
+        ((2, 3), FlatRange(3, 2)),
         ((2, 3), Box((0, 0), (2, 4))),
         ((2, 3), Box((2, 0), (1, 1))),
         ((2, 3), Box((-1, 0), (1, 1))),
@@ -146,13 +146,13 @@ def test_what_is_not_part_of_a_tensor_is_refused(shape: Shape, region: Region) -
     with pytest.raises(ValueError, match="is not part of a tensor of shape"):
         normal(shape, region)
     with pytest.raises(ValueError, match="is not part of a tensor of shape"):
-        flaw(shape, [region])
+        find_gap(shape, [region])
 
 
 def test_a_flaw_says_where_and_what() -> None:
-    assert str(flaw((2, 3), [Range(0, 4)])) == "element [1, 1] is missing"
-    assert str(flaw((2, 3), [whole((2, 3)), Box((0, 2), (2, 1))])) == "element [0, 2] occurs 2 times"
-    assert str(flaw((), [])) == "its only element is missing"
+    assert str(find_gap((2, 3), [FlatRange(0, 4)])) == "element [1, 1] is missing"
+    assert str(find_gap((2, 3), [whole((2, 3)), Box((0, 2), (2, 1))])) == "element [0, 2] occurs 2 times"
+    assert str(find_gap((), [])) == "its only element is missing"
 
 
 def test_a_thousand_boxes_are_checked_at_once() -> None:
@@ -160,8 +160,8 @@ def test_a_thousand_boxes_are_checked_at_once() -> None:
     columns = [Box((0, 4 * i), (7, 4)) for i in range(1000)]
     grid = [Box((3 * i, 5 * j), (3, 5)) for i in range(32) for j in range(32)]
 
-    assert flaw((7, 4000), columns) is None
-    assert flaw((96, 160), grid) is None
+    assert find_gap((7, 4000), columns) is None
+    assert find_gap((96, 160), grid) is None
 
 
 # ---------------------------------------------------------------------------------------------- parts
@@ -169,10 +169,10 @@ def test_a_thousand_boxes_are_checked_at_once() -> None:
 @given(several(1), st.data())
 def test_a_part_is_cut_into_parts_of_the_same_tensor(case: tuple[Shape, list[Region]], data: st.DataObject) -> None:
     shape, (region,) = case
-    part = Part(torch.from_numpy(elements(shape, region).copy()), shape, region)
+    part = TensorShard(torch.from_numpy(elements(shape, region).copy()), shape, region)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, region.numel)] * 2)))
 
-    cut = part.cut(start, stop)
+    cut = part.slice(start, stop)
 
     for each in cut:
         assert each.tensor.flatten().tolist() == elements(shape, each.region).ravel().tolist()
@@ -183,16 +183,16 @@ def test_a_part_is_cut_into_parts_of_the_same_tensor(case: tuple[Shape, list[Reg
 @pytest.mark.parametrize("held", [(5,), (3, 2), (6,)])
 def test_a_part_whose_tensor_does_not_fit_is_refused(held: Shape) -> None:
     with pytest.raises(ValueError, match=r"a tensor of shape .* is not Box.* of a tensor of shape"):
-        Part(torch.zeros(held), (4, 4), Box((0, 1), (2, 3)))
+        TensorShard(torch.zeros(held), (4, 4), Box((0, 1), (2, 3)))
 
 
 def test_a_cut_without_elements_keeps_no_memory_alive() -> None:
-    part = Part.whole(torch.ones(40, 50).t())
+    part = TensorShard.whole(torch.ones(40, 50).t())
 
-    (nothing,) = part.cut(7, 7)
+    (nothing,) = part.slice(7, 7)
 
     assert nothing.tensor.untyped_storage().nbytes() == 0
-    assert (nothing.shape, nothing.region) == ((50, 40), Range(0, 0))
+    assert (nothing.shape, nothing.region) == ((50, 40), FlatRange(0, 0))
 
 
 @quick
@@ -200,10 +200,10 @@ def test_a_cut_without_elements_keeps_no_memory_alive() -> None:
 def test_a_part_gives_live_elements_of_what_it_holds_and_refuses_the_rest(case: tuple[Shape, list[Region]]) -> None:
     """A range is had of a range that holds it; of a box, and as one, only the whole part."""
     shape, (region, wanted) = case
-    part = Part(torch.from_numpy(elements(shape, region).copy()), shape, region)
+    part = TensorShard(torch.from_numpy(elements(shape, region).copy()), shape, region)
     positions = elements(shape, wanted).ravel().tolist()
     held, form = (normal(shape, each) for each in (region, wanted))
-    ranges = isinstance(held, Range) and isinstance(form, Range)
+    ranges = isinstance(held, FlatRange) and isinstance(form, FlatRange)
 
     if held == form or (ranges and set(positions) <= set(elements(shape, region).ravel().tolist())):
         found = part.elements(wanted)
@@ -216,72 +216,72 @@ def test_a_part_gives_live_elements_of_what_it_holds_and_refuses_the_rest(case: 
 
 
 def test_the_edges_of_a_range_belong_to_it_and_no_element_beyond_them() -> None:
-    part = Part(torch.arange(2, 6), (8,), Range(2, 6))
+    part = TensorShard(torch.arange(2, 6), (8,), FlatRange(2, 6))
 
-    assert part.elements(Range(2, 4)).tolist() == [2, 3]
-    assert part.elements(Range(4, 6)).tolist() == [4, 5]
+    assert part.elements(FlatRange(2, 4)).tolist() == [2, 3]
+    assert part.elements(FlatRange(4, 6)).tolist() == [4, 5]
     assert part.elements(Box((3,), (2,))).tolist() == [3, 4]
-    assert part.elements(Range(7, 7)).tolist() == []
-    for beyond in (Range(1, 3), Range(5, 7), Range(0, 8), Range(6, 8)):
+    assert part.elements(FlatRange(7, 7)).tolist() == []
+    for beyond in (FlatRange(1, 3), FlatRange(5, 7), FlatRange(0, 8), FlatRange(6, 8)):
         with pytest.raises(ValueError, match="not all of"):
             part.elements(beyond)
 
 
 def test_the_same_part_of_another_tensor_keeps_its_place_and_its_number() -> None:
-    part = Part(torch.zeros(2, 3), (4, 4), Box((0, 1), (2, 3)), 1, 3, "stages 0 and 2")
+    part = TensorShard(torch.zeros(2, 3), (4, 4), Box((0, 1), (2, 3)), 1, 3, "stages 0 and 2")
     momentum = torch.ones(2, 3)
 
     same = part.of(momentum)
 
     assert same.tensor is momentum
     assert (same.shape, same.region) == ((4, 4), Box((0, 1), (2, 3)))
-    assert (same.replica, same.replicas, same.among) == (1, 3, "stages 0 and 2")
+    assert (same.replica, same.replicas, same.replica_group) == (1, 3, "stages 0 and 2")
 
 
 def test_a_part_is_one_of_as_many_replicas_as_it_says() -> None:
-    whole_one = Part.whole(torch.zeros(2, 3), replica=1, replicas=2)
+    whole_one = TensorShard.whole(torch.zeros(2, 3), replica=1, replicas=2)
 
-    assert (whole_one.region, whole_one.replica, whole_one.replicas) == (Range(0, 6), 1, 2)
-    assert (Part.whole(torch.zeros(2)).replica, Part.whole(torch.zeros(2)).replicas) == (0, 1)
+    assert (whole_one.region, whole_one.replica, whole_one.replicas) == (FlatRange(0, 6), 1, 2)
+    assert (TensorShard.whole(torch.zeros(2)).replica, TensorShard.whole(torch.zeros(2)).replicas) == (0, 1)
     for replica, replicas in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ValueError, match=f"there is no replica {replica} among {replicas}"):
-            Part.whole(torch.zeros(2), replica=replica, replicas=replicas)
+            TensorShard.whole(torch.zeros(2), replica=replica, replicas=replicas)
 
 
 def test_a_whole_tensor_is_stored_in_its_own_shape_and_a_range_in_a_line() -> None:
     assert held_shape((2, 3), whole((2, 3))) == (2, 3)
-    assert held_shape((2, 3), Range(0, 5)) == (5,)
+    assert held_shape((2, 3), FlatRange(0, 5)) == (5,)
     assert held_shape((2, 3), Box((0, 1), (2, 2))) == (2, 2)
     assert held_shape((), whole(())) == ()
 
 
 # ---------------------------------------------------------------------------------------------- pieces
-ROWS = Pieces((Box((0, 0), (1, 3)), Box((4, 0), (2, 3))))
+ROWS = BoxList((Box((0, 0), (1, 3)), Box((4, 0), (2, 3))))
 
 
 def test_a_part_of_pieces_is_simple_parts_that_share_its_memory() -> None:
     tensor = torch.arange(9.0).view(3, 3)
-    part = Part(tensor, (6, 3), ROWS, 1, 2)
-    first, second = part.simple()
-    assert (first.region, first.replica, first.replicas) == (Range(0, 3), 1, 2)
-    assert second.region == Range(12, 18)
+    part = TensorShard(tensor, (6, 3), ROWS, 1, 2)
+    first, second = part.as_boxes()
+    assert (first.region, first.replica, first.replicas) == (FlatRange(0, 3), 1, 2)
+    assert second.region == FlatRange(12, 18)
     second.tensor.zero_()
     assert tensor.tolist() == [[0.0, 1.0, 2.0], [0.0] * 3, [0.0] * 3]
     assert part.elements(ROWS).tolist() == tensor.flatten().tolist()
 
 
 def test_one_piece_is_a_box_and_none_is_nothing() -> None:
-    assert normal((6, 3), Pieces((Box((4, 1), (2, 1)), Box((0, 0), (0, 3))))) == Box((4, 1), (2, 1))
-    assert normal((6, 3), Pieces((Box((0, 0), (0, 3)),))) == Range(0, 0)
+    assert normal((6, 3), BoxList((Box((4, 1), (2, 1)), Box((0, 0), (0, 3))))) == Box((4, 1), (2, 1))
+    assert normal((6, 3), BoxList((Box((0, 0), (0, 3)),))) == FlatRange(0, 0)
     assert normal((6, 3), ROWS) == ROWS
 
 
-@pytest.mark.parametrize("pieces", [Pieces((Box((0, 0), (1, 3)), Box((5, 0), (2, 3)))), Pieces((Box((0,), (1,)),))])
-def test_pieces_that_are_not_in_the_tensor_are_refused(pieces: Pieces) -> None:
+@pytest.mark.parametrize("pieces", [BoxList((Box((0, 0), (1, 3)), Box((5, 0), (2, 3)))), BoxList((Box((0,), (1,)),))])
+def test_pieces_that_are_not_in_the_tensor_are_refused(pieces: BoxList) -> None:
     with pytest.raises(ValueError, match="is not part of a tensor of shape"):
         normal((6, 3), pieces)
 
 
 def test_a_tensor_that_is_not_as_its_pieces_lie_is_refused() -> None:
     with pytest.raises(ValueError, match="is not Pieces"):
-        Part(torch.zeros(9), (6, 3), ROWS)
+        TensorShard(torch.zeros(9), (6, 3), ROWS)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.data.randomness import own_random_numbers
-from ddpforge.interfaces import Callback, PartedData, Pass, Task
-from ddpforge.strategies.fsdp.context import Cut
+from ddpforge.data.rng import isolated_rng
+from ddpforge.interfaces import Callback, Pass, ShardedDataset, Task
+from ddpforge.strategies.fsdp.context_parallel import ContextParallel
 from ddpforge.strategies.pipeline.stage import _seed_on
-from ddpforge.strategies.tensor.shares import OwnNumbers
+from ddpforge.strategies.tensor.tensor_parallel import TensorParallelRNG
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.stages import Built
 from ddpforge.training.step import Stepper
@@ -48,7 +48,7 @@ class Plainly(Task):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch)
         for _ in range(2):
-            self.rows.append(self.draws.rand(len(batch)).tolist())
+            self.rows.append(self.rng.rand(len(batch)).tolist())
         return outputs.sum(), outputs
 
 
@@ -114,14 +114,14 @@ def stage(seed: int, number: int, drawn: int = 0) -> float:
 
 
 def positions(seed: int, rank: int) -> float:
-    cut = Cut(Elsewhere(4, rank))
+    cut = ContextParallel(Elsewhere(4, rank))
     cut.seed(Pass(batch=None, seed=lambda: torch.manual_seed(seed), scale=lambda: 1.0, last=True))  # type: ignore[arg-type, return-value]
     return torch.rand(()).item()
 
 
 def share_of_layer(seed: int, rank: int, outside: bool = False) -> float:
     torch.manual_seed(seed)
-    numbers = OwnNumbers(rank, torch.device("cpu"))
+    numbers = TensorParallelRNG(rank, torch.device("cpu"))
     numbers.begin()
     if outside:
         torch.rand(rank + 1)
@@ -167,13 +167,13 @@ class Stream:
         return *zip(*samples, strict=True), torch.rand(()).item()
 
 
-class Shards(PartedData):
+class Shards(ShardedDataset):
     """Each sample is 10 times its part and its place in there, and what torch draws while it is prepared."""
 
     random, shuffle, window, lanes, parts = True, True, 3, (2, 1), (4, 4)
 
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
-        return iter(range(10 * part + skip, 10 * part + self.parts[part]))
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
+        return iter(range(10 * part + skip, 10 * part + self.shard_sizes[part]))
 
     def prepare(self, sample: Any) -> Any:
         return sample, torch.rand(()).item()
@@ -344,7 +344,7 @@ TABLE = {
 
 def drawn(name: str, **changed: Any) -> float:
     row = TABLE[name]
-    with own_random_numbers():
+    with isolated_rng():
         return row.draw(**row.place | changed)
 
 

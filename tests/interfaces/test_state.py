@@ -10,9 +10,9 @@ import torch
 from support.saved_tensors import Saved
 from torch import Tensor
 
-from ddpforge.interfaces import Range, Region, read_all
+from ddpforge.interfaces import FlatRange, Region, read_all
 
-ALL = Range(0, 3)
+ALL = FlatRange(0, 3)
 
 
 @dataclass(frozen=True)

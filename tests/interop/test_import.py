@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.retention import newest
 from ddpforge.errors import UsageError
 from ddpforge.interop.imports import Imported, import_checkpoint
@@ -52,7 +52,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def weights_in(path: Path) -> dict[str, Tensor]:
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     found = {name: reader.read("model", name) for name in reader.names("model")}
     reader.finish()
     return found
@@ -61,7 +61,7 @@ def weights_in(path: Path) -> dict[str, Tensor]:
 def state_in(path: Path) -> dict[str, dict[str, Any]]:
     return {
         name: {key: x.read() if hasattr(x, "read") else x for key, x in values.items()}
-        for name, values in Reader(path).state().optimizer.items()
+        for name, values in CheckpointReader(path).state().optimizer.items()
     }
 
 
@@ -72,7 +72,7 @@ def assert_trained(done: Imported, trained: tuple[nn.Module, torch.optim.Optimiz
     expected = model.state_dict()
     if tied:
         del expected["head.weight"]
-        assert Reader(done.path).aliases == {"head.weight": "emb.weight"}
+        assert CheckpointReader(done.path).aliases == {"head.weight": "emb.weight"}
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
@@ -253,7 +253,7 @@ def test_a_sharded_dcp_checkpoint_keeps_everything(
     (hint,) = done.hints
     again = import_checkpoint(foreign / "dcp", "out", trust=True, maps=[hint.split("'")[-2]])
     assert again.tensors == done.tensors - 1, "the hint says how to leave the second copy out"
-    assert Reader(done.path).manifest.tensors["model"]["emb.weight"].chunks[1].region.numel == 3 * 5
+    assert CheckpointReader(done.path).manifest.tensors["model"]["emb.weight"].chunks[1].region.numel == 3 * 5
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -393,7 +393,7 @@ def test_a_state_dict_needs_no_trust_and_keeps_its_ties() -> None:
 
 def assert_same_weights(done: Imported, model: nn.Module) -> None:
     weights, expected = weights_in(done.path), model.state_dict()
-    assert Reader(done.path).aliases == {"head.weight": "emb.weight"}
+    assert CheckpointReader(done.path).aliases == {"head.weight": "emb.weight"}
     assert weights.keys() == expected.keys() - {"head.weight"}
     assert all(same(tensor, expected[name]) for name, tensor in weights.items())
 
@@ -660,7 +660,7 @@ def test_where_training_was_is_what_the_user_says_or_the_source_or_the_beginning
 
     done = import_checkpoint(Path("a.safetensors"), "out", **given)  # type: ignore[arg-type]
 
-    facts = Reader(done.path).facts
+    facts = CheckpointReader(done.path).metadata
     expected = given or {"step": 0, "samples": 0}
     assert {"step": facts.step, "samples": facts.samples} == {"step": done.step, "samples": done.samples} == expected
     assert (facts.strategy, facts.world_size) == ("imported from safetensors", 1)
@@ -702,7 +702,7 @@ def test_a_tied_name_that_a_map_makes_the_name_of_its_tensor_is_no_second_name()
     tensor = torch.ones(2)
     torch.save({"a": tensor, "b": tensor, "c": tensor}, "a.pt")
     done = import_checkpoint(Path("a.pt"), "out", maps=["b=a"])
-    reader = Reader(done.path)
+    reader = CheckpointReader(done.path)
     assert (list(reader.names("model")), reader.aliases) == (["a"], {"c": "a"})
 
 

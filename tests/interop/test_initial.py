@@ -14,10 +14,10 @@ from support.doubles import Plain
 from torch import Tensor, nn
 
 from ddpforge.errors import CheckpointError, UsageError
-from ddpforge.interfaces import CanonicalState, Part, Ranks
-from ddpforge.interfaces.regions import Box, Range
+from ddpforge.interfaces import CanonicalState, Ranks, TensorShard
+from ddpforge.interfaces.regions import Box, FlatRange
 from ddpforge.interop.initial import find_initial, load_initial
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.runs.folder import RunFolder
 from ddpforge.strategies.named_state import restore, tensors
 
@@ -41,24 +41,26 @@ class Here(Plain):
     With `main`, this is the second of two ranks, which is told what that one tells.
     """
 
-    def __init__(self, part_of: Callable[[Tensor], Part] = Part.whole, main: "Here | None" = None) -> None:
+    def __init__(
+        self, part_of: Callable[[Tensor], TensorShard] = TensorShard.whole, main: "Here | None" = None
+    ) -> None:
         super().__init__(ranks=2, rank=int(main is not None))
         self.part_of = part_of
         self.told: list[Any] = [] if main is None else main.told
         self.ranks.broadcast = self._tell  # type: ignore[method-assign]
 
     def _tell(self, value: Any) -> Any:
-        if self.world.is_main:
+        if self.world.is_rank_zero:
             self.told.append(value)
             return value
         return self.told.pop(0)
 
     def state(self) -> CanonicalState[Any]:
-        held, aliases = tensors(self.bare)
+        held, aliases = tensors(self.unwrapped)
         return CanonicalState({name: self.part_of(tensor.detach()) for name, tensor in held.items()}, {}, aliases)
 
     def load_state(self, state: CanonicalState[Any], *, partial: bool = False) -> None:
-        restore(self.bare, self.optimizer, state, partial=partial, part_of=lambda _, tensor: self.part_of(tensor))
+        restore(self.unwrapped, self.optimizer, state, partial=partial, part_of=lambda _, tensor: self.part_of(tensor))
 
 
 WEIGHTS = {"embed": torch.arange(1.0, 13.0).view(4, 3), "norm": torch.tensor([0.5, 0.25, 2.0]), "seen": torch.tensor(7)}
@@ -174,13 +176,13 @@ def test_a_rank_takes_what_it_holds_in_its_own_dtype(
 ) -> None:
     """A middle stretch of the matrix and of the vector; the rest of the model's memory is left alone."""
 
-    def part_of(tensor: Tensor) -> Part:
+    def part_of(tensor: Tensor) -> TensorShard:
         if not tensor.ndim:
-            return Part.whole(tensor)
+            return TensorShard.whole(tensor)
         if how == "rows":
             region = Box((1, *(0,) * (tensor.ndim - 1)), (2, *tensor.shape[1:]))
-            return Part(tensor[1:3], (*tensor.shape,), region)
-        return Part(tensor.view(-1)[1:3], (*tensor.shape,), Range(1, 3))
+            return TensorShard(tensor[1:3], (*tensor.shape,), region)
+        return TensorShard(tensor.view(-1)[1:3], (*tensor.shape,), FlatRange(1, 3))
 
     weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in WEIGHTS.items()}
     source = saved(tmp_path / "some.safetensors", weights)
@@ -196,10 +198,10 @@ def test_a_rank_takes_what_it_holds_in_its_own_dtype(
 
 
 def test_a_matrix_across_its_rows_is_taken_by_columns(tmp_path: Path) -> None:
-    def columns(tensor: Tensor) -> Part:
+    def columns(tensor: Tensor) -> TensorShard:
         if tensor.ndim != 2:
-            return Part.whole(tensor)
-        return Part(tensor[:, 1:], (*tensor.shape,), Box((0, 1), (4, 2)))
+            return TensorShard.whole(tensor)
+        return TensorShard(tensor[:, 1:], (*tensor.shape,), Box((0, 1), (4, 2)))
 
     found = began(saved(tmp_path / "some.safetensors"), Here(columns))["embed"]
 
@@ -278,7 +280,7 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(
         _load(
             saved(tmp_path / "some.safetensors", **changes),
             Here().holding(model, torch.optim.SGD(model.parameters())),
-            Alone(),
+            SingleRank(),
             skip=skip,
         )
 
@@ -358,7 +360,7 @@ def test_what_only_another_rank_holds_is_taken_and_counted_too(
     """As a stage that holds one tensor, beside one that holds the others."""
     replica, taken = Here(), dict[str, Any]()
     theirs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in WEIGHTS.items() if name != "norm"}
-    replica.ranks.everyone = lambda mine: [mine, theirs]  # type: ignore[method-assign]
+    replica.ranks.all_gather_object = lambda mine: [mine, theirs]  # type: ignore[method-assign]
     source = str(saved(tmp_path / "some.safetensors"))
 
     load_initial(source, {"norm": torch.zeros(3)}, {}, taken.update, replica.ranks, skip=["se*"])

@@ -18,10 +18,10 @@ from support import SUPPORT
 from support.launched import Zygote
 
 from ddpforge.errors import ExitCode
+from ddpforge.launchers.exit_record import ExitRecords, LaunchExit, RankDeath
 from ddpforge.launchers.process import launch
 from ddpforge.launchers.process import start as begin
 from ddpforge.launchers.torchrun import torchrun_command
-from ddpforge.launchers.verdict import Death, Ended, Words
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """
@@ -405,11 +405,11 @@ def pretend(script: str) -> list[str]:
     """A launcher that only does what `script` says; `verdict(*codes)` writes what its ranks would."""
     prelude = """
 import os, signal, sys
-from ddpforge.launchers.verdict import record_death, record_halt, record_start, record_verdict
+from ddpforge.launchers.exit_record import record_death, record_halt, record_start, record_exit
 def verdict(*codes):
     for rank, code in enumerate(codes):
         os.environ["RANK"] = str(rank)
-        record_verdict(code)
+        record_exit(code)
 """
     return [sys.executable, "-c", prelude + script]
 
@@ -441,7 +441,7 @@ def test_only_the_last_attempt_of_ranks_that_were_started_again_counts(tmp_path:
 
 def test_a_word_that_a_rank_is_still_writing_is_left_for_later(tmp_path: Path) -> None:
     (tmp_path / "verdict").write_text('{"rank": 0, "pid": 4}\n{"rank": 0, "co')
-    assert Words(tmp_path / "verdict", 1).pids == [4]
+    assert ExitRecords(tmp_path / "verdict", 1).pids == [4]
 
 
 def test_a_launcher_that_outlives_its_ranks_is_ended() -> None:
@@ -489,9 +489,9 @@ record_start(); record_verdict(0)
 {waits if alive else "signal.pause()"}
 """
     codes: list[int] = []
-    conclude = Words.conclude
+    conclude = ExitRecords.conclude
     monkeypatch.setattr(
-        Words, "conclude", lambda self, code, asked: (codes.append(code), conclude(self, code, asked))[1]
+        ExitRecords, "conclude", lambda self, code, asked: (codes.append(code), conclude(self, code, asked))[1]
     )
     assert begin(pretend(script), nproc=1, patience=1e9).code == 0
     assert codes == ([0] if alive else [-signal.SIGKILL])
@@ -514,8 +514,8 @@ def test_ranks_that_are_still_saving_are_waited_for() -> None:
     """Their launcher may be gone by a signal that was meant for all."""
     rank = """
 import os, sys, time
-from ddpforge.launchers.verdict import record_start, record_verdict
-record_start(); print(flush=True); sys.stdin.read(); record_verdict(75)
+from ddpforge.launchers.exit_record import record_start, record_exit
+record_start(); print(flush=True); sys.stdin.read(); record_exit(75)
 """
     script = f"""
 import subprocess
@@ -530,12 +530,12 @@ def test_who_saw_a_rank_die_is_waited_for() -> None:
     """The process beside a rank needs a moment to tell of it; the launcher here ends at once."""
     watch = """
 import sys
-from ddpforge.launchers.verdict import record_verdict
-sys.stdin.read(); record_verdict(3)
+from ddpforge.launchers.exit_record import record_exit
+sys.stdin.read(); record_exit(3)
 """
     script = f"""
 import subprocess
-from ddpforge.launchers.verdict import record_watch
+from ddpforge.launchers.exit_record import record_watch
 watch = subprocess.Popen([sys.executable, "-c", {watch!r}], stdin=subprocess.PIPE)
 record_watch(watch.pid)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -550,9 +550,9 @@ def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
 def test_a_launch_knows_which_rank_a_signal_ended_and_which_ranks_spoke() -> None:
     script = "record_death(1, signal.SIGKILL); verdict(1); sys.exit(1)"
     ended = begin(pretend(script), nproc=2)
-    assert ended == Ended(1, Death(1, signal.SIGKILL), frozenset({0}), told=True)
+    assert ended == LaunchExit(1, RankDeath(1, signal.SIGKILL), frozenset({0}), told=True)
     assert str(ended.death) == "ended by signal 9 (SIGKILL)"
-    assert str(Death(1, 99)) == "ended by signal 99"
+    assert str(RankDeath(1, 99)) == "ended by signal 99"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from ddpforge.errors import EnvironmentProblem
-from ddpforge.launchers import meeting, store
-from ddpforge.launchers.meeting import meet, refuse_held_ports
+from ddpforge.errors import SetupError
+from ddpforge.launchers import rendezvous, store
+from ddpforge.launchers.rendezvous import meet, reject_held_ports
 
 
 @contextmanager
@@ -48,8 +48,8 @@ def pair() -> int:
     """A port that is free, as the next one is; below those that the system hands out meanwhile."""
     for port in range(12_000, 20_000, 2):
         try:
-            refuse_held_ports(f"node01:{port}")
-        except EnvironmentProblem:
+            reject_held_ports(f"node01:{port}")
+        except SetupError:
             continue
         return port
     raise AssertionError("no two ports are free")
@@ -61,39 +61,39 @@ def test_an_endpoint_whose_port_or_the_next_one_is_held_is_refused_on_the_first_
     held = port + later
     with (
         socket.create_server(("127.0.0.1", held)),
-        pytest.raises(EnvironmentProblem, match=f"cannot listen on port {held} of .*: Address already in use"),
+        pytest.raises(SetupError, match=f"cannot listen on port {held} of .*: Address already in use"),
     ):
-        refuse_held_ports(f"node01:{port}")
+        reject_held_ports(f"node01:{port}")
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"])
 def test_another_program_at_the_endpoint_is_named_by_nodes_that_would_wait_for_it(
     monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
-    monkeypatch.setattr(meeting, "_ANSWER", 1.0)
-    with stranger(answer) as held, pytest.raises(EnvironmentProblem, match=f"the program on port {held}"):
+    monkeypatch.setattr(rendezvous, "_ANSWER", 1.0)
+    with stranger(answer) as held, pytest.raises(SetupError, match=f"the program on port {held}"):
         meet(f"127.0.0.1:{held}", None, "2")
 
 
 def test_a_launch_whose_second_port_is_held_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first node refuses to start, and a node that waits for it sees why."""
-    monkeypatch.setattr(meeting, "_QUIET", 0.0)
-    monkeypatch.setattr(meeting, "_LOOK", 0.01)
+    monkeypatch.setattr(rendezvous, "_QUIET", 0.0)
+    monkeypatch.setattr(rendezvous, "_LOOK", 0.01)
     with stranger() as free:
         pass
-    with stranger(b"no\n") as held, pytest.raises(EnvironmentProblem, match=f"the program on port {held}"):
+    with stranger(b"no\n") as held, pytest.raises(SetupError, match=f"the program on port {held}"):
         meet(f"127.0.0.1:{free}", f"127.0.0.1:{held}", "2")
 
 
 def test_an_endpoint_where_nothing_listens_is_an_error_in_the_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting, "_MEETING", 0.1)
-    monkeypatch.setattr(meeting, "_QUIET", 0.0)
-    monkeypatch.setattr(meeting, "_LOOK", 0.15)
+    monkeypatch.setattr(rendezvous, "_MEETING", 0.1)
+    monkeypatch.setattr(rendezvous, "_QUIET", 0.0)
+    monkeypatch.setattr(rendezvous, "_LOOK", 0.15)
     with stranger() as held:
         pass
-    with pytest.raises(EnvironmentProblem, match=f"the first node did not answer at 127.0.0.1:{held}"):
+    with pytest.raises(SetupError, match=f"the first node did not answer at 127.0.0.1:{held}"):
         meet(f"127.0.0.1:{held}", None, "2")
     assert capsys.readouterr().err == f"waiting for the first node at 127.0.0.1:{held} (Connection refused)\n"
 
@@ -115,12 +115,12 @@ def test_clocks_that_differ_are_named_with_both_hosts(
         assert capsys.readouterr().err == ""
         now = time.time
         monkeypatch.setattr(store, "time", type("Time", (), {"time": staticmethod(lambda: now() + 20)}))
-        monkeypatch.setattr(meeting.socket, "gethostname", lambda: "nodea")
+        monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "nodea")
         meet(endpoint, place, "2")
         said = capsys.readouterr().err
         assert (
             said
             == "warning: the clock of nodea is 20.0 s ahead of that of nodea: synchronize both with chrony or ntpd\n"
         )
-        with pytest.raises(EnvironmentProblem, match=r"20.0 s ahead of .* would treat each other as dead"):
+        with pytest.raises(SetupError, match=r"20.0 s ahead of .* would treat each other as dead"):
             meet(endpoint, place, "1:2")  # where a node that is taken for dead is not missed

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.slurm import Job, Slurm, until
 
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 from ddpforge.launchers import slurm as scripts
-from ddpforge.launchers.slurm import adopt_slurm
+from ddpforge.launchers.slurm import export_slurm_env
 
 # Stands in for ddpforge: hears requests like it, says what it was told, and trains until it is asked to stop, or until
 # `go` says how it ends.
@@ -147,7 +147,7 @@ def _names_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_task_of_a_step_becomes_a_rank() -> None:
     environ = dict(STEP)
-    assert adopt_slurm(environ)
+    assert export_slurm_env(environ)
     assert {name: environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")} == {
         **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2"},
     }
@@ -168,15 +168,15 @@ def test_each_task_of_a_step_becomes_a_rank() -> None:
 )
 def test_ranks_meet_on_the_first_node(nodes: str, first: str) -> None:
     environ = STEP | {"SLURM_STEP_NODELIST": nodes}
-    adopt_slurm(environ)
+    export_slurm_env(environ)
     assert environ["MASTER_ADDR"] == first
 
 
 @pytest.mark.parametrize("other", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "4712"}, {"SLURM_RESTART_COUNT": "1"}])
 def test_steps_side_by_side_meet_at_ports_of_their_own(other: dict[str, str]) -> None:
     one, another = dict(STEP), STEP | other
-    adopt_slurm(one)
-    adopt_slurm(another)
+    export_slurm_env(one)
+    export_slurm_env(another)
     assert one["MASTER_PORT"] != another["MASTER_PORT"]
 
 
@@ -191,15 +191,15 @@ def test_steps_side_by_side_meet_at_ports_of_their_own(other: dict[str, str]) ->
 )
 def test_other_launchers_and_lone_tasks_are_left_as_they_are(environ: dict[str, str]) -> None:
     before = dict(environ)
-    assert not adopt_slurm(environ)
+    assert not export_slurm_env(environ)
     assert environ == before
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_NODELIST", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"])
 def test_one_of_several_tasks_never_trains_alone(missing: str) -> None:
     environ = {name: value for name, value in STEP.items() if name != missing}
-    with pytest.raises(EnvironmentProblem, match="one of 7 tasks of a Slurm step"):
-        adopt_slurm(environ)
+    with pytest.raises(SetupError, match="one of 7 tasks of a Slurm step"):
+        export_slurm_env(environ)
 
 
 def test_a_node_whose_name_is_an_alias_is_found_by_the_address_that_slurm_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,5 +212,5 @@ def test_a_node_whose_name_is_an_alias_is_found_by_the_address_that_slurm_uses(m
     monkeypatch.setattr(scripts.socket, "getaddrinfo", unknown)
     monkeypatch.setattr(scripts.subprocess, "run", lambda *_, **__: Shown)
     environ = dict(STEP)
-    adopt_slurm(environ)
+    export_slurm_env(environ)
     assert environ["MASTER_ADDR"] == "10.0.0.7"

@@ -10,7 +10,7 @@ import torch
 from support.launched import Ranks
 from support.slurm import Job, Slurm, until
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.runs.folder import RunFolder
 
 pytestmark = pytest.mark.full
@@ -95,8 +95,8 @@ def finishes(job: Job, folder: Path) -> None:
     (folder / "slow").unlink()
     job.begin()
     assert job.wait(timeout=150) == "COMPLETED", (folder / "out.txt").read_text()
-    found, expected = (Reader(newest(folder / "runs" / name)) for name in ("job", "undisturbed"))
-    assert found.facts.step == STEPS
+    found, expected = (CheckpointReader(newest(folder / "runs" / name)) for name in ("job", "undisturbed"))
+    assert found.metadata.step == STEPS
     for section in ("model", "optimizer"):
         names = list(expected.names(section))
         assert list(found.names(section)) == names

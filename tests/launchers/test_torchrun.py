@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher import api
 
 from ddpforge.launchers import torchrun
-from ddpforge.launchers.verdict import record_begun, record_halt, record_start
+from ddpforge.launchers.exit_record import record_begun, record_halt, record_start
 
 
 def agent_of(monkeypatch: pytest.MonkeyPatch, state: WorkerState, failures: Any, **group: Any) -> tuple[Any, Any]:

@@ -24,8 +24,8 @@ def test_a_set_that_cannot_be_built_is_blamed_and_no_other(parts: Callable[..., 
 
 def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(
-        CODE + "\nfrom ddpforge.errors import EnvironmentProblem\n"
-        "def absent(seed: int):\n    raise EnvironmentProblem('no disk', hints=['mount it'])\n"
+        CODE + "\nfrom ddpforge.errors import SetupError\n"
+        "def absent(seed: int):\n    raise SetupError('no disk', hints=['mount it'])\n"
     )
     with pytest.raises(ForgeError, match="no disk") as caught:
         parts("data.train.use=./mine.py:absent").problems.raise_if_any()

@@ -74,7 +74,7 @@ def test_a_callback_that_calls_the_model_is_refused_where_no_rank_has_all_of_it(
 
 TURNS = """
 class Duel(Task):
-    turns = ("up", "down")
+    updates = ("up", "down")
     def loss(self, model, batch, turn=""):
         y = model(batch[0]).square().sum()
         return (y if turn == "up" else -y), None

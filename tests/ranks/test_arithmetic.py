@@ -8,7 +8,7 @@ import torch
 from support.forked import refused, train
 
 from ddpforge.errors import StrategyError
-from ddpforge.ranks.arithmetic import set_arithmetic, settings_restored, told_of_determinism
+from ddpforge.ranks.backend_flags import explain_determinism_error, restored_backend_flags, set_backend_flags
 
 
 def switches() -> dict[str, Any]:
@@ -37,19 +37,19 @@ def test_a_recipe_decides_and_then_all_is_as_it_was(
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = switches()
-    with settings_restored():
-        set_arithmetic(train(**asked))
+    with restored_backend_flags():
+        set_backend_flags(train(**asked))
         assert switches() == PLAIN | found
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if "deterministic" in asked else None)
     assert switches() == before
 
 
 def test_what_code_has_chosen_is_left_alone() -> None:
-    with settings_restored():
+    with restored_backend_flags():
         torch.set_float32_matmul_precision("high")
         torch.use_deterministic_algorithms(True)
         before = switches()
-        set_arithmetic(train())
+        set_backend_flags(train())
         assert switches() == before
 
 
@@ -58,11 +58,11 @@ def test_what_torch_cannot_repeat_is_named() -> None:
         try:
             torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
         except RuntimeError as error:
-            raise told_of_determinism(error) from error
+            raise explain_determinism_error(error) from error
 
-    with settings_restored():
-        set_arithmetic(train(deterministic=True))
+    with restored_backend_flags():
+        set_backend_flags(train(deterministic=True))
         said = refused(StrategyError, put)
     assert "train.deterministic = true, but torch has no deterministic implementation of `put_`" in said
     other = RuntimeError("something else")
-    assert told_of_determinism(other) is other
+    assert explain_determinism_error(other) is other

@@ -10,7 +10,7 @@ from support.ranks_contract import CHECKS, talk
 
 from ddpforge.errors import PeerFailed, UsageError
 from ddpforge.interfaces import Ranks
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.writers import on_rank_zero
 from ddpforge.testing.doubles import in_threads
 
@@ -19,7 +19,7 @@ each = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__
 
 @each
 def test_one_alone(check: Callable[[Ranks], None]) -> None:
-    check(Alone())
+    check(SingleRank())
 
 
 @each
@@ -60,7 +60,7 @@ def test_where_rank_0_fails_the_others_end_with_its_exit_code(error: Exception, 
         raise error
 
     def act(ranks: Ranks) -> BaseException:
-        with pytest.raises(type(error) if ranks.is_main else PeerFailed) as failed:
+        with pytest.raises(type(error) if ranks.is_rank_zero else PeerFailed) as failed:
             on_rank_zero(ranks, fail)
         return failed.value
 
@@ -72,4 +72,4 @@ def test_where_rank_0_fails_the_others_end_with_its_exit_code(error: Exception, 
 
 
 def test_a_group_of_ranks_makes_tensors_of_its_own_device() -> None:
-    assert Alone(torch.device("meta")).sum(torch.ones(2)).device.type == "meta"
+    assert SingleRank(torch.device("meta")).all_reduce_sum(torch.ones(2)).device.type == "meta"

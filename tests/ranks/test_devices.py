@@ -222,7 +222,7 @@ def test_the_recipes_timeout_holds_until_all_have_told(monkeypatch: pytest.Monke
 
 # ---------------------------------------------------------------------------------------------- what is told of it
 FOUR = Elsewhere(ranks=4, rank=3)
-SEES_ONE = World(all=FOUR, data=FOUR, local_rank=3, device=torch.device("cuda", 0))
+SEES_ONE = World(global_ranks=FOUR, dp_ranks=FOUR, local_rank=3, device=torch.device("cuda", 0))
 
 
 def test_deepspeed_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_cuda_graphs_are_refused_where_memory_does_not_stay(
 ) -> None:
     settings = train(compile=mode, **options)
     chosen = chosen_with(settings, ranks=strategy.data_ranks(ranks), device=device)
-    refusals = [*check_compile(chosen), *strategy.refusals(settings, ranks, device)]
+    refusals = [*check_compile(chosen), *strategy.unsupported(settings, ranks, device)]
     messages = [refusal.message for refusal in refusals]
     found = [message for message in messages if "CUDA graphs" in message]  # ZeRO-3 has more to say with old torch
     assert len(found) == (refused is not None)

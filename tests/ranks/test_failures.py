@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed, StrategyError
-from ddpforge.ranks.failures import Failures, Report, is_symptom, phrase, told_causes
-from ddpforge.ranks.writers import OutOfTouch
+from ddpforge.ranks.failures import FailureRecord, Failures, is_symptom, phrase, recorded_causes
+from ddpforge.ranks.writers import PeerUnreachable
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 LOST = RuntimeError(GLOO)
@@ -14,7 +14,7 @@ LOST = RuntimeError(GLOO)
 
 def out_of_touch() -> CheckpointError:
     error = CheckpointError("rank 1 is out of touch")
-    error.__cause__ = OutOfTouch(GLOO)
+    error.__cause__ = PeerUnreachable(GLOO)
     return error
 
 
@@ -62,15 +62,15 @@ def no_sleep(_: float) -> None:
 
 def test_a_cause_of_another_rank_is_found_with_its_exit_code(tmp_path: Path) -> None:
     zero, one, two = ranks(tmp_path, 3)
-    two.tell(LOST, 1)
-    one.tell(StrategyError("no such device"), 3)
-    zero.tell(LOST, 1)
+    two.record(LOST, 1)
+    one.record(StrategyError("no such device"), 3)
+    zero.record(LOST, 1)
     for failures in (zero, two):
         cause = failures.explain(nobody_to_call, no_sleep)
         assert cause is not None
         assert (cause.rank, cause.error, cause.exit_code) == (1, "StrategyError: no such device", 3)
         assert str(cause) == "rank 1: StrategyError: no such device"
-    assert [report.rank for report in told_causes(tmp_path)] == [1]
+    assert [report.rank for report in recorded_causes(tmp_path)] == [1]
 
 
 def test_on_a_full_disk_a_failure_is_told_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +79,8 @@ def test_on_a_full_disk_a_failure_is_told_all_the_same(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("ddpforge.ranks.failures.disk.replace", full)
     zero, one, two = ranks(tmp_path, 3)
-    one.tell(StrategyError("no room in /runs/x: 100 % full; " + 300 * "ä"), 3)
-    two.tell(LOST, 1)
+    one.record(StrategyError("no room in /runs/x: 100 % full; " + 300 * "ä"), 3)
+    two.record(LOST, 1)
     cause = zero.explain(nobody_to_call, no_sleep)
     assert cause is not None
     assert (cause.rank, cause.exit_code, cause.symptom) == (1, 3, False)
@@ -91,8 +91,8 @@ def test_on_a_full_disk_a_failure_is_told_all_the_same(tmp_path: Path, monkeypat
 
 def test_where_all_have_symptoms_nobody_is_blamed(tmp_path: Path) -> None:
     zero, one = ranks(tmp_path, 2)
-    zero.tell(LOST, 1)
-    one.tell(LOST, 1)
+    zero.record(LOST, 1)
+    one.record(LOST, 1)
     assert zero.explain(nobody_to_call, no_sleep) is None
 
 
@@ -101,14 +101,14 @@ def test_where_nobody_tells_everybody_is_called_and_one_says_who_is_at_fault(
 ) -> None:
     monkeypatch.setattr("ddpforge.ranks.failures._PATIENCE", 0.0)
     zero, _, two = ranks(tmp_path, 3)
-    zero.tell(LOST, 1)
+    zero.record(LOST, 1)
     called: list[str] = []
-    found = Report(
+    found = FailureRecord(
         "this", 1, "made no progress in data of step 15 for 9 s; the others waited for it", 1, False, told=False
     )
 
     def answer(_: float) -> None:
-        two.tell_of(found)
+        two.record_for(found)
 
     cause = zero.explain(lambda: called.append("called"), answer)
     assert cause == found
@@ -120,12 +120,12 @@ def test_a_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("_PATIENCE", "_ANSWER"):
         monkeypatch.setattr(f"ddpforge.ranks.failures.{name}", 0.0)
     zero, _ = ranks(tmp_path, 2)
-    zero.tell(LOST, 1)
+    zero.record(LOST, 1)
     assert zero.explain(lambda: None) is None
 
 
 def test_reports_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
-    ranks(tmp_path, 2, token="earlier")[1].tell(KeyError("x"), 1)
+    ranks(tmp_path, 2, token="earlier")[1].record(KeyError("x"), 1)
     for name in ("failure-alarm", "phase-rank-0.json", "stacks-rank-1.txt"):
         (tmp_path / name).touch()
     assert ranks(tmp_path, 2)[0].cause() is None
@@ -135,9 +135,9 @@ def test_reports_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
 
 def test_one_cause_is_first_also_after_a_symptom(tmp_path: Path) -> None:
     zero, one = ranks(tmp_path, 2)
-    symptom, cause = zero.tell(LOST, 1), one.tell(KeyError("x"), 1)
-    assert not zero.someone_failed()
-    assert [zero.is_first(symptom), one.is_first(cause), zero.is_first(cause), one.is_first(symptom)] == [
+    symptom, cause = zero.record(LOST, 1), one.record(KeyError("x"), 1)
+    assert not zero.any_failed()
+    assert [zero.claim_first(symptom), one.claim_first(cause), zero.claim_first(cause), one.claim_first(symptom)] == [
         *(True, True, False, False)
     ]
-    assert zero.someone_failed()
+    assert zero.any_failed()

@@ -7,35 +7,35 @@ import pytest
 from support.doubles import Clock
 
 from ddpforge.errors import UsageError
-from ddpforge.ranks.halt import STOP, Halt, seconds_of
+from ddpforge.ranks.run_limits import STOP, RunLimits, seconds_of
 
 
 def test_time_counts_from_the_launch_however_often_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPFORGE_STARTED", raising=False)
     clock = Clock()
-    halt = Halt(tmp_path, "90s", clock)
+    halt = RunLimits(tmp_path, "90s", clock)
     for passed, expected in ((0, False), (89, False), (1, True)):
         clock.now += passed
-        assert halt.asked() is expected
+        assert halt.stop_requested() is expected
     monkeypatch.setenv("DDPFORGE_STARTED", str(clock.now - 60))
-    again = Halt(tmp_path, "90s", clock)
+    again = RunLimits(tmp_path, "90s", clock)
     clock.now += 29
-    assert not again.asked()
+    assert not again.stop_requested()
     clock.now += 1
-    assert again.asked()
+    assert again.stop_requested()
 
 
 def test_a_file_asks_until_it_is_obeyed_and_the_disk_is_looked_at_once_a_second(tmp_path: Path) -> None:
     clock = Clock()
-    halt = Halt(tmp_path, None, clock)
-    assert not halt.asked()
+    halt = RunLimits(tmp_path, None, clock)
+    assert not halt.stop_requested()
     (tmp_path / STOP).touch()
-    assert not halt.asked()
+    assert not halt.stop_requested()
     clock.now += 1
-    assert halt.asked()
-    halt.obeyed()
+    assert halt.stop_requested()
+    halt.acknowledge()
     clock.now += 1
-    assert not halt.asked()
+    assert not halt.stop_requested()
     assert not (tmp_path / STOP).exists()
 
 
@@ -45,7 +45,7 @@ def test_a_file_that_was_meant_for_an_earlier_attempt_is_removed(
     file = tmp_path / STOP
     file.touch()
     os.utime(file, (100, 100))
-    Halt(tmp_path, None, lambda: 200.0)
+    RunLimits(tmp_path, None, lambda: 200.0)
     assert not file.exists()
     assert "is older than this start: removed" in caplog.text
 

@@ -8,9 +8,9 @@ import torch
 from support.forked import set_up
 from support.hosts import Hosts
 
-from ddpforge.errors import EnvironmentProblem
-from ddpforge.ranks import interface
-from ddpforge.ranks.interface import GLOO, choose_interface
+from ddpforge.errors import SetupError
+from ddpforge.ranks import network_interface
+from ddpforge.ranks.network_interface import GLOO, choose_interface
 from ddpforge.strategies.ddp import DDP
 
 FAR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7"}
@@ -23,7 +23,7 @@ def test_hosts_that_are_loopback_to_themselves_find_each_other(hosts: Hosts) -> 
 
     def talk(rank: int) -> tuple[str | None, float]:
         world = set_up(DDP(), timeout="20s")
-        return os.environ.get(GLOO), world.all.sum(torch.tensor(1.0 + rank)).item()
+        return os.environ.get(GLOO), world.global_ranks.all_reduce_sum(torch.tensor(1.0 + rank)).item()
 
     assert hosts.in_ranks("ab", talk) == [("eth0", 3.0)] * 2
 
@@ -33,9 +33,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """A machine called x that is loopback to itself, whose interfaces a test fills in; nothing is routed."""
     there: dict[str, list[str]] = {}
     monkeypatch.setattr(socket, "gethostname", lambda: "x")
-    monkeypatch.setattr(interface, "addresses_of", lambda _: ["127.0.1.1"])
-    monkeypatch.setattr(interface, "interfaces", lambda: there)
-    monkeypatch.setattr(interface, "_towards", lambda _: None)
+    monkeypatch.setattr(network_interface, "addresses_of", lambda _: ["127.0.1.1"])
+    monkeypatch.setattr(network_interface, "interfaces", lambda: there)
+    monkeypatch.setattr(network_interface, "_towards", lambda _: None)
     return there
 
 
@@ -47,13 +47,13 @@ def test_the_only_interface_is_taken(machine: dict[str, list[str]]) -> None:
 
 def test_of_several_a_person_chooses(machine: dict[str, list[str]]) -> None:
     machine.update(eth0=["10.0.0.1"], eth1=["10.1.0.1"])
-    with pytest.raises(EnvironmentProblem, match=r"x has the address 127\.0\.1\.1 here, which other") as found:
+    with pytest.raises(SetupError, match=r"x has the address 127\.0\.1\.1 here, which other") as found:
         choose_interface(dict(FAR))
     assert found.value.hints[0] == f"export {GLOO}=…: eth0, eth1"
 
 
 def test_what_a_person_has_chosen_must_be_there() -> None:
-    with pytest.raises(EnvironmentProblem, match=f"{GLOO}=nope0, but .* has no interface nope0"):
+    with pytest.raises(SetupError, match=f"{GLOO}=nope0, but .* has no interface nope0"):
         choose_interface({**FAR, GLOO: "nope0"})
     choose_interface(environ := {**FAR, GLOO: "lo"})
     assert environ[GLOO] == "lo"

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from support.doubles import Elsewhere
 from support.forked import in_ranks, refused, train
 
-from ddpforge.errors import EnvironmentProblem, PeerFailed, StrategyError
+from ddpforge.errors import PeerFailed, SetupError, StrategyError
 from ddpforge.interfaces import World
 from ddpforge.ranks import join
-from ddpforge.ranks.collectives import Group
+from ddpforge.ranks.collectives import ProcessGroup
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.single import Single
 
@@ -31,12 +31,12 @@ def test_totals_are_sums_over_ranks_that_see_different_data_and_what_is_broadcas
     def rank(number: int) -> Any:
         world = joined()
         assert world.local_rank == number
-        total = world.data.sum(torch.tensor([1.0 + number, 2.0], dtype=torch.float64)).tolist()
-        said = world.all.broadcast({"rank": number})
+        total = world.dp_ranks.all_reduce_sum(torch.tensor([1.0 + number, 2.0], dtype=torch.float64)).tolist()
+        said = world.global_ranks.broadcast({"rank": number})
         mine, _ = dist.new_subgroups(1)
-        same = replace(world, data=Group(mine))  # both see the same data
-        sums = [ranks.sum(torch.tensor([4.0])).tolist() for ranks in (same.data, same.all)]
-        return total, sums, said, (world.all.rank, world.local_rank, world.all.size)
+        same = replace(world, dp_ranks=ProcessGroup(mine))  # both see the same data
+        sums = [ranks.all_reduce_sum(torch.tensor([4.0])).tolist() for ranks in (same.dp_ranks, same.global_ranks)]
+        return total, sums, said, (world.global_ranks.rank, world.local_rank, world.global_ranks.size)
 
     found = in_ranks(2, rank)
     assert [each[:3] for each in found] == [([3.0, 4.0], [[4.0], [8.0]], {"rank": 0})] * 2
@@ -48,7 +48,11 @@ def test_the_group_is_left_when_all_have_come_to_the_end() -> None:
         world = joined()
         before = dist.is_initialized()
         join.leave(world)
-        return before, dist.is_initialized(), (world.data.rank, world.data.size, world.is_main, str(world.device))
+        return (
+            before,
+            dist.is_initialized(),
+            (world.dp_ranks.rank, world.dp_ranks.size, world.is_rank_zero, str(world.device)),
+        )
 
     assert in_ranks(2, rank) == [(True, False, (0, 2, True, "cpu")), (True, False, (1, 2, False, "cpu"))]
 
@@ -190,7 +194,7 @@ def test_what_a_gpu_could_do_faster_is_said(
     monkeypatch.setattr(join, "choose_device", lambda kind, asked: torch.device("cuda", 0))
     monkeypatch.setattr(join, "DeviceCheck", lambda device, timeout: None)
     monkeypatch.setattr(join, "Accelerator", lambda **_: Believes())
-    monkeypatch.setattr(join, "Group", lambda group, device, keeps, timeout: Elsewhere(ranks))
+    monkeypatch.setattr(join, "ProcessGroup", lambda group, device, keeps, timeout: Elsewhere(ranks))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with caplog.at_level(logging.INFO, "ddpforge"):
         join.join(train(precision=precision, device="cuda"), DDP())
@@ -208,7 +212,7 @@ def test_ranks_that_a_bare_torchrun_starts_again_do_not_look_for_those_that_died
                 TORCHELASTIC_USE_AGENT_STORE="True",
                 TORCHELASTIC_RESTART_COUNT=str(count),
             )
-            return joined().all.everyone(number)
+            return joined().global_ranks.all_gather_object(number)
 
         return in_ranks(2, rank)
 
@@ -251,15 +255,15 @@ def test_a_world_of_fewer_nodes_than_were_asked_for_is_refused_by_name(
         monkeypatch.setenv("DDPFORGE_NODES", nodes)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert join.nodes_asked_for() == asked
-    for here, there, raises in ((1, 0, EnvironmentProblem), (1, 1, PeerFailed), (2, 0, None), (3, 0, None)):
+    for here, there, raises in ((1, 0, SetupError), (1, 1, PeerFailed), (2, 0, None), (3, 0, None)):
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(here))
         monkeypatch.setenv("LOCAL_RANK", str(there))
         if raises and asked:
             with pytest.raises(raises, match=f"only 1 of {asked} nodes have joined") as refused:
-                join._refuse_fewer_nodes()
+                join._reject_fewer_nodes()
             assert refused.value.exit_code == 3
         elif not asked or here >= asked:
-            join._refuse_fewer_nodes()
+            join._reject_fewer_nodes()
 
 
 # ---------------------------------------------------------------------------------------------- ports that are closed
@@ -275,7 +279,7 @@ def test_a_port_that_is_closed_between_nodes_is_named(monkeypatch: pytest.Monkey
             os.environ.update(environment)
             try:
                 join.join(train(timeout="1s"), DDP())
-            except EnvironmentProblem as error:
+            except SetupError as error:
                 return " | ".join([error.message, *error.hints])
             return ""
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import pytest
 
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 from ddpforge.ranks.logs import setup_logging
 
 logger = logging.getLogger("ddpforge")
@@ -101,7 +101,7 @@ def test_a_log_that_is_a_link_or_a_pipe_is_refused(tmp_path: Path, kind: str) ->
     (tmp_path / "logs").mkdir()
     path = tmp_path / "logs" / "rank-0.log"
     path.symlink_to(tmp_path / "elsewhere") if kind == "link" else os.mkfifo(path)
-    with pytest.raises(EnvironmentProblem, match=r"rank-0\.log cannot be written: it is a link or a special file"):
+    with pytest.raises(SetupError, match=r"rank-0\.log cannot be written: it is a link or a special file"):
         setup_logging(0, tmp_path)
     assert not (tmp_path / "elsewhere").exists()
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Metric, Ranks, Rows, Total
-from ddpforge.ranks.collectives import Alone
+from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.testing.doubles import ThreadRanks, in_threads
 
 Row = Mapping[str, tuple[float, float]]
@@ -21,7 +21,9 @@ def means(*ranks: Sequence[Row]) -> tuple[list[list[dict[str, float]]], int]:
 
     def run(one: Ranks) -> tuple[list[dict[str, float]], int]:
         found = [
-            one.mean({name: Total(torch.tensor(sum_), torch.tensor(count)) for name, (sum_, count) in row.items()})
+            one.reduce_metrics(
+                {name: Total(torch.tensor(sum_), torch.tensor(count)) for name, (sum_, count) in row.items()}
+            )
             for row in ranks[one.rank]
         ]
         return found, cast(ThreadRanks, one).sums
@@ -56,14 +58,14 @@ def test_what_nobody_named_this_time_is_not_there_and_what_nobody_counted_is_nan
 
 def test_plain_numbers_are_averaged_over_the_ranks_that_have_them() -> None:
     numbers: list[dict[str, float]] = [{"all": 1.0, "some": 5}, {"all": 2.0}, {"all": 6.0, "some": 7}]
-    found = in_threads(3, lambda one: one.mean(numbers[one.rank]))
+    found = in_threads(3, lambda one: one.reduce_metrics(numbers[one.rank]))
     assert found == [{"all": 3.0, "some": 6.0}] * 3
 
 
 def test_numbers_are_averaged_between_hosts_as_they_are_beside_totals() -> None:
-    found = in_threads(3, lambda one: one.average({"mine": float(one.rank), "all": 2}))
+    found = in_threads(3, lambda one: one.all_reduce_mean({"mine": float(one.rank), "all": 2}))
     assert found == [{"all": 2.0, "mine": 1.0}] * 3
-    assert Alone().average({"mine": 4}) == {"mine": 4}
+    assert SingleRank().all_reduce_mean({"mine": 4}) == {"mine": 4}
 
 
 def test_known_names_cost_one_reduction() -> None:
@@ -107,30 +109,35 @@ class Middle(Metric):
 
     name = "middle"
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Rows:
-        return Rows(outputs, targets)
+    def __call__(self, outputs: Tensor, targets: Tensor) -> SampleColumns:
+        return SampleColumns(outputs, targets)
 
     def finish(self, values: Tensor, kinds: Tensor) -> Mapping[str, float]:
         assert (values.dtype, kinds.dtype) == (torch.float64, torch.int64)
         return {"value": float(values.median()), "ones": float(kinds.sum())}
 
 
-def together(metric: Metric, *ranks: Sequence[Mapping[str, Total | Rows]]) -> tuple[list[list[dict[str, float]]], int]:
+def together(
+    metric: Metric, *ranks: Sequence[Mapping[str, Total | SampleColumns]]
+) -> tuple[list[list[dict[str, float]]], int]:
     """What each rank learns from each of its rows, and how many reductions that took."""
 
     def run(one: Ranks) -> tuple[list[dict[str, float]], int]:
-        return [one.mean(row, {metric.name: metric}) for row in ranks[one.rank]], cast(ThreadRanks, one).sums
+        return [one.reduce_metrics(row, {metric.name: metric}) for row in ranks[one.rank]], cast(ThreadRanks, one).sums
 
     results = in_threads(len(ranks), run)
     return [found for found, _ in results], results[0][1]
 
 
 def test_a_total_of_any_shape_goes_with_the_others_in_one_reduction() -> None:
-    row: dict[str, Total | Rows] = {
+    row: dict[str, Total | SampleColumns] = {
         "shares": Total(torch.tensor([1.0, 2.0]), 1),
         "x": Total(torch.tensor(3.0), torch.tensor(2)),
     }
-    other: dict[str, Total | Rows] = {"x": Total(torch.tensor(1.0), 2), "shares": Total(torch.tensor([0.0, 1.0]), 1)}
+    other: dict[str, Total | SampleColumns] = {
+        "x": Total(torch.tensor(1.0), 2),
+        "shares": Total(torch.tensor([0.0, 1.0]), 1),
+    }
     (one, two), first = together(Shares(), [row], [other])
     assert one == two == [{"shares/0": 0.25, "shares/1": 0.75, "x": 1.0}]
     _, later = together(Shares(), [row] * 4, [other] * 4)
@@ -147,7 +154,7 @@ def test_counts_may_have_the_shape_of_the_sum() -> None:
         def finish(self, sum: Tensor, count: Tensor) -> float:  # type: ignore[override]
             return float((sum / count).mean())
 
-    rows: list[dict[str, Total | Rows]] = [
+    rows: list[dict[str, Total | SampleColumns]] = [
         {"shares": Total(torch.tensor([1, 0]), torch.tensor([1, 1]))},
         {"shares": Total(torch.tensor([0, 0]), torch.tensor([3, 0]))},
     ]
@@ -157,34 +164,37 @@ def test_counts_may_have_the_shape_of_the_sum() -> None:
 
 def test_rows_of_all_ranks_are_seen_together() -> None:
     """Values 1 to 5, one on the first rank and four on the third; the second has none."""
-    few: dict[str, Total | Rows] = {"middle": Rows(torch.tensor([5.0]), torch.tensor([True]))}
+    few: dict[str, Total | SampleColumns] = {"middle": SampleColumns(torch.tensor([5.0]), torch.tensor([True]))}
     batches = [
-        Rows(torch.tensor(x), torch.tensor(y)) for x, y in (([1.0, 2.0], [True, False]), ([3.0, 4.0], [True] * 2))
+        SampleColumns(torch.tensor(x), torch.tensor(y))
+        for x, y in (([1.0, 2.0], [True, False]), ([3.0, 4.0], [True] * 2))
     ]
-    many: dict[str, Total | Rows] = {"middle": batches[0] + batches[1]}
+    many: dict[str, Total | SampleColumns] = {"middle": batches[0] + batches[1]}
     found, _ = together(Middle(), [few], [{}], [many])
     assert found == [[{"middle/value": 3.0, "middle/ones": 4.0}]] * 3
 
 
 def test_what_counted_nothing_is_nan_and_is_not_finished() -> None:
-    nothing: dict[str, Total | Rows] = {"shares": Total(torch.zeros(2), 0)}
+    nothing: dict[str, Total | SampleColumns] = {"shares": Total(torch.zeros(2), 0)}
     (one, _), _ = together(Shares(), [nothing], [nothing])
     assert math.isnan(one[0]["shares"])
-    (one, _), _ = together(Middle(), [{"middle": Rows(torch.zeros(0), torch.zeros(0, dtype=torch.int64))}], [{}])
+    (one, _), _ = together(
+        Middle(), [{"middle": SampleColumns(torch.zeros(0), torch.zeros(0, dtype=torch.int64))}], [{}]
+    )
     assert math.isnan(one[0]["middle"])
 
 
 def test_two_shapes_of_one_name_are_refused_on_every_rank() -> None:
     def run(one: Ranks) -> str:
         with pytest.raises(PluginError, match=r"ranks have `shares` in two forms.*: \[2\] and \[\], and \[3\] and"):
-            one.mean({"shares": Total(torch.zeros(2 + one.rank), 1)}, {"shares": Shares()})
+            one.reduce_metrics({"shares": Total(torch.zeros(2 + one.rank), 1)}, {"shares": Shares()})
         return "refused"
 
     assert in_threads(2, run) == ["refused"] * 2
 
 
 def test_a_shape_that_changes_counts_from_then_on() -> None:
-    rows: list[dict[str, Total | Rows]] = [{"shares": Total(torch.ones(n), 1)} for n in (2, 4)]
+    rows: list[dict[str, Total | SampleColumns]] = [{"shares": Total(torch.ones(n), 1)} for n in (2, 4)]
     (one, two), _ = together(Shares(), rows, rows)
     assert one == two == [{f"shares/{i}": 1 / n for i in range(n)} for n in (2, 4)]
 

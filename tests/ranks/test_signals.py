@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 from support.doubles import Clock
 
-from ddpforge.launchers.verdict import VERDICT
+from ddpforge.launchers.exit_record import VERDICT
 from ddpforge.ranks.signals import (
     NoData,
     StopRequests,
-    asked_to_stop,
+    stop_requested,
     stopping_early,
     training_begins,
     waiting_for_data,
@@ -61,11 +61,11 @@ def test_a_process_that_hangs_while_it_starts_is_left_when_it_is_asked_to_stop()
     """Also where the main thread waits and runs no handler."""
     left = threading.Event()
     with StopRequests() as stop, stopping_early(left.set, patience=0.01):
-        assert not asked_to_stop()
+        assert not stop_requested()
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
         assert left.wait(60)
         assert stop.requested
-        assert asked_to_stop()
+        assert stop_requested()
     assert signal.set_wakeup_fd(-1) == -1
 
 

@@ -52,8 +52,8 @@ def cosine(horizon: object, *, warmup: Duration = Duration(0, "st"), floor: Shar
 
 class DDP(Strategy):
     contract = Contract(
-        clips="torch, over all parameters, before every step",
-        accumulates="torch, in the gradients",
+        clipping="torch, over all parameters, before every step",
+        accumulation="torch, in the gradients",
     )
 
     def __init__(self, *, bucket: Annotated[int, Field(ge=1, le=4096, description="MiB.")] = 25) -> None: ...

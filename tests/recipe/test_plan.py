@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ddpforge.errors import RecipeError, UsageError
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.recipe import LoadedRecipe, check_world
-from ddpforge.recipe.plan import Plan, in_steps, plan_batch
+from ddpforge.recipe.run_plan import RunPlan, in_steps, plan_batch
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrainSection
 
 PART = Component(use="x")
@@ -31,9 +31,9 @@ def recipe(train: dict[str, Any], checkpoint: dict[str, Any] | None = None, *, e
     )
 
 
-def planned(train: dict[str, Any], per_epoch: int | None = 10, ranks: int = 2, **more: Any) -> Plan:
+def planned(train: dict[str, Any], per_epoch: int | None = 10, ranks: int = 2, **more: Any) -> RunPlan:
     made = recipe(train, **more)
-    plan = Plan.of(made, plan_batch(made.train, ranks), per_epoch)
+    plan = RunPlan.of(made, plan_batch(made.train, ranks), per_epoch)
     assert plan is not None
     return plan
 
@@ -93,14 +93,14 @@ def test_all_that_cannot_be_counted_is_noted_in_one_pass() -> None:
             noted.append(".".join(path))
 
     made = recipe({"eval_every": "1ep"}, {"every": "1ep"})
-    assert Plan.of(made, plan_batch(made.train, 1), None, noting=noting) is None
+    assert RunPlan.of(made, plan_batch(made.train, 1), None, noting=noting) is None
     assert noted == ["train.length", "checkpoint.every", "train.eval_every"]
 
 
 @pytest.mark.parametrize(("length", "total"), [("2ep", 17), ("1.5ep", 15)])
 def test_whole_epochs_of_no_one_length_end_where_their_order_says(length: str, total: int) -> None:
     made = recipe({"length": length}, evaluates=False)
-    plan = Plan.of(made, plan_batch(made.train, 2), 10, ends={1: 8, 2: 17}.get)
+    plan = RunPlan.of(made, plan_batch(made.train, 2), 10, ends={1: 8, 2: 17}.get)
     assert plan is not None
     assert plan.horizon.total == total
 

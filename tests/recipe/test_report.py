@@ -1,16 +1,16 @@
 """How problems are printed: a caret under what is meant, one line for each thing, nothing that upsets a terminal."""
 
 from ddpforge.errors import RecipeError, UsageError
-from ddpforge.recipe import Place, Problem, render
+from ddpforge.recipe import Diagnostic, SourceSpan, render
 from ddpforge.recipe.report import dotted, shown
 
 
-def _lines(place: Place) -> list[str]:
-    return render(Problem("m", place=place)).split("\n")
+def _lines(place: SourceSpan) -> list[str]:
+    return render(Diagnostic("m", place=place)).split("\n")
 
 
 def test_the_caret_stands_under_what_is_meant() -> None:
-    assert _lines(Place("r.toml", 12, 3, 2, "a bc d")) == [
+    assert _lines(SourceSpan("r.toml", 12, 3, 2, "a bc d")) == [
         "error: m",
         "  --> r.toml:12:3",
         "   |",
@@ -20,35 +20,35 @@ def test_the_caret_stands_under_what_is_meant() -> None:
 
 
 def test_wide_characters_and_tabs_do_not_shift_the_caret() -> None:
-    *_, line, caret = _lines(Place("r.toml", 1, 4, 2, "\t名=ab"))
+    *_, line, caret = _lines(SourceSpan("r.toml", 1, 4, 2, "\t名=ab"))
     assert (line, caret) == ("1 |  名=ab", "  |     ^^")
 
 
 def test_of_an_endless_line_the_part_that_matters_is_shown() -> None:
-    *_, line, caret = _lines(Place("r.toml", 1, 5001, 3, "x" * 5000 + "abc" + "y" * 5000))
+    *_, line, caret = _lines(SourceSpan("r.toml", 1, 5001, 3, "x" * 5000 + "abc" + "y" * 5000))
     assert len(line) < 200
     assert line[caret.index("^") :].startswith("abcy")
     assert caret.count("^") == 3
 
 
 def test_a_problem_with_a_file_as_a_whole_shows_no_line() -> None:
-    assert _lines(Place("r.toml")) == ["error: m", " --> r.toml"]
+    assert _lines(SourceSpan("r.toml")) == ["error: m", " --> r.toml"]
 
 
 def test_control_characters_never_reach_the_terminal() -> None:
-    problem = Problem("\x1b[31m", place=Place("r\n", 1, 1, 1, "\x1b[2J"), hints=("\x07bell",))
+    problem = Diagnostic("\x1b[31m", place=SourceSpan("r\n", 1, 1, 1, "\x1b[2J"), hints=("\x07bell",))
     assert "\x1b" not in render(problem)
     assert "\x07" not in render(problem)
 
 
 def test_long_hints_are_wrapped_under_themselves() -> None:
-    first, second = render(Problem("m", hints=("word " * 25,))).split("\n")[1:]
+    first, second = render(Diagnostic("m", hints=("word " * 25,))).split("\n")[1:]
     assert first.startswith("  = help: word word")
     assert second == "          " + "word " * 4 + "word"
 
 
 def test_several_problems_are_counted_and_other_errors_have_their_hints() -> None:
-    assert render(RecipeError([Problem("a"), Problem("b")])) == (
+    assert render(RecipeError([Diagnostic("a"), Diagnostic("b")])) == (
         "error: a\n\nerror: b\n\n2 errors in the recipe; nothing was started."
     )
     assert render(UsageError("no", hints=["do this"])) == "error: no\n  = help: do this"

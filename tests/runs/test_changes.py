@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from ddpforge.errors import UsageError
 from ddpforge.recipe.schema import Recipe, Resume, Section, declared, resume_policy
-from ddpforge.runs.changes import recipe_changes, refuse_finished, refuse_fixed
+from ddpforge.runs.changes import recipe_changes, reject_finished, reject_fixed
 
 OLD = {
     "name": "digits",
@@ -116,7 +116,7 @@ def test_a_fixed_change_is_refused_with_the_difference_and_the_way_out() -> None
     new = changed("model.depth", 6) | {"name": "other", "task": {"use": "regression"}}
 
     with pytest.raises(UsageError) as caught:
-        refuse_fixed(recipe_changes(OLD, new), allowed=[])
+        reject_fixed(recipe_changes(OLD, new), allowed=[])
 
     assert "model.depth: 4 → 6" in caught.value.message
     assert 'task.use: absent → "regression"' in caught.value.message
@@ -128,21 +128,21 @@ def test_a_fixed_change_is_refused_with_the_difference_and_the_way_out() -> None
 def test_a_fixed_change_may_be_allowed_by_key_or_by_table(allowed: str) -> None:
     changes = recipe_changes(OLD, changed("model.depth", 6))
 
-    refuse_fixed(changes, [allowed])
+    reject_fixed(changes, [allowed])
     with pytest.raises(UsageError):
-        refuse_fixed(changes, ["model.dep"])
+        reject_fixed(changes, ["model.dep"])
 
 
 def test_a_finished_run_is_another_where_what_it_computes_or_how_has_changed_and_not_where_it_ran(
     tmp_path: Path,
 ) -> None:
-    refuse_finished(tmp_path, recipe_changes(OLD, changed("data.workers", 5)), [])
+    reject_finished(tmp_path, recipe_changes(OLD, changed("data.workers", 5)), [])
     for path, value, line in (
         ("train.eval_every", "2ep", '  train.eval_every: "1ep" → "2ep"'),
         ("train.seed", 1, "  train.seed: 0 → 1"),
     ):
         with pytest.raises(UsageError) as refused:
-            refuse_finished(tmp_path, recipe_changes(OLD, changed(path, value)), [])
+            reject_finished(tmp_path, recipe_changes(OLD, changed(path, value)), [])
         assert line in refused.value.message.splitlines()
     with pytest.raises(UsageError, match=r"  the code in mine\.py"):
-        refuse_finished(tmp_path, [], ["mine.py"])
+        reject_finished(tmp_path, [], ["mine.py"])

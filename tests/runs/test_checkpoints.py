@@ -12,7 +12,7 @@ from checkpoint.doubles import checkpoint_of, read, reseal, tensors_of_every_kin
 from checkpoint.worlds import write_sharded
 
 from ddpforge.checkpoint.manifest import damages, read_manifest
-from ddpforge.errors import CheckpointError, EnvironmentProblem, UsageError
+from ddpforge.errors import CheckpointError, SetupError, UsageError
 from ddpforge.interfaces import CanonicalState
 from ddpforge.recipe.schema import KeepSection
 from ddpforge.runs.checkpoints import (
@@ -126,7 +126,7 @@ def test_what_a_recipe_says_of_keeping_is_read_or_refused_by_its_file(run: RunFo
     assert keep_of(run) == KeepSection(last=9, best=1, monitor="eval/loss")
     assert keep_of(made("plain", {}, resolved="")) == KeepSection()
     odd = made("odd", {}, resolved="[checkpoint.keep]\nlast = -1\n")
-    with pytest.raises(EnvironmentProblem, match=f"checkpoint.keep in {odd.resolved} cannot be read: "):
+    with pytest.raises(SetupError, match=f"checkpoint.keep in {odd.resolved} cannot be read: "):
         keep_of(odd)
 
 

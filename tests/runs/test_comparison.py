@@ -8,7 +8,7 @@ import pytest
 from support.run_folders import made
 
 from ddpforge.errors import UsageError
-from ddpforge.runs.overview import compare, curves, thinned
+from ddpforge.runs.summary import compare, curves, thinned
 
 
 def test_recipes_code_environments_and_metrics_are_compared(tmp_path: Path) -> None:

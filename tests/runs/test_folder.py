@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ddpforge import disk
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.runs.environment import describe_environment
 from ddpforge.runs.folder import RunFolder, Status, snapshot
@@ -203,7 +203,7 @@ with RunFolder(Path(sys.argv[1])).claim():
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
 
-    with pytest.raises(EnvironmentProblem, match=r"the run's folder .*/runs/digits cannot be written"):
+    with pytest.raises(SetupError, match=r"the run's folder .*/runs/digits cannot be written"):
         RunFolder(tmp_path / "runs" / "digits").create(text=TEXT, resolved=RESOLVED, local_files={})
 
 
@@ -277,7 +277,7 @@ def test_a_status_that_cannot_be_written_leaves_the_last_one(
     folder.write_status(status_of())
     monkeypatch.setattr(disk, operation, refuse)
 
-    with pytest.raises(EnvironmentProblem, match="Input/output error"):
+    with pytest.raises(SetupError, match="Input/output error"):
         folder.write_status(status_of(state="done"))
     assert folder.status() == status_of()
 
@@ -330,7 +330,7 @@ def test_what_metrics_are_written_so_far_is_on_the_disk_when_synced(
 def test_a_status_that_somebody_broke_is_named(folder: RunFolder, text: str) -> None:
     (folder.path / "status.json").write_text(text)
 
-    with pytest.raises(EnvironmentProblem, match=r"status\.json cannot be read"):
+    with pytest.raises(SetupError, match=r"status\.json cannot be read"):
         folder.status()
 
 
@@ -448,8 +448,8 @@ def test_links_and_pipes_in_a_folder_are_refused_by_name_before_training(
         os.mkfifo(path)
     else:
         path.symlink_to("/etc/hostname" if kind == "link" else "/nowhere")
-    with pytest.raises(EnvironmentProblem, match=f"{name} is a link or a special file, which no run creates"):
-        folder.refuse_odd()
+    with pytest.raises(SetupError, match=f"{name} is a link or a special file, which no run creates"):
+        folder.reject_odd()
 
 
 def test_checkpoints_may_be_on_another_disk_and_trackers_may_link_in_their_own_folders(
@@ -460,7 +460,7 @@ def test_checkpoints_may_be_on_another_disk_and_trackers_may_link_in_their_own_f
     folder.checkpoints.symlink_to(tmp_path / "large")
     (folder.path / "wandb").mkdir()
     (folder.path / "wandb/latest-run").symlink_to("run-1")
-    folder.refuse_odd()
+    folder.reject_odd()
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "zeros", "dangling"])
@@ -476,7 +476,7 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_neither_written_nor_waited_for(
         os.mkfifo(lock)
     else:
         lock.symlink_to("/dev/zero" if kind == "zeros" else target)
-    with pytest.raises(EnvironmentProblem, match="is a link or a special file"), folder.claim():
+    with pytest.raises(SetupError, match="is a link or a special file"), folder.claim():
         pass
     assert folder.is_claimed() is None
     assert (target.read_text() if target.exists() else None) == ("mine" if kind == "link" else None)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 from ddpforge.runs.metrics import JSONLTracker, read_metrics
 
 
@@ -100,14 +100,14 @@ def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
 
 def test_damage_elsewhere_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "attempt": 1}\n{"step": \n{"step": 3, "attempt": 1}\n')
-    with pytest.raises(EnvironmentProblem, match=r"metrics\.jsonl, line 2"):
+    with pytest.raises(SetupError, match=r"metrics\.jsonl, line 2"):
         read_metrics(tmp_path)
-    with pytest.raises(EnvironmentProblem, match="line 2"):
+    with pytest.raises(SetupError, match="line 2"):
         started(tmp_path, resumed_at=3)
 
 
 def test_a_folder_without_metrics_is_not_a_run(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"there is no .*metrics\.jsonl"):
+    with pytest.raises(SetupError, match=r"there is no .*metrics\.jsonl"):
         read_metrics(tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     tracker = started(tmp_path)
     monkeypatch.setattr(tracker, "_path", Path("/dev/full"))
     monkeypatch.setattr(tracker, "_kept", open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
-    with pytest.raises(EnvironmentProblem, match=r"cannot write /dev/full: No space left on device"):
+    with pytest.raises(SetupError, match=r"cannot write /dev/full: No space left on device"):
         tracker.log(1, {"train/loss": 1.0})
 
 

@@ -14,7 +14,7 @@ from support.forked import in_ranks, refused
 
 import ddpforge
 from ddpforge.checkpoint.schema import COMMIT
-from ddpforge.errors import CheckpointError, EnvironmentProblem, RecipeError, UsageError
+from ddpforge.errors import CheckpointError, RecipeError, SetupError, UsageError
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.mirror import Mirror
 
@@ -64,7 +64,7 @@ def run(folder: Path, *sets: str, fresh: bool = False, within: Callable[[], None
         within()
         try:
             return dict(ddpforge.run(folder / "recipe.toml", sets=sets, out=folder, fresh=fresh).status)
-        except (EnvironmentProblem, UsageError, RecipeError) as error:
+        except (SetupError, UsageError, RecipeError) as error:
             error.__cause__ = None
             return error if not isinstance(error, RecipeError) else UsageError(str(error.problems))
 
@@ -233,8 +233,8 @@ def test_runs_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "kind", "says"),
     [
-        ("s3://nowhere/runs", EnvironmentProblem, "s3://nowhere/runs/run cannot be"),
-        ("gs://bucket/runs", EnvironmentProblem, "pip install 'ddpforge[gcs]'"),
+        ("s3://nowhere/runs", SetupError, "s3://nowhere/runs/run cannot be"),
+        ("gs://bucket/runs", SetupError, "pip install 'ddpforge[gcs]'"),
         ("nonsense://x", UsageError, "fsspec does not accept the address nonsense://x"),
         ("runs", UsageError, "must be an address"),
     ],
@@ -281,7 +281,7 @@ def test_a_mirror_is_not_written_through_a_link(tmp_path: Path, name: str) -> No
         (tmp_path / "there/run").symlink_to(secret.parent)
     else:
         there.symlink_to(secret)
-    with pytest.raises(EnvironmentProblem, match=r"cannot be written: .*is a link"):
+    with pytest.raises(SetupError, match=r"cannot be written: .*is a link"):
         mirror.begin()
     assert [path.name for path in secret.parent.iterdir()] == ["secret"]
     assert secret.read_text() == "secret"
@@ -297,7 +297,7 @@ def test_odd_files_of_a_mirror_are_not_brought_here(tmp_path: Path, kind: str, n
     there.unlink()
     make = {"link": lambda: there.symlink_to(secret), "pipe": lambda: os.mkfifo(there)}
     make.get(kind, lambda: there.symlink_to("/dev/zero"))()
-    with pytest.raises(EnvironmentProblem, match=r"cannot be read: .*is a link or a special file"):
+    with pytest.raises(SetupError, match=r"cannot be read: .*is a link or a special file"):
         mirror.fetch(fresh=False)
     assert not folder.path.exists()
 

@@ -8,13 +8,13 @@ import pytest
 from support.run_folders import made, trained
 
 from ddpforge.errors import RecipeError, UsageError
-from ddpforge.runs.overview import chosen, differences, find_runs, notable, sorted_by, standing
+from ddpforge.runs.summary import chosen, differences, find_runs, notable, sorted_by, summarize
 
 
 # ---------------------------------------------------------------------------------------------- one run
 @pytest.mark.parametrize("state", ["done", "preempted", "failed", "diverged"])
 def test_a_run_that_has_ended_stands_as_its_status_says(tmp_path: Path, state: str) -> None:
-    run = standing(made(tmp_path / "a", state=state, metrics={"eval/loss": 0.5}, error="rank 1: lost"))
+    run = summarize(made(tmp_path / "a", state=state, metrics={"eval/loss": 0.5}, error="rank 1: lost"))
     assert (run.state, run.step, run.total_steps, run.attempt) == (state, 10, 10, 1)
     assert run.metrics == {"eval/loss": 0.5}
     assert run.error == "rank 1: lost"
@@ -24,18 +24,18 @@ def test_a_run_that_has_ended_stands_as_its_status_says(tmp_path: Path, state: s
 def test_a_run_that_says_it_trains_is_killed_unless_a_process_does(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", state="running", step=0)
     with trained(folder):
-        assert standing(folder).state == "running"
-    assert standing(folder).state == "killed"
+        assert summarize(folder).state == "running"
+    assert summarize(folder).state == "killed"
 
 
 def test_a_run_is_new_until_a_process_starts_it(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", state=None)
-    assert standing(folder).state == "new"
+    assert summarize(folder).state == "new"
     with trained(folder):
-        assert standing(folder).state == "starting"
+        assert summarize(folder).state == "starting"
     stopped = made(tmp_path / "b", state="preempted")
     with trained(stopped):
-        assert standing(stopped).state == "starting"
+        assert summarize(stopped).state == "starting"
 
 
 def test_while_a_run_trains_its_rows_tell_step_metrics_and_speed(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_while_a_run_trains_its_rows_tell_step_metrics_and_speed(tmp_path: Path)
     ]
     folder = made(tmp_path / "a", state="running", step=3, rows=rows, metrics={"lr": 0.1, "eval/loss": 7.0})
     with trained(folder):
-        run = standing(folder)
+        run = summarize(folder)
     assert (run.step, run.total_steps) == (6, 10)
     assert run.metrics == {"lr": 0.1, "eval/loss": 2.5, "train/loss": None}
     assert run.rate == 2 / 8  # of this attempt, with its evaluation
@@ -61,14 +61,14 @@ def test_only_the_end_of_a_long_record_is_read(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", state="running", step=0, total_steps=10_000, rows=rows)
     content = folder.metrics.read_bytes()
     folder.metrics.write_bytes(b"what is here is not read\n" + content + b'{"step": 5001, "atte')
-    run = standing(folder)
+    run = summarize(folder)
     assert (run.step, run.metrics["train/loss"]) == (5000, 1 / 5000)
 
 
 def test_a_run_that_cannot_be_read_is_told_and_no_other_suffers(tmp_path: Path) -> None:
     made(tmp_path / "a")
     (made(tmp_path / "b").path / "status.json").write_text("{")
-    a, b = map(standing, find_runs([tmp_path]))
+    a, b = map(summarize, find_runs([tmp_path]))
     assert (a.state, b.state) == ("done", "unreadable")
     assert "status.json cannot be read" in str(b.error)
 
@@ -78,7 +78,7 @@ def test_the_status_of_an_older_run_has_no_number_of_steps(tmp_path: Path) -> No
     status = json.loads((folder.path / "status.json").read_text())
     del status["total_steps"]
     (folder.path / "status.json").write_text(json.dumps(status))
-    assert (standing(folder).state, standing(folder).total_steps) == ("done", None)
+    assert (summarize(folder).state, summarize(folder).total_steps) == ("done", None)
 
 
 # ---------------------------------------------------------------------------------------------- many runs
@@ -101,7 +101,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def test_runs_differ_in_what_decides_their_result_and_only_from_their_like(sweep: Path) -> None:
-    told = differences([standing(folder) for folder in find_runs([sweep])])
+    told = differences([summarize(folder) for folder in find_runs([sweep])])
     assert told == [
         {"optimizer.lr": 0.1, "train.seed": 0},
         {"optimizer.lr": 0.01, "train.seed": 0},
@@ -111,7 +111,7 @@ def test_runs_differ_in_what_decides_their_result_and_only_from_their_like(sweep
 
 
 def test_runs_are_chosen_by_state_name_and_recipe(sweep: Path) -> None:
-    runs = [standing(folder) for folder in find_runs([sweep])]
+    runs = [summarize(folder) for folder in find_runs([sweep])]
 
     def names(**wanted: Any) -> list[str]:
         return [run.folder.path.name for run in chosen(runs, **wanted)]
@@ -126,7 +126,7 @@ def test_runs_are_chosen_by_state_name_and_recipe(sweep: Path) -> None:
 
 
 def test_runs_are_sorted_with_the_best_first_and_those_without_a_number_last(sweep: Path) -> None:
-    runs = [standing(folder) for folder in find_runs([sweep])]
+    runs = [summarize(folder) for folder in find_runs([sweep])]
 
     def names(by: str, reverse: bool = False) -> list[str]:
         return [run.folder.path.name for run in sorted_by(runs, by, reverse=reverse)]
@@ -145,7 +145,7 @@ def test_runs_are_sorted_with_the_best_first_and_those_without_a_number_last(swe
 def test_a_list_shows_what_decides_then_evaluations_then_the_training_loss(tmp_path: Path) -> None:
     metrics = {"train/loss": 1.0, "lr": 0.1, "eval/loss": 2.0, "eval/a/f1": 0.5, "eval/b/f1": 0.5}
     keep = {"checkpoint": {"keep": {"monitor": "eval/b/f1"}}}
-    assert notable([standing(made(tmp_path / "a", metrics=metrics))]) == ["eval/loss", "eval/a/f1", "eval/b/f1"]
-    runs = [standing(made(tmp_path / "b", metrics=metrics, recipe=keep))]
+    assert notable([summarize(made(tmp_path / "a", metrics=metrics))]) == ["eval/loss", "eval/a/f1", "eval/b/f1"]
+    runs = [summarize(made(tmp_path / "b", metrics=metrics, recipe=keep))]
     assert notable(runs) == ["eval/b/f1", "eval/loss", "eval/a/f1"]
-    assert notable([standing(made(tmp_path / "c", metrics={"train/loss": 1.0}))]) == ["train/loss"]
+    assert notable([summarize(made(tmp_path / "c", metrics={"train/loss": 1.0}))]) == ["train/loss"]

@@ -10,11 +10,11 @@ from PIL import Image
 
 from ddpforge import disk
 from ddpforge.interfaces import Histogram
-from ddpforge.runs.shown import ShownFiles
+from ddpforge.runs.media import MediaFiles
 
 
-def started(folder: Path, resumed_at: int | None = None, **options: Any) -> ShownFiles:
-    files = ShownFiles(**options)
+def started(folder: Path, resumed_at: int | None = None, **options: Any) -> MediaFiles:
+    files = MediaFiles(**options)
     files.start(name="run", folder=folder, config={}, resumed_at=resumed_at)
     return files
 
@@ -26,10 +26,10 @@ def names(folder: Path) -> list[str]:
 def test_every_kind_has_its_file(tmp_path: Path) -> None:
     files = started(tmp_path)
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    files.show(12, "samples/ema", image, "image")
-    files.show(12, "grads", Histogram((1, 2), (0.0, 0.5, 1.0), nonfinite=3), "histogram")
-    files.show(12, "story", "naïve", "text")
-    files.show(12, "worst", [{"id": 3, "loss": float("nan")}, {"id": 4, "loss": 0.5}], "table")
+    files.log_media(12, "samples/ema", image, "image")
+    files.log_media(12, "grads", Histogram((1, 2), (0.0, 0.5, 1.0), nonfinite=3), "histogram")
+    files.log_media(12, "story", "naïve", "text")
+    files.log_media(12, "worst", [{"id": 3, "loss": float("nan")}, {"id": 4, "loss": 0.5}], "table")
     shown = tmp_path / "shown"
     assert np.array_equal(np.asarray(Image.open(shown / "samples/ema/step-000000012.png")), image)
     histogram = json.loads((shown / "grads/step-000000012.json").read_text())
@@ -47,7 +47,7 @@ def test_a_run_that_shows_nothing_has_no_folder(tmp_path: Path) -> None:
 def test_a_rewind_removes_what_later_steps_have_shown(tmp_path: Path) -> None:
     files = started(tmp_path)
     for step in (1, 2, 3):
-        files.show(step, "x", "text", "text")
+        files.log_media(step, "x", "text", "text")
     files.rewind(2)
     assert names(tmp_path / "shown") == ["x/step-000000001.txt", "x/step-000000002.txt"]
 
@@ -56,7 +56,7 @@ def test_a_rewind_removes_what_later_steps_have_shown(tmp_path: Path) -> None:
 def test_a_resume_removes_what_it_will_show_again(tmp_path: Path, resumed_at: int | None, left: int) -> None:
     files = started(tmp_path)
     for step in (1, 2, 3):
-        files.show(step, "x", "text", "text")
+        files.log_media(step, "x", "text", "text")
     started(tmp_path, resumed_at)
     assert len(names(tmp_path / "shown")) == left
 
@@ -65,17 +65,17 @@ def test_the_oldest_go_where_all_together_take_more_than_they_may(tmp_path: Path
     """Two blocks of 4 KiB are allowed; files of earlier attempts count."""
     files = started(tmp_path, most=8192)
     for step in (1, 2):
-        files.show(step, "a", "x", "text")
+        files.log_media(step, "a", "x", "text")
     files = started(tmp_path, resumed_at=2, most=8192)
-    files.show(3, "b", "x" * 4096, "text")
+    files.log_media(3, "b", "x" * 4096, "text")
     assert names(tmp_path / "shown") == ["a/step-000000002.txt", "b/step-000000003.txt"]
-    files.show(4, "b", "x" * 4097, "text")
+    files.log_media(4, "b", "x" * 4097, "text")
     assert names(tmp_path / "shown") == ["b/step-000000004.txt"]
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = started(tmp_path)
-    files.show(1, "x", "old", "text")
+    files.log_media(1, "x", "old", "text")
 
     def torn(file: Any, data: bytes) -> None:
         file.write(data[:1])
@@ -84,8 +84,8 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write", torn)
         with pytest.raises(OSError, match="No space"):
-            files.show(1, "x", "new", "text")
+            files.log_media(1, "x", "new", "text")
     assert (tmp_path / "shown/x/step-000000001.txt").read_text() == "old"
-    files.show(1, "x", "new", "text")
+    files.log_media(1, "x", "new", "text")
     assert names(tmp_path / "shown") == ["x/step-000000001.txt"]
     assert (tmp_path / "shown/x/step-000000001.txt").read_text() == "new"

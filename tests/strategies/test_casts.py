@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpforge.strategies.precision import remade
+from ddpforge.strategies.precision import recomputed_casts
 
 W = nn.Parameter(torch.arange(1.0, 7.0).view(2, 3))
 
@@ -15,7 +15,7 @@ def gradients(use: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[Tensor, 
     """Of an input with which what `use` makes of the weight is multiplied: before the weight is doubled, and after."""
     found = []
     for factor in (1.0, 2.0):
-        with remade():
+        with recomputed_casts():
             used = use(weight)
             x = torch.ones_like(used, requires_grad=True)
             y = (used * x).sum()

@@ -12,7 +12,7 @@ from support.saved_tensors import Saved
 from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.interfaces import CanonicalState, FlatRange, TensorShard
 from ddpforge.strategies.comm_hooks import PowerSGD
 from ddpforge.strategies.ddp import DDP
 
@@ -34,9 +34,9 @@ def test_every_rank_gets_its_own_error_back(rank: int) -> None:
     state = hook.capture()
     assert state["powersgd.step"] == 7
     part = state["powersgd.error.weight"]
-    assert isinstance(part, Part)
+    assert isinstance(part, TensorShard)
     assert part.tensor.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]][rank]
-    assert (part.shape, part.region) == ((2, 3), Range(3 * rank, 3 * rank + 3))
+    assert (part.shape, part.region) == ((2, 3), FlatRange(3 * rank, 3 * rank + 3))
 
 
 def test_on_another_number_of_ranks_the_mean_of_the_errors_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,7 +45,7 @@ def test_on_another_number_of_ranks_the_mean_of_the_errors_stays(caplog: pytest.
         powersgd(nn.Linear(3, 1), ranks=4).restore(saved(bias=[[7.0], [9.0]]))
         hook.restore(saved(bias=[[7.0], [9.0]]))
     part = hook.capture()["powersgd.error.bias"]
-    assert isinstance(part, Part)
+    assert isinstance(part, TensorShard)
     assert part.tensor.tolist() == [8.0]
     assert caplog.messages == ["powersgd: the checkpoint has the errors of 2 ranks: each rank starts with their mean"]
 
@@ -109,7 +109,7 @@ def test_a_slash_in_a_name_does_not_end_the_key() -> None:
     hook = powersgd(nn.ModuleDict({"a/b": nn.Linear(3, 1)}))
     hook.restore(saved(**{"a|b.weight": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]}))
     part = hook.capture()["powersgd.error.a|b.weight"]
-    assert isinstance(part, Part)
+    assert isinstance(part, TensorShard)
     assert part.tensor.tolist() == [1.0, 2.0, 3.0]
 
 
@@ -139,8 +139,8 @@ def on_disk(state: CanonicalState[Any]) -> CanonicalState[Any]:
     """This rank's own part is all that it may read of what each rank has."""
 
     def read(value: Any) -> Any:
-        if isinstance(value, Part):
-            assert isinstance(value.region, Range)
+        if isinstance(value, TensorShard):
+            assert isinstance(value.region, FlatRange)
             whole = torch.full(value.shape, torch.nan).view(-1)
             whole[value.region.start : value.region.stop] = value.tensor.reshape(-1)
             return Saved(whole.view(value.shape))
@@ -152,13 +152,13 @@ def on_disk(state: CanonicalState[Any]) -> CanonicalState[Any]:
         {name: read(value) for name, value in state.model.items()},
         {name: {key: read(value) for key, value in entry.items()} for name, entry in state.optimizer.items()},
         {},
-        {name: read(value) for name, value in state.shared.items()},
+        {name: read(value) for name, value in state.extra_state.items()},
     )
 
 
 def contents(state: CanonicalState[Any]) -> dict[str, list[float]]:
-    values = {**state.model, **state.shared}
-    tensors = {name: value.tensor if isinstance(value, Part) else value for name, value in values.items()}
+    values = {**state.model, **state.extra_state}
+    tensors = {name: value.tensor if isinstance(value, TensorShard) else value for name, value in values.items()}
     return {name: torch.as_tensor(value).double().sum().item() for name, value in tensors.items()}  # type: ignore[misc]
 
 
@@ -217,9 +217,9 @@ def test_compression_begins_at_its_step_and_keeps_what_it_leaves_out() -> None:
         found = []
         for step in range(5):
             training.step(batch(number, step, 16))
-            shared = training.state().shared
+            shared = training.state().extra_state
             error = shared.get("powersgd.error.0.weight")
-            found.append((shared["powersgd.step"], isinstance(error, Part) and error.tensor.any().item()))
+            found.append((shared["powersgd.step"], isinstance(error, TensorShard) and error.tensor.any().item()))
         return found
 
     steps = [(1, False), (2, False), (3, False), (4, True), (5, True)]

@@ -16,9 +16,9 @@ from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Pass
-from ddpforge.ranks.collectives import Group
+from ddpforge.ranks.collectives import ProcessGroup
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.strategies.fsdp.context import Cut
+from ddpforge.strategies.fsdp.context_parallel import ContextParallel
 
 
 def attended(causal: bool) -> tuple[Tensor, ...]:
@@ -40,7 +40,7 @@ def attended(causal: bool) -> tuple[Tensor, ...]:
 def test_attention_and_its_gradients_are_those_of_the_whole_sequence(ranks: int) -> None:
     def rank(number: int) -> Any:
         dist.init_process_group("gloo")
-        cut = Cut(Group(dist.group.WORLD))  # type: ignore[arg-type]
+        cut = ContextParallel(ProcessGroup(dist.group.WORLD))  # type: ignore[arg-type]
         worst = []
         for causal in (True, False):
             whole = attended(causal)
@@ -57,7 +57,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(ranks: int)
 
 
 def test_every_position_is_one_ranks_and_all_attend_to_as_many() -> None:
-    cuts = [Cut(Elsewhere(4, rank)) for rank in range(4)]
+    cuts = [ContextParallel(Elsewhere(4, rank)) for rank in range(4)]
     positions = [cut.positions(4, torch.device("cpu")).tolist() for cut in cuts]
     assert positions == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
     assert {sum(position + 1 for position in mine) for mine in positions} == {34}
@@ -72,7 +72,9 @@ def test_every_position_is_one_ranks_and_all_attend_to_as_many() -> None:
 def test_ranks_draw_other_numbers_for_other_positions() -> None:
     seeds = []
     for rank in range(3):
-        Cut(Elsewhere(3, rank)).seed(Pass(batch=None, seed=lambda: torch.default_generator.manual_seed(5) and None))
+        ContextParallel(Elsewhere(3, rank)).seed(
+            Pass(batch=None, seed=lambda: torch.default_generator.manual_seed(5) and None)
+        )
         seeds.append(torch.initial_seed())
     assert seeds[0] == 5
     assert len({*seeds}) == 3
@@ -108,7 +110,7 @@ def test_what_sequences_are_cut_for_is_asked_before_ranks_join() -> None:
 
 
 def test_batches_that_cannot_be_cut_are_refused_by_their_shapes() -> None:
-    cut = Cut(Elsewhere(2, 0))
+    cut = ContextParallel(Elsewhere(2, 0))
     message = refused(UsageError, lambda: cut.own_part((torch.zeros(2, 8), torch.zeros(2))))
     assert "a batch has a tensor of shape [2], not [B, T, …]" in message
     message = refused(UsageError, lambda: cut.own_part((torch.zeros(2, 8), torch.zeros(2, 4))))
@@ -124,7 +126,7 @@ def test_batches_that_cannot_be_cut_are_refused_by_their_shapes() -> None:
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(options: Any, ranks: int, key: str, says: str) -> None:
-    (refusal,) = FSDP(context=2).refusals(train(**options), ranks, "cpu")
+    (refusal,) = FSDP(context=2).unsupported(train(**options), ranks, "cpu")
     assert refusal.key == key
     assert says in refusal.message
     assert FSDP(context=2).data_ranks(4) == 2

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from ddpforge.errors import CheckpointError, StrategyError, UsageError
-from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.interfaces import CanonicalState, FlatRange, TensorShard
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
@@ -150,8 +150,8 @@ def test_the_scale_of_the_loss_is_kept_in_the_state_of_the_loop() -> None:
         first.step(torch.full((2,), torch.inf))
         kept = saved(first.state())
         second.replica.load_state(kept)
-        second.replica.load_state(replace(kept, numbers={}))  # of a run that was not fp16
-        return first.state().numbers, second.state().numbers
+        second.replica.load_state(replace(kept, scalars={}))  # of a run that was not fp16
+        return first.state().scalars, second.state().scalars
 
     (found,) = in_ranks(1, rank)
     assert found == ({"loss_scale": 2.0**15, "loss_scale_growth_tracker": 0},) * 2
@@ -164,7 +164,7 @@ class Explorer(SGD):
         super().__init__(weights, lr=1.0)
         self.seen: list[tuple[float, list[float]]] = []
 
-    def explore(self, norm: float) -> None:
+    def perturb(self, norm: float) -> None:
         (weight,) = self.param_groups[0]["params"]
         self.seen.append((norm, weight.grad.tolist()))
 
@@ -178,7 +178,7 @@ def test_exploring_sees_the_true_gradient_unless_it_is_not_finite_and_forgets_it
         norms = []
         for value in (4.0, torch.inf, 8.0):
             training.backward(torch.tensor([value * number, 0.0]))
-            norms.append(training.replica.explore(training.optimizer).item())
+            norms.append(training.replica.perturb(training.optimizer).item())
         assert isinstance(training.optimizer, Explorer)
         return (
             norms,
@@ -301,7 +301,7 @@ def test_a_model_without_trained_parameters_is_refused_where_there_are_several_r
 def test_alone_a_model_is_not_wrapped() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), Dot)
-        assert training.model is training.replica.bare
+        assert training.model is training.replica.unwrapped
         return training.step(torch.ones(1)), type(training.model).__name__
 
     assert in_ranks(1, rank) == [(pytest.approx(2**0.5), "Dot")]
@@ -475,7 +475,7 @@ def values(module: nn.Module) -> dict[str, Any]:
 def test_all_ranks_begin_with_rank_0s_weights_and_buffers_of_any_dtype_and_layout() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: ByRank(number))
-        return values(training.replica.bare)
+        return values(training.replica.unwrapped)
 
     first, second = in_ranks(2, rank)
     assert first == second == values(ByRank(0))
@@ -484,7 +484,7 @@ def test_all_ranks_begin_with_rank_0s_weights_and_buffers_of_any_dtype_and_layou
 def test_statistics_become_their_mean_over_ranks_and_other_buffers_rank_0s() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: ByRank(number))
-        bare = training.replica.bare
+        bare = training.replica.unwrapped
         assert isinstance(bare, ByRank)
         assert isinstance(bare.norm.running_mean, Tensor)
         assert isinstance(bare.norm.running_var, Tensor)
@@ -507,8 +507,8 @@ def test_one_process_needs_nobody_to_agree() -> None:
         training = Training(Single(), lambda: ByRank(3))
         training.replica.sync_buffers()
         assert not dist.is_initialized()
-        ranks = training.world.all
-        return ranks.sum(torch.ones(2)).tolist(), ranks.broadcast("all"), ranks.rank
+        ranks = training.world.global_ranks
+        return ranks.all_reduce_sum(torch.ones(2)).tolist(), ranks.broadcast("all"), ranks.rank
 
     assert in_ranks(1, rank) == [([1.0, 1.0], "all", 0)]
 
@@ -539,7 +539,7 @@ def test_an_optimizers_own_counters_go_with_it() -> None:
         resumed.replica.load_state(state)
         straight.step(torch.ones(2))
         resumed.step(torch.ones(2))
-        return straight.weights() == resumed.weights(), sorted(state.shared)[:2]
+        return straight.weights() == resumed.weights(), sorted(state.extra_state)[:2]
 
     assert in_ranks(1, rank) == [(True, ["optimizer.attributes.count", "optimizer.attributes.factor"])]
 
@@ -563,34 +563,34 @@ def test_powersgds_memory_is_each_ranks_own_and_weights_alone_do_not_touch_it() 
         for _ in range(4):
             training.step(torch.randn(3, 16, generator=torch.Generator().manual_seed(number)))
         state = training.state()
-        error = state.shared["powersgd.error.weight"]
-        assert isinstance(error, Part)
+        error = state.extra_state["powersgd.error.weight"]
+        assert isinstance(error, TensorShard)
         weights = saved(CanonicalState({"weight": state.model["weight"]}, {}))
         before = error.tensor.clone()
         training.replica.load_state(weights, partial=True)
-        after = training.state().shared
+        after = training.state().extra_state
         assert torch.equal(after["powersgd.error.weight"].tensor, before)
         training.replica.load_state(weights)
         return (
-            state.shared["powersgd.step"],
+            state.extra_state["powersgd.step"],
             after["powersgd.step"],
-            training.state().shared["powersgd.step"],
+            training.state().extra_state["powersgd.step"],
             (error.shape, error.region, error.tensor.any().item()),
             training.strategy.contract.reduce_dtype,
         )
 
     for number, found in enumerate(in_ranks(2, rank)):
-        mine = ((2, 256), Range(256 * number, 256 * number + 256), True)
+        mine = ((2, 256), FlatRange(256 * number, 256 * number + 256), True)
         assert found == (4, 4, 0, mine, "float32, of a low-rank approximation")
 
 
 # ---------------------------------------------------------------------------------------------- how many processes
 def test_one_process_is_not_several() -> None:
-    (refusal,) = Single().refusals(train(), 2, "cpu")
+    (refusal,) = Single().unsupported(train(), 2, "cpu")
     assert refusal.key == "strategy.use"
     assert refusal.message.startswith('strategy.use = "single" was started in 2 processes')
     assert refusal.hints[0].startswith('set strategy.use = "ddp"')
-    assert not list(Single().refusals(train(), 1, "cpu"))
+    assert not list(Single().unsupported(train(), 1, "cpu"))
 
 
 # ---------------------------------------------------------------------------------------------- gradients in between
@@ -605,7 +605,7 @@ def test_callbacks_see_the_reduced_gradient_of_a_step_before_it_is_clipped(strat
 
         def look(norm: Tensor) -> None:
             (part,) = training.replica.gradients_by_name().values()
-            own = training.replica.weights.parts()["w"]
+            own = training.replica.weights.shards()["w"]
             assert (part.shape, part.region, part.replicas) == (own.shape, own.region, own.replicas)
             seen.extend([norm.item(), part.tensor.tolist()])
 

@@ -217,7 +217,7 @@ def test_without_asynchronous_io_the_error_says_what_to_install(monkeypatch: pyt
 )
 def test_without_a_tested_version_nothing_starts(monkeypatch: pytest.MonkeyPatch, found: str | None, said: str) -> None:
     monkeypatch.setattr(zero, "version", lambda name: found)
-    (refused,) = DeepSpeed().refusals(train(), 1, "cpu")
+    (refused,) = DeepSpeed().unsupported(train(), 1, "cpu")
     assert said in refused.message
     assert refused.hints == ("pip install 'ddpforge[deepspeed]'",)
 
@@ -247,7 +247,7 @@ def test_a_compiler_that_loses_gradients_is_refused(
     monkeypatch: pytest.MonkeyPatch, version: str, stage: Any, mode: Any, fits: bool
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    refusals = list(DeepSpeed(stage=stage).refusals(train(compile=mode), 1, "cpu"))
+    refusals = list(DeepSpeed(stage=stage).unsupported(train(compile=mode), 1, "cpu"))
     assert [refusal.key for refusal in refusals] == ([] if fits else ["train.compile"])
     assert fits or "get wrong gradients" in refusals[0].message
 

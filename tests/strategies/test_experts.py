@@ -42,7 +42,7 @@ def stepped(training: Training, slots: Tensor) -> float:
         one.seed()
         return module(one.batch).sum(), None
 
-    list(training.replica.passes([Pass(batch=slots, seed=lambda: None)], compute, trains=True))
+    list(training.replica.run_microbatches([Pass(batch=slots, seed=lambda: None)], compute, trains=True))
     return float(training.replica.step())
 
 
@@ -54,7 +54,7 @@ def test_each_rank_holds_its_share_and_steps_are_those_of_one_process(ranks: int
     def rank(number: int) -> Any:
         training = Training(FSDP(experts=experts), build)
         norms = [stepped(training, everyone[number]) for _ in range(2)]
-        parts = training.replica.weights.parts()
+        parts = training.replica.weights.shards()
         held = {name: (part.shape, part.tensor.numel(), part.replicas) for name, part in parts.items()}
         up = parts["inner.up"]
         return norms, held, (up.region.start, up.tensor.flatten().tolist())
@@ -107,6 +107,6 @@ def test_models_without_experts_or_with_too_few_are_refused_before_ranks_join() 
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(strategy: FSDP, options: Any, key: str, says: str) -> None:
-    (refusal,) = strategy.refusals(train(**options), 4, "cpu")
+    (refusal,) = strategy.unsupported(train(**options), 4, "cpu")
     assert refusal.key == key
     assert says in refusal.message

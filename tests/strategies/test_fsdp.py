@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.interfaces import CanonicalState, FlatRange, TensorShard
 from ddpforge.preflight.static import check_device
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.strategies.fsdp.units import refuse_form
+from ddpforge.strategies.fsdp.wrap_units import check_shardable
 
 
 class Dot(nn.Module):
@@ -90,7 +90,7 @@ def test_replicas_of_shards_take_the_mean_over_all_ranks_and_count_each_element_
         shard = number % 2
         assert norms == [pytest.approx(7.0)] * 2
         assert weights == pytest.approx([[-2.0, -3.0], [-6.0]][shard], rel=1e-5)
-        assert part == ([Range(0, 2), Range(2, 3)][shard], number // 2, 2)
+        assert part == ([FlatRange(0, 2), FlatRange(2, 3)][shard], number // 2, 2)
         assert copies == 2
 
 
@@ -162,7 +162,7 @@ def test_a_weight_that_one_micro_batch_does_not_use_is_named(uses: str, said: st
         training = Training(FSDP(), Blocks, blocks=blocks_of)
         training.step(torch.ones(3), torch.ones(3))
         training.backward(torch.ones(3))
-        bare = training.replica.bare
+        bare = training.replica.unwrapped
         assert isinstance(bare, Blocks)
         bare.uses = uses
         return refused(StrategyError, lambda: training.backward(torch.ones(3)))
@@ -194,8 +194,10 @@ def test_all_ranks_hold_shards_of_rank_0s_weights_and_its_buffers() -> None:
         state = training.state().model
         assert all(isinstance(parameter, DTensor) for parameter in training.model.parameters())
         assert all(isinstance(module, FSDPModule) for module in training.model.modules())
-        found = {name: value.tensor.flatten().tolist() for name, value in state.items() if isinstance(value, Part)}
-        return found | {name: value.tolist() for name, value in state.items() if not isinstance(value, Part)}
+        found = {
+            name: value.tensor.flatten().tolist() for name, value in state.items() if isinstance(value, TensorShard)
+        }
+        return found | {name: value.tolist() for name, value in state.items() if not isinstance(value, TensorShard)}
 
     first, second = in_ranks(2, rank)
     assert first == {"across": [0, 2, 4], "frozen": [1, 1], "none": [], "inner.w": [1, 1], "inner.mean": [1, 1]}
@@ -233,7 +235,7 @@ def test_blocks_are_gathered_in_the_dtype_of_the_recipe_and_what_is_left_over_in
     def rank(number: int) -> Any:
         training = Training(FSDP(all_gather_dtype=gather), Net, precision="bf16", blocks=lambda model: [model.block])
         training.step(torch.ones(1, 2))
-        bare = training.replica.bare
+        bare = training.replica.unwrapped
         assert isinstance(bare, Net)
         return bare.block.seen, bare.seen, {str(weight.dtype) for weight in bare.parameters()}
 
@@ -261,7 +263,7 @@ def test_a_blocks_weights_are_freed_after_its_forward_pass_unless_the_recipe_kee
     def rank(number: int) -> Any:
         training = Training(FSDP(reshard_after_forward=reshard), Blocks, blocks=blocks_of)
         training.model(torch.ones(3))
-        bare = training.replica.bare
+        bare = training.replica.unwrapped
         assert isinstance(bare, Blocks)
         return isinstance(bare.blocks["a"].w, DTensor)
 
@@ -300,11 +302,11 @@ def test_what_is_written_into_the_shards_counts_once_it_is_said_though_weights_w
         weights = training.replica.weights
         with torch.no_grad():
             training.model(torch.ones(2))  # the model's own weights stay gathered
-            with training.replica.weights.observing():
+            with training.replica.weights.callback_guard():
                 assert all(isinstance(parameter, DTensor) for parameter in training.model.parameters())
             training.model(torch.ones(2))
-            weights.parts()["w"].tensor.fill_(2.0 + number)
-            weights.changed()
+            weights.shards()["w"].tensor.fill_(2.0 + number)
+            weights.mark_changed()
             return training.model(torch.ones(2)).tolist(), sorted(weights.frozen())
 
     assert in_ranks(2, rank) == [([2.0, 3.0], [])] * 2
@@ -314,11 +316,11 @@ def test_frozen_weights_are_parts_too() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), lambda: Odd(number))
         weights = training.replica.weights
-        return sorted(weights.parts()), {name: part.region for name, part in weights.frozen().items()}
+        return sorted(weights.shards()), {name: part.region for name, part in weights.frozen().items()}
 
     first, second = in_ranks(2, rank)
-    assert first == (["across", "inner.w"], {"frozen": Range(0, 2), "none": Range(0, 0)})
-    assert second == (["across", "inner.w"], {"frozen": Range(2, 3), "none": Range(0, 0)})
+    assert first == (["across", "inner.w"], {"frozen": FlatRange(0, 2), "none": FlatRange(0, 0)})
+    assert second == (["across", "inner.w"], {"frozen": FlatRange(2, 3), "none": FlatRange(0, 0)})
 
 
 # ---------------------------------------------------------------------------------------------- to disk and back
@@ -351,7 +353,7 @@ def test_every_rank_saves_its_rows_and_its_part_of_the_optimizer(ranks: int) -> 
         return {(part.region, part.replica, part.replicas) for part in parts}
 
     rows = -(-3 // ranks) * 2
-    regions = [Range(at, min(at + rows, 6)) if at < 6 else Range(0, 0) for at in range(0, ranks * rows, rows)]
+    regions = [FlatRange(at, min(at + rows, 6)) if at < 6 else FlatRange(0, 0) for at in range(0, ranks * rows, rows)]
     assert in_ranks(ranks, rank) == [{(region, 0, 1)} for region in regions]
 
 
@@ -527,12 +529,12 @@ def test_integers_are_refused_where_torch_cannot_shard_them(
     monkeypatch: pytest.MonkeyPatch, version: str, refuses: bool
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    refuse_form("weight", nn.Parameter(torch.ones(2)))
+    check_shardable("weight", nn.Parameter(torch.ones(2)))
     codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
     if not refuses:
-        refuse_form("codes", codes)
+        check_shardable("codes", codes)
         return
-    message = refused(StrategyError, lambda: refuse_form("codes", codes))
+    message = refused(StrategyError, lambda: check_shardable("codes", codes))
     assert message.startswith(f"parameter `codes` holds integers, which torch {version} cannot shard")
 
 
@@ -644,15 +646,15 @@ def test_options_that_cannot_be_or_have_no_effect(
 ) -> None:
     asked = train(**settings)
     of_device = check_device(chosen_with(asked, ranks=ranks, device=device))
-    found = [*of_device, *FSDP(**options).refusals(asked, ranks, device)]
+    found = [*of_device, *FSDP(**options).unsupported(asked, ranks, device)]
     assert [each.key for each in found] == ([key] if key else [])
     assert not key or said in found[0].hints[0]
 
 
 def test_the_contract_says_how_many_copies_there_are_and_where_gradients_add_up() -> None:
     assert (FSDP().contract.replicas, FSDP(replicas=4).contract.replicas) == (1, 4)
-    assert FSDP().contract.accumulates == "the shards' .grad; one reduce-scatter per micro-batch"
-    assert FSDP(no_sync=True).contract.accumulates.startswith("whole, in fp32; one reduce-scatter per step")
+    assert FSDP().contract.accumulation == "the shards' .grad; one reduce-scatter per micro-batch"
+    assert FSDP(no_sync=True).contract.accumulation.startswith("whole, in fp32; one reduce-scatter per step")
     assert FSDP(no_sync=True, replicas=2).contract.replicas == 2
 
 

@@ -5,49 +5,49 @@ from support.forked import in_ranks, train
 
 from ddpforge.ranks.join import join
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.strategies.fsdp.grid import Grid
+from ddpforge.strategies.fsdp.mesh import ParallelDims
 
 
-def placed(grid: Grid, ranks: int) -> list[dict[str, list[int]]]:
+def placed(grid: ParallelDims, ranks: int) -> list[dict[str, list[int]]]:
     """The ranks of each group of each rank."""
 
     def rank(number: int) -> dict[str, list[int]]:
         places = grid.places(join(train(), FSDP()))
-        groups = {name: getattr(places, name).everyone(number) for name in ("data", "context", "tensor")}
+        groups = {name: getattr(places, name).all_gather_object(number) for name in ("data", "context", "tensor")}
         return groups | {"mesh": places.mesh.mesh.tolist()}
 
     return in_ranks(ranks, rank)
 
 
 def test_neighbours_share_layers_and_the_ranks_between_see_other_data() -> None:
-    found = placed(Grid(tensor=2), 4)
+    found = placed(ParallelDims(tensor=2), 4)
     assert [each["tensor"] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [each["data"] for each in found] == [each["mesh"] for each in found] == [[0, 2], [1, 3]] * 2
     assert [each["context"] for each in found] == [[0], [1], [2], [3]]
 
 
 def test_replicas_are_the_outermost() -> None:
-    found = placed(Grid(replicas=2, tensor=2), 4)
+    found = placed(ParallelDims(replicas=2, tensor=2), 4)
     assert [each["mesh"] for each in found] == [[[0], [2]], [[1], [3]]] * 2
     assert [each["data"] for each in found] == [[0, 2], [1, 3]] * 2
 
 
 def test_weights_are_sharded_over_parts_of_a_sequence_too() -> None:
-    found = placed(Grid(context=2), 4)
+    found = placed(ParallelDims(context=2), 4)
     assert [each["context"] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [each["data"] for each in found] == [[0, 2], [1, 3]] * 2
     assert [each["mesh"] for each in found] == [[0, 1, 2, 3]] * 4
 
 
 def test_context_lies_between_data_and_tensor() -> None:
-    found = placed(Grid(context=2, tensor=2), 4)
+    found = placed(ParallelDims(context=2, tensor=2), 4)
     assert [each["tensor"] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [each["context"] for each in found] == [each["mesh"] for each in found] == [[0, 2], [1, 3]] * 2
     assert [each["data"] for each in found] == [[0], [1], [2], [3]]
 
 
 def test_without_a_grid_all_ranks_are_one_mesh_and_see_different_data() -> None:
-    assert placed(Grid(), 2) == [
+    assert placed(ParallelDims(), 2) == [
         {"data": [0, 1], "context": [number], "tensor": [number], "mesh": [0, 1]} for number in range(2)
     ]
 
@@ -55,16 +55,16 @@ def test_without_a_grid_all_ranks_are_one_mesh_and_see_different_data() -> None:
 @pytest.mark.parametrize(
     ("grid", "ranks", "key", "said"),
     [
-        (Grid(tensor=3), 4, "strategy.tensor", "= 3 does not divide the 4 ranks | use one of 1, 2, 4"),
-        (Grid(tensor=2), 1, "strategy.tensor", "= 2 does not divide the 1 rank | remove it"),
+        (ParallelDims(tensor=3), 4, "strategy.tensor", "= 3 does not divide the 4 ranks | use one of 1, 2, 4"),
+        (ParallelDims(tensor=2), 1, "strategy.tensor", "= 2 does not divide the 1 rank | remove it"),
         (
-            Grid(replicas=3, tensor=2),
+            ParallelDims(replicas=3, tensor=2),
             8,
             "strategy.replicas",
             "= 3 does not divide the 4 groups of 2 ranks that see the same samples | use one of 1, 2, 4",
         ),
         (
-            Grid(context=2, tensor=2),
+            ParallelDims(context=2, tensor=2),
             2,
             "strategy.context",
             "= 2 does not divide the 1 group of 2 ranks that see the same samples | remove it",
@@ -72,18 +72,20 @@ def test_without_a_grid_all_ranks_are_one_mesh_and_see_different_data() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_divide_is_named_with_what_would(grid: Grid, ranks: int, key: str, said: str) -> None:
+def test_what_does_not_divide_is_named_with_what_would(grid: ParallelDims, ranks: int, key: str, said: str) -> None:
     (refusal,) = grid.refusals(ranks)
     assert (refusal.key, " | ".join([refusal.message, *refusal.hints])) == (key, f"{key} {said}")
 
 
-@pytest.mark.parametrize(("grid", "data"), [(Grid(), 8), (Grid(replicas=2), 8), (Grid(context=2, tensor=2), 2)])
-def test_ranks_that_see_the_same_samples_count_once(grid: Grid, data: int) -> None:
+@pytest.mark.parametrize(
+    ("grid", "data"), [(ParallelDims(), 8), (ParallelDims(replicas=2), 8), (ParallelDims(context=2, tensor=2), 2)]
+)
+def test_ranks_that_see_the_same_samples_count_once(grid: ParallelDims, data: int) -> None:
     assert grid.data_ranks(8) == data
     assert not list(grid.refusals(8))
 
 
 def test_with_fewer_ranks_sizes_that_no_longer_divide_what_is_left_are_dropped() -> None:
-    assert Grid(tensor=2, replicas=2).fitting(2) == Grid(tensor=2)
-    assert Grid(tensor=2, replicas=2).fitting(4) == Grid(tensor=2, replicas=2)
-    assert Grid(tensor=2, context=3, replicas=2).fitting(4) == Grid(tensor=2, replicas=2)
+    assert ParallelDims(tensor=2, replicas=2).fitting(2) == ParallelDims(tensor=2)
+    assert ParallelDims(tensor=2, replicas=2).fitting(4) == ParallelDims(tensor=2, replicas=2)
+    assert ParallelDims(tensor=2, context=3, replicas=2).fitting(4) == ParallelDims(tensor=2, replicas=2)

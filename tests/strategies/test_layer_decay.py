@@ -68,10 +68,10 @@ def trained(build: Callable[[], Strategy]) -> Callable[[int], Any]:
         for _ in range(2):
             training.step(torch.ones(4))
         found = {}
-        for name, part in training.replica.weights.parts().items():
+        for name, part in training.replica.weights.shards().items():
             mine = torch.zeros(part.shape).flatten()
             mine[part.region.start : part.region.stop] = part.tensor.flatten()
-            found[name] = (training.world.all.sum(mine) / part.replicas).tolist()
+            found[name] = (training.world.global_ranks.all_reduce_sum(mine) / part.replicas).tolist()
         return found
 
     return action

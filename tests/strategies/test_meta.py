@@ -6,7 +6,7 @@ from support.forked import refused
 from torch import Tensor, nn
 
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.fsdp.units import materialise
+from ddpforge.strategies.fsdp.wrap_units import materialise
 
 
 class Own(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.optimizer_trial import refuse_sparse, tried
+from ddpforge.strategies.optimizer_probe import check_sparse_gradients, probe_optimizer
 
 
 def ones(value: float) -> Tensor:
@@ -21,7 +21,7 @@ def test_each_weight_begins_with_its_first_value_and_gets_the_others_as_gradient
     weight = nn.Parameter(torch.ones(5))
     optimizer = SGD([weight], lr=3.0, momentum=0.5)
     starts = [ones(1.0), ones(5.0)]
-    weights, state = tried(
+    weights, state = probe_optimizer(
         optimizer, optimizer.param_groups[0], [starts[0], ones(1.0), ones(2.0)], [starts[1], ones(4.0), ones(0.0)]
     )
     # A rate of 0.1; momenta of 1 and 2.5, of 4 and 2.
@@ -36,7 +36,7 @@ def test_each_weight_begins_with_its_first_value_and_gets_the_others_as_gradient
 def test_the_options_are_those_of_the_group() -> None:
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = SGD([{"params": [first]}, {"params": [second], "weight_decay": 1.0}], lr=1.0)
-    updated = [tried(optimizer, group, [ones(1.0), ones(1.0)])[0][0] for group in optimizer.param_groups]
+    updated = [probe_optimizer(optimizer, group, [ones(1.0), ones(1.0)])[0][0] for group in optimizer.param_groups]
     assert [each[0].item() for each in updated] == [pytest.approx(0.9), pytest.approx(0.8)]
 
 
@@ -44,7 +44,7 @@ def test_the_optimizers_own_counters_stay_as_they_are_also_where_it_fails() -> N
     weight = nn.Parameter(torch.ones(2))
     optimizer = Counting([weight])
     group = optimizer.param_groups[0]
-    tried(optimizer, group, [ones(1.0), ones(1.0), ones(1.0)])
+    probe_optimizer(optimizer, group, [ones(1.0), ones(1.0), ones(1.0)])
     assert (optimizer.count, float(optimizer.factor), optimizer.seen) == (0, 1.0, {})
 
     class Failing(Counting):
@@ -54,7 +54,7 @@ def test_the_optimizers_own_counters_stay_as_they_are_also_where_it_fails() -> N
 
     failing = Failing([weight])
     with pytest.raises(RuntimeError, match="no"):
-        tried(failing, failing.param_groups[0], [ones(1.0), ones(1.0)])
+        probe_optimizer(failing, failing.param_groups[0], [ones(1.0), ones(1.0)])
     assert (failing.count, float(failing.factor), failing.seen) == (0, 1.0, {})
 
 
@@ -76,7 +76,7 @@ class Prefilled(Optimizer):
 def test_one_that_needs_what_its_constructor_keeps_is_refused_by_name() -> None:
     optimizer = Prefilled([nn.Parameter(torch.ones(2))])
     with pytest.raises(StrategyError) as caught:
-        tried(optimizer, optimizer.param_groups[0], [ones(1.0), ones(1.0)])
+        probe_optimizer(optimizer, optimizer.param_groups[0], [ones(1.0), ones(1.0)])
     assert caught.value.message.startswith("Prefilled needs state that its constructor makes for each weight")
     assert 'or set strategy.use = "ddp"' in caught.value.hints
 
@@ -98,7 +98,7 @@ class Pure(nn.Module):
 
 
 def message(model: nn.Module, optimizer: Optimizer, *, sharded: bool = False) -> str:
-    return refused(StrategyError, lambda: refuse_sparse(optimizer, model, sharded=sharded))
+    return refused(StrategyError, lambda: check_sparse_gradients(optimizer, model, sharded=sharded))
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -125,7 +125,7 @@ def test_an_optimizer_that_cannot_take_or_save_sparse_gradients_is_refused(kind:
 @pytest.mark.parametrize("build", [lambda w: SGD(w, lr=0.1), lambda w: Adagrad(w), lambda w: Prefilled(w)])
 def test_one_that_can_will_do(build: Any) -> None:
     model = Looks()
-    refuse_sparse(build(model.parameters()), model, sharded=False)
+    check_sparse_gradients(build(model.parameters()), model, sharded=False)
 
 
 def test_dense_and_frozen_embeddings_are_like_any_layer() -> None:
@@ -133,7 +133,7 @@ def test_dense_and_frozen_embeddings_are_like_any_layer() -> None:
     frozen.table.weight.requires_grad_(False)
     for model in (Looks(sparse=False), frozen):
         for sharded in (False, True):
-            refuse_sparse(AdamW(model.parameters()), model, sharded=sharded)
+            check_sparse_gradients(AdamW(model.parameters()), model, sharded=sharded)
 
 
 def test_where_gradients_are_sharded_nothing_takes_sparse_ones() -> None:
@@ -151,17 +151,17 @@ def test_the_embeddings_own_group_decides(table: float, other: float, fits: bool
     ]
     optimizer = SGD(groups, lr=0.1)
     if fits:
-        refuse_sparse(optimizer, model, sharded=False)
+        check_sparse_gradients(optimizer, model, sharded=False)
     else:
         assert "keeps its `momentum_buffer` sparse" in message(model, optimizer)
 
 
 def test_sparse_adam_takes_nothing_else() -> None:
     pure = Pure()
-    refuse_sparse(SparseAdam(pure.parameters()), pure, sharded=False)
+    check_sparse_gradients(SparseAdam(pure.parameters()), pure, sharded=False)
 
     model = Looks()
     said = message(model, SparseAdam(model.parameters()))
     assert said.startswith("SparseAdam takes sparse gradients only, but the gradient of `linear.weight` is dense")
     model.linear.requires_grad_(False)
-    refuse_sparse(SparseAdam([model.table.weight]), model, sharded=False)
+    check_sparse_gradients(SparseAdam([model.table.weight]), model, sharded=False)

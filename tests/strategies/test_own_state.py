@@ -12,13 +12,13 @@ from support.own_optimizers import Common, Counting, Noisy, Remembering
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError
-from ddpforge.strategies.own_state import OwnState
+from ddpforge.strategies.optimizer_extra_state import OptimizerExtraState
 
 
-def stepped(kind: type[Optimizer], steps: int) -> tuple[Optimizer, OwnState]:
+def stepped(kind: type[Optimizer], steps: int) -> tuple[Optimizer, OptimizerExtraState]:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = kind([weight])  # type: ignore[call-arg]
-    own = OwnState(optimizer)
+    own = OptimizerExtraState(optimizer)
     for _ in range(steps):
         weight.grad = torch.ones(3)
         optimizer.step()
@@ -99,9 +99,9 @@ class Keeping(Optimizer):
     def step(self, closure: Any = None) -> None: ...
 
 
-def changed(change: Callable[[Keeping], object]) -> tuple[Keeping, OwnState, dict[str, Any]]:
+def changed(change: Callable[[Keeping], object]) -> tuple[Keeping, OptimizerExtraState, dict[str, Any]]:
     optimizer = Keeping()
-    own = OwnState(optimizer)
+    own = OptimizerExtraState(optimizer)
     change(optimizer)
     return optimizer, own, own.capture()
 
@@ -165,7 +165,7 @@ def test_what_does_not_change_or_is_saved_elsewhere_is_left_out(change: Callable
 def test_what_is_not_a_number_and_stays_so_has_not_changed(number: Any) -> None:
     optimizer = Keeping()
     optimizer.number = number
-    own = OwnState(optimizer)
+    own = OptimizerExtraState(optimizer)
     assert own.capture() == {}
     optimizer.number = number * 0
     assert own.capture() == {}
@@ -206,7 +206,7 @@ def test_every_number_comes_back_in_its_place_also_those_that_a_new_optimizer_do
     _, _, found = changed(all_numbers)
     fresh = Keeping()
     tensor = fresh.tensor
-    own = OwnState(fresh)
+    own = OptimizerExtraState(fresh)
     own.restore(found | {"powersgd.step": 3})  # whose that is, is not the optimizer's concern
     assert own.capture() == found
     assert (fresh.number, fresh.none, fresh.numpy, fresh.box.n) == (2.0, 3, 4.0, 5)
@@ -231,13 +231,13 @@ def test_what_is_not_saved_becomes_what_it_was_and_what_was_not_there_goes() -> 
 def test_a_number_under_a_key_that_is_no_name_comes_back_under_that_key() -> None:
     _, _, found = changed(lambda o: o.items[1].update({("a", 1): 7.0}))
     fresh = Keeping()
-    OwnState(fresh).restore(found)
+    OptimizerExtraState(fresh).restore(found)
     assert fresh.items[1] == {"lr": 2.0, "inner": 3.0, ("a", 1): 7.0}
 
 
 def test_a_list_that_has_grown_is_not_shortened_in_silence() -> None:
     optimizer = Keeping()
-    own = OwnState(optimizer)
+    own = OptimizerExtraState(optimizer)
     optimizer.items.append(1.0)
     with pytest.raises(CheckpointError, match=r"`attributes.items.2`, but Keeping has no place"):
         own.restore({})

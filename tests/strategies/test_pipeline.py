@@ -251,10 +251,10 @@ def test_buffers_are_made_equal_on_the_ranks_of_a_stage_and_no_others() -> None:
         set_up(strategy)
         held = strategy.wrap(Measuring(), ())
         replica = strategy.prepare(held, SGD([p for p in held.parameters() if not p.is_meta], lr=0.1))
-        for name, buffer in replica.bare.named_buffers():
+        for name, buffer in replica.unwrapped.named_buffers():
             buffer.fill_(10.0**rank if name.endswith("mean") else rank)
         replica.sync_buffers()
-        return {name: buffer.item() for name, buffer in replica.bare.named_buffers()}
+        return {name: buffer.item() for name, buffer in replica.unwrapped.named_buffers()}
 
     first = {"first.running_mean": 5.5, "first.running_var": 0.5, "first.num_batches_tracked": 0.0}
     second = {"second.running_mean": 550.0, "second.running_var": 2.5, "second.num_batches_tracked": 2.0}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpforge.strategies.pipeline.steps import declared_steps, forms
+from ddpforge.strategies.pipeline.segments import declared_segments, segment_signatures
 
 
 class Layer(nn.Module):
@@ -34,7 +34,7 @@ def of_six(change: Callable[[Layer], Any], styles: dict[str, str] | None = None)
     """The forms of six stages of a layer each, after something about the fourth has changed."""
     model = Layers()
     change(model.layers[3])  # type: ignore[arg-type]
-    return forms(model, [[step] for step in declared_steps(model)], styles or {})
+    return segment_signatures(model, [[step] for step in declared_segments(model)], styles or {})
 
 
 def test_stages_between_the_first_and_the_last_are_alike_where_their_layers_are() -> None:
@@ -74,6 +74,6 @@ def test_a_layer_that_ranks_share_otherwise_is_like_no_other() -> None:
 def test_stages_that_share_a_weight_are_like_no_other() -> None:
     model = Layers()
     model.layers[2].linear.weight = model.layers[3].linear.weight  # type: ignore[union-attr]
-    found = forms(model, [[step] for step in declared_steps(model)], {})
+    found = segment_signatures(model, [[step] for step in declared_segments(model)], {})
     assert found[1] == found[4]
     assert len(set(found)) == 5

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Pass
-from ddpforge.ranks.phases import here
+from ddpforge.ranks.heartbeat import current
 from ddpforge.strategies.pipeline import Pipeline
 
 pytestmark = needs_pipelines
@@ -64,11 +64,13 @@ def step(model: nn.Module, loss: _Loss = total, schedule: Any = "1F1B", trains: 
         one.seed()
         return loss(module, one.batch), None
 
-    before = here().marks
+    before = current().beats
     ones = [Pass(batch=torch.ones(2, 2), seed=lambda i=i: torch.manual_seed(i)) for i in range(3)]  # type: ignore[misc]
     with nullcontext() if trains else torch.no_grad():
-        found = [None if each is None else each[0].item() for each in replica.passes(ones, compute, trains=trains)]
-    marks = here().marks - before
+        found = [
+            None if each is None else each[0].item() for each in replica.run_microbatches(ones, compute, trains=trains)
+        ]
+    marks = current().beats - before
     if trains:
         replica.step()
     return found, marks

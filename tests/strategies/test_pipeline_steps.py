@@ -13,8 +13,8 @@ from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.errors import StrategyError, UsageError
 from ddpforge.strategies.pipeline import Pipeline
-from ddpforge.strategies.pipeline.schedules import SCHEDULES, Layout
-from ddpforge.strategies.pipeline.steps import cut_evenly, cut_where, declared_steps, held_by
+from ddpforge.strategies.pipeline.schedules import SCHEDULES, StageLayout
+from ddpforge.strategies.pipeline.segments import cut_evenly, cut_where, declared_segments, held_by
 
 pytestmark = needs_pipelines
 
@@ -33,13 +33,13 @@ class Tower(nn.Module):
 
 
 def begins(model: nn.Module, parts: int) -> list[str]:
-    steps = declared_steps(model)
+    steps = declared_segments(model)
     return [steps[number].name for number in cut_evenly(model, steps, parts)]
 
 
 # ---------------------------------------------------------------------------------------------- the steps
 def test_lists_are_their_members_and_methods_have_what_they_say() -> None:
-    steps = declared_steps(GPT(vocab_size=4, block_size=4, layers=2, heads=1, width=4))
+    steps = declared_segments(GPT(vocab_size=4, block_size=4, layers=2, heads=1, width=4))
     assert [step.name for step in steps] == ["enter", "blocks.0", "blocks.1", "leave"]
     assert [step.uses for step in steps] == [
         ("tokens", "positions"),
@@ -51,7 +51,7 @@ def test_lists_are_their_members_and_methods_have_what_they_say() -> None:
 
 def test_a_step_holds_the_tensors_of_what_it_uses_and_of_modules_that_are_gone_none() -> None:
     model = GPT(vocab_size=4, block_size=4, layers=1, heads=1, width=4)
-    enter, block, leave = declared_steps(model)
+    enter, block, leave = declared_segments(model)
     assert {id(t) for t in held_by(model, enter)} == {id(model.tokens.weight), id(model.positions.weight)}
     assert {id(t) for t in held_by(model, block)} == {id(t) for t in model.blocks[0].parameters()}
     del model.norm  # as on a rank that has nothing of it
@@ -71,7 +71,7 @@ def test_a_step_holds_the_tensors_of_what_it_uses_and_of_modules_that_are_gone_n
 )
 def test_the_steps_are_the_forward_pass(model: nn.Module, batch: Tensor) -> None:
     found = batch
-    for step in declared_steps(model):
+    for step in declared_segments(model):
         found = step.call(found)
     assert torch.equal(found, model(batch))
 
@@ -101,10 +101,10 @@ def test_a_class_with_a_forward_of_its_own_must_say_its_own_steps() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    said = refused(UsageError, lambda: declared_steps(Doubled(inputs=4, outputs=2)))
+    said = refused(UsageError, lambda: declared_segments(Doubled(inputs=4, outputs=2)))
     assert "Doubled does not declare the steps of its forward pass" in said
     experts = MoEGPT(vocab_size=4, block_size=4, layers=1, heads=1, width=4)
-    assert "MoEGPT does not declare" in refused(UsageError, lambda: declared_steps(experts))
+    assert "MoEGPT does not declare" in refused(UsageError, lambda: declared_segments(experts))
 
 
 # ---------------------------------------------------------------------------------------------- where to cut
@@ -129,7 +129,7 @@ def test_too_few_steps_are_refused() -> None:
 
 
 def test_the_recipe_may_say_where() -> None:
-    steps = declared_steps(tower(9, 1, 1))
+    steps = declared_segments(tower(9, 1, 1))
     assert cut_where(steps, ["layers.1", "layers.2"], 3) == [0, 2, 3]
     assert "near it are layers.0" in refused(UsageError, lambda: cut_where(steps, ["layer.0"], 2))
     for split in (["layers.2", "layers.1"], ["layers.1"]):
@@ -145,11 +145,11 @@ def test_the_recipe_may_say_where() -> None:
     ],
 )
 def test_each_rank_has_its_parts(schedule: str, held: list[list[int]]) -> None:
-    assert [Layout(here, 3, SCHEDULES[schedule]).mine for here in range(3)] == held
+    assert [StageLayout(here, 3, SCHEDULES[schedule]).mine for here in range(3)] == held
 
 
 def test_interleaved_schedules_run_rounds_and_then_the_rest() -> None:
-    runs = {name: list(map(len, Layout(0, 3, kind).runs(range(8)))) for name, kind in SCHEDULES.items()}
+    runs = {name: list(map(len, StageLayout(0, 3, kind).runs(range(8)))) for name, kind in SCHEDULES.items()}
     assert runs == {
         "1F1B": [8],
         "GPipe": [8],
@@ -180,7 +180,7 @@ def test_interleaved_schedules_run_rounds_and_then_the_rest() -> None:
 def test_what_cannot_be_done_is_refused_by_its_key(
     options: dict[str, object], ranks: int, settings: dict[str, object], key: str
 ) -> None:
-    assert [each.key for each in Pipeline(**options).refusals(train(**settings), ranks, "cpu")] == [key]  # type: ignore[arg-type]
+    assert [each.key for each in Pipeline(**options).unsupported(train(**settings), ranks, "cpu")] == [key]  # type: ignore[arg-type]
 
 
 def test_an_older_torch_is_refused_with_the_version_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_an_older_torch_is_refused_with_the_version_that_will_do(monkeypatch: py
         def step(self, *args: object) -> None: ...
 
     monkeypatch.setattr("torch.distributed.pipelining.ScheduleGPipe", Older)
-    (found,) = Pipeline(stages=2).refusals(train(), 2, "cpu")
+    (found,) = Pipeline(stages=2).unsupported(train(), 2, "cpu")
     assert (found.key, found.hints[0]) == ("strategy.use", "pip install 'torch>=2.14'")
     assert found.message == f"pipelines need torch 2.14 or newer, but this is torch {torch.__version__}"
 
@@ -196,4 +196,4 @@ def test_an_older_torch_is_refused_with_the_version_that_will_do(monkeypatch: py
 def test_ranks_that_see_different_data_are_counted() -> None:
     assert [Pipeline().data_ranks(4), Pipeline(stages=2).data_ranks(4), Pipeline(stages=4).data_ranks(12)] == [1, 2, 3]
     assert [Pipeline(tensor=2).data_ranks(4), Pipeline(stages=2, tensor=2).data_ranks(16)] == [1, 4]
-    assert list(Pipeline(stages=2).refusals(train(), 4, "cpu")) == []
+    assert list(Pipeline(stages=2).unsupported(train(), 4, "cpu")) == []

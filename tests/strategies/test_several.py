@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map_only
 
 from ddpforge.builtin.optim.muon import muon
 from ddpforge.builtin.optim.optimizers import adamw, sgd
-from ddpforge.interfaces import Part, Strategy
+from ddpforge.interfaces import Strategy, TensorShard
+from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.strategies.several import InTurns, Several
 
 
 class Layers(nn.Module):
@@ -41,12 +41,12 @@ class Layers(nn.Module):
         return found
 
 
-def optimizer(parameters: Any) -> Several:
+def optimizer(parameters: Any) -> CompositeOptimizer:
     weights = list(parameters)
     matrices = [p for p in weights if p.ndim == 2]
     rest = [p for p in weights if p.ndim != 2]
     parts = {"": SGD(rest, lr=0.1, momentum=0.9), "matrices": muon([{"params": matrices}], lr=0.05)}
-    return Several(parts)
+    return CompositeOptimizer(parts)
 
 
 def inputs(step: int) -> torch.Tensor:
@@ -57,10 +57,10 @@ def inputs(step: int) -> torch.Tensor:
 def whole(training: Training) -> dict[str, torch.Tensor]:
     """The weights, of which a rank may hold a part, put together over ranks."""
     found = {}
-    for name, part in training.replica.weights.parts().items():
+    for name, part in training.replica.weights.shards().items():
         mine = torch.zeros(part.shape).flatten()
         mine[part.region.start : part.region.stop] = part.tensor.flatten()
-        found[name] = training.world.all.sum(mine) / part.replicas
+        found[name] = training.world.global_ranks.all_reduce_sum(mine) / part.replicas
     return found
 
 
@@ -139,16 +139,16 @@ def pairs(kinds: Sequence[str]) -> list[tuple[str, str, tuple[str, str]]]:
 def resumes(build: Callable[[], Strategy], one: str, other: str, names: tuple[str, str], *, turns: bool) -> bool:
     """Three steps, and after two of them a second run that goes on from there, and a return to there."""
 
-    def both(weights: Any) -> Several:
+    def both(weights: Any) -> CompositeOptimizer:
         trained = list(weights)
         matrices, rest = [[p for p in trained if (p.ndim == 2) is square] for square in (True, False)]
         first, second = (matrices, rest) if other != "muon" else (rest, matrices)
         parts = {names[0]: KINDS[one](first), names[1]: KINDS[other](second)}
-        return InTurns(parts, dict.fromkeys(names)) if turns else Several(parts)
+        return AlternatingOptimizer(parts, dict.fromkeys(names)) if turns else CompositeOptimizer(parts)
 
     def step(training: Training, number: int) -> None:
         for name in names if turns else [None]:
-            with training.replica.turn(name) if name is not None else nullcontext():
+            with training.replica.select_update(name) if name is not None else nullcontext():
                 training.model = training.replica.module
                 training.step(inputs(number))
 
@@ -171,15 +171,15 @@ def collected(training: Training) -> Any:
     state = training.state()
 
     def full(value: Any) -> Any:
-        if not isinstance(value, Part):
+        if not isinstance(value, TensorShard):
             return value
         mine = torch.zeros(value.shape).flatten()
         mine[value.region.start : value.region.stop] = value.tensor.flatten()
-        return (training.world.all.sum(mine) / value.replicas).view(value.shape)
+        return (training.world.global_ranks.all_reduce_sum(mine) / value.replicas).view(value.shape)
 
     model = {name: full(value) for name, value in state.model.items()}
     optimizer = {name: {key: full(value) for key, value in entry.items()} for name, entry in state.optimizer.items()}
-    return replace(state, model=copied(model), optimizer=copied(optimizer), shared=copied(state.shared))
+    return replace(state, model=copied(model), optimizer=copied(optimizer), shared=copied(state.extra_state))
 
 
 def copied(state: Any) -> Any:

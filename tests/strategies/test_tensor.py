@@ -17,8 +17,8 @@ from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import Pass, Strategy
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.training.contract import contract_of, count_parameters, prove
-from ddpforge.training.recompute import recomputed
+from ddpforge.training.activation_checkpointing import checkpointed
+from ddpforge.training.contract import contract_of, count_parameters, verify_contract
 
 VOCABULARY = 31  # which two ranks cannot share equally
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "block_size": 16, "layers": 2, "heads": 4, "width": 32}
@@ -40,14 +40,14 @@ class Run:
         settings: Any = {"clip_norm": 0.5, "global_batch": 8} | options
         self.world, self.strategy, self.task = set_up(strategy, **settings), strategy, task()
         torch.manual_seed(1)
-        with strategy.building():
+        with strategy.init_context():
             model = GPT(**SIZES | (sizes or {})).to(dtype)
         size = count_parameters(model)
         strategy.check(model, self.task, list(model.blocks))
         model = strategy.wrap(model, list(model.blocks))
         self.model, self.step = model, 0
         self.replica = strategy.prepare(model, (optimizer or (lambda p: AdamW(p, lr=1e-2)))(model.parameters()))
-        prove(contract_of(strategy), type(strategy).__name__, self.world, self.replica.weights, size)
+        verify_contract(contract_of(strategy), type(strategy).__name__, self.world, self.replica.weights, size)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
@@ -56,14 +56,14 @@ class Run:
         return tokens, tokens.roll(-1, 1).masked_fill(uncounted, -100)
 
     def _passes(self, step: int) -> tuple[list[Pass], int]:
-        data = self.world.data
+        data = self.world.dp_ranks
         batch = self.batch(step)
         items = int((batch[1] != -100).sum())
         mine = zip(*(part.chunk(data.size)[data.rank].split(2) for part in batch), strict=True)
         found = list(mine)
         return [
             Pass(
-                batch=self.replica.own_part(micro),
+                batch=self.replica.local_batch(micro),
                 seed=lambda n=n: torch.manual_seed(100 * step + n),  # type: ignore[misc]
                 scale=lambda: data.size / items,
                 last=n == len(found) - 1,
@@ -87,13 +87,13 @@ class Run:
             one.seed()
             return self.task.loss(model, one.batch)
 
-        results = self.replica.passes(passes, compute, trains=trains)
+        results = self.replica.run_microbatches(passes, compute, trains=trains)
         total = sum((result[0].detach().double() for result in results if result), torch.zeros((), dtype=torch.float64))
-        same = self.world.all.size / self.world.data.size  # ranks that see the same samples
-        return float(self.world.all.sum(total)) / same / items
+        same = self.world.global_ranks.size / self.world.dp_ranks.size  # ranks that see the same samples
+        return float(self.world.global_ranks.all_reduce_sum(total)) / same / items
 
     def held(self) -> int:
-        return sum(part.tensor.numel() for part in self.replica.weights.parts().values())
+        return sum(part.tensor.numel() for part in self.replica.weights.shards().values())
 
 
 def worst(one: Sequence[Any], other: Sequence[Any]) -> float:
@@ -256,7 +256,7 @@ def test_a_block_that_is_recomputed_draws_the_same_numbers() -> None:
 
         def rework(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
             for block in blocks if twice else ():
-                block.forward = recomputed(block, block.forward)  # type: ignore[method-assign]
+                block.forward = checkpointed(block, block.forward)  # type: ignore[method-assign]
             return wrap(model, blocks)
 
         strategy.wrap = rework  # type: ignore[method-assign]
@@ -269,7 +269,7 @@ def test_a_block_that_is_recomputed_draws_the_same_numbers() -> None:
 # ---------------------------------------------------------------------------------------------- what is refused
 def test_options_without_shared_layers_have_no_effect_and_compiling_shared_ones_is_refused() -> None:
     def keys(strategy: FSDP, **options: Any) -> list[str]:
-        return [refusal.key for refusal in strategy.refusals(train(**options), 2, "cpu")]
+        return [refusal.key for refusal in strategy.unsupported(train(**options), 2, "cpu")]
 
     assert keys(FSDP(sequence_parallel=True, loss_parallel=True, plan={"a": "rowwise"})) == [
         "strategy.plan",

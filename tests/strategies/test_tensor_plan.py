@@ -11,14 +11,14 @@ from torch import nn
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.errors import StrategyError, UsageError
-from ddpforge.interfaces import Part, Range
-from ddpforge.interfaces.regions import copy, flaw
+from ddpforge.interfaces import FlatRange, TensorShard
+from ddpforge.interfaces.regions import copy, find_gap
 from ddpforge.interfaces.regions import whole as all_of
-from ddpforge.strategies.tensor.cut import Cut
-from ddpforge.strategies.tensor.plan import Plan, resolve
+from ddpforge.strategies.tensor.sharding_plan import ShardingPlan, resolve
+from ddpforge.strategies.tensor.split_spec import SplitSpec
 
 
-def plan_of(model: Any, given: dict[str, str] | None = None, ranks: int = 2, **options: Any) -> Plan:
+def plan_of(model: Any, given: dict[str, str] | None = None, ranks: int = 2, **options: Any) -> ShardingPlan:
     options = {"sequence": False, "split_logits": False} | options
     return resolve(model, given, list(getattr(model, "blocks", ())), ranks=ranks, **options)
 
@@ -30,19 +30,19 @@ def gpt(**sizes: Any) -> GPT:
 
 # ---------------------------------------------------------------------------------------------- the cuts
 @st.composite
-def cuts(draw: Any) -> list[Cut]:
+def cuts(draw: Any) -> list[SplitSpec]:
     """A random tensor's cuts, one for each rank."""
     ranks, parts, ndim = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     dim = draw(st.integers(0, min(1, ndim - 1)))
     parts = parts if dim == 0 else 1
     shape = [draw(st.integers(1, 7)) for _ in range(ndim)]
     shape[dim] = parts * draw(st.integers(1, 9))
-    return [Cut(tuple(shape), dim, rank, ranks, parts) for rank in range(ranks)]
+    return [SplitSpec(tuple(shape), dim, rank, ranks, parts) for rank in range(ranks)]
 
 
 @given(cuts(), st.integers(1, 4))
 def test_shards_of_shares_are_each_element_once_and_in_the_places_that_the_region_says(
-    ranks: list[Cut], shards: int
+    ranks: list[SplitSpec], shards: int
 ) -> None:
     shape = ranks[0].shape
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -52,14 +52,14 @@ def test_shards_of_shares_are_each_element_once_and_in_the_places_that_the_regio
         each = -(-len(share) // shards)
         for start in range(0, shards * each, each or 1):
             first, last = min(start, len(share)), min(start + each, len(share))
-            part = Part(share[first:last], shape, cut.region(first, last))
-            for simple in part.simple():
+            part = TensorShard(share[first:last], shape, cut.region(first, last))
+            for simple in part.as_boxes():
                 expected = torch.full_like(simple.tensor, -1)
-                held = expected.view(-1) if isinstance(simple.region, Range) else expected
+                held = expected.view(-1) if isinstance(simple.region, FlatRange) else expected
                 copy(shape, all_of(shape), whole.view(-1), simple.simple_region, held)
                 assert torch.equal(simple.tensor, expected)
                 regions.append(simple.simple_region)
-    assert flaw(shape, regions) is None
+    assert find_gap(shape, regions) is None
 
 
 def test_the_plan_of_gpt_cuts_queries_keys_and_values_by_heads() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from ddpforge.interfaces import Strategy
+from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.strategies.several import InTurns
 
 
 class Product(nn.Module):
@@ -30,13 +30,13 @@ class Product(nn.Module):
         return self.a * self.b * x
 
 
-def optimizer(weights: Any) -> InTurns:
+def optimizer(weights: Any) -> AlternatingOptimizer:
     a, b = weights
-    return InTurns({"a": SGD([a], lr=1.0, momentum=0.9), "b": SGD([b], lr=1.0)}, {"a": None, "b": 2.0})
+    return AlternatingOptimizer({"a": SGD([a], lr=1.0, momentum=0.9), "b": SGD([b], lr=1.0)}, {"a": None, "b": 2.0})
 
 
 def take(training: Training, turn: str, *inputs: Tensor) -> float:
-    with training.replica.turn(turn):
+    with training.replica.select_update(turn):
         training.model = training.replica.module
         return training.step(*inputs)
 
@@ -44,10 +44,10 @@ def take(training: Training, turn: str, *inputs: Tensor) -> float:
 def whole(training: Training) -> dict[str, list[float]]:
     """The weights, of which a rank may hold a part, put together over ranks."""
     found = {}
-    for name, part in training.replica.weights.parts().items():
+    for name, part in training.replica.weights.shards().items():
         mine = torch.zeros(part.shape).flatten()
         mine[part.region.start : part.region.stop] = part.tensor.flatten()
-        found[name] = (training.world.all.sum(mine) / part.replicas).tolist()
+        found[name] = (training.world.global_ranks.all_reduce_sum(mine) / part.replicas).tolist()
     return found
 
 
@@ -58,7 +58,7 @@ def duel(build: Callable[[], Strategy]) -> Callable[[int], Any]:
         training = Training(build(), Product, optimizer)
         half = torch.full((2,), (rank + 1.0) / 2)
         norms = [take(training, turn, half, half) for turn in ("a", "b")]
-        clean = all(p.grad is None and p.requires_grad for p in training.replica.bare.parameters())
+        clean = all(p.grad is None and p.requires_grad for p in training.replica.unwrapped.parameters())
         state = training.replica.state()
         return norms, whole(training), clean, {name: sorted(entry) for name, entry in state.optimizer.items()}
 
@@ -89,9 +89,9 @@ def test_ranks_that_share_layers_take_turns() -> None:
         layers.tensor_plan = {"0": "colwise", "2": "rowwise"}
         return layers
 
-    def split(weights: Any) -> InTurns:
+    def split(weights: Any) -> AlternatingOptimizer:
         first, bias, *second = weights
-        return InTurns({"a": SGD([first, bias], lr=0.5), "b": SGD(second, lr=0.5)}, {"a": 0.5, "b": None})
+        return AlternatingOptimizer({"a": SGD([first, bias], lr=0.5), "b": SGD(second, lr=0.5)}, {"a": 0.5, "b": None})
 
     def action(strategy: Strategy) -> list[float]:
         training = Training(strategy, build, split)
@@ -153,12 +153,12 @@ def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Stra
     def action(rank: int) -> Any:
         replica = Training(build(), Product, optimizer).replica
         before = (replica.module, replica.optimizer, replica.gradients, replica.clip_norm)
-        with suppress(ArithmeticError), replica.turn(turn):
+        with suppress(ArithmeticError), replica.select_update(turn):
             assert replica.optimizer is not before[1]
             raise ArithmeticError
         after = (replica.module, replica.optimizer, replica.gradients, replica.clip_norm)
         same = all(one is other for one, other in zip(before, after, strict=True))
-        return same and all(parameter.requires_grad for parameter in replica.bare.parameters())
+        return same and all(parameter.requires_grad for parameter in replica.unwrapped.parameters())
 
     assert in_ranks(2, action) == [True, True]
 
@@ -177,9 +177,9 @@ def test_weights_that_an_evaluation_leaves_gathered_are_frozen_in_a_turn() -> No
         for turn in ("a", "b"):
             with torch.no_grad():
                 training.model(torch.ones(2))
-            with training.replica.turn(turn):
+            with training.replica.select_update(turn):
                 training.replica.module(torch.ones(2))
-                product = training.replica.bare[0]
+                product = training.replica.unwrapped[0]
                 trained.append([name for name in ("a", "b") if getattr(product, name).requires_grad])
         return trained
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddpforge.errors import ForgeError, StrategyError, UsageError
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
-from ddpforge.strategies.watch import Guard, refuse_loss, watched
+from ddpforge.strategies.parameter_guard import ParameterGuard, check_loss, guarded_forward
 
 
 class Net(nn.Module):
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 def run(also: Callable[[Net, Tensor], object], *, shards: bool = False, eager: bool = True) -> None:
     net = Net(also)
-    with watched(net, shards_weights=shards, shards_gradients=shards, eager=eager):
+    with guarded_forward(net, shards_weights=shards, shards_gradients=shards, eager=eager):
         net(torch.randn(3, 4))
 
 
@@ -181,8 +181,8 @@ def test_what_sharding_cannot_follow_is_refused(also: Any, said: str, everywhere
 )
 def test_a_loss_must_be_a_number_that_depends_on_the_weights(loss: Tensor, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        refuse_loss(loss)
-    refuse_loss(torch.ones((), requires_grad=True))
+        check_loss(loss)
+    check_loss(torch.ones((), requires_grad=True))
 
 
 # ---------------------------------------------------------------------------------------------- whose memory it is
@@ -214,7 +214,7 @@ def test_of_weights_that_share_memory_the_one_that_is_written_into_is_named(
     net = Flat(begin, end)
 
     def run() -> None:
-        with watched(net, shards_weights=False, shards_gradients=False, eager=True):
+        with guarded_forward(net, shards_weights=False, shards_gradients=False, eager=True):
             net(torch.ones(1))
 
     if name is None:
@@ -237,7 +237,7 @@ def test_a_weight_of_the_model_itself_that_another_takes_the_place_of_is_named()
     net = Root()
     with (
         pytest.raises(UsageError, match=r"forward changes parameter `w` of `the model` \(Root\)"),
-        watched(net, shards_weights=False, shards_gradients=False, eager=True),
+        guarded_forward(net, shards_weights=False, shards_gradients=False, eager=True),
     ):
         net(torch.ones(2))
 
@@ -245,13 +245,13 @@ def test_a_weight_of_the_model_itself_that_another_takes_the_place_of_is_named()
 def test_every_training_pass_is_watched_anew() -> None:
     """Weights may have moved since."""
     net = Net()
-    with watched(net, shards_weights=False, shards_gradients=False, eager=True):
+    with guarded_forward(net, shards_weights=False, shards_gradients=False, eager=True):
         net(torch.ones(3, 4))
         net.layer = nn.Linear(4, 4)  # a module in place of another is no weight that changes
     net.also = clamp
     with (
         pytest.raises(UsageError, match=r"forward changes parameter `layer\.weight`"),
-        watched(net, shards_weights=False, shards_gradients=False, eager=True),
+        guarded_forward(net, shards_weights=False, shards_gradients=False, eager=True),
     ):
         net(torch.ones(3, 4))
 
@@ -272,7 +272,7 @@ def test_gradients_of_the_losss_own_need_what_is_not_sharded(weights: bool, grad
     net = Net(lambda net, x: torch.autograd.grad(net.layer(x).sum(), net.layer.bias))
 
     def run() -> None:
-        with watched(net, shards_weights=weights, shards_gradients=gradients, eager=True):
+        with guarded_forward(net, shards_weights=weights, shards_gradients=gradients, eager=True):
             net(torch.ones(3, 4))
 
     if weights or gradients:
@@ -306,7 +306,7 @@ def test_what_is_watched_is_let_go_of() -> None:
     with pytest.raises(UsageError):
         run(put_another)
     net = Net()
-    with watched(net, shards_weights=True, shards_gradients=True, eager=True):
+    with guarded_forward(net, shards_weights=True, shards_gradients=True, eager=True):
         net(torch.ones(3, 4))
     for also in (clamp, clamp_data, renormalise, put_another):
         also(net, torch.ones(3, 4))
@@ -330,7 +330,7 @@ def write_copy(net: Net) -> None:
 @pytest.mark.parametrize("write", [average, replace_data, write_copy])
 def test_what_a_callback_writes_where_it_would_be_lost_is_refused_by_name(write: Callable[[Net], None]) -> None:
     net = Net()
-    guard = Guard(net, {"layer.weight"})
+    guard = ParameterGuard(net, {"layer.weight"})
     said = "a callback writes into parameter `layer.weight` of the model"
     with pytest.raises(StrategyError, match=said), guard.on():
         write(net)
@@ -338,14 +338,14 @@ def test_what_a_callback_writes_where_it_would_be_lost_is_refused_by_name(write:
     with guard.on():
         write(net)
     guard.off = False
-    with Guard(net, {"layer.bias", "teacher.weight"}).on():
+    with ParameterGuard(net, {"layer.bias", "teacher.weight"}).on():
         write(net)
     write(net)  # nobody looks any more
 
 
 def test_a_callback_may_read_and_write_what_is_not_lost() -> None:
     net = Net()
-    with Guard(net, {"layer.weight"}).on():
+    with ParameterGuard(net, {"layer.weight"}).on():
         net.layer.weight.detach().clone().zero_()
         net.teacher.weight.data.zero_()
         net.teacher.weight.data = torch.ones(4, 4)
@@ -358,7 +358,7 @@ def test_a_callback_may_read_and_write_what_is_not_lost() -> None:
 def test_a_weight_that_is_not_gathered_has_no_elements_and_is_watched_all_the_same() -> None:
     net = Net()
     net.layer.weight.data = torch.empty(0)
-    with pytest.raises(StrategyError, match=r"`layer\.weight`"), Guard(net, {"layer.weight"}).on():
+    with pytest.raises(StrategyError, match=r"`layer\.weight`"), ParameterGuard(net, {"layer.weight"}).on():
         net.layer.weight.data.zero_()
 
 

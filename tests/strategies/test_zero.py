@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from ddpforge.errors import CheckpointError, StrategyError, UsageError
-from ddpforge.interfaces import CanonicalState, Part, Range
+from ddpforge.interfaces import CanonicalState, FlatRange, TensorShard
 from ddpforge.ranks.join import join
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.deepspeed import DeepSpeed
@@ -44,12 +44,12 @@ def begin(stage: Any, optimizer: Callable[[Any], Any] = momentum, build: Any = D
     return Training(DeepSpeed(stage=stage), build, optimizer, **options)
 
 
-def whole(parts: list[dict[str, Part]]) -> dict[str, list[float]]:
+def whole(parts: list[dict[str, TensorShard]]) -> dict[str, list[float]]:
     """Tensors put together from the parts of all ranks, each element of which must be there once."""
     found: dict[str, Tensor] = {}
     for held in parts:
         for name, part in held.items():
-            assert isinstance(part.region, Range)
+            assert isinstance(part.region, FlatRange)
             flat = found.setdefault(name, torch.full(part.shape, torch.nan)).view(-1)
             mine = flat[part.region.start : part.region.stop]
             assert mine.isnan().all()
@@ -57,10 +57,10 @@ def whole(parts: list[dict[str, Part]]) -> dict[str, list[float]]:
     return {name: tensor.flatten().tolist() for name, tensor in found.items()}
 
 
-def parts_of(training: Training) -> dict[str, Part]:
+def parts_of(training: Training) -> dict[str, TensorShard]:
     """Copies of this rank's parts of the weights."""
-    parts = training.replica.weights.parts()
-    return {name: Part(part.tensor.clone(), part.shape, part.region) for name, part in parts.items()}
+    parts = training.replica.weights.shards()
+    return {name: TensorShard(part.tensor.clone(), part.shape, part.region) for name, part in parts.items()}
 
 
 # ---------------------------------------------------------------------------------------------- the step
@@ -120,7 +120,7 @@ def test_the_scale_of_the_loss_is_that_of_the_run_that_is_resumed() -> None:
     def rank(number: int) -> Any:
         training = begin(2, precision="fp16")
         scale = {"loss_scale": 8.0, "loss_scale_growth_tracker": 5}
-        training.replica.load_state(CanonicalState({}, {}, numbers=scale), partial=True)
+        training.replica.load_state(CanonicalState({}, {}, scalars=scale), partial=True)
         norm = training.step(torch.ones(3))
         return norm, training.replica.precision.state()
 
@@ -134,7 +134,7 @@ def test_the_engine_already_takes_the_next_step_with_the_scale_that_is_resumed()
     def rank(number: int) -> Any:
         training = begin(2, precision="fp16")
         scale = {"loss_scale": 2.0**127, "loss_scale_growth_tracker": 5}
-        training.replica.load_state(CanonicalState({}, {}, numbers=scale), partial=True)
+        training.replica.load_state(CanonicalState({}, {}, scalars=scale), partial=True)
         norm = training.step(torch.full((3,), 4.0))
         return torch.tensor(norm).isfinite().item(), training.replica.overflowed(), training.replica.precision.state()
 
@@ -151,7 +151,7 @@ def test_a_weight_that_one_micro_batch_does_not_use_is_named(stage: int, uses: s
         training = begin(stage)
         training.step(torch.ones(3), torch.ones(3))
         training.backward(torch.ones(3))
-        bare = training.replica.bare
+        bare = training.replica.unwrapped
         assert isinstance(bare, Dot)
         bare.uses = uses or "f"
         x = torch.ones(3, requires_grad=True)
@@ -166,7 +166,7 @@ def test_a_weight_that_was_frozen_and_is_trained_later_is_named(stage: int) -> N
     def rank(number: int) -> Any:
         training = begin(stage)
         training.step(torch.ones(3))
-        training.replica.bare.get_parameter("frozen").requires_grad_()
+        training.replica.unwrapped.get_parameter("frozen").requires_grad_()
         return refused(StrategyError, lambda: training.backward(torch.ones(3)))
 
     for message in in_ranks(2, rank):
@@ -182,14 +182,14 @@ def test_a_loss_is_looked_at_in_every_backward_pass() -> None:
 
 
 class Explorer(SGD):
-    """Notes the norms that it is given; to explore is to add 1."""
+    """Notes the norms that it is given; to perturb is to add 1."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__([weight for weight in weights if weight.requires_grad], lr=1.0)
         self.seen: list[float] = []
 
     @torch.no_grad()
-    def explore(self, norm: float) -> None:
+    def perturb(self, norm: float) -> None:
         self.seen.append(norm)
         for group in self.param_groups:
             for weight in group["params"]:
@@ -203,7 +203,7 @@ def test_exploring_moves_the_weights_that_forward_passes_use_and_does_not_clip(s
     def rank(number: int) -> Any:
         training = begin(stage, Explorer, clip_norm=6**0.5 / 2)
         training.backward(torch.ones(3))
-        explored = training.replica.explore(training.optimizer).item()
+        explored = training.replica.perturb(training.optimizer).item()
         with torch.no_grad(), training.replica.forward():
             used = training.model(torch.ones(3)).tolist()
         updated = training.step(torch.ones(3))
@@ -231,7 +231,7 @@ def test_all_ranks_begin_with_rank_0s_weights_and_buffers(stage: int) -> None:
         training = begin(stage, build=lambda: ByRank(number))
         with torch.no_grad(), training.replica.forward():
             used = training.model(torch.ones(3)).tolist()
-        bare = training.replica.bare
+        bare = training.replica.unwrapped
         return used, bare.get_buffer("mean").tolist(), parts_of(training)
 
     found = in_ranks(2, rank)
@@ -244,20 +244,20 @@ def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> No
     def rank(number: int) -> Any:
         training = begin(stage)
         weights = training.replica.weights
-        for part in weights.parts().values():
-            assert isinstance(part.region, Range)
+        for part in weights.shards().values():
+            assert isinstance(part.region, FlatRange)
             part.tensor.copy_(torch.arange(part.region.start, part.region.stop))
         frozen = weights.frozen()["frozen"]
         if stage == 3:
             frozen.tensor.fill_(5.0)
-        weights.changed()
-        own = {name: weights.elements(name, part.region).tolist() for name, part in weights.parts().items()}
-        bare = training.replica.bare
+        weights.mark_changed()
+        own = {name: weights.elements(name, part.region).tolist() for name, part in weights.shards().items()}
+        bare = training.replica.unwrapped
         assert isinstance(bare, Dot)
         bare.uses = "wvf" if stage == 3 else "wv"
         with torch.no_grad(), training.replica.forward():
             used = training.model(torch.ones(3)).tolist()
-        return own == {name: part.tensor.tolist() for name, part in weights.parts().items()}, used
+        return own == {name: part.tensor.tolist() for name, part in weights.shards().items()}, used
 
     more = 5.0 if stage == 3 else 0.0
     assert in_ranks(2, rank) == [(True, [more, 2.0 + more, 4.0 + more])] * 2
@@ -267,10 +267,10 @@ def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> No
 def test_what_a_callback_writes_past_them_is_refused(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
-        bare = training.replica.bare
+        bare = training.replica.unwrapped
 
         def write(name: str) -> None:
-            with training.replica.weights.observing():
+            with training.replica.weights.callback_guard():
                 bare.get_parameter(name).data.mul_(0.5)
 
         trained = refused(StrategyError, lambda: write("w"))
@@ -307,7 +307,7 @@ def test_a_run_goes_on_from_ddps_state_and_its_own_state_is_ddps(stage: int) -> 
             for key, value in entry.items()
         }
         assert {float(value) for key, (value, _) in entries.items() if key.startswith("step")} == {4.0}
-        held = {key: value for key, (value, _) in entries.items() if isinstance(value, Part)}
+        held = {key: value for key, (value, _) in entries.items() if isinstance(value, TensorShard)}
         return (
             {name: value for name, value in state.model.items() if name in ("w", "v")} | held,
             {name: expected.model[name].tolist() for name in ("w", "v")},

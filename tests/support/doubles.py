@@ -11,29 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.builtin.samplers.plain import Shuffled
-from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import (
     Callback,
     CanonicalState,
     Contract,
-    Part,
+    FullWeights,
     Replica,
     RunContext,
     Task,
+    TensorShard,
     Total,
     Tracker,
-    WholeWeights,
     World,
 )
-from ddpforge.ranks.collectives import Alone
-from ddpforge.recipe.plan import Plan, plan_batch
+from ddpforge.ranks.collectives import SingleRank
+from ddpforge.recipe.run_plan import RunPlan, plan_batch
 from ddpforge.recipe.schema import CheckpointSection, Component, DataSection, OptimizerComponent, Recipe, TrackSection
 from ddpforge.recipe.schema import TrainSection as Train
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.loop import Trainer
-from ddpforge.training.shows import Shows
+from ddpforge.training.media import MediaLogger
 
 
 class Clock:
@@ -46,7 +46,7 @@ class Clock:
         return self.now
 
 
-class Elsewhere(Alone):
+class Elsewhere(SingleRank):
     """Rank `rank` of `ranks`, of which only this one is there: what the others count is `counts`."""
 
     def __init__(self, ranks: int = 1, rank: int = 0, counts: float = 0.0) -> None:
@@ -54,7 +54,7 @@ class Elsewhere(Alone):
         self.rank, self.size, self.counts = rank, ranks, counts
         self.asked: list[Tensor] = []
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         self.asked.append(values)
         return values + self.counts
 
@@ -64,10 +64,10 @@ def run_of(model: nn.Module, world: World, **given: Any) -> RunContext:
     context = {
         "model": model,
         "world": world,
-        "weights": WholeWeights(model, world.all),
+        "weights": FullWeights(model, world.global_ranks),
         "folder": Path("runs/run"),
         "forward": nullcontext,
-        "show": Shows(Tracker(), is_main=world.is_main),
+        "show": MediaLogger(Tracker(), is_main=world.is_rank_zero),
         "gradients": dict,
     }
     return RunContext(**context | given)  # type: ignore[arg-type]
@@ -76,18 +76,18 @@ def run_of(model: nn.Module, world: World, **given: Any) -> RunContext:
 class Plain(Replica):
     """A model on one rank of `ranks`, with an optimizer. Notes what it is asked for in `events`."""
 
-    contract = Contract(clips="never", accumulates="autograd")
+    contract = Contract(clipping="never", accumulation="autograd")
 
     def __init__(self, ranks: int = 1, rank: int = 0, elsewhere: float = 0.0) -> None:
         self.ranks = Elsewhere(ranks, rank, elsewhere)
-        self.world = World(all=self.ranks, data=self.ranks, device=torch.device("cpu"), local_rank=rank)
+        self.world = World(global_ranks=self.ranks, dp_ranks=self.ranks, device=torch.device("cpu"), local_rank=rank)
         self.events: list[str] = []
         self.synced = 0
         self.loop: dict[str, float] = {}
 
     def holding(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Plain:
-        self.module = self.bare = model
-        self.optimizer, self.weights = optimizer, WholeWeights(model, self.ranks)
+        self.module = self.unwrapped = model
+        self.optimizer, self.weights = optimizer, FullWeights(model, self.ranks)
         return self
 
     def step(self) -> Tensor:
@@ -99,29 +99,29 @@ class Plain(Replica):
         self.optimizer.zero_grad()
         return norm
 
-    def gradients_by_name(self) -> Mapping[str, Part]:
-        return {name: Part.whole(p.grad) for name, p in self.module.named_parameters() if p.grad is not None}
+    def gradients_by_name(self) -> Mapping[str, TensorShard]:
+        return {name: TensorShard.whole(p.grad) for name, p in self.module.named_parameters() if p.grad is not None}
 
     def sync_buffers(self) -> None:
         self.synced += 1
 
     def state(self) -> CanonicalState[Any]:
         weights = {name: value.clone() for name, value in self.module.state_dict().items()}
-        return CanonicalState(weights, {"w": {"momentum": 0.5}}, numbers={"scale": 3.0})
+        return CanonicalState(weights, {"w": {"momentum": 0.5}}, scalars={"scale": 3.0})
 
     def load_state(self, state: CanonicalState[Any], *, partial: bool = False) -> None:
         self.module.load_state_dict(dict(state.model))
-        self.loaded, self.loop = state, dict(state.numbers)
+        self.loaded, self.loop = state, dict(state.scalars)
 
 
 class Saved:
     """A checkpoint in memory, as a reader of it."""
 
-    def __init__(self, facts: Facts, share: RankState) -> None:
-        self.facts, self.share = facts, share
+    def __init__(self, facts: CheckpointMetadata, share: RankState) -> None:
+        self.metadata, self.share = facts, share
 
     def state(self) -> CanonicalState[Any]:
-        return CanonicalState(self.share.model, self.share.optimizer, numbers=self.facts.loop)
+        return CanonicalState(self.share.model, self.share.optimizer, scalars=self.metadata.loop)
 
     def callbacks(self) -> Any:
         return self.share.callbacks
@@ -147,7 +147,7 @@ class Memory:
     def ready(self) -> bool:
         return self.waiting is not None
 
-    def save(self, facts: Facts, share: RankState) -> None:
+    def save(self, facts: CheckpointMetadata, share: RankState) -> None:
         assert self.waiting is None
         self.events.append("save")
         self.waiting = Saved(facts, share)
@@ -161,10 +161,10 @@ class Memory:
     def wait(self) -> Path:
         assert self.waiting is not None
         done, self.waiting = self.waiting, None
-        if done.facts.step in self.fails_at:
+        if done.metadata.step in self.fails_at:
             raise CheckpointError("no space")
         self.saved.append(done)
-        return Path(str(done.facts.step))
+        return Path(str(done.metadata.step))
 
     def open(self) -> Saved | None:
         return self.saved[-1] if self.saved else None
@@ -174,7 +174,7 @@ class Memory:
         return self.best
 
     def steps(self) -> list[int]:
-        return [saved.facts.step for saved in self.saved]
+        return [saved.metadata.step for saved in self.saved]
 
 
 class Rows(Tracker):
@@ -284,7 +284,7 @@ class Loop:
             track=TrackSection.model_validate({"every": track}),
             callbacks={name: Component(use=name) for name in callbacks or {}},
         )
-        plan = Plan.of(recipe, plan_batch(recipe.train, 1), steps)
+        plan = RunPlan.of(recipe, plan_batch(recipe.train, 1), steps)
         assert plan is not None
         sizes = evaluation if isinstance(evaluation, Mapping) else {"": 3} if evaluation else {}
         self.evaluator = Evaluator(

@@ -19,7 +19,7 @@ class Uphill(torch.optim.SGD):
         self.before: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
-    def explore(self, norm: float) -> None:
+    def perturb(self, norm: float) -> None:
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
@@ -51,7 +51,7 @@ class Bowl(nn.Module):
 
 
 class OnePass(Single):
-    """A strategy whose author has not thought of optimizers that explore."""
+    """A strategy whose author has not thought of optimizers that perturb."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         return _OnePass(super().prepare(model, optimizer))
@@ -59,7 +59,7 @@ class OnePass(Single):
 
 class _OnePass(Replica):
     def __init__(self, inner: Replica) -> None:
-        self.module, self.bare, self.weights, self.inner = inner.module, inner.bare, inner.weights, inner
+        self.module, self.unwrapped, self.weights, self.inner = inner.module, inner.unwrapped, inner.weights, inner
 
     def step(self) -> Tensor:
         return self.inner.step()

@@ -133,8 +133,8 @@ def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
         {name: Saved(value.clone()) for name, value in state.model.items()},
         {name: {key: read(value) for key, value in entry.items()} for name, entry in state.optimizer.items()},
         dict(state.aliases),
-        {name: read(value) for name, value in state.shared.items()},
-        dict(state.numbers),
+        {name: read(value) for name, value in state.extra_state.items()},
+        dict(state.scalars),
     )
 
 
@@ -150,10 +150,10 @@ class Training:
         **options: Any,
     ) -> None:
         self.strategy, settings = strategy, train(**options)
-        for refusal in strategy.refusals(settings, int(os.environ.get("WORLD_SIZE", "1")), "cpu"):
+        for refusal in strategy.unsupported(settings, int(os.environ.get("WORLD_SIZE", "1")), "cpu"):
             raise StrategyError(refusal.message, hints=refusal.hints)
         self.world = set_up(strategy, **options)
-        with strategy.building():
+        with strategy.init_context():
             model = build()
         model = strategy.wrap(model, blocks(model))
         self.optimizer = optimizer(model.parameters())
@@ -177,4 +177,4 @@ class Training:
 
     def weights(self) -> dict[str, list[float]]:
         """What this rank holds of the trained weights."""
-        return {name: part.tensor.flatten().tolist() for name, part in self.replica.weights.parts().items()}
+        return {name: part.tensor.flatten().tolist() for name, part in self.replica.weights.shards().items()}

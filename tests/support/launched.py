@@ -101,7 +101,7 @@ def _serve() -> None:
     from importlib import import_module, metadata
 
     from ddpforge.components.registry import Registry
-    from ddpforge.importing import uncollected
+    from ddpforge.fast_import import gc_paused
 
     modules = _IMPORTED
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -111,7 +111,7 @@ def _serve() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
         modules = modules + _IMPORTED_BY_DEEPSPEED
     logging.disable(logging.WARNING)  # torch's, about a machine with CUDA and without a GPU
-    with uncollected():
+    with gc_paused():
         for module in modules:
             with suppress(ImportError):  # other versions of DeepSpeed and torch have other modules
                 import_module(module)
@@ -163,8 +163,8 @@ def _start(
 def _start_launcher(
     arguments: list[str], nproc: int, cwd: str, env: dict[str, str], timeout: float, restarts: int
 ) -> dict[str, Any]:
+    from ddpforge.launchers.exit_record import VERDICT, ExitRecords
     from ddpforge.launchers.torchrun import torchrun_command, variables_for
-    from ddpforge.launchers.verdict import VERDICT, Words
 
     output = Path(cwd) / ".ranks"
     output.mkdir(exist_ok=True)
@@ -179,7 +179,7 @@ def _start_launcher(
     texts = {
         kind: "".join(path.read_text() for path in sorted(output.glob(f"{kind}-*"))) for kind in ("stdout", "stderr")
     }
-    return {"codes": [Words(verdict, nproc).conclude(code, None).code], **texts}
+    return {"codes": [ExitRecords(verdict, nproc).conclude(code, None).code], **texts}
 
 
 def _launcher(command: list[str], cwd: str, env: dict[str, str], output: Path) -> None:

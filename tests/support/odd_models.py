@@ -326,7 +326,7 @@ class Remembers(Task):
         self.mean, self.bank, self.calls = torch.zeros(()), [torch.zeros(())], 0
 
     def start(self, model: nn.Module, world: World) -> None:
-        self.ranks = world.data
+        self.ranks = world.dp_ranks
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch[0])
@@ -334,7 +334,7 @@ class Remembers(Task):
         loss = (outputs - batch[1]).square().sum() * scale
         if model.training:
             mean = outputs.detach().mean()
-            mean = mean if self.apart else self.ranks.sum(mean) / self.ranks.size
+            mean = mean if self.apart else self.ranks.all_reduce_sum(mean) / self.ranks.size
             self.mean = 0.9 * self.mean + 0.1 * mean
             self.bank = [*self.bank, mean][-3:]
             self.calls += 1

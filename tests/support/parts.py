@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
-from ddpforge.interfaces import Beside, Callback, Replica, RunContext, StepInfo, Task, Total
+from ddpforge.interfaces import AuxiliaryModule, Callback, Replica, RunContext, StepInfo, Task, Total
 from ddpforge.strategies.ddp import DDP
 
 
@@ -65,8 +65,8 @@ class Recorder(Callback):
     """Writes, per rank, one line per step: the step and a checksum of the weights after it."""
 
     def on_start(self, run: RunContext) -> None:
-        self.model, self.rank = run.model, run.world.all.rank
-        self.file = open(f"weights-{run.world.all.rank}.txt", "a")  # noqa: SIM115
+        self.model, self.rank = run.model, run.world.global_ranks.rank
+        self.file = open(f"weights-{run.world.global_ranks.rank}.txt", "a")  # noqa: SIM115
 
     def on_step(self, info: StepInfo) -> None:
         total = sum(float(p.detach().double().sum()) for p in self.model.parameters())
@@ -91,7 +91,7 @@ class StopAt(Callback):
         self.step, self.rank, self.signal = step, rank, signal
 
     def on_start(self, run: RunContext) -> None:
-        self.here = run.world.all.rank == self.rank
+        self.here = run.world.global_ranks.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
@@ -103,7 +103,7 @@ class Killed(Callback):
 
     def on_start(self, run: RunContext) -> None:
         victim = os.getpid()
-        if str(run.world.all.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
+        if str(run.world.global_ranks.rank) == os.environ.get("KILL_RANK") and os.fork() == 0:
             time.sleep(float(os.environ["KILL_AFTER"]))
             if os.getppid() == victim:
                 os.kill(victim, signal.SIGKILL)
@@ -116,9 +116,12 @@ class KilledAgain(Callback):
     def on_start(self, run: RunContext) -> None:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         chance = random.Random(f"{os.environ.get('KILL_SEED')} {attempt}")
-        rank, after = chance.randrange(run.world.all.size), chance.uniform(0, float(os.environ.get("KILL_AFTER", "0")))
+        rank, after = (
+            chance.randrange(run.world.global_ranks.size),
+            chance.uniform(0, float(os.environ.get("KILL_AFTER", "0"))),
+        )
         victim = os.getpid()
-        if attempt < int(os.environ.get("KILLS", "0")) and rank == run.world.all.rank and os.fork() == 0:
+        if attempt < int(os.environ.get("KILLS", "0")) and rank == run.world.global_ranks.rank and os.fork() == 0:
             time.sleep(after)
             if os.getppid() == victim:
                 with open(".killed", "a") as file:
@@ -135,7 +138,7 @@ class NoDisk(Callback):
         self.folder = Path("runs/run/checkpoints")
 
     def on_start(self, run: RunContext) -> None:
-        self.is_main = run.world.is_main
+        self.is_main = run.world.is_rank_zero
 
     def on_step(self, info: StepInfo) -> None:
         aside = self.folder.with_name("aside")
@@ -160,7 +163,7 @@ class SaveAgain(Callback):
         def fit(self: Trainer, profile: None = None) -> str:
             self._began, self.saving.step = time.monotonic(), None
             self._save(last=True)
-            self.saving.settle(last=True)
+            self.saving.wait_for_pending(last=True)
             return "preempted"
 
         Trainer.fit = fit  # type: ignore[assignment, method-assign]
@@ -233,7 +236,7 @@ class ShowBuffers(Callback):
     """Writes each rank's running mean when an evaluation begins."""
 
     def on_start(self, run: RunContext) -> None:
-        self.model, self.rank = run.model, run.world.all.rank
+        self.model, self.rank = run.model, run.world.global_ranks.rank
 
     def evaluating(self) -> nullcontext[None]:
         mean = next(buffer for name, buffer in self.model.named_buffers() if "mean" in name)
@@ -259,7 +262,7 @@ class FailAt(Callback):
         self.step, self.rank = step, rank
 
     def on_start(self, run: RunContext) -> None:
-        self.here = run.world.all.rank == self.rank
+        self.here = run.world.global_ranks.rank == self.rank
 
     def on_step(self, info: StepInfo) -> None:
         if self.here and info.step == self.step:
@@ -386,7 +389,7 @@ class Momentum(Callback):
         for name, part in self.weights.frozen().items():
             student = self.weights.elements(name.replace("teacher", "student"), part.region)
             part.tensor.view(-1).lerp_(student, 0.5)
-        self.weights.changed()
+        self.weights.mark_changed()
 
 
 class Net(nn.Sequential):
@@ -416,12 +419,14 @@ class Accompanied(Task):
         self.teacher, self.rewarding = teacher, Net(inputs=1)
         self.weights, self.saved, self.follows, self.training = weights, saved, follows, training
 
-    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+    def auxiliary_modules(self, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
         self.target = copy.deepcopy(model)
         return {
-            "teacher": Beside(module=self.teacher, weights=self.weights, saved=self.saved),
-            "target": Beside(module=self.target, follows=self.follows, momentum=_rising, training=self.training),
-            "rewarding": Beside(module=self.rewarding),
+            "teacher": AuxiliaryModule(module=self.teacher, weights=self.weights, saved=self.saved),
+            "target": AuxiliaryModule(
+                module=self.target, follows=self.follows, momentum=_rising, training=self.training
+            ),
+            "rewarding": AuxiliaryModule(module=self.rewarding),
         }
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -474,7 +479,7 @@ class Hears(Callback):
     """Writes down what it hears, and how many groups of ranks there are; fails an evaluation where FAIL is set."""
 
     def on_start(self, run: RunContext) -> None:
-        self.file = f"heard-{run.world.all.rank}.txt"
+        self.file = f"heard-{run.world.global_ranks.rank}.txt"
         self.note(f"start in {len(dist.distributed_c10d._world.pg_map)} groups")
 
     def evaluating(self) -> nullcontext[None]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddpforge.interfaces import Ranks, Total
-from ddpforge.ranks.collectives import Group
+from ddpforge.ranks.collectives import ProcessGroup
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float8_e5m2, torch.int16, torch.uint16, torch.bool, torch.complex64]
 
@@ -18,8 +18,8 @@ def adds_up(ranks: Ranks) -> None:
     for values in (torch.tensor([[1.0, ranks.rank]]), torch.tensor(1 << 40)):
         before = values.clone()
         expected = sum(_of(ranks, values, rank) for rank in range(ranks.size))
-        assert torch.equal(ranks.sum(values), expected)
-        later = ranks.begin_sum(values.clone())
+        assert torch.equal(ranks.all_reduce_sum(values), expected)
+        later = ranks.all_reduce_sum_async(values.clone())
         ranks.barrier()  # something else may be said before anybody asks
         assert torch.equal(later(), expected)
         assert torch.equal(later(), expected)
@@ -39,14 +39,14 @@ def takes_means(ranks: Ranks) -> None:
     expected = {"x": sum(range(ranks.size)) / sum(range(1, ranks.size + 1))}
     expected |= {f"of {rank}": 1.5 for rank in range(ranks.size)}
     for _ in range(2):
-        assert ranks.mean(totals) == expected
-        assert ranks.average({"rank": ranks.rank}) == {"rank": (ranks.size - 1) / 2}
+        assert ranks.reduce_metrics(totals) == expected
+        assert ranks.all_reduce_mean({"rank": ranks.rank}) == {"rank": (ranks.size - 1) / 2}
 
 
 def gathers_rows_with_gradients(ranks: Ranks) -> None:
     """Rank r has r rows of the value r, and weighs the gathered rows by r + 1: each row's gradient is what all say."""
     mine = torch.full((ranks.rank, 2), float(ranks.rank), requires_grad=True)
-    rows, begin = ranks.gather(mine)
+    rows, begin = ranks.all_gather(mine)
     assert rows[:, 0].tolist() == [float(rank) for rank in range(ranks.size) for _ in range(rank)]
     assert begin == sum(range(ranks.rank))
     (rows.sum() * (ranks.rank + 1)).backward()  # type: ignore[no-untyped-call]
@@ -77,9 +77,9 @@ def gives_all_what_rank_0_has(ranks: Ranks) -> None:
 
 def lists_what_everyone_says(ranks: Ranks) -> None:
     """By rank."""
-    assert ranks.everyone(ranks.rank) == list(range(ranks.size))
+    assert ranks.all_gather_object(ranks.rank) == list(range(ranks.size))
     ranks.barrier()
-    assert ranks.is_main == (ranks.rank == 0)
+    assert ranks.is_rank_zero == (ranks.rank == 0)
 
 
 def splits_into_groups(ranks: Ranks) -> None:
@@ -89,12 +89,12 @@ def splits_into_groups(ranks: Ranks) -> None:
     mine = ranks.split(pairs)
     group = pairs[ranks.rank // 2]
     assert (mine.rank, mine.size) == (ranks.rank % 2, len(group))
-    assert mine.everyone(ranks.rank) == group
-    assert mine.sum(torch.tensor(ranks.rank)).item() == sum(group)
+    assert mine.all_gather_object(ranks.rank) == group
+    assert mine.all_reduce_sum(torch.tensor(ranks.rank)).item() == sum(group)
     alone = ranks.split([[rank] for rank in range(size)])
-    assert (alone.rank, alone.size, alone.everyone(ranks.rank)) == (0, 1, [ranks.rank])
+    assert (alone.rank, alone.size, alone.all_gather_object(ranks.rank)) == (0, 1, [ranks.rank])
     whole = ranks.split([list(range(size))])
-    assert whole.everyone(ranks.rank) == list(range(size))
+    assert whole.all_gather_object(ranks.rank) == list(range(size))
 
 
 CHECKS: list[Callable[[Ranks], None]] = [
@@ -111,8 +111,8 @@ def talk(rank: int, size: int, store: Path) -> None:
     """Checks a gloo group, and the group of its own that writers have."""
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    ranks = Group(dist.group.WORLD)  # type: ignore[arg-type]
-    for group in (ranks, Group.of_writers(ranks, timeout)):
+    ranks = ProcessGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    for group in (ranks, ProcessGroup.of_writers(ranks, timeout)):
         for check in CHECKS:
             if group is ranks or check is not splits_into_groups:
                 check(group)
@@ -120,4 +120,4 @@ def talk(rank: int, size: int, store: Path) -> None:
     if rank in (1, 2):
         for check in CHECKS:
             if check is not splits_into_groups:  # which all ranks of the run do together
-                check(Group(half))
+                check(ProcessGroup(half))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddpforge.interfaces.regions import Range, Region, copy
+from ddpforge.interfaces.regions import FlatRange, Region, copy
 
 
 @dataclass(frozen=True)
@@ -27,5 +27,5 @@ class Saved:
 
     def read_into(self, region: Region, target: Tensor) -> None:
         assert target.dtype == self.dtype
-        flat = target.view(-1) if isinstance(region, Range) else target
-        copy(self.shape, Range(0, self.tensor.numel()), self.tensor.reshape(-1), region, flat)
+        flat = target.view(-1) if isinstance(region, FlatRange) else target
+        copy(self.shape, FlatRange(0, self.tensor.numel()), self.tensor.reshape(-1), region, flat)

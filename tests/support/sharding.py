@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from support import SUPPORT
 from support.launched import Ranks
 
@@ -21,7 +21,7 @@ ZERO = {stage: f'use = "deepspeed"\nstage = {stage}' for stage in (1, 2, 3)}
 
 def weights_in(checkpoint: Path) -> dict[str, Tensor]:
     """The model in a checkpoint, whole."""
-    return {name: saved.read() for name, saved in Reader(checkpoint).state().model.items()}
+    return {name: saved.read() for name, saved in CheckpointReader(checkpoint).state().model.items()}
 
 
 EACH = {"ddp": DDP, "fsdp": FSDP, **{f"zero{stage}": table for stage, table in ZERO.items()}}

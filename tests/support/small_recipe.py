@@ -27,7 +27,7 @@ CODE = """
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from ddpforge.interfaces import Rows, Task, Total
+from ddpforge.interfaces import SampleColumns, Task, Total
 
 class Net(nn.Module):
     def __init__(self, inputs: int = 4, outputs: int = 3, gives: str = "logits") -> None:
@@ -66,12 +66,12 @@ class Odd(Task):
         if self.how == "list":
             return [1.0]
         if self.how == "rows":
-            return {"it": Rows(batch[1])}
+            return {"it": SampleColumns(batch[1])}
         if self.how == "listed":
-            return {"it": Rows([0.5] * 8, batch[1])}
+            return {"it": SampleColumns([0.5] * 8, batch[1])}
         if self.how == "by turns":
             self.calls = getattr(self, "calls", 0) + 1
-            return {"it": Rows(batch[1]) if self.calls % 2 else Total(batch[1].sum(), 8)}
+            return {"it": SampleColumns(batch[1]) if self.calls % 2 else Total(batch[1].sum(), 8)}
         return {"it": 0.5} if self.how == "floats" else {"it": Total(torch.zeros(3), 3)} if self.how == "wide" else {}
 """
 

@@ -17,12 +17,12 @@ from ddpforge.errors import RecipeError
 from ddpforge.interfaces import World
 from ddpforge.preflight import Problems
 from ddpforge.preflight.samples import FirstSamples, check_each_dataset, check_first_batch
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.stages import Built, Chosen, Dealt
 
-ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
+ALONE = World(global_ranks=SingleRank(), dp_ranks=SingleRank(), device=torch.device("cpu"), local_rank=0)
 
 
 @dataclass
@@ -68,7 +68,7 @@ def staged(source: Any, *sets: str, ranks: int = 1, device: str = "cpu", meta: b
 
 def dealt(source: Any, world: World = ALONE, *, sets: Sequence[str] = (), **options: Any) -> Dealt:
     """Builds a recipe that has no errors, and deals it out."""
-    found = staged(source, *sets, ranks=world.all.size, meta=False, **options)
+    found = staged(source, *sets, ranks=world.global_ranks.size, meta=False, **options)
     found.problems.raise_if_any()
     return found.deal(world)
 

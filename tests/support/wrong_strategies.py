@@ -53,9 +53,9 @@ class Slips(DDP):
 class BeginsElsewhere(DDP):
     """Draws other initial weights than everybody else."""
 
-    def building(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[Any]:
         torch.manual_seed(7)
-        return super().building()
+        return super().init_context()
 
 
 class SavesRounded(DDP):

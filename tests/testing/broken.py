@@ -25,17 +25,17 @@ from ddpforge.interfaces import (
     EpochBatchSampler,
     Horizon,
     Metric,
-    PartedData,
     Replica,
     RunContext,
     Schedule,
+    ShardedDataset,
     StepInfo,
     Task,
     Total,
     Tracker,
     World,
 )
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.strategies.ddp import DDP
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -277,11 +277,11 @@ class LosesGradients(Task):
     whole_batch = True
 
     def start(self, model: nn.Module, world: World) -> None:
-        self.ranks = world.data
+        self.ranks = world.dp_ranks
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch[0])
-        everyones, begin = self.ranks.gather(outputs.detach())
+        everyones, begin = self.ranks.all_gather(outputs.detach())
         everyones = everyones.clone()
         everyones[begin : begin + len(outputs)] = outputs
         return (outputs @ everyones.T).square().sum(), outputs
@@ -292,7 +292,7 @@ class LooksAtAll(LosesGradients):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch[0])
-        everyones, _ = self.ranks.gather(outputs)
+        everyones, _ = self.ranks.all_gather(outputs)
         return (outputs @ everyones.T).square().sum(), outputs
 
 
@@ -361,21 +361,21 @@ class IsALoader(Endless):
         return iter(self.loader)
 
 
-class ForgetsWhere(PartedData):
+class ForgetsWhere(ShardedDataset):
     """Begins every part at its beginning."""
 
-    parts = (5, 9)
+    shard_sizes = (5, 9)
 
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[float]:
-        return iter([100.0 * part + number for number in range(self.parts[part])])
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[float]:
+        return iter([100.0 * part + number for number in range(self.shard_sizes[part])])
 
 
-class TooShort(PartedData):
+class TooShort(ShardedDataset):
     """Has less than it says."""
 
-    parts = (5, 9)
+    shard_sizes = (5, 9)
 
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[float]:
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[float]:
         return iter([100.0 * part + number for number in range(skip, 4)])
 
 
@@ -517,7 +517,7 @@ class LeavesWeights(Callback):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        for part in self.weights.parts().values():
+        for part in self.weights.shards().values():
             part.tensor.mul_(0.5)
         yield
 
@@ -596,7 +596,7 @@ class SeesTheSame(DDP):
     """Both ranks see the same data: nothing wrong with that."""
 
     def setup(self, train: Any, world: World) -> World:
-        return super().setup(train, replace(world, data=Alone()))
+        return super().setup(train, replace(world, dp_ranks=SingleRank()))
 
     def data_ranks(self, ranks: int) -> int:
         return 1
@@ -606,7 +606,7 @@ class CountsTwice(SeesTheSame):
     """Adds up over all ranks what should be added up over those that see different data."""
 
     def setup(self, train: Any, world: World) -> World:
-        alone = Alone()
-        alone.sum = world.all.sum  # type: ignore[method-assign]
-        self.world = replace(super().setup(train, world), data=alone)
+        alone = SingleRank()
+        alone.all_reduce_sum = world.global_ranks.all_reduce_sum  # type: ignore[method-assign]
+        self.world = replace(super().setup(train, world), dp_ranks=alone)
         return self.world

@@ -10,7 +10,7 @@ import pytest
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback
 from ddpforge.testing import job
-from ddpforge.testing.worlds import _outcome
+from ddpforge.testing.multi_rank_runs import _outcome
 
 
 class Saving:

@@ -50,8 +50,8 @@ STOPS = '''
         """Signals the process that has started this rank, and waits."""
         def on_start(self, run: RunContext) -> None:
             Path("FOLDER", str(os.getpid())).touch()
-            run.world.all.barrier()
-            if run.world.is_main:
+            run.world.global_ranks.barrier()
+            if run.world.is_rank_zero:
                 os.kill(parent_process().pid, NUMBER)
             time.sleep(1000)
 '''
@@ -121,7 +121,7 @@ def test_nothing_to_test_is_an_error_of_usage(arguments: list[str], says: str) -
 
 
 def test_quick_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpforge.testing.worlds.run_ranks", None)
+    monkeypatch.setattr("ddpforge.testing.multi_rank_runs.run_ranks", None)
     assert invoke("ddpforge", "--quick", "--kind", "callback").exit_code == 0
 
 
@@ -143,7 +143,7 @@ def test_ranks_are_not_started_for_checks_that_are_left_out(monkeypatch: pytest.
         "[callback.LeftOut.skip]\nagrees-on-all-ranks = 'not today'\nstate-round-trip = 'nor this'\n",
     )
     said: list[str] = []
-    monkeypatch.setattr("ddpforge.testing.worlds.run_ranks", lambda *_, **__: CompletedProcess([], 1, "", ""))
+    monkeypatch.setattr("ddpforge.testing.multi_rank_runs.run_ranks", lambda *_, **__: CompletedProcess([], 1, "", ""))
     with Kit(find_cases("parts.py"), say=said.append) as kit:
         skipped = [result.check for result in kit.run() if result.text().startswith("by its settings")]
     assert skipped == ["agrees-on-all-ranks", "state-round-trip"]
@@ -152,7 +152,9 @@ def test_ranks_are_not_started_for_checks_that_are_left_out(monkeypatch: pytest.
 
 @pytest.mark.parametrize("code", [75, 130, 15])
 def test_stopping_its_ranks_stops_the_kit(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    monkeypatch.setattr("ddpforge.testing.worlds.run_ranks", lambda *_, **__: CompletedProcess([], code, "", ""))
+    monkeypatch.setattr(
+        "ddpforge.testing.multi_rank_runs.run_ranks", lambda *_, **__: CompletedProcess([], code, "", "")
+    )
     result = invoke("ddpforge", "--kind", "callback", "--name", "ema")
     assert result.exit_code == 130
     assert "stopped; not all checks were made" in result.stderr

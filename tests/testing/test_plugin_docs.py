@@ -12,7 +12,7 @@ from support.fake_distributions import forgetting_modules_below
 
 from ddpforge.cli import main
 from ddpforge.components.kinds import KINDS
-from ddpforge.testing.register import checks_of
+from ddpforge.testing.registered_checks import checks_of
 from ddpforge.testing.settings import SECTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"

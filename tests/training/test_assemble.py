@@ -10,7 +10,7 @@ from support.stages import ALONE, dealt
 from torch import nn
 
 from ddpforge.checkpoint.manager import Checkpoints
-from ddpforge.ranks.writers import Peers
+from ddpforge.ranks.writers import WriterGroup
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.single import Single
 from ddpforge.training.assemble import assemble
@@ -46,10 +46,12 @@ def test_statistics_are_those_of_all_ranks_where_the_recipe_asks_for_it(
     sets = [f"train.sync_batchnorm={str(asked).lower()}"]
     parts = replace(dealt(path, sets=sets, device="cuda"), strategy=strategy())  # a CPU would be refused
     parts.strategy.setup(parts.recipe.train, ALONE)
-    checkpoints = Checkpoints(tmp_path, parts.recipe.checkpoint, peers=Peers.alone(), ranks=ALONE.all)
+    checkpoints = Checkpoints(tmp_path, parts.recipe.checkpoint, peers=WriterGroup.alone(), ranks=ALONE.global_ranks)
     trainer = assemble(parts, ALONE, checkpoints, Rows([]), folder=Path("runs/run"), life=ExitStack())
-    norms = [module for module in trainer.replica.bare.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        module for module in trainer.replica.unwrapped.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     assert len(norms) == 4
     assert [isinstance(norm, nn.SyncBatchNorm) for norm in norms] == [asked] * 4
     trained = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
-    assert trained == {id(weight) for weight in trainer.replica.bare.parameters()}
+    assert trained == {id(weight) for weight in trainer.replica.unwrapped.parameters()}

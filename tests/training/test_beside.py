@@ -14,9 +14,9 @@ from support.saved_tensors import Saved
 from torch import Tensor, nn
 
 from ddpforge.errors import CheckpointError, PluginError, StrategyError, UsageError
-from ddpforge.interfaces import Beside, Part, Replica, StepInfo, Strategy, Task, Weights
+from ddpforge.interfaces import AuxiliaryModule, Replica, StepInfo, Strategy, Task, TensorShard, Weights
 from ddpforge.strategies.single import Single
-from ddpforge.training.beside import BesideModule, declared, place, with_statistics
+from ddpforge.training.auxiliary import PlacedAuxiliary, declared, modules_with_buffers, place
 
 
 class Declares(Task):
@@ -25,7 +25,7 @@ class Declares(Task):
     def __init__(self, modules: Callable[[nn.Module], Mapping[str, Any]]) -> None:
         self.modules = modules
 
-    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+    def auxiliary_modules(self, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
         return self.modules(model)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -45,7 +45,9 @@ def step(number: int) -> StepInfo:
     return StepInfo(step=number, samples=0, lr=0.0, seconds=0.0)
 
 
-def placed(model: nn.Module, beside: Beside, *, begins: bool = True, strategy: Strategy | None = None) -> BesideModule:
+def placed(
+    model: nn.Module, beside: AuxiliaryModule, *, begins: bool = True, strategy: Strategy | None = None
+) -> PlacedAuxiliary:
     replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
     strategy = strategy or Single()
     strategy.setup(train(), replica.world)
@@ -59,13 +61,13 @@ def numbers(module: nn.Module) -> list[float]:
 
 def saved(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state as a checkpoint gives it back."""
-    tensors = {name: x.tensor if isinstance(x, Part) else x for name, x in state.items()}
+    tensors = {name: x.tensor if isinstance(x, TensorShard) else x for name, x in state.items()}
     return {name: Saved(x.clone()) if isinstance(x, Tensor) else x for name, x in tensors.items()}
 
 
 # ---------------------------------------------------------------------------------------------- declared
 def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> None:
-    modules = {"one": Beside(module=net()), "two": Beside(module=net(), training=True)}
+    modules = {"one": AuxiliaryModule(module=net()), "two": AuxiliaryModule(module=net(), training=True)}
     found = declared(Declares(lambda _: modules), net())
     assert [(name, one.module.training) for name, one in found.items()] == [("one", False), ("two", True)]
     assert not any(p.requires_grad for one in found.values() for p in one.module.parameters())
@@ -75,32 +77,44 @@ def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> No
     ("modules", "error", "complaint"),
     [
         (lambda model: {"it": net()}, PluginError, r"`it` of Declares.beside is a Sequential"),
-        (lambda model: {"a/b": Beside(module=net())}, PluginError, "is not a plain name"),
+        (lambda model: {"a/b": AuxiliaryModule(module=net())}, PluginError, "is not a plain name"),
         (
-            lambda model: {"it": Beside(module=model)},
+            lambda model: {"it": AuxiliaryModule(module=model)},
             PluginError,
             "its `0.weight` is the same parameter as `0.weight` of the model",
         ),
-        (lambda model: {"it": Beside(module=net(), momentum=0.9)}, PluginError, "a momentum, but follows no module"),
         (
-            lambda model: {"it": Beside(module=net(), weights="x", follows="")},
+            lambda model: {"it": AuxiliaryModule(module=net(), momentum=0.9)},
+            PluginError,
+            "a momentum, but follows no module",
+        ),
+        (
+            lambda model: {"it": AuxiliaryModule(module=net(), weights="x", follows="")},
             PluginError,
             "both `follows` and `weights`",
         ),
-        (lambda model: {"it": Beside(module=net(), follows="", momentum=1.5)}, PluginError, "the momentum 1.5"),
         (
-            lambda model: {"it": Beside(module=net(), follows="", momentum=0.9, saved=False)},
+            lambda model: {"it": AuxiliaryModule(module=net(), follows="", momentum=1.5)},
+            PluginError,
+            "the momentum 1.5",
+        ),
+        (
+            lambda model: {"it": AuxiliaryModule(module=net(), follows="", momentum=0.9, saved=False)},
             PluginError,
             "a resumed run would restart it with",
         ),
-        (lambda model: {"it": Beside(module=net(), follows="trunk")}, UsageError, "follows `trunk`, which the model"),
         (
-            lambda model: {"it": Beside(module=nn.Linear(2, 1), follows="0")},
+            lambda model: {"it": AuxiliaryModule(module=net(), follows="trunk")},
+            UsageError,
+            "follows `trunk`, which the model",
+        ),
+        (
+            lambda model: {"it": AuxiliaryModule(module=nn.Linear(2, 1), follows="0")},
             UsageError,
             r"`weight` is torch.float32 \(",
         ),
-        (lambda model: {"it": Beside(module=nn.Linear(1, 1), follows="")}, UsageError, "is not there"),
-        (lambda model: {"it": Beside(module=net().double(), follows="")}, UsageError, "is torch.float64"),
+        (lambda model: {"it": AuxiliaryModule(module=nn.Linear(1, 1), follows="")}, UsageError, "is not there"),
+        (lambda model: {"it": AuxiliaryModule(module=net().double(), follows="")}, UsageError, "is torch.float64"),
     ],
 )
 def test_a_declaration_that_cannot_work_is_refused(
@@ -113,7 +127,7 @@ def test_a_declaration_that_cannot_work_is_refused(
 # ---------------------------------------------------------------------------------------------- following
 def test_a_module_that_follows_begins_as_a_copy_and_moves_by_its_momentum() -> None:
     model, other = net(), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
-    beside = placed(model, Beside(module=other, follows="", momentum=lambda step: (0.75, 0.0)[step]))
+    beside = placed(model, AuxiliaryModule(module=other, follows="", momentum=lambda step: (0.75, 0.0)[step]))
     assert numbers(other) == [1.0, 2.0, 1.0, 0.0]
     with torch.no_grad():
         model[0].weight.fill_(5.0)
@@ -127,7 +141,7 @@ def test_a_module_that_follows_begins_as_a_copy_and_moves_by_its_momentum() -> N
 
 def test_it_may_follow_a_part_of_the_model_and_stays_a_copy_of_the_beginning_without_momentum() -> None:
     model = net()
-    beside = placed(model, Beside(module=(other := nn.Linear(1, 1)), follows="0"))
+    beside = placed(model, AuxiliaryModule(module=(other := nn.Linear(1, 1)), follows="0"))
     with torch.no_grad():
         model[0].weight.fill_(5.0)
     beside.on_step(step(1))
@@ -136,7 +150,9 @@ def test_it_may_follow_a_part_of_the_model_and_stays_a_copy_of_the_beginning_wit
 
 def test_a_module_without_parameters_may_follow() -> None:
     model = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1))
-    beside = placed(model, Beside(module=(other := nn.BatchNorm1d(1, affine=False)), follows="0", momentum=0.9))
+    beside = placed(
+        model, AuxiliaryModule(module=(other := nn.BatchNorm1d(1, affine=False)), follows="0", momentum=0.9)
+    )
     model[0].running_mean.fill_(3.0)  # type: ignore[operator, union-attr]
     beside.on_step(step(1))
     assert [buffer.item() for name, buffer in other.named_buffers() if name == "running_mean"] == [3.0]
@@ -144,14 +160,14 @@ def test_a_module_without_parameters_may_follow() -> None:
 
 def test_a_module_in_training_mode_keeps_its_own_statistics_and_is_evaluated_like_the_model() -> None:
     model = net()
-    beside = placed(model, Beside(module=(other := net()), follows="", momentum=0.5, training=True))
+    beside = placed(model, AuxiliaryModule(module=(other := net()), follows="", momentum=0.5, training=True))
     other[1].running_mean.fill_(7.0)
     beside.on_step(step(1))
     assert other[1].running_mean.item() == 7.0
     with beside.evaluating():
         assert not other.training
     assert other.training
-    assert {name for name, _ in with_statistics(model, [beside]).named_buffers()} >= {
+    assert {name for name, _ in modules_with_buffers(model, [beside]).named_buffers()} >= {
         "0.1.running_mean",
         "1.1.running_mean",
     }
@@ -159,10 +175,10 @@ def test_a_module_in_training_mode_keeps_its_own_statistics_and_is_evaluated_lik
 
 def test_a_strategy_that_lays_them_out_differently_cannot_let_it_follow() -> None:
     class Halves(Weights):
-        def parts(self) -> Mapping[str, Part]:
+        def shards(self) -> Mapping[str, TensorShard]:
             return {}
 
-        def frozen(self) -> Mapping[str, Part]:
+        def frozen(self) -> Mapping[str, TensorShard]:
             return {}
 
         def elements(self, name: str, region: Any) -> Tensor:
@@ -177,7 +193,7 @@ def test_a_strategy_that_lays_them_out_differently_cannot_let_it_follow() -> Non
     replica.weights = Halves()
     strategy = Apart()
     strategy.setup(train(), replica.world)
-    found = declared(Declares(lambda model: {"other": Beside(module=copy.deepcopy(model), follows="")}), model)
+    found = declared(Declares(lambda model: {"other": AuxiliaryModule(module=copy.deepcopy(model), follows="")}), model)
     with pytest.raises(
         StrategyError, match=r"`other` cannot follow the model: this strategy shards the two.*only a half"
     ):
@@ -187,11 +203,11 @@ def test_a_strategy_that_lays_them_out_differently_cannot_let_it_follow() -> Non
 # ---------------------------------------------------------------------------------------------- to disk and back
 def test_what_is_saved_is_what_a_resumed_run_goes_on_with() -> None:
     model = net()
-    first = placed(model, Beside(module=net(), follows="", momentum=0.5))
+    first = placed(model, AuxiliaryModule(module=net(), follows="", momentum=0.5))
     with torch.no_grad():
         first.module[0].weight.fill_(9.0)  # type: ignore[index]
     state = saved(first.state())
-    again = placed(net(), Beside(module=(other := net()), follows="", momentum=0.5), begins=False)
+    again = placed(net(), AuxiliaryModule(module=(other := net()), follows="", momentum=0.5), begins=False)
     again.load_state(state)
     assert numbers(other)[0] == 9.0
     with pytest.raises(CheckpointError, match=r"another model \(missing from the checkpoint: 0.bias"):
@@ -209,18 +225,18 @@ def weights(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_weights_of_a_file_are_read_at_every_start_and_not_saved(weights: Callable[..., str]) -> None:
-    teacher = placed(net(), Beside(module=(one := net()), weights=weights(3.0)))
+    teacher = placed(net(), AuxiliaryModule(module=(one := net()), weights=weights(3.0)))
     assert numbers(one) == [3.0] * 4
     state = saved(teacher.state())
     assert state == {"magnitude": 21.0, "squares": 63.0}  # of seven tensors with one element
-    placed(net(), Beside(module=net(), weights=weights(3.0)), begins=False).load_state(state)
+    placed(net(), AuxiliaryModule(module=net(), weights=weights(3.0)), begins=False).load_state(state)
     with pytest.raises(CheckpointError, match="auxiliary module `other` differ from those at the start of this run"):
-        placed(net(), Beside(module=net(), weights=weights(3.001)), begins=False).load_state(state)
+        placed(net(), AuxiliaryModule(module=net(), weights=weights(3.001)), begins=False).load_state(state)
 
 
 def test_weights_of_a_file_that_are_saved_are_read_once(weights: Callable[..., str]) -> None:
-    teacher = placed(net(), Beside(module=net(), weights=weights(3.0), saved=True))
-    again = placed(net(), Beside(module=(other := net()), weights="gone", saved=True), begins=False)
+    teacher = placed(net(), AuxiliaryModule(module=net(), weights=weights(3.0), saved=True))
+    again = placed(net(), AuxiliaryModule(module=(other := net()), weights="gone", saved=True), begins=False)
     again.load_state(saved(teacher.state()))
     assert numbers(other) == [3.0] * 4
 
@@ -228,23 +244,23 @@ def test_weights_of_a_file_that_are_saved_are_read_once(weights: Callable[..., s
 def test_a_teacher_lacks_nothing(weights: Callable[..., str]) -> None:
     file = weights(3.0)
     with pytest.raises(UsageError, match=r"weights of other = .*: it lacks 2.bias, 2.weight"):
-        placed(net(), Beside(module=nn.Sequential(*net(), nn.Linear(1, 1)), weights=file))
+        placed(net(), AuxiliaryModule(module=nn.Sequential(*net(), nn.Linear(1, 1)), weights=file))
     with pytest.raises(UsageError, match=r"`0.weight` is \[1, 2\] in the model and \[1, 1\] in weights of other"):
-        placed(net(), Beside(module=nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), weights=file))
+        placed(net(), AuxiliaryModule(module=nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), weights=file))
 
 
 def test_statistics_that_training_changes_are_kept_though_the_weights_come_from_elsewhere(tmp_path: Path) -> None:
     """Read again from `weights` they would be those of the beginning."""
     save_file(net().state_dict(), tmp_path / "net.safetensors")
     given: dict[str, Any] = {"weights": str(tmp_path / "net.safetensors"), "training": True}
-    beside = placed(net(), Beside(module=(module := net()), **given))
+    beside = placed(net(), AuxiliaryModule(module=(module := net()), **given))
     module(torch.tensor([[3.0], [5.0]]))
     mean = module[1].running_mean.item()
     assert mean != 0.0
-    again = placed(net(), Beside(module=(other := net()), **given), begins=False)
+    again = placed(net(), AuxiliaryModule(module=(other := net()), **given), begins=False)
     again.load_state(saved(beside.state()))
     assert other[1].running_mean.item() == mean
 
-    assert not Beside(module=nn.Linear(1, 1), **given).is_saved  # nothing in it changes
+    assert not AuxiliaryModule(module=nn.Linear(1, 1), **given).is_saved  # nothing in it changes
     with pytest.raises(PluginError, match="updates statistics in training mode, and a resumed run would lose them"):
-        declared(Declares(lambda _: {"it": Beside(module=net(), saved=False, **given)}), net())
+        declared(Declares(lambda _: {"it": AuxiliaryModule(module=net(), saved=False, **given)}), net())

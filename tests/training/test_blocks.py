@@ -18,9 +18,9 @@ from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.errors import UsageError
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.training import recompute
+from ddpforge.training import activation_checkpointing
 from ddpforge.training.blocks import find_blocks, rework_blocks
-from ddpforge.training.ledger import Ledger
+from ddpforge.training.memory_tracker import MemoryTracker
 
 _BACKEND = "aot_eager_decomp_partition"  # everything that torch.compile does before it generates code
 
@@ -96,7 +96,7 @@ def test_selective_blocks_keep_what_costs_most_and_give_the_same_gradients() -> 
         torch.manual_seed(0)
         model = GPT(vocab_size=8, block_size=64, layers=3, heads=2, width=32, dropout=0.1)
         rework_blocks(find_blocks(model, []), settings(activation_checkpointing=kind))
-        with Ledger(lambda: "step") as ledger, FlopCounterMode(display=False) as counter:
+        with MemoryTracker(lambda: "step") as ledger, FlopCounterMode(display=False) as counter:
             torch.manual_seed(1)
             loss = model(tokens).square().sum()
             memory.append(sum(one.bytes for one in ledger.alive()))
@@ -410,7 +410,7 @@ def test_attention_with_dropout_is_computed_again_so_that_what_follows_draws_the
             x = torch.nn.functional.dropout(_attention(x.sin(), 0.5).cos(), 0.5)
             return x.exp()
 
-    monkeypatch.setattr(recompute, "_COSTLY", {torch.ops.test_blocks.attention.default})
+    monkeypatch.setattr(activation_checkpointing, "_COSTLY", {torch.ops.test_blocks.attention.default})
     gradients = []
     for how in (False, "selective"):
         block = Attends()

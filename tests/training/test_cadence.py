@@ -3,7 +3,7 @@
 import pytest
 
 from ddpforge.interfaces.durations import Duration, Horizon
-from ddpforge.recipe.plan import in_steps
+from ddpforge.recipe.run_plan import in_steps
 from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
 
 

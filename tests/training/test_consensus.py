@@ -5,7 +5,7 @@ import torch
 
 from ddpforge.interfaces import Ranks, Total
 from ddpforge.testing.doubles import in_threads
-from ddpforge.training.consensus import Agreement, Ballot
+from ddpforge.training.consensus import ConsensusInputs, Decision
 
 WISHES = ["stop", "end", "train.eval_every"]
 
@@ -14,15 +14,15 @@ WISHES = ["stop", "end", "train.eval_every"]
 def test_a_wish_of_one_rank_is_everybodys_and_saved_is_what_all_have_written(saved: list[bool]) -> None:
     wanted = [set[str](), {"stop"}, {"stop", "train.eval_every"}]
 
-    def agree(ranks: Ranks) -> tuple[Agreement, dict[str, float]]:
-        ballot = Ballot(WISHES)
+    def agree(ranks: Ranks) -> tuple[Decision, dict[str, float]]:
+        ballot = ConsensusInputs(WISHES)
         mine = ballot.totals(wanted[ranks.rank], seconds=ranks.rank + 1.0, saved=saved[ranks.rank])
-        means = ranks.mean({"loss": Total(torch.tensor(6.0), 2), **mine})
+        means = ranks.reduce_metrics({"loss": Total(torch.tensor(6.0), 2), **mine})
         return ballot.count(means), means
 
-    expected = Agreement(frozenset({"stop", "train.eval_every"}), 2.0, all(saved))
+    expected = Decision(frozenset({"stop", "train.eval_every"}), 2.0, all(saved))
     assert in_threads(3, agree) == [(expected, {"loss": 3.0})] * 3
 
 
 def test_nobody_wants_anything_before_ranks_have_talked() -> None:
-    assert Agreement() == Agreement(frozenset(), 0.0, all_saved=False)
+    assert Decision() == Decision(frozenset(), 0.0, all_saved=False)

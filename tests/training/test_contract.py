@@ -12,11 +12,11 @@ from torch import nn
 
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Ranks
-from ddpforge.ranks.collectives import Alone, Group
+from ddpforge.ranks.collectives import ProcessGroup, SingleRank
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
-from ddpforge.training.contract import Size, contract_of, count_parameters, prove
+from ddpforge.training.contract import ParameterCount, contract_of, count_parameters, verify_contract
 
 
 class Net(nn.Module):
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 def test_elements_are_counted_once_however_many_names_they_have() -> None:
-    assert count_parameters(Net()) == Size(all=8, trainable=6)
+    assert count_parameters(Net()) == ParameterCount(all=8, trainable=6)
 
 
 def test_a_strategy_without_a_contract_is_refused_by_name() -> None:
@@ -41,7 +41,7 @@ def test_a_strategy_without_a_contract_is_refused_by_name() -> None:
     assert contract_of(Single()) is Single.contract
 
 
-class Fewer(Group):
+class Fewer(ProcessGroup):
     """Says that it is one rank less than it adds up."""
 
     def __init__(self) -> None:
@@ -52,9 +52,11 @@ class Fewer(Group):
 def proven(strategy: Any, *, trainable: int = 6, data: Callable[[], Ranks] | None = None, model: Any = Net) -> str:
     """What `prove` says; nothing where the strategy keeps its word."""
     training = Training(strategy, model)
-    world = training.world if data is None else replace(training.world, data=data())
+    world = training.world if data is None else replace(training.world, dp_ranks=data())
     try:
-        prove(strategy.contract, type(strategy).__name__, world, training.replica.weights, Size(99, trainable))
+        verify_contract(
+            strategy.contract, type(strategy).__name__, world, training.replica.weights, ParameterCount(99, trainable)
+        )
     except StrategyError as error:
         return error.message
     return ""
@@ -127,8 +129,8 @@ def test_float64_is_more_than_any_strategy_promises() -> None:
 def test_ranks_that_see_the_same_data_count_once() -> None:
     def rank(number: int) -> str:
         training = Training(DDP(), Net)
-        world = replace(training.world, data=Alone())
-        prove(DDP.contract, "DDP", world, training.replica.weights, Size(8, 6))
+        world = replace(training.world, dp_ranks=SingleRank())
+        verify_contract(DDP.contract, "DDP", world, training.replica.weights, ParameterCount(8, 6))
         return "kept"
 
     assert in_ranks(2, rank) == ["kept"] * 2

@@ -13,9 +13,9 @@ from ddpforge.builtin.tasks.diffusion import Diffusion
 from ddpforge.builtin.tasks.gan import Adversarial
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.data import RankShare, open_data
-from ddpforge.interfaces import Draws, PartedData, Task, Total
+from ddpforge.interfaces import SampleRNG, ShardedDataset, Task, Total
+from ddpforge.training.alternating_updates import tasks_by_update
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.turns import of_turns
 
 IDLE: Any = None
 SAMPLES = 11
@@ -65,12 +65,12 @@ class Samples:
         return self.values[index]
 
 
-class Parts(Samples, PartedData):
+class Parts(Samples, ShardedDataset):
     """The same in two parts."""
 
     parts, lanes = (7, 4), (2, 2)
 
-    def open(self, part: int, *, epoch: int, skip: int) -> Any:
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Any:
         return iter(self.values[7 * part : 7 + 4 * part][skip:])
 
 
@@ -91,7 +91,7 @@ def evaluated(task: Task, model: nn.Module, data: Any, ranks: int, batch: int) -
         batches = open_data(data, global_batch=batch * ranks, share=share, **options)
         replica = Plain(ranks, rank).holding(model, IDLE)
         ours = Evaluator(world=replica.world, replica=replica, task=task, sets={}, callbacks={}, seed=5)
-        for turn in of_turns(task):
+        for turn in tasks_by_update(task):
             for name, total in ours.quantities(batches.evaluation(), turn).items():
                 assert isinstance(total, Total)
                 sums = found.setdefault(f"{name}/{turn}", [0.0, 0.0])
@@ -117,14 +117,14 @@ def test_training_draws_from_the_generator_as_ever() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2, 3), torch.randn(2, 5)
     torch.manual_seed(3)
-    found = Task.draws.rand(2, 3), Task.draws.randn(2, 5)
+    found = Task.rng.rand(2, 3), Task.rng.randn(2, 5)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_each_draw_of_a_sample_is_another_and_a_wrong_number_of_rows_is_refused() -> None:
-    draws = Draws([7, 8])
+    draws = SampleRNG([7, 8])
     one, other = draws.rand(2, 6), draws.rand(2, 6)
     assert len({round(float(x), 6) for x in torch.cat([one, other]).flatten()}) == 24
-    assert torch.equal(Draws([8]).rand(1, 6), one[1:])
+    assert torch.equal(SampleRNG([8]).rand(1, 6), one[1:])
     with pytest.raises(ValueError, match="random numbers for 3 samples in a batch of 2"):
         draws.randn(3, 4)

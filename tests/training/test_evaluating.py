@@ -11,11 +11,11 @@ import pytest
 import torch
 from support.stages import dealt
 
-from ddpforge.checkpoint.contents import Facts
+from ddpforge.checkpoint.state import CheckpointMetadata
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import Callback, CanonicalState, RunContext, World
-from ddpforge.ranks.collectives import Alone
-from ddpforge.training.assemble import evaluating
+from ddpforge.ranks.collectives import SingleRank
+from ddpforge.training.assemble import assemble_evaluator
 from ddpforge.training.stages import Dealt
 
 FOLDER = Path("runs/run")
@@ -56,7 +56,9 @@ class Saved:
 
     def __init__(self, parts: Dealt, value: float = 0.0, of: str = "") -> None:
         self.model = {of + name: _Full(torch.full_like(x, value)) for name, x in parts.model.state_dict().items()}
-        self.facts = Facts(step=3, samples=3, strategy="ddp", world_size=1, recipe="", position={}, loop={})
+        self.facts = CheckpointMetadata(
+            step=3, samples=3, strategy="ddp", world_size=1, recipe="", position={}, loop={}
+        )
 
     def state(self) -> CanonicalState[Any]:
         return CanonicalState(self.model, {})
@@ -81,7 +83,7 @@ def parts(tmp_path: Path) -> Dealt:
 
 @pytest.fixture
 def world(parts: Dealt) -> World:
-    alone = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
+    alone = World(global_ranks=SingleRank(), dp_ranks=SingleRank(), device=torch.device("cpu"), local_rank=0)
     return parts.strategy.setup(parts.recipe.train, alone)
 
 
@@ -97,7 +99,7 @@ def test_an_evaluator_has_the_weights_of_the_checkpoint_and_callbacks_their_stat
     """With all weights zero every class is as likely: the loss is ln 10."""
     first, second = Hears(), Hears()
     parts = watched(parts, first=first, second=second)
-    with evaluating(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
+    with assemble_evaluator(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
         assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
         assert (first.heard, second.heard) == ([{"n": 1}], [])
     assert (first.heard[1:], second.heard) == ([None], [None])
@@ -107,7 +109,7 @@ def test_averages_that_the_checkpoint_lacks_are_not_evaluated(
     parts: Dealt, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would be those of the initial weights; the checkpoint's have a loss of ln 10."""
-    with evaluating(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
+    with assemble_evaluator(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
         assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
     assert "ema: there are no averages yet; this evaluation uses the weights themselves" in caplog.text
 
@@ -116,7 +118,7 @@ def test_callbacks_hear_of_an_evaluation_that_fails(parts: Dealt, world: World) 
     first, second = Hears(end=lambda: 1 / 0), Hears()
     parts = watched(parts, first=first, second=second)
     failure = RuntimeError("no memory")
-    with pytest.raises(RuntimeError, match="no memory"), evaluating(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no memory"), assemble_evaluator(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         raise failure
     assert first.heard[-1] is second.heard[-1] is failure
 
@@ -124,7 +126,7 @@ def test_callbacks_hear_of_an_evaluation_that_fails(parts: Dealt, world: World) 
 def test_callbacks_that_have_started_hear_that_another_could_not(parts: Dealt, world: World) -> None:
     first, second = Hears(), Hears(start=lambda: {}["key"])
     parts = watched(parts, first=first, second=second)
-    with pytest.raises(KeyError), evaluating(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
+    with pytest.raises(KeyError), assemble_evaluator(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         pytest.fail("there is nothing to lend")
     assert [type(error) for error in first.heard] == [KeyError]
     assert second.heard == []
@@ -135,7 +137,7 @@ def test_callbacks_hear_that_the_checkpoint_is_of_another_model(parts: Dealt, wo
     parts = watched(parts, first=first)
     with (
         pytest.raises(CheckpointError, match="of another model"),
-        evaluating(parts, world, Saved(parts, of="encoder."), FOLDER),  # type: ignore[arg-type]
+        assemble_evaluator(parts, world, Saved(parts, of="encoder."), FOLDER),  # type: ignore[arg-type]
     ):
         pytest.fail("there is nothing to lend")
     assert [type(error) for error in first.heard] == [CheckpointError]
@@ -144,6 +146,6 @@ def test_callbacks_hear_that_the_checkpoint_is_of_another_model(parts: Dealt, wo
 def test_what_a_callback_raises_at_the_end_is_told_when_all_have_heard_of_it(parts: Dealt, world: World) -> None:
     first, second = Hears(end=lambda: 1 / 0), Hears()
     parts = watched(parts, first=first, second=second)
-    with pytest.raises(ZeroDivisionError), evaluating(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError), assemble_evaluator(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         pass
     assert second.heard == [None]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import CheckpointError, PeerFailed, PluginError, UsageError
-from ddpforge.interfaces import Callback, CanonicalState, StepInfo, Task, Total, WholeWeights
-from ddpforge.ranks.collectives import Alone
+from ddpforge.interfaces import Callback, CanonicalState, FullWeights, StepInfo, Task, Total
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.restoring import restore_weights
 
@@ -141,8 +141,8 @@ def test_an_evaluation_that_fails_leaves_callbacks_and_the_module_as_they_were()
 def test_what_callbacks_write_is_watched_when_an_evaluation_begins_and_when_it_ends() -> None:
     events: list[str] = []
 
-    class Observed(WholeWeights):
-        def observing(self) -> AbstractContextManager[None]:
+    class Observed(FullWeights):
+        def callback_guard(self) -> AbstractContextManager[None]:
             return noting(events, "watch")
 
     class Swaps(Callback):
@@ -155,7 +155,7 @@ def test_what_callbacks_write_is_watched_when_an_evaluation_begins_and_when_it_e
             return super().forward(x)
 
     replica = Plain().holding(Counts(), IDLE)
-    replica.weights = Observed(replica.bare, replica.ranks)
+    replica.weights = Observed(replica.unwrapped, replica.ranks)
     evaluator(replica, callbacks={"swaps": Swaps()}).evaluate(0)
     assert events[:3] == ["watch begins", "swap begins", "watch ends"]
     assert events[-3:] == ["watch begins", "swap ends", "watch ends"]
@@ -164,7 +164,7 @@ def test_what_callbacks_write_is_watched_when_an_evaluation_begins_and_when_it_e
 
 def test_a_first_evaluation_that_fails_on_another_rank_ends_on_this_one_too() -> None:
     replica = Plain(ranks=2).holding(Line(), IDLE)
-    replica.ranks.everyone = lambda mine: [mine, True]  # type: ignore[method-assign]
+    replica.ranks.all_gather_object = lambda mine: [mine, True]  # type: ignore[method-assign]
     ours = evaluator(replica)
     with pytest.raises(PeerFailed, match="the evaluation has failed on another rank"):
         ours.evaluate(0)
@@ -295,16 +295,16 @@ class OnDisk:
     def state(self) -> CanonicalState[Any]:
         model = {name: torch.tensor(5.0) for name in self.names}
         unread: Any = Unread()
-        return CanonicalState(model, unread, shared=unread, numbers={"scale": 3.0})
+        return CanonicalState(model, unread, extra_state=unread, scalars={"scale": 3.0})
 
 
 def test_weights_are_restored_without_what_the_optimizer_and_the_strategy_have_kept() -> None:
     loop = Loop()
-    restore_weights(loop.replica, OnDisk("w"), Alone())  # type: ignore[arg-type]
+    restore_weights(loop.replica, OnDisk("w"), SingleRank())  # type: ignore[arg-type]
     assert loop.model.w.item() == 5.0  # type: ignore[union-attr, operator]
-    assert (loop.replica.loaded.optimizer, loop.replica.loaded.shared, loop.replica.loop) == ({}, {}, {})
+    assert (loop.replica.loaded.optimizer, loop.replica.loaded.extra_state, loop.replica.loop) == ({}, {}, {})
 
 
 def test_weights_of_another_model_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"of another model \(missing from the checkpoint: w\)"):
-        restore_weights(Loop().replica, OnDisk("v"), Alone())  # type: ignore[arg-type]
+        restore_weights(Loop().replica, OnDisk("v"), SingleRank())  # type: ignore[arg-type]

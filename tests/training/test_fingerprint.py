@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from ddpforge.errors import ForgeError, UsageError
 from ddpforge.interfaces import Ranks
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.testing.doubles import in_threads
 from ddpforge.training.fingerprint import (
     DataPrint,
+    check_same_data,
+    check_same_groups,
+    check_same_models,
+    check_unchanged_data,
     difference,
-    refuse_changed_data,
-    refuse_other_data,
-    refuse_other_groups,
-    refuse_other_models,
 )
 
 
@@ -91,7 +91,7 @@ def tied(name: str) -> nn.Module:
     ],
 )
 def test_ranks_with_different_models_are_refused(one: nn.Module, other: nn.Module, told: str) -> None:
-    said = told_by_two(lambda ranks, rank: refuse_other_models(ranks, other if rank else one))
+    said = told_by_two(lambda ranks, rank: check_same_models(ranks, other if rank else one))
     assert re.search(told, said[0])
     assert said[1], "every rank ends"
 
@@ -103,12 +103,12 @@ def test_ranks_with_different_groups_of_parameters_are_refused_and_stages_of_a_p
     def groups(ranks: Ranks, rank: int) -> None:
         rates = (0.1, 0.2) if rank == 0 else (0.2, 0.1)
         optimizer = torch.optim.SGD([{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)])
-        refuse_other_groups(ranks, model, optimizer)
+        check_same_groups(ranks, model, optimizer)
 
     def stages(ranks: Ranks, rank: int) -> None:
         stage = layers("a", "b")
         stage.get_submodule("ba"[rank]).to("meta")  # as every stage has the others' parameters
-        refuse_other_groups(ranks, stage, torch.optim.SGD(stage.parameters(), lr=0.1 * (1 + rank)))
+        check_same_groups(ranks, stage, torch.optim.SGD(stage.parameters(), lr=0.1 * (1 + rank)))
 
     assert (
         "ranks have built the optimizer differently: number 0 on rank 0 is parameter group 0" in told_by_two(groups)[0]
@@ -138,7 +138,7 @@ class Dice(Numbers):
 )
 def test_ranks_with_different_data_are_refused(one: Any, other: Any, told: str) -> None:
     prints = [{"train": printed(one)}, {"train": printed(other)}]
-    said = told_by_two(lambda ranks, rank: refuse_other_data(ranks, prints[rank]))
+    said = told_by_two(lambda ranks, rank: check_same_data(ranks, prints[rank]))
     if told:
         assert said[0].startswith("ranks have different data: [data.train] on rank 0 and on rank 1: ")
         assert told in said[0]
@@ -146,8 +146,8 @@ def test_ranks_with_different_data_are_refused(one: Any, other: Any, told: str) 
 
 
 def test_one_rank_has_none_to_be_compared_with() -> None:
-    refuse_other_models(Alone(), layers("a"))
-    refuse_other_data(Alone(), {"train": printed(Numbers([1]))})
+    check_same_models(SingleRank(), layers("a"))
+    check_same_data(SingleRank(), {"train": printed(Numbers([1]))})
 
 
 # ---------------------------------------------------------------------------------------------- over a resume
@@ -248,9 +248,9 @@ def test_a_look_at_samples_leaves_random_numbers_as_they_are() -> None:
 
 def test_a_resume_with_samples_that_nobody_can_tell_in_advance_compares_their_number_alone() -> None:
     saved = {"train": printed(Dice([*range(4)])).as_json()}
-    refuse_changed_data({"train": printed(Dice([*range(4)]))}, saved, [])
+    check_unchanged_data({"train": printed(Dice([*range(4)]))}, saved, [])
     with pytest.raises(UsageError, match=r"data\.train: 4 samples → 5 samples"):
-        refuse_changed_data({"train": printed(Dice([*range(5)]))}, saved, [])
+        check_unchanged_data({"train": printed(Dice([*range(5)]))}, saved, [])
 
 
 class Broken(Numbers):
@@ -266,11 +266,11 @@ def test_a_resume_with_other_data_is_refused_unless_that_is_allowed() -> None:
     saved = {"train": printed(Numbers([*range(4)])).as_json(), "eval": printed(Numbers([1])).as_json()}
     now = {"train": printed(Numbers([*range(5)])), "eval": printed(Numbers([1]))}
     with pytest.raises(UsageError, match=r"data\.train: 4 samples → 5 samples") as refused:
-        refuse_changed_data(now, saved, ["model"])
+        check_unchanged_data(now, saved, ["model"])
     assert "--allow-change data.train" in refused.value.hints[1]
     for allowed in ("data.train", "data", "data.train.path"):
-        refuse_changed_data(now, saved, [allowed])
-    refuse_changed_data(now, {}, [])  # of a checkpoint of an earlier version
+        check_unchanged_data(now, saved, [allowed])
+    check_unchanged_data(now, {}, [])  # of a checkpoint of an earlier version
 
 
 RECIPE = """

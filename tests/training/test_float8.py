@@ -24,7 +24,7 @@ from ddpforge.preflight.static import check_float8 as check_float8_of
 from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe, TrainSection
 from ddpforge.strategies.ddp import DDP as Ddp
 from ddpforge.strategies.fsdp import FSDP as Fsdp
-from ddpforge.strategies.fsdp.units import materialise
+from ddpforge.strategies.fsdp.wrap_units import materialise
 from ddpforge.strategies.pipeline import Pipeline
 from ddpforge.strategies.single import Single
 from ddpforge.training import assemble

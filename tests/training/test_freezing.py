@@ -10,10 +10,10 @@ from support.saved_tensors import Saved
 from torch import nn
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import CanonicalState, Part
-from ddpforge.ranks.collectives import Alone
-from ddpforge.training.left_out import complete, measure, without_frozen, without_state_of_frozen
-from ddpforge.training.parameter_groups import freeze, hold_statistics
+from ddpforge.interfaces import CanonicalState, TensorShard
+from ddpforge.ranks.collectives import SingleRank
+from ddpforge.training.frozen_weights import checksum, fill_frozen, without_frozen, without_state_of_frozen
+from ddpforge.training.parameter_groups import freeze, freeze_batchnorm_statistics
 
 
 def net() -> nn.Sequential:
@@ -43,7 +43,7 @@ def test_all_but_the_head_is_frozen_by_a_glob_that_takes_out_again() -> None:
 
 def test_statistics_of_a_batchnorm_that_is_taken_out_again_move() -> None:
     model = net()
-    hold_statistics(model, ["*", "!3.*"])
+    freeze_batchnorm_statistics(model, ["*", "!3.*"])
     model.train()
     assert [module.training for module in model] == [True, False, True, True]
 
@@ -65,7 +65,7 @@ def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
 def test_statistics_are_held_where_all_of_a_batchnorm_is_frozen() -> None:
     """In a copy, too, of which the task's first batches are tried with."""
     model = net()
-    hold_statistics(model, ["0.*", "1.*", "3.weight"])
+    freeze_batchnorm_statistics(model, ["0.*", "1.*", "3.weight"])
     for held in (model, copy.deepcopy(model)):
         held.train()
         held(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
@@ -77,7 +77,7 @@ def test_statistics_are_held_where_all_of_a_batchnorm_is_frozen() -> None:
 # ---------------------------------------------------------------------------------------------- left out
 def state_of(model: nn.Module) -> tuple[Plain, CanonicalState[Any]]:
     replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
-    return replica, without_frozen(replica.state(), replica, Alone())
+    return replica, without_frozen(replica.state(), replica, SingleRank())
 
 
 def frozen(value: float = 1.0) -> nn.Sequential:
@@ -91,28 +91,28 @@ def frozen(value: float = 1.0) -> nn.Sequential:
 def test_what_is_not_trained_is_left_out_and_stays_as_it_is() -> None:
     replica, state = state_of(frozen())
     assert set(state.model) == {"1.weight"}
-    assert state.numbers == {"scale": 3.0, "left_out.magnitude": 2.0, "left_out.squares": 2.0}
-    on_disk: Any = CanonicalState({name: Saved(x) for name, x in state.model.items()}, {}, numbers=state.numbers)
-    found = complete(on_disk, replica, Alone())
+    assert state.scalars == {"scale": 3.0, "left_out.magnitude": 2.0, "left_out.squares": 2.0}
+    on_disk: Any = CanonicalState({name: Saved(x) for name, x in state.model.items()}, {}, scalars=state.scalars)
+    found = fill_frozen(on_disk, replica, SingleRank())
     assert set(found.model) == {"0.weight", "1.weight"}
     own = torch.ones(1, 2)
-    found.model["0.weight"].read_into(Part.whole(own).region, own)
+    found.model["0.weight"].read_into(TensorShard.whole(own).region, own)
     assert own.tolist() == [[1.0, 1.0]]
     with pytest.raises(CheckpointError, match="omits the frozen weights, and the frozen weights of the model differ"):
-        complete(on_disk, state_of(frozen(1.001))[0], Alone())
+        fill_frozen(on_disk, state_of(frozen(1.001))[0], SingleRank())
 
 
 @pytest.mark.parametrize("trained", [[True, True], [False, False]])
 def test_what_is_frozen_may_change(trained: list[bool]) -> None:
     """What the checkpoint has left out is trained now, or what it holds is frozen: it is completed all the same."""
     _, state = state_of(frozen())
-    on_disk: Any = CanonicalState({name: Saved(x) for name, x in state.model.items()}, {}, numbers=state.numbers)
+    on_disk: Any = CanonicalState({name: Saved(x) for name, x in state.model.items()}, {}, scalars=state.scalars)
     model = frozen()
     for parameter, trains in zip(model.parameters(), trained, strict=True):
         parameter.requires_grad_(trains)
     replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
     assert len(replica.weights.frozen()) == trained.count(False)
-    assert set(complete(on_disk, replica, Alone()).model) == {"0.weight", "1.weight"}
+    assert set(fill_frozen(on_disk, replica, SingleRank()).model) == {"0.weight", "1.weight"}
 
 
 def test_what_is_frozen_on_resume_has_no_optimizer_state() -> None:
@@ -125,14 +125,14 @@ def test_what_is_frozen_on_resume_has_no_optimizer_state() -> None:
 
 def test_a_checkpoint_that_holds_everything_is_as_it_is() -> None:
     replica, _ = state_of(frozen())
-    state: Any = CanonicalState({"0.weight": Saved(torch.zeros(1, 2))}, {}, numbers={"scale": 3.0})
-    assert complete(state, replica, Alone()) is state
+    state: Any = CanonicalState({"0.weight": Saved(torch.zeros(1, 2))}, {}, scalars={"scale": 3.0})
+    assert fill_frozen(state, replica, SingleRank()) is state
 
 
 def test_weights_are_measured_alike_whole_and_in_parts() -> None:
     """The second of two ranks has what the first has, or another half: counted once in either case."""
     weight = torch.tensor([1.0, -2.0])
-    whole = measure({"w": Part.whole(weight, replica=1, replicas=2)}, Elsewhere(2, 1))
+    whole = checksum({"w": TensorShard.whole(weight, replica=1, replicas=2)}, Elsewhere(2, 1))
     assert whole == {"magnitude": 1.5, "squares": 2.5}
-    assert measure({"w": weight}, Elsewhere(2, 1)) == whole
-    assert measure({"w": weight}, Alone()) == {"magnitude": 3.0, "squares": 5.0}
+    assert checksum({"w": weight}, Elsewhere(2, 1)) == whole
+    assert checksum({"w": weight}, SingleRank()) == {"magnitude": 3.0, "squares": 5.0}

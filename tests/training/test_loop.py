@@ -15,11 +15,11 @@ from support.doubles import Line, Loop, Numbers, Plain, Saved, Sums, noting
 from torch import Tensor, nn
 
 import ddpforge.training.loop
-from ddpforge.checkpoint.contents import Facts, RankState
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
 from ddpforge.errors import CheckpointError, Diverged, PluginError, UsageError
 from ddpforge.interfaces import Callback, StepInfo
-from ddpforge.launchers.verdict import Words
-from ddpforge.ranks.halt import NoHalt
+from ddpforge.launchers.exit_record import ExitRecords
+from ddpforge.ranks.run_limits import NoLimits
 from ddpforge.training.cadence import Stopwatch
 
 
@@ -156,10 +156,12 @@ def test_what_an_older_evaluation_found_is_not_saved_with_newer_weights() -> Non
     loop = Loop(steps=5, train={"eval_every": "4st"}, checkpoint={"every": "1st"}, length="7st")
     loop.fit()
     evaluated = {
-        saved.facts.step for saved in loop.checkpoints.saved if any("eval/" in name for name in saved.facts.metrics)
+        saved.metadata.step
+        for saved in loop.checkpoints.saved
+        if any("eval/" in name for name in saved.metadata.metrics)
     }
     assert evaluated == {4, 7}
-    assert all("train/loss" in saved.facts.metrics for saved in loop.checkpoints.saved)
+    assert all("train/loss" in saved.metadata.metrics for saved in loop.checkpoints.saved)
 
 
 def test_speed_is_that_of_the_steps_since_the_last_row() -> None:
@@ -241,14 +243,14 @@ def test_the_samples_of_a_step_are_those_of_all_ranks() -> None:
     loop.trainer.training = Read(loop.trainer.training, step_samples=10)  # type: ignore[assignment]
     loop.fit()
     assert [row["samples"] for _, row in loop.tracker.rows] == [10, 20]
-    assert loop.checkpoints.saved[-1].facts.samples == 20
+    assert loop.checkpoints.saved[-1].metadata.samples == 20
 
 
 def test_ranks_that_read_other_samples_of_a_stream_end_when_they_agree() -> None:
     loop = Loop(steps=2, evaluation=False, replica=Plain(ranks=2))
     loop.trainer.training = Read(loop.trainer.training, read=5)  # type: ignore[assignment]
-    mean = loop.replica.ranks.mean
-    loop.replica.ranks.mean = lambda totals, *rest: mean(  # type: ignore[method-assign]
+    mean = loop.replica.ranks.reduce_metrics
+    loop.replica.ranks.reduce_metrics = lambda totals, *rest: mean(  # type: ignore[method-assign]
         {name: (x + 7) / 2 if name == "?read1" else (x + 49) / 2 if name == "?read2" else x
          for name, x in totals.items()}, *rest
     )  # fmt: skip
@@ -312,18 +314,18 @@ def test_what_has_no_row_is_agreed_on_between_hosts() -> None:
     """Numbers of the device are read where there is a row, and nowhere else."""
     loop = Loop(steps=7, track="3st", evaluation=False)
     said: list[tuple[str, int]] = []
-    for name in ("mean", "average"):
-        real = getattr(loop.trainer.world.all, name)
+    for name in ("reduce_metrics", "all_reduce_mean"):
+        real = getattr(loop.trainer.world.global_ranks, name)
 
         def noted(*arguments: Any, name: str = name, real: Any = real) -> Any:
             said.append((name, loop.trainer.progress.step))
             return real(*arguments)
 
-        setattr(loop.trainer.world.all, name, noted)
+        setattr(loop.trainer.world.global_ranks, name, noted)
     loop.trainer.consensus.every = 1
     loop.fit()
     rows = [(name, step) for name, step in said if step in (1, 3, 6, 7)]
-    assert {name for name, step in rows if step} == {"mean"}
+    assert {name for name, step in rows if step} == {"reduce_metrics"}
     assert {name for name, step in said if step in (0, 2, 4, 5)} == {"average"}
 
 
@@ -389,21 +391,21 @@ def test_a_request_during_an_evaluation_leaves_it_for_the_next_attempt(
     assert (loop.trainer.progress.step, loop.checkpoints.steps()) == (stopped, [stopped])
     assert loop.events[-3:] == ["evaluation begins", "evaluation ends", "save"]
     assert loop.tracker.steps("eval/loss") == []
-    assert not any(name.startswith("eval/") for name in loop.checkpoints.saved[-1].facts.metrics)
+    assert not any(name.startswith("eval/") for name in loop.checkpoints.saved[-1].metadata.metrics)
     assert loop.model.training
 
 
-class Owner(NoHalt):
+class Owner(NoLimits):
     """Asks for the end of the run after so many looks, and notes that it is obeyed."""
 
     def __init__(self, looks: int) -> None:
         self.looks, self.heard = looks, 0
 
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         self.looks -= 1
         return self.looks < 0
 
-    def obeyed(self) -> None:
+    def acknowledge(self) -> None:
         self.heard += 1
 
 
@@ -415,7 +417,7 @@ def test_the_owner_of_a_run_stops_it_for_good(tmp_path: Path, monkeypatch: pytes
     loop.trainer.consensus.halt = owner = Owner(looks=3)
     assert loop.fit() == "preempted"
     assert (loop.trainer.progress.step, loop.checkpoints.steps(), owner.heard) == (3, [3], 1)
-    assert Words(verdict, 1).halted
+    assert ExitRecords(verdict, 1).halted
 
 
 def test_a_run_by_the_clock_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +428,7 @@ def test_a_run_by_the_clock_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyP
     loop.trainer.callbacks = {"watch": watcher}
     assert loop.fit() == "done"
     assert loop.trainer.progress.step == 7  # asked at the seventh, after six callbacks of 11 seconds
-    assert loop.checkpoints.saved[-1].facts.position["seconds"] == 77.0
+    assert loop.checkpoints.saved[-1].metadata.position["seconds"] == 77.0
 
 
 def test_a_run_by_the_clock_that_is_resumed_trains_for_what_is_left_of_its_time(
@@ -461,7 +463,7 @@ def test_a_bad_step_that_is_skipped_has_one_row_and_is_counted() -> None:
     assert loop.fit() == "done"
     assert [step for step, _ in loop.tracker.rows] == [1, 2, 3, 4, 5, 6]
     assert [row.get("train/skipped_steps", 0) for _, row in loop.tracker.rows] == [0, 1, 2, 2, 2, 2]
-    assert loop.checkpoints.saved[-1].facts.position["skipped"] == 2
+    assert loop.checkpoints.saved[-1].metadata.position["skipped"] == 2
 
 
 def test_a_bad_step_between_rows_has_one_of_its_own() -> None:
@@ -482,7 +484,7 @@ def test_overflows_of_fp16_are_no_divergence() -> None:
     loop = Loop(steps=4, bad=[2], evaluation=False)
     loop.replica.overflowed = lambda: True  # type: ignore[method-assign]
     assert loop.fit() == "done"
-    assert loop.trainer.progress.skipped == 1
+    assert loop.trainer.progress.nonfinite_steps == 1
 
 
 @pytest.mark.usefixtures("_looks_cost", "_agrees_seldom")
@@ -490,7 +492,7 @@ def test_where_looking_costs_a_bad_step_is_found_when_ranks_agree() -> None:
     loop = Loop(steps=9, bad=[3, 5], track="6st", train={"on_nonfinite": "skip"}, evaluation=False)
     loop.trainer.consensus.every = 1000
     loop.fit()
-    assert loop.trainer.progress.skipped == 2
+    assert loop.trainer.progress.nonfinite_steps == 2
     assert [step for step, _ in loop.tracker.rows] == [1, 5, 6, 9]  # of several bad ones the newest
 
 
@@ -518,8 +520,8 @@ def test_a_rollback_leaves_out_every_bad_step_since_the_checkpoint() -> None:
     assert loop.fit() == "done"
     assert loop.tracker.rewound == [3, 3]
     assert loop.checkpoints.steps() == [0, 3, 6, 8]
-    assert loop.trainer.progress.left_out == {4, 6}
-    assert loop.trainer.progress.skipped == 2
+    assert loop.trainer.progress.skipped_steps == {4, 6}
+    assert loop.trainer.progress.nonfinite_steps == 2
     assert loop.replica.loop == {"scale": 3.0}
     assert loop.events.count("step") == 4 + 2 + 3  # to 4; 5 and 6; 5, 7 and 8
 
@@ -557,7 +559,7 @@ def test_a_step_is_saved_once_and_callbacks_hear_of_it() -> None:
     loop = Loop(steps=4, checkpoint={"every": "2st", "at_start": True}, callbacks={"watch": watcher})
     loop.fit()
     assert loop.checkpoints.steps() == watcher.checkpoints == [0, 2, 4]
-    facts = loop.checkpoints.saved[1].facts
+    facts = loop.checkpoints.saved[1].metadata
     assert (facts.step, facts.samples, facts.loop) == (2, 2, {"scale": 3.0})
     assert loop.checkpoints.saved[1].share.callbacks == {"watch": {"told": 2}}
 
@@ -633,7 +635,7 @@ def saved(step: int, **more: Any) -> Saved:
     share = RankState(
         model={"w": Loop().model.w.detach() + 6}, optimizer={"w": {"m": 1.0}}, callbacks={"watch": {"n": 3}}
     )  # type: ignore[union-attr, operator]
-    return Saved(Facts(step=step, **facts), share)
+    return Saved(CheckpointMetadata(step=step, **facts), share)
 
 
 def test_a_resumed_run_goes_on_where_it_was_saved() -> None:
@@ -641,8 +643,8 @@ def test_a_resumed_run_goes_on_where_it_was_saved() -> None:
     loop = Loop(steps=6, callbacks={"watch": watcher})
     loop.trainer.restore(saved(4, metrics={"eval/loss": 1.0}))  # type: ignore[arg-type]
     progress = loop.trainer.progress
-    assert (progress.step, progress.samples, progress.seconds, progress.skipped) == (4, 4, 5.0, 1)
-    assert progress.left_out == {2}
+    assert (progress.step, progress.samples, progress.seconds, progress.nonfinite_steps) == (4, 4, 5.0, 1)
+    assert progress.skipped_steps == {2}
     assert watcher.taken == {"n": 3}
     assert loop.replica.loop == {"scale": 2.0}
     assert loop.model.w.item() == 7.0  # type: ignore[union-attr, operator]
@@ -844,8 +846,8 @@ def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> No
 
         def __init__(self) -> None:
             super().__init__(ranks=2)
-            alone = self.ranks.mean
-            self.ranks.mean = lambda totals, *rest: alone(  # type: ignore[method-assign]
+            alone = self.ranks.reduce_metrics
+            self.ranks.reduce_metrics = lambda totals, *rest: alone(  # type: ignore[method-assign]
                 {name: (x + 1) / 2 if "factor" in name else x for name, x in totals.items()}, *rest
             )
 

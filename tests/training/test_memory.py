@@ -7,7 +7,7 @@ import torch
 
 from ddpforge.errors import ExitCode, OutOfMemory
 from ddpforge.recipe.schema import Recipe
-from ddpforge.training.memory import explained
+from ddpforge.training.oom import explain_oom
 
 FULL = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.00 MiB is "
@@ -28,13 +28,13 @@ def recipe(use: str = "ddp", options: dict[str, Any] | None = None, **train: Any
 
 
 def hints(*arguments: Any, **train: Any) -> tuple[str, ...]:
-    found = explained(FULL, recipe(*arguments, **train), 2)
+    found = explain_oom(FULL, recipe(*arguments, **train), 2)
     assert isinstance(found, OutOfMemory)
     return found.hints
 
 
 def test_the_error_keeps_what_torch_says_and_ends_with_code_1() -> None:
-    found = explained(FULL, recipe(), 2)
+    found = explain_oom(FULL, recipe(), 2)
     assert isinstance(found, OutOfMemory)
     assert found.message.startswith("memory is full: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has")
     assert "documentation" not in found.message
@@ -86,4 +86,4 @@ def test_what_is_set_already_is_not_advised() -> None:
     ],
 )
 def test_other_errors_stay_what_they_are(error: Exception, full: bool) -> None:
-    assert (explained(error, recipe(), 1) is not error) == full
+    assert (explain_oom(error, recipe(), 1) is not error) == full

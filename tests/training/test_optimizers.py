@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Muon
 
 from ddpforge.components.registry import Registry
 from ddpforge.recipe.schema import OptimizerComponent
-from ddpforge.strategies.several import members
+from ddpforge.strategies.composite_optimizer import member_optimizers
 from ddpforge.training.learning_rates import Rates
 from ddpforge.training.optimizers import build_optimizer, check_parameters
 
@@ -59,7 +59,7 @@ def test_a_group_may_have_another_optimizer() -> None:
     optimizer = built(
         matrices=(at, {"use": "muon", "options": {"lr": 0.02}}), head=(("head.*",), {"options": {"lr": 1.0}})
     )
-    found = dict(members(optimizer))
+    found = dict(member_optimizers(optimizer))
     assert isinstance(found["matrices"], Muon)
     assert isinstance(found[""], AdamW)
     assert [group["names"] for group in found["matrices"].param_groups] == [["body.weight"]]
@@ -120,7 +120,12 @@ def test_layers_within_groups_and_their_optimizers() -> None:
         {"use": "sgd", "options": {"lr": 0.8}, "layer_decay": 0.5, "groups": {"matrices": matrices}}
     )
     optimizer = build_optimizer(Registry.installed(), component, Deep(), ())
-    found = {group["names"][0]: group["lr"] for name, one in members(optimizer) for group in one.param_groups if name}
+    found = {
+        group["names"][0]: group["lr"]
+        for name, one in member_optimizers(optimizer)
+        for group in one.param_groups
+        if name
+    }
     assert found == pytest.approx({"blocks.2.0.weight": 0.02, "blocks.1.0.weight": 0.01, "blocks.0.0.weight": 0.005})
     rates = Rates(optimizer, {"": lambda step: 1.0})
     assert rates.named() == pytest.approx({"matrices": 0.02})

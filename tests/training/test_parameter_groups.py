@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ddpforge.builtin.models.gpt import GPT
-from ddpforge.training.parameter_groups import parameter_groups, parameters_of_groups
+from ddpforge.training.parameter_groups import parameter_groups, parameters_by_group
 
 
 class Net(nn.Module):
@@ -135,7 +135,7 @@ def test_a_model_without_trainable_parameters_is_refused(model: nn.Module) -> No
 
 # ---------------------------------------------------------------------------------------------- groups of a recipe
 def chosen(groups: dict[str, list[str]]) -> dict[str, list[str]]:
-    return parameters_of_groups(Net(), groups)
+    return parameters_by_group(Net(), groups)
 
 
 def test_groups_take_what_their_entries_mean_and_the_rest_is_left() -> None:

@@ -13,8 +13,8 @@ from support.doubles import Loop, Plain
 from support.launched import Ranks
 
 from ddpforge.errors import Diverged, UsageError
-from ddpforge.ranks import phases
-from ddpforge.recipe.plan import Window
+from ddpforge.ranks import heartbeat
+from ddpforge.recipe.run_plan import StepWindow
 from ddpforge.training.profiling import Profile
 
 RECIPE = """\
@@ -30,33 +30,33 @@ train = { length = "6st", global_batch = 8 }
 
 @pytest.mark.parametrize(
     ("text", "window"),
-    [("20..25", Window(20, 25)), ("3", Window(3, 3)), ("1..2,all", Window(1, 2, all=True))],
+    [("20..25", StepWindow(20, 25)), ("3", StepWindow(3, 3)), ("1..2,all", StepWindow(1, 2, all=True))],
 )
-def test_a_window_is_a_step_or_several(text: str, window: Window) -> None:
-    assert Window.parse(text) == window
+def test_a_window_is_a_step_or_several(text: str, window: StepWindow) -> None:
+    assert StepWindow.parse(text) == window
 
 
 @pytest.mark.parametrize("text", ["", "0..3", "5..4", "5-9", "5..", "a..b", "5..9,some"])
 def test_what_names_no_steps_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="names no steps"):
-        Window.parse(text)
+        StepWindow.parse(text)
 
 
 def test_a_window_after_the_end_is_refused() -> None:
-    Window(5, 9).refuse_after(5)
-    Window(5, 9).refuse_after(None)
+    StepWindow(5, 9).reject_after(5)
+    StepWindow(5, 9).reject_after(None)
     with pytest.raises(UsageError, match="begins at step 5, but the run ends at step 4"):
-        Window(5, 9).refuse_after(4)
+        StepWindow(5, 9).reject_after(4)
 
 
-def profiled(window: Window, folder: Path, *, steps: int = 4, rank: int = 0) -> list[Path]:
+def profiled(window: StepWindow, folder: Path, *, steps: int = 4, rank: int = 0) -> list[Path]:
     loop = Loop(steps=steps, evaluation=False, replica=Plain(ranks=2, rank=rank))
     loop.trainer.fit(Profile(window, folder, loop.replica.world))
     return sorted(folder.glob("*")) if folder.exists() else []
 
 
 def test_the_table_has_phases_and_operators_of_a_step(tmp_path: Path) -> None:
-    trace, table = profiled(Window(2, 3), tmp_path / "profile")
+    trace, table = profiled(StepWindow(2, 3), tmp_path / "profile")
     assert table.name == "steps-2-3-rank-0.txt"
     lines = table.read_text().splitlines()
     assert re.fullmatch(r"steps 2\.\.3 on rank 0: [\d.]+ ms a step", lines[0])
@@ -65,7 +65,7 @@ def test_the_table_has_phases_and_operators_of_a_step(tmp_path: Path) -> None:
     assert sum(shares.values()) == pytest.approx(100, abs=3)
     (multiplied,) = (line for line in lines if line.split()[0] == "aten::mul")
     assert float(multiplied.split()[1]) >= 1  # w·x, once a step
-    assert phases._follower is None
+    assert heartbeat._follower is None
 
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
@@ -74,29 +74,29 @@ def test_the_table_has_phases_and_operators_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_within_the_window_has_what_there_is(tmp_path: Path) -> None:
-    found = profiled(Window(3, 9), tmp_path / "profile")
+    found = profiled(StepWindow(3, 9), tmp_path / "profile")
     assert [path.name for path in found] == ["steps-3-4-rank-0.json.gz", "steps-3-4-rank-0.txt"]
 
 
 def test_other_ranks_record_where_all_are_asked_for(tmp_path: Path) -> None:
-    assert not profiled(Window(2, 3), tmp_path / "one", rank=1)
-    assert len(profiled(Window(2, 3, all=True), tmp_path / "all", rank=1)) == 2
+    assert not profiled(StepWindow(2, 3), tmp_path / "one", rank=1)
+    assert len(profiled(StepWindow(2, 3, all=True), tmp_path / "all", rank=1)) == 2
 
 
 def test_of_steps_that_fail_nothing_is_written_and_another_run_can_be_profiled(tmp_path: Path) -> None:
     loop = Loop(steps=4, bad=[3], evaluation=False, callbacks={})
     with pytest.raises(Diverged):
-        loop.trainer.fit(Profile(Window(2, 4), tmp_path / "profile", loop.replica.world))
-    assert phases._follower is None
+        loop.trainer.fit(Profile(StepWindow(2, 4), tmp_path / "profile", loop.replica.world))
+    assert heartbeat._follower is None
     assert not (tmp_path / "profile").exists()
-    assert len(profiled(Window(2, 3), tmp_path / "again")) == 2
+    assert len(profiled(StepWindow(2, 3), tmp_path / "again")) == 2
 
 
 def test_steps_that_have_passed_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(steps=4, evaluation=False)
     loop.trainer.progress.step = 3
     with caplog.at_level("WARNING", "ddpforge"):
-        loop.trainer.fit(Profile(Window(1, 2), tmp_path / "profile", loop.replica.world))
+        loop.trainer.fit(Profile(StepWindow(1, 2), tmp_path / "profile", loop.replica.world))
     assert "this attempt trained none of the steps 1..2" in caplog.text
     assert not (tmp_path / "profile").exists()
 

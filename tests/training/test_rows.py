@@ -8,59 +8,64 @@ import pytest
 from support.doubles import Clock, Loop, Sums
 from torch import Tensor
 
-from ddpforge.ranks import phases
+from ddpforge.ranks import heartbeat
 from ddpforge.training.cadence import Stopwatch
-from ddpforge.training.rows import Spending
+from ddpforge.training.rows import TimeBreakdown
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time by which phases are measured."""
     clock = Clock()
-    monkeypatch.setattr(phases, "perf_counter", clock)
-    phases.mark(phases.START)
+    monkeypatch.setattr(heartbeat, "perf_counter", clock)
+    heartbeat.beat(heartbeat.START)
     return clock
 
 
 def stay(clock: Clock, phase: int, seconds: float) -> None:
-    phases.mark(phase)
+    heartbeat.beat(phase)
     clock.now += seconds
 
 
 def test_shares_are_those_of_the_time_since_the_last_row(clock: Clock) -> None:
-    stay(clock, phases.EVAL, 100.0)
-    spending = Spending()
-    for phase, seconds in ((phases.DATA, 3.0), (phases.FORWARD, 2.0), (phases.DATA, 1.0), (phases.BACKWARD, 4.0)):
+    stay(clock, heartbeat.EVAL, 100.0)
+    spending = TimeBreakdown()
+    for phase, seconds in (
+        (heartbeat.DATA, 3.0),
+        (heartbeat.FORWARD, 2.0),
+        (heartbeat.DATA, 1.0),
+        (heartbeat.BACKWARD, 4.0),
+    ):
         stay(clock, phase, seconds)
-    found, items = Spending.taken(spending.totals({}, counts=False))
+    found, items = TimeBreakdown.taken(spending.totals({}, counts=False))
     shares = {"data": 0.4, "forward": 0.2, "backward": 0.4, "optimizer": 0.0, "reduce": 0.0, "callbacks": 0.0}
     assert found == pytest.approx(shares)
     assert items is None
 
-    stay(clock, phases.SAVE, 1.0)
-    again, _ = Spending.taken(spending.totals({}, counts=False))
+    stay(clock, heartbeat.SAVE, 1.0)
+    again, _ = TimeBreakdown.taken(spending.totals({}, counts=False))
     assert again == pytest.approx({**dict.fromkeys(shares, 0.0), "save": 1.0})
 
 
 def test_rows_between_which_no_time_passes_have_shares_of_nothing(clock: Clock) -> None:
-    found, _ = Spending.taken(Spending().totals({}, counts=False))
+    found, _ = TimeBreakdown.taken(TimeBreakdown().totals({}, counts=False))
     assert set(found.values()) == {0.0}
 
 
 def test_what_is_measured_of_ranks_is_taken_out_of_the_means() -> None:
     means = {"loss": 0.5, "?time/data": 0.25, "?items": 100.0}
-    assert Spending.taken(means) == ({"data": 0.25}, 100.0)
+    assert TimeBreakdown.taken(means) == ({"data": 0.25}, 100.0)
     assert means == {"loss": 0.5}
 
 
 def test_who_follows_marks_is_told_of_each_until_nobody_does() -> None:
     seen: list[int] = []
-    phases.follow(seen.append)
-    phases.mark(phases.DATA)
-    phases.mark(phases.STEP)
-    phases.follow(None)
-    phases.mark(phases.SAVE)
-    assert seen == [phases.DATA, phases.STEP]
+    heartbeat.follow(seen.append)
+    heartbeat.beat(heartbeat.DATA)
+    heartbeat.beat(heartbeat.STEP)
+    heartbeat.follow(None)
+    heartbeat.beat(heartbeat.SAVE)
+    assert seen == [heartbeat.DATA, heartbeat.STEP]
 
 
 def test_a_row_has_the_shares_of_its_window(clock: Clock) -> None:
@@ -114,7 +119,7 @@ def test_a_run_that_waits_for_data_is_told_once_what_to_do(clock: Clock, caplog:
 
 @pytest.mark.parametrize(("waited", "seconds"), [(0.2, 60.0), (0.9, 1.0)])
 def test_short_waits_are_not_worth_a_word(waited: float, seconds: float) -> None:
-    assert Spending().advice(waited, seconds, workers=0) == ""
+    assert TimeBreakdown().advice(waited, seconds, workers=0) == ""
 
 
 class Words(Sums):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Histogram, ShownKind, Task, Tracker
-from ddpforge.training.shows import Shows
+from ddpforge.interfaces import Histogram, MediaKind, Task, Tracker
+from ddpforge.training.media import MediaLogger
 from ddpforge.training.task_checks import check_sum_reduction
 from ddpforge.training.trackers import TrackerGroup
 
@@ -22,14 +22,14 @@ class Screen(Tracker):
     def __init__(self) -> None:
         self.all: list[tuple[int, str, Any, str]] = []
 
-    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+    def log_media(self, step: int, name: str, value: Any, kind: MediaKind) -> None:
         self.all.append((step, name, value, kind))
         self.value = value
 
 
 def shown(value: Any, kind: Any, name: str = "x") -> Any:
     screen = Screen()
-    Shows(screen, is_main=True)(name, value, kind)
+    MediaLogger(screen, is_main=True)(name, value, kind)
     return screen.value
 
 
@@ -121,7 +121,7 @@ def test_numbers_that_no_image_has_are_left_out_with_one_warning(
     value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     screen = Screen()
-    shows = Shows(screen, is_main=True)
+    shows = MediaLogger(screen, is_main=True)
     with caplog.at_level(logging.WARNING, "ddpforge"):
         for shows.step in (3, 4):
             shows("samples", torch.full((2, 2), value), "image")
@@ -131,25 +131,25 @@ def test_numbers_that_no_image_has_are_left_out_with_one_warning(
 
 
 def test_a_range_that_cannot_be_cut_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    Shows(screen := Screen(), is_main=True)("weights", [1.0, 1.0000000000000002], "histogram")
+    MediaLogger(screen := Screen(), is_main=True)("weights", [1.0, 1.0000000000000002], "histogram")
     (message,) = caplog.messages
     assert (screen.all, message[:60]) == ([], "step 0: histogram `weights` is not shown: its values go from")
 
 
 def test_a_table_without_rows_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    Shows(screen := Screen(), is_main=True)("worst", [], "table")
+    MediaLogger(screen := Screen(), is_main=True)("worst", [], "table")
     assert (screen.all, caplog.messages) == ([], ["step 0: table `worst` is not shown: it has no rows"])
 
 
 def test_what_is_shown_belongs_to_the_present_step() -> None:
-    shows = Shows(screen := Screen(), is_main=True)
+    shows = MediaLogger(screen := Screen(), is_main=True)
     for shows.step in (1, 2):
         shows("a/b", "x", "text")
     assert screen.all == [(1, "a/b", "x", "text"), (2, "a/b", "x", "text")]
 
 
 def test_only_the_main_rank_shows() -> None:
-    Shows(screen := Screen(), is_main=False)("no name", object(), "image")
+    MediaLogger(screen := Screen(), is_main=False)("no name", object(), "image")
     assert screen.all == []
 
 
@@ -158,13 +158,13 @@ def test_a_copy_of_a_task_shows_nothing_and_its_loss_is_still_found_to_be_a_mean
 
     class Means(Task):
         def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-            self.show("batch", batch, "histogram")
+            self.log_media("batch", batch, "histogram")
             outputs = model(batch)
             return outputs.square().mean(), outputs
 
     task, screen = Means(), Screen()
     with (tmp_path / "file").open("w") as screen.file:  # type: ignore[attr-defined]
-        task.show = Shows(screen, is_main=True)  # type: ignore[method-assign]
+        task.log_media = MediaLogger(screen, is_main=True)  # type: ignore[method-assign]
         with pytest.raises(UsageError, match="returns a mean over the batch"):
             check_sum_reduction(nn.Linear(2, 1), task, torch.rand(8, 2), 8)
     assert screen.all == []
@@ -173,7 +173,7 @@ def test_a_copy_of_a_task_shows_nothing_and_its_loss_is_still_found_to_be_a_mean
 @pytest.mark.parametrize(("resumed_at", "step"), [(None, 0), (7, 7)])
 def test_what_is_shown_before_trackers_start_waits_for_them(tmp_path: Path, resumed_at: int | None, step: int) -> None:
     group = TrackerGroup({"screen": (screen := Screen())})
-    Shows(group, is_main=True)("model", "two layers", "text")
+    MediaLogger(group, is_main=True)("model", "two layers", "text")
     assert screen.all == []
     group.start(name="run", folder=tmp_path, config={}, resumed_at=resumed_at)
     assert screen.all == [(step, "model", "two layers", "text")]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError, StrategyError, UsageError
-from ddpforge.interfaces import Rows, Task, Total
+from ddpforge.interfaces import SampleColumns, Task, Total
 from ddpforge.training.step import KeepsBuffers, Stepper, check_first_loss, update_of
 
 IDLE: Any = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
@@ -116,7 +116,7 @@ def test_a_count_is_not_waited_for_before_the_forward_pass(monkeypatch: pytest.M
             events.append("forward")
             return super().forward(x)
 
-    monkeypatch.setattr(type(replica.world.data), "begin_sum", begin_sum)
+    monkeypatch.setattr(type(replica.world.dp_ranks), "all_reduce_sum_async", begin_sum)
     run(Noting(), Weighed(), [micro([1.0, 5.0], [1.0, 3.0])], replica)
     assert events == ["begins", "forward", "waits"]
 
@@ -193,8 +193,8 @@ def test_totals_of_another_shape_are_not_added_up() -> None:
             Total(torch.zeros(3), torch.ones(2)),
             r"is a Total with float32 \[2\] for its count, and float32 \[3\] for its sum",
         ),
-        (Rows(torch.zeros(3), torch.ones(2)), "has Rows whose columns differ in length: 3, 2"),
-        (Rows(), "has Rows whose columns differ in length: none"),
+        (SampleColumns(torch.zeros(3), torch.ones(2)), "has Rows whose columns differ in length: 3, 2"),
+        (SampleColumns(), "has Rows whose columns differ in length: none"),
     ],
 )
 def test_a_metric_that_is_no_total_is_named(wrong: Any, told: str) -> None:
@@ -216,7 +216,7 @@ def test_no_metric_is_asked_about_a_stand_in() -> None:
 
 
 def test_rows_are_left_out_of_training() -> None:
-    totals, _ = run(Line(), Plainly(lambda outputs: Rows(outputs)), [micro([1.0])])
+    totals, _ = run(Line(), Plainly(lambda outputs: SampleColumns(outputs)), [micro([1.0])])
     assert [*totals] == ["loss"]
 
 
@@ -276,14 +276,14 @@ class Explores(Plain):
 
     def holding(self, model: nn.Module, optimizer: Any) -> Explores:
         super().holding(model, optimizer)
-        self.weights.changed = lambda: self.events.append("changed")  # type: ignore[method-assign]
+        self.weights.mark_changed = lambda: self.events.append("changed")  # type: ignore[method-assign]
         return self
 
-    def explore(self, optimizer: Any) -> Tensor:
+    def perturb(self, optimizer: Any) -> Tensor:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         self.norms.append(norm.item())
         if norm.isfinite():
-            optimizer.explore(norm.item())
+            optimizer.perturb(norm.item())
         for parameter in self.module.parameters():
             parameter.grad = None
         return norm
@@ -300,8 +300,8 @@ class Wanders:
     def __init__(self, passes: int, events: list[str]) -> None:
         self.passes, self.events = passes, events
 
-    def explore(self, norm: float) -> None:
-        self.events.append("explore")
+    def perturb(self, norm: float) -> None:
+        self.events.append("perturb")
 
     def restore(self) -> None:
         self.events.append("restore")
@@ -344,7 +344,7 @@ def test_every_pass_sees_the_whole_step_with_the_same_random_numbers(number: int
 
     batches = [micro([1.0, 2.0], step=4), micro([3.0, 6.0], step=4, number=1)]
     replica, model, (totals, norm) = passes(number, batches, Plainly(metric))
-    assert replica.events == ["explore"] * (number - 1) + ["restore", "step", "update"]
+    assert replica.events == ["perturb"] * (number - 1) + ["restore", "step", "update"]
     assert replica.norms == [3.0] * number
     assert norm.item() == 3.0
     assert model.drawn == model.drawn[:2] * number

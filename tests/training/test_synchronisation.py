@@ -24,12 +24,12 @@ from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.data import MicroBatch
 from ddpforge.interfaces import Strategy, Total, World
-from ddpforge.ranks.collectives import Alone, Connected, Group
-from ddpforge.ranks.means import Means
+from ddpforge.ranks.collectives import CollectiveRanks, ProcessGroup, SingleRank
+from ddpforge.ranks.metric_reduction import MetricReduction
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.single import Single
-from ddpforge.tools.simulation.fake import pretended
+from ddpforge.tools.simulation.fake import fake_world
 from ddpforge.training.step import Stepper
 
 DEVICE = torch.device("meta")
@@ -83,13 +83,13 @@ def micro(number: int) -> MicroBatch:
 
 
 @contextmanager
-def without_the_others() -> Iterator[Connected]:
+def without_the_others() -> Iterator[CollectiveRanks]:
     """One of two ranks on the device, of which the other is not there; what DDP compares at its start is left out."""
     with ExitStack() as stack:
-        stack.enter_context(pretended(2))
+        stack.enter_context(fake_world(2))
         for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
             stack.enter_context(patch.object(of_ddp, name, lambda *_, **__: None))
-        yield Group(dist.group.WORLD, DEVICE)  # type: ignore[arg-type]
+        yield ProcessGroup(dist.group.WORLD, DEVICE)  # type: ignore[arg-type]
 
 
 def as_it_is(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -103,8 +103,8 @@ def gpt() -> GPT:
     return GPT(vocab_size=64, block_size=16, layers=2, heads=2, width=16)
 
 
-def stepper(strategy: Strategy, ranks: Connected, optimizer: type[Optimizer], **options: Any) -> Stepper:
-    strategy.setup(train(**options), World(all=ranks, data=ranks, device=DEVICE, local_rank=0))
+def stepper(strategy: Strategy, ranks: CollectiveRanks, optimizer: type[Optimizer], **options: Any) -> Stepper:
+    strategy.setup(train(**options), World(global_ranks=ranks, dp_ranks=ranks, device=DEVICE, local_rank=0))
     model: nn.Module = gpt().to(DEVICE)
     replica: Any = strategy.prepare(model, optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
     if ranks.size > 1:
@@ -119,7 +119,7 @@ def test_a_step_reads_nothing_but_a_norm_for_optimizers_that_cannot(
     strategy: type[Strategy], optimizer: type[Optimizer], reads: int, options: dict[str, Any]
 ) -> None:
     """Two micro-batches: inputs, targets and counts are sent without waiting."""
-    with without_the_others() if strategy is DDP else nullcontext(Alone(DEVICE)) as ranks:
+    with without_the_others() if strategy is DDP else nullcontext(SingleRank(DEVICE)) as ranks:
         steps = stepper(strategy(), ranks, optimizer, **options)
         for number in range(1, 5):
             with counted() as found:
@@ -147,10 +147,10 @@ def test_a_step_of_fsdp_reads_nothing_but_a_norm_for_optimizers_that_cannot(
     no_sync: bool, optimizer: type[Optimizer], reads: int
 ) -> None:
     """On the CPU, with an update as on a GPU."""
-    with pretended(2) as world:
+    with fake_world(2) as world:
         strategy = FSDP(no_sync=no_sync)
         strategy.setup(train(clip_norm=1.0), world)
-        with strategy.building():
+        with strategy.init_context():
             model = gpt()
         model = strategy.wrap(model, list(model.blocks))  # type: ignore[assignment]
         replica: Any = strategy.prepare(model, optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
@@ -167,13 +167,13 @@ def test_a_step_of_fsdp_reads_nothing_but_a_norm_for_optimizers_that_cannot(
 
 def test_numbers_of_a_step_cross_once_each_way() -> None:
     """Losses and metrics are on the device, clocks and votes on the host; they take turns in the row."""
-    ranks = Alone(DEVICE)
+    ranks = SingleRank(DEVICE)
     names = [f"{place}{number}" for number in range(6) for place in ("device", "host")]
     known = {name: Total(torch.ones((), dtype=torch.float64), 1) for name in names}
-    host = Alone()
-    means = Means(host, host.sum)
+    host = SingleRank()
+    means = MetricReduction(host, host.all_reduce_sum)
     assert means(known, {}) == dict.fromkeys(names, 1.0)
-    means._ranks, means._add_up = ranks, ranks.sum
+    means._ranks, means._add_up = ranks, ranks.all_reduce_sum
     totals = {name: Total(total.sum.to(DEVICE), 1) if "device" in name else total for name, total in known.items()}
     with counted() as found:
         means(totals, {})

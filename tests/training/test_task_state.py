@@ -17,8 +17,8 @@ from support.trained import trained
 from torch import Tensor, nn
 
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Beside, Task
-from ddpforge.training.task_state import TaskState, Unsaved, has_state, refuse_parameters
+from ddpforge.interfaces import AuxiliaryModule, Task
+from ddpforge.training.task_state import TaskState, Unsaved, check_no_parameters, has_state
 
 RECIPE = """
 recipe = 2
@@ -75,7 +75,9 @@ def test_a_state_that_differs_between_ranks_is_refused_by_name(tmp_path: Path) -
 
 def test_a_state_is_copied_and_read_back_as_tensors() -> None:
     task = Remembers()
-    state = TaskState(task, Plain().holding(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)])), Plain().world.all)
+    state = TaskState(
+        task, Plain().holding(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)])), Plain().world.global_ranks
+    )
     before = state.state()
     task.mean += 1
     assert before["mean"] == 0
@@ -124,7 +126,7 @@ class Meter:
 )
 def test_parameters_of_a_task_are_refused_by_name(name: str, value: Any, said: str) -> None:
     with pytest.raises(UsageError) as refused:
-        refuse_parameters(Plainly({name: value}), nn.Linear(1, 1), ())
+        check_no_parameters(Plainly({name: value}), nn.Linear(1, 1), ())
     assert said in refused.value.message
     assert refused.value.hints
 
@@ -141,7 +143,7 @@ def test_what_is_the_models_or_frozen_or_beside_it_is_no_parameter_of_a_task() -
     }
     computed = attributes["computed"] = nn.Identity()
     computed.register_buffer("twice", 2 * model[0].weight)
-    refuse_parameters(Plainly(attributes), model, [Beside(module=teacher)])
+    check_no_parameters(Plainly(attributes), model, [AuxiliaryModule(module=teacher)])
 
 
 # ------------------------------------------------------------------------------------------------ lost by a resume

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 from ddpforge.interfaces import Tracker
 from ddpforge.runs.metrics import JSONLTracker, read_metrics
 from ddpforge.training.trackers import TrackerGroup
@@ -79,7 +79,7 @@ def test_metrics_that_cannot_be_written_do_stop_the_run(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
     rmtree(tmp_path)
-    with pytest.raises(EnvironmentProblem, match=r"cannot write .*metrics\.jsonl: No such file"):
+    with pytest.raises(SetupError, match=r"cannot write .*metrics\.jsonl: No such file"):
         trackers.log(2, {"train/loss": 0.5})
 
 

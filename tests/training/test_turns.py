@@ -15,10 +15,17 @@ from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Task, Total
 from ddpforge.recipe.schema import Component, TurnComponent
-from ddpforge.strategies.several import InTurns, Several, members
+from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer, member_optimizers
+from ddpforge.training.alternating_updates import (
+    batches_per_step,
+    component_name,
+    finish_metrics,
+    step_function,
+    tasks_by_update,
+    update_names,
+)
 from ddpforge.training.learning_rates import Rates
-from ddpforge.training.parameter_groups import parameters_of_turns
-from ddpforge.training.turns import draws_of, finished, name_of, of_turns, step_function, turns_of
+from ddpforge.training.parameter_groups import parameters_by_update
 
 
 def turn(**settings: Any) -> TurnComponent:
@@ -26,7 +33,7 @@ def turn(**settings: Any) -> TurnComponent:
 
 
 class Duel(Task):
-    turns = ("d", "g")
+    updates = ("d", "g")
 
     def loss(self, model: nn.Module, batch: Any, turn: str = "") -> tuple[Tensor, Any]:
         return torch.tensor(2.0 if turn == "d" else 3.0), turn
@@ -63,7 +70,7 @@ def run(turns: dict[str, TurnComponent], norms: Iterable[float] = (3.0, 4.0, 12.
     noted = Noted(norms)
     functions: Any = dict.fromkeys(turns, noted.train_step)
     step = step_function(noted, functions, turns)  # type: ignore[arg-type]
-    return noted, step(1, batches(draws_of(turns)), measure=True)
+    return noted, step(1, batches(batches_per_step(turns)), measure=True)
 
 
 # ---------------------------------------------------------------------------------------------- updates and draws
@@ -101,18 +108,18 @@ def test_a_gradient_that_is_not_finite_marks_the_step_and_not_the_other_updates(
     ],
 )
 def test_a_step_draws_what_its_updates_ask_for(turns: dict[str, TurnComponent], draws: int) -> None:
-    assert draws_of(turns) == draws
+    assert batches_per_step(turns) == draws
 
 
 # ---------------------------------------------------------------------------------------------- the task
 def test_each_turn_sees_the_task_with_its_own_loss() -> None:
-    views = of_turns(Duel())
+    views = tasks_by_update(Duel())
     assert [(name, float(view.loss(nn.Identity(), None)[0])) for name, view in views.items()] == [
         ("d", 2.0),
         ("g", 3.0),
     ]
     assert views["d"].count(None) is None
-    assert name_of(views["d"]) == "Duel"
+    assert component_name(views["d"]) == "Duel"
     assert views["g"].finish({"loss": 1.0}) == {"loss/g": 1.0}
 
 
@@ -122,20 +129,20 @@ def test_a_task_without_turns_is_itself() -> None:
             raise NotImplementedError
 
     task = Plain()
-    assert of_turns(task) == {"": task}
-    assert finished(task, {"loss": 1.0}) == {"loss": 1.0}
+    assert tasks_by_update(task) == {"": task}
+    assert finish_metrics(task, {"loss": 1.0}) == {"loss": 1.0}
 
 
 def test_the_loss_of_a_step_is_the_sum_over_its_turns() -> None:
-    assert finished(Duel(), {"loss/d": 2.0, "loss/g": 3.0, "x/d": 1.0})["loss"] == 5.0
+    assert finish_metrics(Duel(), {"loss/d": 2.0, "loss/g": 3.0, "x/d": 1.0})["loss"] == 5.0
 
 
 @pytest.mark.parametrize("names", ["dg", ("a/b",), (1,), ("",)])
 def test_names_of_turns_are_names(names: Any) -> None:
     task = Duel()
-    task.turns = names
+    task.updates = names
     with pytest.raises(PluginError, match="must be names of letters"):
-        turns_of(task)
+        update_names(task)
 
 
 # ---------------------------------------------------------------------------------------------- the parameters
@@ -155,12 +162,12 @@ class Pair(nn.Module):
 )
 def test_a_parameter_is_in_one_turn(turns: dict[str, list[str]], said: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as found:
-        parameters_of_turns(Pair(), turns)
+        parameters_by_update(Pair(), turns)
     assert said in str(found.value)
 
 
 def test_parameters_of_turns_are_in_the_models_order() -> None:
-    found = parameters_of_turns(Pair(), {"g": ["shared.*", "g.*"], "d": ["d.*"]})
+    found = parameters_by_update(Pair(), {"g": ["shared.*", "g.*"], "d": ["d.*"]})
     assert found == {"g": ["g.weight", "g.bias", "shared.weight"], "d": ["d.weight", "d.bias"]}
 
 
@@ -168,19 +175,19 @@ def test_a_tied_parameter_is_in_both_turns_that_name_it() -> None:
     pair = Pair()
     pair.g.weight = pair.d.bias  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"`d.bias` is in the updates d and g"):
-        parameters_of_turns(pair, {"d": ["d.*", "shared.*"], "g": ["g.*"]})
+        parameters_by_update(pair, {"d": ["d.*", "shared.*"], "g": ["g.*"]})
 
 
 # ---------------------------------------------------------------------------------------------- the optimizers
-def in_turns() -> tuple[Pair, InTurns]:
+def in_turns() -> tuple[Pair, AlternatingOptimizer]:
     pair = Pair()
-    inner = Several({"": SGD(pair.g.parameters(), lr=0.5), "s": SGD(pair.shared.parameters(), lr=2.0)})
-    return pair, InTurns({"d": AdamW(pair.d.parameters(), lr=0.1), "g": inner}, {"d": None, "g": 1.0})
+    inner = CompositeOptimizer({"": SGD(pair.g.parameters(), lr=0.5), "s": SGD(pair.shared.parameters(), lr=2.0)})
+    return pair, AlternatingOptimizer({"d": AdamW(pair.d.parameters(), lr=0.1), "g": inner}, {"d": None, "g": 1.0})
 
 
 def test_several_optimizers_look_like_one() -> None:
     pair, optimizer = in_turns()
-    assert [name for name, _ in members(optimizer)] == ["d", "g", "g/s"]
+    assert [name for name, _ in member_optimizers(optimizer)] == ["d", "g", "g/s"]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5, 2.0]
     for parameter in pair.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -24,13 +24,13 @@ from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.builtin.tasks.moe_language_modelling import MoELanguageModelling
 from ddpforge.data import MicroBatch
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Context, Contract, Strategy, Task, World
-from ddpforge.ranks.collectives import Alone
+from ddpforge.interfaces import AttentionContext, Contract, Strategy, Task, World
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.strategies.fsdp import FSDP
 from ddpforge.strategies.pipeline import Pipeline
 from ddpforge.training import assemble
 from ddpforge.training.contract import contract_of, count_parameters
-from ddpforge.training.whole import Whole, keep_whole
+from ddpforge.training.reference_check import ReferenceCheck, prepare_reference_check
 
 SIZES: dict[str, Any] = {"vocab_size": 31, "block_size": 16, "layers": 4, "heads": 4, "width": 32}
 GPT_PLAN = {
@@ -82,7 +82,7 @@ def compare(
     model = build()
     blocks = list(getattr(model, "blocks", ()))
     strategy.check(model, task, blocks)
-    whole = Whole(model, task, contract_of(strategy).cuts)
+    whole = ReferenceCheck(model, task, contract_of(strategy).splits_forward)
     model = strategy.wrap(model, blocks)
     replica = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
     batch = data()
@@ -169,7 +169,7 @@ class Attentive(nn.Module):
 
     def __init__(self, mix: nn.Module) -> None:
         super().__init__()
-        self.context = Context()
+        self.context = AttentionContext()
         self.up, self.mix, self.down = nn.Linear(8, 8), mix, nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -350,19 +350,19 @@ def test_a_run_does_not_notice_the_comparison() -> None:
         strategy, task = FSDP(tensor=2), Counting()
         world = set_up(strategy)
         model: Any = Net(Bumped())
-        whole = Whole(model, task, contract_of(strategy).cuts)
+        whole = ReferenceCheck(model, task, contract_of(strategy).splits_forward)
         model = strategy.wrap(model, [])
         replica = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
         model.train()
         model.between.eval()
-        before = {name: part.tensor.clone() for name, part in replica.weights.parts().items()}
+        before = {name: part.tensor.clone() for name, part in replica.weights.shards().items()}
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         batch = vectors()
         whole.compare(replica, world, MicroBatch(batch, 4, 4, last=True, shard=0, number=0))
         now = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         return (
             torch.equal(states[0], now[0]) and states[1:] == now[1:],
-            all(torch.equal(before[name], part.tensor) for name, part in replica.weights.parts().items()),
+            all(torch.equal(before[name], part.tensor) for name, part in replica.weights.shards().items()),
             [p.grad for p in model.parameters()],
             float(model.between.calls),
             task.calls,
@@ -388,7 +388,7 @@ def test_curves_are_bit_identical_to_those_of_runs_that_compare_nothing(
     """With dropout, ragged targets and accumulation."""
     text = {"model": "dropout = 0.2", "length": "3st"}
     compared = small_gpt.train(strategy, 2, **text)
-    monkeypatch.setattr(assemble, "keep_whole", lambda *_: None)
+    monkeypatch.setattr(assemble, "prepare_reference_check", lambda *_: None)
     assert small_gpt.train(strategy, 2, **text)[0].column() == compared[0].column()
 
 
@@ -400,9 +400,11 @@ def kept(*, build: Callable[[], nn.Module] = lambda: Net(nn.GELU()), trains: boo
     given = {"turns": {}, "beside": {}, "task": Squares(), "train": off} | parts
     recipe = SimpleNamespace(train=given.pop("train"))
     found = SimpleNamespace(model=model, size=count_parameters(model), recipe=recipe, trains=trains, **given)
-    alone = Alone()
-    cuts = Contract(clips="", accumulates="", cuts=("layers",))
-    return keep_whole(found, cuts, World(all=alone, data=alone, device=alone.device, local_rank=0))  # type: ignore[arg-type]
+    alone = SingleRank()
+    cuts = Contract(clipping="", accumulation="", splits_forward=("layers",))
+    return prepare_reference_check(
+        found, cuts, World(global_ranks=alone, dp_ranks=alone, device=alone.device, local_rank=0)
+    )  # type: ignore[arg-type]
 
 
 def test_models_that_do_not_fit_a_rank_are_left_out_and_a_line_says_so(
@@ -426,7 +428,7 @@ def test_models_that_do_not_fit_a_rank_are_left_out_and_a_line_says_so(
     ):
         assert kept(**parts) is None
         assert why in caplog.messages[-1]
-    monkeypatch.setattr("ddpforge.training.whole.SMALL", 100)
+    monkeypatch.setattr("ddpforge.training.reference_check.SMALL", 100)
     assert kept() is None
     assert "not compared with the whole model: its 280 parameters are too many for one rank" in caplog.messages[-1]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.contrastive import Contrastive
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.data.order import Even
+from ddpforge.data.batch_assignment import Even
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Ranks, World
 from ddpforge.testing.doubles import in_threads
@@ -35,7 +35,7 @@ class Pairs:
 
 
 def world_of(one: Ranks) -> World:
-    return World(all=one, data=one, device=torch.device("cpu"), local_rank=one.rank)
+    return World(global_ranks=one, dp_ranks=one, device=torch.device("cpu"), local_rank=one.rank)
 
 
 def started(one: Ranks, model: nn.Module) -> Contrastive:

@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 import ddpforge
-from ddpforge.watchdog.blame import _WAITING, Blame, blame
-from ddpforge.watchdog.board import Row
+from ddpforge.watchdog.culprit import _WAITING, Culprit, find_culprit
+from ddpforge.watchdog.status_board import RankStatus
 
 ENGINE = "torch/autograd/graph.py:10 in _engine_run_backward"
 
 
-def row(rank: int, phase: str = "backward", marks: int = 50, **more: Any) -> Row:
-    return Row(rank, f"node{rank}", 100 + rank, phase, 15, marks, 9.0, **{"answers": True, "at": ENGINE, **more})
+def row(rank: int, phase: str = "backward", marks: int = 50, **more: Any) -> RankStatus:
+    return RankStatus(rank, f"node{rank}", 100 + rank, phase, 15, marks, 9.0, **{"answers": True, "at": ENGINE, **more})
 
 
-def found(*rows: Row, size: int = 0) -> Blame:
-    return blame({one.rank: one for one in rows}, size or len(rows))
+def found(*rows: RankStatus, size: int = 0) -> Culprit:
+    return find_culprit({one.rank: one for one in rows}, size or len(rows))
 
 
 def test_the_rank_with_the_fewest_marks_is_where_the_others_cannot_go_on() -> None:
@@ -42,7 +42,7 @@ def test_of_ranks_in_one_place_the_one_that_is_not_in_a_collective_is_at_fault()
 @pytest.mark.parametrize(
     "at",
     [
-        *("ddpforge/training/nonfinite.py:42 in take", "ddpforge/ranks/means.py:86 in _reduce"),
+        *("ddpforge/training/nonfinite.py:42 in take", "ddpforge/ranks/metric_reduction.py:86 in _reduce"),
         *("ddpforge/checkpoint/staging.py:110 in finish", "torch/cuda/streams.py:110 in synchronize"),
         *("ddpforge/training/step.py:173 in _look", "ddpforge/strategies/torch_replica.py:155 in clip"),
     ],
@@ -91,7 +91,7 @@ def test_a_rank_that_has_lost_touch_waited_for_another() -> None:
     ids=["unknown", "silent", "frozen", "cut off"],
 )
 def test_who_does_not_answer_is_frozen_or_cut_off_is_at_fault_wherever_it_stands(
-    rows: list[Row], ranks: list[int], sentence: str
+    rows: list[RankStatus], ranks: list[int], sentence: str
 ) -> None:
     assert found(*rows, size=2) == (ranks, sentence)
 
@@ -117,9 +117,9 @@ def test_where_none_is_behind_nobody_is_said_to_be() -> None:
 @pytest.mark.parametrize("broken", [{}, {"rank": 1}, [1], "x", {**row(1)._asdict(), "more": 1}])
 def test_a_row_that_is_none_is_refused(broken: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
-        Row.read(broken)
+        RankStatus.read(broken)
     with pytest.raises(ValueError):
-        Row.read({**row(1)._asdict(), "seconds": "long"})
+        RankStatus.read({**row(1)._asdict(), "seconds": "long"})
 
 
 def test_a_row_grows_older() -> None:

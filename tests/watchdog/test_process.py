@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 
-from ddpforge.ranks.phases import WORDS
+from ddpforge.ranks.heartbeat import WORDS
 from ddpforge.watchdog.process import STACKS, Process
 
 

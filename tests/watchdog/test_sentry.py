@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import pytest
 from support.doubles import Clock
 
-from ddpforge.ranks.phases import BACKWARD, DATA, END, EVAL, FORWARD, SAVE, START, Place
-from ddpforge.watchdog.blame import Blame
-from ddpforge.watchdog.board import Row
-from ddpforge.watchdog.sentry import Limits, Sentry
+from ddpforge.ranks.heartbeat import BACKWARD, DATA, END, EVAL, FORWARD, SAVE, START, Heartbeat
+from ddpforge.watchdog.culprit import Culprit
+from ddpforge.watchdog.monitor import Limits, Monitor
+from ddpforge.watchdog.status_board import RankStatus
 
 
 class Job:
@@ -18,16 +18,17 @@ class Job:
 
     def __init__(self, ranks: int = 2, stall: float = 80.0, compiles: bool = False) -> None:
         self.clock = Clock()
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, RankStatus] = {}
         self.alarm = self.failed = False
-        self.told: list[tuple[int, Blame]] = []
+        self.told: list[tuple[int, Culprit]] = []
         self.ended: list[int] = []
         self.late: list[int] = []
         self.dead: set[int] = set()
         limits = Limits(stall, compiles)
         self.ranks = [Rank(self, rank) for rank in range(ranks)]
         self.sentries = [
-            Sentry(one.rank, ranks, one, one, one, limits, clock=self.clock, sleep=self.pass_time) for one in self.ranks
+            Monitor(one.rank, ranks, one, one, one, limits, clock=self.clock, sleep=self.pass_time)
+            for one in self.ranks
         ]
         self.awake = set(range(ranks))
 
@@ -43,7 +44,7 @@ class Job:
         for _ in range(seconds):
             self.clock.now += 1
             for rank in sorted(self.awake):
-                if self.sentries[rank].look():
+                if self.sentries[rank].poll():
                     self.awake.discard(rank)
 
 
@@ -52,20 +53,20 @@ class Rank:
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.pid = job, rank, 100 + rank
-        self.at = Place(START, 0, 0, 0, False)
+        self.at = Heartbeat(START, 0, 0, 0, False)
         self.stopped = False
         self.cut_off = 0.0
         self.code = ""
         self.written: Callable[[], None] = lambda: None
 
     def go(self, phase: int, step: int = 5, *, first: int = 1, left: bool = False) -> None:
-        self.at = Place(phase, step, self.at.marks + 1, first, left)
+        self.at = Heartbeat(phase, step, self.at.beats + 1, first, left)
 
     # the process
     def ended(self, wait: float) -> bool:
         return self.rank in self.job.ended
 
-    def place(self) -> Place:
+    def place(self) -> Heartbeat:
         return self.at
 
     def frozen(self) -> bool:
@@ -88,7 +89,7 @@ class Rank:
         self.job.ended.append(self.rank)
 
     # the board
-    def show(self, row: Row) -> None:
+    def show(self, row: RankStatus) -> None:
         self.job.rows[self.rank] = row
 
     def call(self) -> None:
@@ -97,10 +98,10 @@ class Rank:
     def called(self) -> bool:
         return self.job.alarm
 
-    def rows(self) -> dict[int, Row]:
+    def rows(self) -> dict[int, RankStatus]:
         return dict(self.job.rows)
 
-    def row(self, *, answers: bool) -> Row:
+    def row(self, *, answers: bool) -> RankStatus:
         return self.job.rows[self.rank]._replace(answers=answers, frozen=self.stopped)
 
     # the teller
@@ -110,7 +111,7 @@ class Rank:
     def keep_stacks(self, stacks: str) -> None:
         assert stacks == (self.code or ("" if self.at.left or self.rank in self.job.dead else "stacks"))
 
-    def tell(self, found: Blame, rows: Mapping[int, Row]) -> None:
+    def tell(self, found: Culprit, rows: Mapping[int, RankStatus]) -> None:
         if not self.job.failed:
             self.job.told.append((self.rank, found))
             self.job.failed = True
@@ -152,7 +153,7 @@ def test_a_rank_that_moves_on_while_its_stacks_are_written_is_not_condemned() ->
     job = Job(2)
     slow, waits = job.ranks
     slow.go(DATA)
-    waits.at = waits.at._replace(marks=9)
+    waits.at = waits.at._replace(beats=9)
     waits.go(BACKWARD)
     job.run(80)
     slow.written = lambda: slow.go(FORWARD)

@@ -12,13 +12,13 @@ import pytest
 from support.doubles import Clock
 
 from ddpforge.errors import ExitCode
-from ddpforge.watchdog import sidecar
-from ddpforge.watchdog.blame import Blame
-from ddpforge.watchdog.board import Row
-from ddpforge.watchdog.sidecar import Early
+from ddpforge.watchdog import agent
+from ddpforge.watchdog.agent import EarlyReporter
+from ddpforge.watchdog.culprit import Culprit
+from ddpforge.watchdog.status_board import RankStatus
 
-HUNG = Blame([1], "made no progress in import; the others waited for it")
-ROWS = {rank: Row(rank, f"node{rank}", 100 + rank, "start", 0, 1, 9.0) for rank in range(2)}
+HUNG = Culprit([1], "made no progress in import; the others waited for it")
+ROWS = {rank: RankStatus(rank, f"node{rank}", 100 + rank, "start", 0, 1, 9.0) for rank in range(2)}
 
 
 class Told:
@@ -47,14 +47,14 @@ def words(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def of(board: Told, rank: int = 0) -> Early:
-    return Early(board, rank, 4321)  # type: ignore[arg-type]
+def of(board: Told, rank: int = 0) -> EarlyReporter:
+    return EarlyReporter(board, rank, 4321)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(sidecar.os, "kill", lambda pid, number: found.append((pid, number)))
+    monkeypatch.setattr(agent.os, "kill", lambda pid, number: found.append((pid, number)))
     return found
 
 
@@ -63,11 +63,11 @@ def test_a_rank_is_asked_to_stop_once_where_another_has_failed_and_not_for_a_fai
 ) -> None:
     board = Told()
     ours = of(board)
-    assert not ours.someone_failed()
+    assert not ours.any_failed()
     board.first = {"rank": 1, "error": "killed"}
-    assert [ours.someone_failed(), ours.someone_failed()] == [True, True]
+    assert [ours.any_failed(), ours.any_failed()] == [True, True]
     assert signals == [(4321, signal.SIGTERM)]
-    assert of(board, rank=1).someone_failed()
+    assert of(board, rank=1).any_failed()
     assert len(signals) == 1
 
 
@@ -75,14 +75,14 @@ def test_what_a_rank_has_said_itself_others_may_be_about_to_say(
     signals: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(sidecar.time, "monotonic", clock)
+    monkeypatch.setattr(agent.time, "monotonic", clock)
     ours = of(Told({"rank": 1, "error": "no such key", "told": True}))
-    assert not ours.someone_failed()
+    assert not ours.any_failed()
     clock.now += 3.9
-    assert not ours.someone_failed()
+    assert not ours.any_failed()
     assert signals == []
     clock.now += 0.2
-    assert ours.someone_failed()
+    assert ours.any_failed()
     assert signals == [(4321, signal.SIGTERM)]
 
 
@@ -90,13 +90,13 @@ def test_the_rank_that_the_others_wait_for_is_told_and_shown_unless_another_fail
     verdict: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     board = Told()
-    of(board).tell(HUNG, ROWS)
+    of(board).report_hang(HUNG, ROWS)
     error = "rank 1 made no progress in import; the others waited for it"
     assert board.first == {"rank": 1, "error": error, "code": 1, "by": 0}
     assert words(verdict) == [{"rank": 0, "code": 1, "spoke": False, "error": error, "by_watch": True}]
     assert capsys.readouterr().err == f"  {ROWS[0]}\n  {ROWS[1]}  <-\n"
 
-    of(Told({"rank": 0, "error": "killed"})).tell(HUNG, ROWS)
+    of(Told({"rank": 0, "error": "killed"})).report_hang(HUNG, ROWS)
     assert len(words(verdict)) == 1
     assert capsys.readouterr().err == ""
 
@@ -105,7 +105,7 @@ def test_without_a_launch_the_error_is_printed_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DDPFORGE_VERDICT")
-    of(Told()).tell(Blame([0], "made no progress in import"), {0: ROWS[0]})
+    of(Told()).report_hang(Culprit([0], "made no progress in import"), {0: ROWS[0]})
     assert capsys.readouterr().err == "error: rank 0 made no progress in import\n"
 
 
@@ -122,13 +122,13 @@ def test_a_rank_that_is_ended_has_the_exit_code_of_the_first_that_failed(
     rank: int, cause: dict[str, Any], printed: bool, verdict: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a recipe that is wrong for all, rank 0 says what the first has found, where it has not found it itself."""
-    of(Told({"rank": 3, "error": "no such key", **cause}), rank).tell_end("asked")
+    of(Told({"rank": 3, "error": "no such key", **cause}), rank).report_end("asked")
     assert words(verdict) == [{"rank": rank, "code": cause["code"], "spoke": False}]
     assert capsys.readouterr().err == "error: rank 3 failed first: no such key\n" * printed
 
 
 def test_a_rank_that_is_ended_for_nothing_known_has_failed(verdict: Path) -> None:
-    of(Told()).tell_end("asked")
+    of(Told()).report_end("asked")
     assert [word["code"] for word in words(verdict)] == [1]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, read_all
+from ddpforge.interfaces import Callback, RunContext, StepInfo, TensorShard, read_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class EMA(Callback):
 
         self._update = get_ema_multi_avg_fn(self._decay)  # type: ignore[no-untyped-call]
         self._weights = run.weights
-        self._live = [part.tensor for part in run.weights.parts().values()]
+        self._live = [part.tensor for part in run.weights.shards().values()]
         self._averages = [_at_least_fp32(tensor).clone() for tensor in self._live]
         self._begun = False
 
@@ -75,16 +75,16 @@ class EMA(Callback):
 
     def _write(self, sources: Iterable[Tensor]) -> None:
         _copy(self._live, sources)
-        self._weights.changed()
+        self._weights.mark_changed()
 
-    def state(self) -> Mapping[str, Part]:
+    def state(self) -> Mapping[str, TensorShard]:
         """Returns this rank's parts of the averages by parameter name."""
         return {name: part.of(average) for (name, part), average in self._pairs()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores saved averages; raises CheckpointError unless their names and shapes are those of this model."""
-        others = self._weights.elsewhere()
-        expected = {name: part.shape for name, part in self._weights.parts().items()}
+        others = self._weights.remote_names()
+        expected = {name: part.shape for name, part in self._weights.shards().items()}
         found = {name: tuple(average.shape) for name, average in state.items() if name not in others}
         if found != expected:
             names = sorted(name for name in expected | found if expected.get(name) != found.get(name))
@@ -95,8 +95,8 @@ class EMA(Callback):
         read_all((state[name], part.region, average) for (name, part), average in self._pairs())
         self._begun = True
 
-    def _pairs(self) -> Iterator[tuple[tuple[str, Part], Tensor]]:
-        return zip(self._weights.parts().items(), self._averages, strict=True)
+    def _pairs(self) -> Iterator[tuple[tuple[str, TensorShard], Tensor]]:
+        return zip(self._weights.shards().items(), self._averages, strict=True)
 
 
 def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:

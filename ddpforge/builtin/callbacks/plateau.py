@@ -15,8 +15,8 @@ logger = logging.getLogger("ddpforge")
 class ReduceOnPlateau(Callback):
     """Multiplies the learning rate by `factor` after `patience` evaluations in a row without a new best of `metric`.
 
-    The schedule continues; its rate is multiplied by the product of all reductions, which is never below `min_lr_ratio`.
-    After a reduction the count of evaluations starts again.
+    The schedule continues; its rate is multiplied by the product of all reductions, which is never below
+    `min_lr_ratio`. After a reduction the count of evaluations starts again.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class SpikeGuard(Callback):
 
     A spike is a loss of more than `ratio` times the median of the last `window` rows. Training then goes back to the
     newest checkpoint and skips the steps since the previous row; skipped steps count as done. The rate falls to
-    `min_lr_ratio` times its normal value, and rises again over `steps` steps. With `rollback = false` training does not go back,
-    and only the rate falls.
+    `min_lr_ratio` times its normal value, and rises again over `steps` steps. With `rollback = false` training does not
+    go back, and only the rate falls.
 
     A spike is detected when its row is logged. Therefore `track.every` is the maximum delay, and the number of skipped
     steps. A loss that is not finite never changes the weights, see `train.on_nonfinite`.

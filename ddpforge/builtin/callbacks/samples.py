@@ -45,5 +45,5 @@ class DiffusionSamples(Callback):
         noise = torch.randn(self._shape, device=self._run.world.device)
         with self._run.forward():
             images = sample(self._run.model, noise, self._steps)
-        self._run.show("samples", images.clamp(0, 1), "image")
+        self._run.log_media("samples", images.clamp(0, 1), "image")
         return {}

@@ -53,7 +53,9 @@ class Throughput(Callback):
         if self._last and info.step > self._last.step and self._flops_per_sample and self._peak_flops:
             seconds = (info.step - self._last.step) * info.seconds
             samples = info.samples - self._last.samples
-            columns["perf/mfu"] = self._flops_per_sample * samples / (self._peak_flops * self._world.all.size * seconds)
+            columns["perf/mfu"] = (
+                self._flops_per_sample * samples / (self._peak_flops * self._world.global_ranks.size * seconds)
+            )
         self._last = info
         return columns
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,13 +70,13 @@ class InBatches:
 
 
 def library(name: str, extra: str) -> ModuleType:
-    """Imports an optional library; raises EnvironmentProblem with the extra of ddpforge that installs it."""
+    """Imports an optional library; raises SetupError with the extra of ddpforge that installs it."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0]:
             raise
-        raise EnvironmentProblem(
+        raise SetupError(
             f"{error.name} is not installed", hints=[f"install it: pip install 'ddpforge[{extra}]'"]
         ) from error
 
@@ -107,7 +107,7 @@ def find_files(path: str, suffix: str) -> list[Path]:
 
     Raises:
         UsageError: `path` is an address, or has too many or unclosed braces.
-        EnvironmentProblem: A file does not exist, or no file matches.
+        SetupError: A file does not exist, or no file matches.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", path):
         raise UsageError(f"path: {path} is an address, but only files can be read", hints=["copy or mount it first"])
@@ -120,7 +120,7 @@ def find_files(path: str, suffix: str) -> list[Path]:
     missing = next((one for one in found if not one.is_file()), None)
     if missing or not found:
         what = f"no such file: {missing}" if missing else f"no file matches {path}"
-        raise EnvironmentProblem(f"path: {what}", hints=[f"looked in {Path.cwd()}"])
+        raise SetupError(f"path: {what}", hints=[f"looked in {Path.cwd()}"])
     return found
 
 
@@ -191,7 +191,7 @@ def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDA
         find: Computes the result.
 
     Raises:
-        EnvironmentProblem: The folder cannot be created, or the cache file cannot be read.
+        SetupError: The folder cannot be created, or the cache file cannot be read.
     """
     import numpy as np
 
@@ -203,12 +203,12 @@ def keep(folder: str | None, name: str, facts: list[Any], find: Callable[[], NDA
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise EnvironmentProblem(f"index: the folder {folder} cannot be created: {error}") from error
+            raise SetupError(f"index: the folder {folder} cannot be created: {error}") from error
         draft = kept.with_name(f"{secrets.token_hex(8)}.npy")  # several ranks may write at once; the rename is atomic
         np.save(draft, find())
         draft.rename(kept)
     try:
         found: NDArray[np.int64] = np.load(kept, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise EnvironmentProblem(f"index: {kept} cannot be read: {error}", hints=["remove the file"]) from error
+        raise SetupError(f"index: {kept} cannot be read: {error}", hints=["remove the file"]) from error
     return found

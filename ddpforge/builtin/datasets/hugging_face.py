@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, keep, library, numeric
-from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.interfaces import PartedData
+from ddpforge.errors import SetupError, UsageError
+from ddpforge.interfaces import ShardedDataset
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +60,7 @@ def hugging_face(
     shuffle: Shuffle = False,
     shuffle_buffer: Window = 1,
     interleave: Lanes = (8, 4),
-) -> Rows | Streamed | Shards:
+) -> HuggingFaceRows | Streamed | HuggingFaceShards:
     """Loads a dataset with `datasets.load_dataset`; a sample is the tuple of the chosen columns.
 
     Lists and images become arrays; floats of any size become float32.
@@ -75,7 +75,7 @@ def hugging_face(
     then reads all of the data and keeps its samples, and a resume reads it again from the start.
 
     Raises:
-        EnvironmentProblem: The dataset cannot be loaded.
+        SetupError: The dataset cannot be loaded.
         UsageError: A column does not exist, or options contradict each other.
     """
     if not streaming and (shard_lengths or index or shuffle or shuffle_buffer > 1):
@@ -91,18 +91,18 @@ def hugging_face(
         raise UsageError(f"columns: {path} has no `{missing[0]}`", hints=[f"it has {', '.join(features)}"])
     number = classes or next((one.num_classes for one in features.values() if hasattr(one, "num_classes")), None)
     if not streaming:
-        return Rows(data.select_columns(list(columns)), columns, number)
+        return HuggingFaceRows(data.select_columns(list(columns)), columns, number)
     lengths = _lengths(shard_lengths, data.num_shards) if shard_lengths else None
     if lengths is None:
         data, lengths = _in_parts(data, builder, split, index)
     data = data.select_columns(list(columns)) if features else data
     if lengths is None:
         return Streamed(data, columns, number)
-    return Shards(data, columns, number, lengths, shuffle, shuffle_buffer, interleave)
+    return HuggingFaceShards(data, columns, number, lengths, shuffle, shuffle_buffer, interleave)
 
 
 def _loaded(path: str, name: str | None, split: str, streaming: bool, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns the dataset and, for a stream, its builder; raises EnvironmentProblem if it cannot be loaded."""
+    """Returns the dataset and, for a stream, its builder; raises SetupError if it cannot be loaded."""
     if path in _PICKLED:
         raise UsageError(
             f'path: "{path}" reads pickles, which may run code', hints=["write parquet: pandas.DataFrame.to_parquet"]
@@ -114,7 +114,7 @@ def _loaded(path: str, name: str | None, split: str, streaming: bool, options: M
         builder = datasets.load_dataset_builder(path, name, **options)
         return builder.as_streaming_dataset(split=split), builder
     except (OSError, ValueError, ConnectionError) as error:
-        raise EnvironmentProblem(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise SetupError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 class _Tuples:
@@ -137,7 +137,7 @@ class _Tuples:
         return default_collate(rows)
 
 
-class Rows(_Tuples):
+class HuggingFaceRows(_Tuples):
     """Memory-mapped dataset on disk."""
 
     forkable = True
@@ -172,10 +172,10 @@ class Streamed(_Tuples):
         return iter(self._data)
 
 
-class Shards(_Tuples, PartedData):
+class HuggingFaceShards(_Tuples, ShardedDataset):
     """Stream in shards of known length."""
 
-    jumps = False
+    seekable = False
 
     def __init__(
         self,
@@ -188,11 +188,16 @@ class Shards(_Tuples, PartedData):
         interleave: tuple[int, int],
     ) -> None:
         super().__init__(data, columns, classes)
-        self.parts, self.shuffle, self.shuffle_buffer, self.interleave = parts, shuffle, shuffle_buffer, interleave
+        self.shard_sizes, self.shuffle, self.shuffle_buffer, self.interleave = (
+            parts,
+            shuffle,
+            shuffle_buffer,
+            interleave,
+        )
 
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Mapping[str, Any]]:
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Mapping[str, Any]]:
         """Yields the rows of a shard; `datasets` reads and drops skipped rows."""
-        return iter(self._data.shard(len(self.parts), part).skip(skip))
+        return iter(self._data.shard(len(self.shard_sizes), part).skip(skip))
 
 
 def _check_shapes(column: str, values: Sequence[Any]) -> None:
@@ -271,12 +276,12 @@ def _rows(data: Any, in_tables: bool, number: int, file: str) -> NDArray[np.int6
             return np.array([sum(map(len, shard.with_format("arrow").iter(1000)))])
         return np.array([sum(1 for _ in (shard.decode(False) if shard.features else shard))])
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-        raise EnvironmentProblem(f"{file} cannot be read: {error}") from error
+        raise SetupError(f"{file} cannot be read: {error}") from error
 
 
 def _lengths(path: Path, shards: int) -> list[int]:
     if not path.is_file():
-        raise EnvironmentProblem(f"shard_lengths: no such file: {path}", hints=[f"looked in {Path.cwd()}"])
+        raise SetupError(f"shard_lengths: no such file: {path}", hints=[f"looked in {Path.cwd()}"])
     try:
         lengths = [int(line) for line in path.read_text(encoding="utf-8").split()]
     except ValueError as error:

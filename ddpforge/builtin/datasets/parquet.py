@@ -8,15 +8,15 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import Classes, Lanes, Shuffle, Window, find_files, library, numeric
-from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.interfaces import PartedData
+from ddpforge.errors import SetupError, UsageError
+from ddpforge.interfaces import ShardedDataset
 
 __all__ = ["Parquet"]
 
 _AT_ONCE = 256  # rows that are converted together
 
 
-class Parquet(PartedData):
+class Parquet(ShardedDataset):
     """Rows of parquet files; a sample is the tuple of the chosen columns.
 
     Lists of numbers (of any depth, if they are rectangular) become arrays. Floats of any size become float32. Integers,
@@ -24,12 +24,12 @@ class Parquet(PartedData):
     processes can read at the same time.
 
     Raises:
-        EnvironmentProblem: A file does not exist, or is not a parquet file.
+        SetupError: A file does not exist, or is not a parquet file.
         UsageError: A column does not exist.
     """
 
     random = False
-    jumps = False
+    seekable = False
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class Parquet(PartedData):
     ) -> None:
         self._columns = list(columns)
         self._groups: list[tuple[str, int]] = []
-        self.parts: list[int] = []
+        self.shard_sizes: list[int] = []
         for file in map(str, find_files(path, ".parquet")):
             self._look(file)
         self.shuffle, self.shuffle_buffer, self.interleave = shuffle, shuffle_buffer, interleave
         if classes is not None:
             self.classes = classes
 
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[tuple[Any, ...]]:
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[tuple[Any, ...]]:
         """Yields the rows of a row group."""
         file, group = self._groups[part]
         with library("pyarrow.parquet", "parquet").ParquetFile(file) as opened:
@@ -72,9 +72,9 @@ class Parquet(PartedData):
             with library("pyarrow.parquet", "parquet").ParquetFile(file) as opened:
                 about, names = opened.metadata, opened.schema_arrow.names
         except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-            raise EnvironmentProblem(f"path: {file} is not a parquet file: {error}") from error
+            raise SetupError(f"path: {file} is not a parquet file: {error}") from error
         if missing := [name for name in self._columns if name not in names]:
             raise UsageError(f"columns: {file} has no `{missing[0]}`", hints=[f"it has {', '.join(names)}"])
         for group in range(about.num_row_groups):
             self._groups.append((file, group))
-            self.parts.append(about.row_group(group).num_rows)
+            self.shard_sizes.append(about.row_group(group).num_rows)

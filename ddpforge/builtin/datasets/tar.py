@@ -23,8 +23,8 @@ from ddpforge.builtin.datasets.files import (
     keep,
     library,
 )
-from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.interfaces import PartedData
+from ddpforge.errors import SetupError, UsageError
+from ddpforge.interfaces import ShardedDataset
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,7 +71,7 @@ Raw = tuple[tuple[str, bytes], ...]
 """Undecoded sample: ending and bytes of each field."""
 
 
-class Tar(PartedData):
+class Tar(ShardedDataset):
     """Tar files of samples in webdataset's format; processes read only the samples that they need.
 
     A sample is a sequence of members with the same name and several endings, e.g. `0001.jpg` and `0001.cls`; `fields`
@@ -83,11 +83,11 @@ class Tar(PartedData):
     read once, by the process that keeps it.
 
     Raises:
-        EnvironmentProblem: A file does not exist, or is not an uncompressed tar file.
+        SetupError: A file does not exist, or is not an uncompressed tar file.
         UsageError: A sample lacks a field, or an ending cannot be decoded.
     """
 
-    jumps = True
+    seekable = True
 
     def __init__(
         self,
@@ -125,17 +125,17 @@ class Tar(PartedData):
         self._fields = [one.split(";") for one in fields]
         for one in self._fields:
             for ending in one:
-                _refuse_undecoded(ending)
+                _reject_undecoded(ending)
         self._files = find_files(path, ".tar")
         self._members = [_indexed(file, self._fields, index) for file in self._files]
-        self.parts = [len(found) for found in self._members]
+        self.shard_sizes = [len(found) for found in self._members]
         self.shuffle, self.shuffle_buffer, self.interleave = shuffle, shuffle_buffer, interleave
         self.random = bool(transforms)
         if classes is not None:
             self.classes = classes
         self._pipeline = self._try(transforms) if transforms else None
 
-    def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Raw]:
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Raw]:
         """Yields the undecoded samples of a file; reads each when it is requested."""
         with self._files[part].open("rb") as file:
             for row in self._members[part][skip:]:
@@ -156,7 +156,7 @@ class Tar(PartedData):
                 image = self._image(data)
                 return self._pipeline(image) if self._pipeline else _pixels(image)
             return _DECODERS[kind](data)
-        except EnvironmentProblem:
+        except SetupError:
             raise
         except Exception as error:  # decoders raise different errors
             raise UsageError(f"fields: `{ending}` of a sample cannot be decoded: {error}") from error
@@ -182,7 +182,7 @@ def _kind(ending: str) -> str:
     return ending.rpartition(".")[2].lower()
 
 
-def _refuse_undecoded(ending: str) -> None:
+def _reject_undecoded(ending: str) -> None:
     """Raises UsageError for an ending without a decoder."""
     if (kind := _kind(ending)) in _PICKLES:
         raise UsageError(f"fields: {ending} is a pickle, which may run code when it is read; use npy or json")
@@ -221,7 +221,7 @@ def _index(file: Path, fields: Sequence[Sequence[str]]) -> NDArray[np.int64]:
             for name, members in _samples(archive):
                 rows.append([_choose(file, name, members, endings) for endings in fields])
     except tarfile.TarError as error:
-        raise EnvironmentProblem(
+        raise SetupError(
             f"path: {file} is not an uncompressed tar file: {error}",
             hints=["unpack a compressed file first: gzip -d"],
         ) from error

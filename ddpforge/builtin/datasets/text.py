@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import InBatches
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,7 @@ class Text(InBatches):
     the whole text (empty for bytes).
 
     Raises:
-        EnvironmentProblem: The file or folder does not exist.
+        SetupError: The file or folder does not exist.
         ValueError: The text is too short for a sample, no file has one of the suffixes, or a file is not UTF-8 although
             `level` is "characters".
     """
@@ -154,7 +154,7 @@ class StreamedText:
     (inputs [B, T], targets [B, T]), both int64.
 
     Raises:
-        EnvironmentProblem: The file or folder does not exist.
+        SetupError: The file or folder does not exist.
         ValueError: The text is too short for a sample, or no file has one of the suffixes.
     """
 
@@ -226,7 +226,7 @@ class TextClasses(InBatches):
     last block of a text is not used.
 
     Raises:
-        EnvironmentProblem: A file or folder does not exist.
+        SetupError: A file or folder does not exist.
         ValueError: A text is too short for a sample, or there is only one text.
     """
 
@@ -296,7 +296,7 @@ def _text_files(path: Path | None, suffixes: Sequence[str]) -> Sequence[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise EnvironmentProblem(f"no such file or folder: {path}", hints=[f"looked in {Path.cwd()}"])
+        raise SetupError(f"no such file or folder: {path}", hints=[f"looked in {Path.cwd()}"])
 
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(tuple(suffixes) or "")]
     if not files:
@@ -312,7 +312,7 @@ def _standard_library() -> Sequence[Path]:
         folders[:] = set(folders) - _NOT_LIBRARY  # these may be many times larger
         files += (Path(folder, name) for name in names if name.endswith(".py"))
     if not files:
-        raise EnvironmentProblem(f"this Python has no sources in {root}", hints=["set path to a text file or folder"])
+        raise SetupError(f"this Python has no sources in {root}", hints=["set path to a text file or folder"])
     return sorted(files)
 
 

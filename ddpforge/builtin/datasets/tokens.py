@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import InBatches
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,7 +28,7 @@ class Tokens(InBatches):
     a machine share the memory.
 
     Raises:
-        EnvironmentProblem: The file does not exist.
+        SetupError: The file does not exist.
         ValueError: The file is not one row of integers, or too short for a sample.
         UsageError: A fetched token is not in 0 to `vocab_size` - 1.
     """
@@ -90,7 +90,7 @@ class Tokens(InBatches):
         import numpy as np
 
         if not self._path.is_file():
-            raise EnvironmentProblem(f"no such file: {self._path}", hints=[f"looked in {Path.cwd()}"])
+            raise SetupError(f"no such file: {self._path}", hints=[f"looked in {Path.cwd()}"])
         if self._path.suffix == ".npy":
             tokens: NDArray[Any] = np.load(self._path, mmap_mode="r", allow_pickle=False)
         else:

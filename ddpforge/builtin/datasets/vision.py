@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import IMAGE_FORMATS
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ def torchvision_dataset(
     other datasets are in memory and, without transforms, fetched a batch at a time.
 
     Raises:
-        EnvironmentProblem: Files are missing.
+        SetupError: Files are missing.
         ValueError: Options contradict each other, a transform is unknown, or the pipeline does not return images.
     """
     from torch.utils.data import TensorDataset
@@ -146,7 +146,7 @@ def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
         source = datasets.ImageFolder(root / split, loader=_image)
         expected = datasets.folder.find_classes(root / "train")[0] if split != "train" else source.classes
     except FileNotFoundError as error:
-        raise EnvironmentProblem(
+        raise SetupError(
             f"ImageFolder cannot read {root.absolute()}: {error}",
             hints=[f"put images into {root}/{split}/<class>/, with a folder for every class of {root}/train"],
         ) from error
@@ -159,7 +159,7 @@ def _image_folder(root: Path, split: str) -> tuple[Dataset[Any], int]:
 
 
 def _image(path: str) -> Any:
-    """Reads an image in one of the safe formats; raises EnvironmentProblem for other files."""
+    """Reads an image in one of the safe formats; raises SetupError for other files."""
     # Without `formats` Pillow would run a PostScript program in a file called .jpg.
     from PIL import Image
 
@@ -167,7 +167,7 @@ def _image(path: str) -> Any:
         with open(path, "rb") as file:
             return Image.open(file, formats=IMAGE_FORMATS).convert("RGB")
     except OSError as error:
-        raise EnvironmentProblem(f"{path} cannot be read as an image: {error}") from error
+        raise SetupError(f"{path} cannot be read as an image: {error}") from error
 
 
 def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[TensorDataset, int]:
@@ -183,7 +183,7 @@ def _in_memory(name: str, split: str, root: Path, download: bool) -> tuple[Tenso
 def _stored(name: str, split: str, root: Path, download: bool) -> datasets.VisionDataset:
     """Opens torchvision's dataset, which checks its files; downloads missing files if requested.
 
-    Raises EnvironmentProblem if files are missing, damaged (CIFAR) or cannot be downloaded.
+    Raises SetupError if files are missing, damaged (CIFAR) or cannot be downloaded.
     """
     from torchvision import datasets
 
@@ -194,7 +194,7 @@ def _stored(name: str, split: str, root: Path, download: bool) -> datasets.Visio
         alone = int(os.environ.get("WORLD_SIZE", "1")) == 1  # several processes would write the same files
         if not (download and alone):
             fetch = f"from torchvision.datasets import {name}; {name}({str(root)!r}, download=True)"
-            raise EnvironmentProblem(
+            raise SetupError(
                 f"{name} is missing or incomplete in {root.absolute()}",
                 hints=[
                     f'several processes cannot download at once; download it first: python -c "{fetch}"'
@@ -206,7 +206,7 @@ def _stored(name: str, split: str, root: Path, download: bool) -> datasets.Visio
     try:
         return dataset(root, train=train, download=True)
     except (OSError, RuntimeError) as error:
-        raise EnvironmentProblem(f"{name} could not be downloaded to {root.absolute()}: {error}") from error
+        raise SetupError(f"{name} could not be downloaded to {root.absolute()}: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------- transforms

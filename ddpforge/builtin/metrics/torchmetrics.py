@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Metric, Rows, Total
+from ddpforge.interfaces import Metric, SampleColumns, Total
 
 __all__ = ["TorchMetric", "adopted"]
 
@@ -70,9 +70,9 @@ class TorchMetric(Metric):
                 hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
             )
 
-    def __call__(self, outputs: Any, targets: Any) -> Total | Rows:
+    def __call__(self, outputs: Any, targets: Any) -> Total | SampleColumns:
         """Returns the states after this batch alone: concatenated in a total, or one column per state."""
-        self._refuse_classes(outputs, targets)
+        self._reject_classes(outputs, targets)
         metric = self._metric
         device = next((x.device for x in (outputs, targets) if isinstance(x, Tensor)), metric.device)
         if metric.device != device:
@@ -85,7 +85,7 @@ class TorchMetric(Metric):
             return Total(torch.cat([(x - before).flatten() for x, before in zip(states, begun, strict=True)]), 1)
         if self._grows:
             return self._rows([dim_zero_cat(state) for state in states])
-        return Rows(*(state.unsqueeze(0) for state in states))
+        return SampleColumns(*(state.unsqueeze(0) for state in states))
 
     def finish(self, *parts: Tensor) -> float | Mapping[str, float]:
         """Computes the result of torchmetrics from the states of all samples."""
@@ -99,7 +99,7 @@ class TorchMetric(Metric):
         metric.reset()
         return self._numbers(value)
 
-    def _refuse_classes(self, outputs: Any, targets: Any) -> None:
+    def _reject_classes(self, outputs: Any, targets: Any) -> None:
         """Raises UsageError if a binary metric, which takes one score per sample, receives one score per class."""
         kind = type(self._metric).__name__
         if not (kind.startswith("Binary") and isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
@@ -111,13 +111,13 @@ class TorchMetric(Metric):
                 hints=[f"use {kind.replace('Binary', 'Multiclass', 1)} with num_classes = {classes}"],
             )
 
-    def _rows(self, columns: Sequence[Tensor]) -> Rows:
+    def _rows(self, columns: Sequence[Tensor]) -> SampleColumns:
         if len({len(column) for column in columns}) > 1:
             raise PluginError(
                 f"{self.name}: the states {', '.join(self._reductions)} of torchmetrics are lists of different lengths",
                 hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
             )
-        return Rows(*columns)
+        return SampleColumns(*columns)
 
     def _together(self, parts: Sequence[Tensor]) -> Iterator[tuple[str, Tensor | list[Tensor]]]:
         """Yields the states of all samples."""

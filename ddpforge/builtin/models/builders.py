@@ -185,10 +185,10 @@ def moe_gpt(
 ) -> nn.Module:
     """Builds a mixture-of-experts GPT: [B, T] int64 → `Routed`, for the task `moe_language_modeling`.
 
-    Each token is routed to its `top_k` most probable experts. An expert accepts `capacity_factor` times its even share of a
-    sequence's choices, earlier tokens first. Choices beyond this capacity are dropped: their expert adds nothing to the
-    residual stream. Each sequence is routed separately, so dropped choices and expert usage do not depend on ranks or
-    micro-batches.
+    Each token is routed to its `top_k` most probable experts. An expert accepts `capacity_factor` times its even share
+    of a sequence's choices, earlier tokens first. Choices beyond this capacity are dropped: their expert adds nothing
+    to the residual stream. Each sequence is routed separately, so dropped choices and expert usage do not depend on
+    ranks or micro-batches.
     """
     from ddpforge.builtin.models.moe import MoEGPT
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpforge.interfaces import Context
+from ddpforge.interfaces import AttentionContext
 
 _STD = 0.02  # of all initial weights, as in GPT-2
 
@@ -50,7 +50,7 @@ class GPT(nn.Module):
         if width % heads:
             raise ValueError(f"heads = {heads} does not divide width = {width}: {_nearest(width, heads)}")
         self.vocab_size, self.block_size = vocab_size, block_size
-        self.context = Context()
+        self.context = AttentionContext()
 
         self.tokens = _Embedding(vocab_size, width)
         self.positions = _Embedding(block_size, width)
@@ -162,7 +162,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim, self.causal = width // heads, causal
-        self.context = Context()
+        self.context = AttentionContext()
         self.qkv = _Linear(width, 3 * width, bias=bias)
         self.projection = _Linear(width, width, bias=bias, std=residual_std)
         self.dropout = nn.Dropout(dropout)

@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
 _Rank = Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")]
 _Alpha = Annotated[float, Field(gt=0, le=1e6, description="The adapters' output is multiplied by alpha / r.")]
@@ -60,7 +60,7 @@ def lora(
     Raises:
         ValueError: A target does not exist or is not linear, or a glob matches no parameter.
         UsageError: `base` is on the meta device.
-        EnvironmentProblem: peft is not installed.
+        SetupError: peft is not installed.
     """
     peft = _peft()
     if any(parameter.is_meta for parameter in base.parameters()):
@@ -95,6 +95,6 @@ def _peft() -> Any:
     try:
         return import_module("peft")
     except ModuleNotFoundError as error:
-        raise EnvironmentProblem(
+        raise SetupError(
             "the model `lora` needs peft, but it is not installed", hints=["pip install 'ddpforge[lora]'"]
         ) from error

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpforge.builtin.models.gpt import GPT, Block
-from ddpforge.interfaces import Experts
+from ddpforge.interfaces import ExpertDispatch
 
 _STD = 0.02
 
@@ -151,7 +151,7 @@ class ExpertLayers(nn.Module):
         self.residual_std = residual_std
         self.up = nn.Parameter(torch.empty(experts, width, 4 * width))
         self.down = nn.Parameter(torch.empty(experts, 4 * width, width))
-        self.experts = Experts()
+        self.experts = ExpertDispatch()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

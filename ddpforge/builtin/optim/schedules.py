@@ -91,7 +91,9 @@ def wsd(
     min_lr_ratio: _MinLRRatio = 0.0,
     warmup: _Warmup = _NONE,
 ) -> Schedule:
-    """Returns the warmup-stable-decay factor: 1 before the last D = `decay` steps, min_lr_ratio + (1 - min_lr_ratio) · (1 - f) then.
+    """Returns the warmup-stable-decay factor: 1 before the last D = `decay` steps, then r + (1 - r) · (1 - f).
+
+    r is `min_lr_ratio`.
 
     f is p, or √p for "1-sqrt", with p = (s - (T - D) + 1) / D, which is 1 at the last step. See Hägele et al.,
     "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (2024).

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 
 __all__ = ["column", "numbers"]
 
@@ -21,7 +21,7 @@ def column(data: Any, by: str) -> NDArray[Any]:
 
     Raises:
         UsageError: `data` has no such attribute, or the values do not fit the data.
-        EnvironmentProblem: The file does not exist.
+        SetupError: The file does not exist.
     """
     values = np.asarray(_file(Path(by)) if by.endswith(_FILES) else _attribute(data, by))
     if values.ndim != 1 or values.dtype.kind not in "biufUS":
@@ -59,7 +59,7 @@ def _attribute(data: Any, by: str) -> Any:
 
 def _file(path: Path) -> NDArray[Any]:
     if not path.is_file():
-        raise EnvironmentProblem(f"by: there is no file {path}", hints=[f"looked in {Path.cwd()}"])
+        raise SetupError(f"by: there is no file {path}", hints=[f"looked in {Path.cwd()}"])
     try:
         if path.suffix == ".npy":
             return np.asarray(np.load(path, allow_pickle=False))

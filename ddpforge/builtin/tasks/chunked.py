@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ddpforge.builtin.tasks.forms import refuse_targets
+from ddpforge.builtin.tasks.forms import reject_targets
 from ddpforge.errors import UsageError
 
 __all__ = ["chunked_cross_entropy"]
@@ -42,7 +42,7 @@ def chunked_cross_entropy(
             hidden.flatten(0, -2), weight, targets.flatten(), chunk, ignore_index, torch.is_grad_enabled()
         )
     except (IndexError, RuntimeError) as error:
-        refuse_targets(
+        reject_targets(
             error, task, torch.empty(*targets.shape, len(weight), dtype=hidden.dtype, device="meta"), targets
         )
     return found

@@ -16,11 +16,11 @@ from ddpforge.builtin.tasks.forms import (
     one_tensor,
     pair,
     parts_of,
-    refuse_no_class,
-    refuse_targets,
+    reject_no_class,
+    reject_targets,
 )
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Data, Rows, Task, Total
+from ddpforge.interfaces import Data, SampleColumns, Task, Total
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,7 +63,7 @@ class Classification(Task):
         try:
             return self.sum_of_losses(logits, classes)
         except (IndexError, RuntimeError, ValueError) as error:
-            refuse_targets(error, self.task_name, logits, classes)
+            reject_targets(error, self.task_name, logits, classes)
 
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
         """Returns the summed cross-entropy, in float32."""
@@ -86,10 +86,10 @@ class Classification(Task):
         if self.ignore_index is not None:
             return (self.classes_of(batch) != self.ignore_index).sum()
         if (classes := parts_of(batch)[1]) is not None:  # a subclass may take batches of another form
-            refuse_no_class(classes, self.task_name)
+            reject_no_class(classes, self.task_name)
         return None
 
-    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total | Rows]:
+    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total | SampleColumns]:
         """Returns the recipe's metrics, without samples of the class `ignore_index`."""
         classes = self.classes_of(batch)
         if self.ignore_index is not None and self.reports:

@@ -35,7 +35,7 @@ class Contrastive(Task):
 
     def start(self, model: nn.Module, world: World) -> None:
         """Stores the data-parallel process group."""
-        self._ranks = world.data
+        self._ranks = world.dp_ranks
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns the summed loss of this rank's samples, and the similarities of first views with their targets."""
@@ -45,7 +45,7 @@ class Contrastive(Task):
         first, second = pair(batch, "contrastive", "(one view, another view)")
         embedded = F.normalize(one_tensor(model(torch.cat([first, second])), "contrastive").float(), dim=-1)
         views = torch.stack(embedded.chunk(2), dim=1)
-        everyones, begin = self._ranks.gather(views)
+        everyones, begin = self._ranks.all_gather(views)
 
         similar = [views[:, i] @ everyones[:, 1 - i].T / self.temperature for i in (0, 1)]
         places = torch.arange(begin, begin + len(views), device=views.device)

@@ -27,8 +27,8 @@ class Diffusion(Task):
         import torch.nn.functional as F
 
         images = batch[0] if isinstance(batch, tuple | list) else batch
-        time = self.draws.rand(len(images), device=images.device)
-        noise = self.draws.randn(*images.shape, device=images.device)
+        time = self.rng.rand(len(images), device=images.device)
+        noise = self.rng.randn(*images.shape, device=images.device)
         signal = _signal(time).view(-1, 1, 1, 1)
         found = model(signal.sqrt() * (2 * images - 1) + (1 - signal).sqrt() * noise, time)
         return F.mse_loss(found.float(), noise, reduction="none").flatten(1).mean(1).sum(), found

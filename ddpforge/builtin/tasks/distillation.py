@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.classification import Batch, Classification
 from ddpforge.builtin.tasks.forms import IgnoredClass, Metrics, one_tensor
-from ddpforge.interfaces import Beside
+from ddpforge.interfaces import AuxiliaryModule
 
 
 class Distillation(Classification):
@@ -43,9 +43,9 @@ class Distillation(Classification):
         self.teacher, self.weights = teacher, weights
         self.temperature, self.alpha = temperature, alpha
 
-    def beside(self, model: nn.Module) -> Mapping[str, Beside]:
+    def auxiliary_modules(self, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
         """Returns the teacher."""
-        return {"teacher": Beside(module=self.teacher, weights=self.weights)}
+        return {"teacher": AuxiliaryModule(module=self.teacher, weights=self.weights)}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the weighted sum of both losses over the batch, and the model's logits."""

@@ -27,8 +27,8 @@ __all__ = [
     "one_tensor",
     "pair",
     "parts_of",
-    "refuse_no_class",
-    "refuse_targets",
+    "reject_no_class",
+    "reject_targets",
 ]
 
 IGNORED = -100  # the default `ignore_index` of torch's losses
@@ -112,7 +112,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
     return F.nll_loss(probabilities, targets, reduction=reduction, ignore_index=ignore_index)
 
 
-def refuse_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor) -> NoReturn:
+def reject_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor) -> NoReturn:
     """Raises UsageError for targets that the loss rejected with `error`; re-raises an out-of-memory `error`."""
     if says_memory_is_full(error):
         raise error
@@ -125,7 +125,7 @@ def refuse_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor
     ) from error
 
 
-def refuse_no_class(classes: Tensor, task: str) -> None:
+def reject_no_class(classes: Tensor, task: str) -> None:
     """Raises UsageError for a negative class in a batch on the CPU; does nothing on other devices."""
     # torch's losses would ignore or refuse a negative class. Reading classes on a GPU would wait for it.
     if classes.device.type != "cpu" or classes.is_floating_point() or not classes.numel():

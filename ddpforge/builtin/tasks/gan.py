@@ -22,7 +22,7 @@ class Adversarial(Task):
     accuracy of the discriminator is reported as `accuracy/discriminator`.
     """
 
-    turns = ("discriminator", "generator")
+    updates = ("discriminator", "generator")
 
     def __init__(
         self, *, latent: Annotated[int, Field(ge=1, le=2**24, description="Number of noise values per image.")] = 32
@@ -35,7 +35,7 @@ class Adversarial(Task):
         from torch.nn.functional import softplus
 
         images: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
-        noise = self.draws.randn(len(images), self.latent, device=images.device)
+        noise = self.rng.randn(len(images), self.latent, device=images.device)
         if turn == "generator":
             return softplus(-model("discriminator", model("generator", noise)).float()).sum(), None
         with torch.no_grad():

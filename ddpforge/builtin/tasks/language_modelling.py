@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, cross_entropy, one_tensor, pair, refuse_targets
+from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, cross_entropy, one_tensor, pair, reject_targets
 from ddpforge.interfaces import Data, Task
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class LanguageModelling(Task):
         ] = None,
     ) -> None:
         self.ignore_index, self.loss_chunk = ignore_index, loss_chunk
-        self.scores_in_model = loss_chunk is not None
+        self.loss_in_model = loss_chunk is not None
         self._unit = "token"
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +75,7 @@ class LanguageModelling(Task):
         try:
             return self.sum_of_losses(logits, targets)
         except (IndexError, RuntimeError, ValueError) as error:
-            refuse_targets(error, "language_modeling", logits, targets)
+            reject_targets(error, "language_modeling", logits, targets)
 
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the summed cross-entropy, in float32."""

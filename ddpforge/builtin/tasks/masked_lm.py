@@ -11,7 +11,7 @@ from pydantic import Field
 from ddpforge.builtin.tasks.forms import IGNORED, by_name, cross_entropy
 from ddpforge.builtin.tasks.language_modelling import of_sequences
 from ddpforge.builtin.tasks.sequences import check_sizes, lengths_of, logits_of, tokens_of
-from ddpforge.interfaces import Data, Metric, Rows, Task, Total
+from ddpforge.interfaces import Data, Metric, SampleColumns, Task, Total
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,9 +21,10 @@ class MaskedLM(Task):
     """Cross-entropy of randomly chosen tokens, which are masked in the input, as in BERT (Devlin et al., 2019).
 
     A batch is tokens [B, T], a pair that begins with them, or {input_ids, attention_mask} for a model of transformers.
-    In each sample the fraction `mlm_probability` of the tokens is chosen, at least one. They are replaced by `mask_token`, except
-    for the fraction `keep` of them, which stays. The loss is in nats per chosen token, in float32; its exponential is
-    reported as `perplexity`. Tokens are chosen anew in every pass; in evaluation they are always the same.
+    In each sample the fraction `mlm_probability` of the tokens is chosen, at least one. They are replaced by
+    `mask_token`, except for the fraction `keep` of them, which stays. The loss is in nats per chosen token, in float32;
+    its exponential is reported as `perplexity`. Tokens are chosen anew in every pass; in evaluation they are always the
+    same.
     """
 
     items = "chosen_tokens"
@@ -45,12 +46,12 @@ class MaskedLM(Task):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns the summed cross-entropy of chosen tokens, and (logits, targets); other targets are -100."""
         tokens, mask = tokens_of(batch, "masked_lm")
-        draws = self.draws.rand(*tokens.shape, device=tokens.device)
+        draws = self.rng.rand(*tokens.shape, device=tokens.device)
         if mask is not None:
             draws = draws.masked_fill(mask == 0, 2.0)
         rank = draws.argsort(dim=1).argsort(dim=1)
         chosen = rank < self._chosen(tokens, mask)[:, None]
-        hidden = chosen & (self.draws.rand(*tokens.shape, device=tokens.device) >= self.keep)
+        hidden = chosen & (self.rng.rand(*tokens.shape, device=tokens.device) >= self.keep)
         targets = tokens.masked_fill(~chosen, IGNORED)
         logits = logits_of(model, tokens.masked_fill(hidden, self.mask_token), mask, "masked_lm")
         return self.sum_of_losses(logits, targets), (logits, targets)
@@ -74,7 +75,7 @@ class MaskedLM(Task):
         """Returns the number of chosen tokens."""
         return self._chosen(*tokens_of(batch, "masked_lm")).sum()
 
-    def metrics(self, outputs: tuple[Tensor, Tensor], batch: Any) -> Mapping[str, Total | Rows]:
+    def metrics(self, outputs: tuple[Tensor, Tensor], batch: Any) -> Mapping[str, Total | SampleColumns]:
         """Returns the recipe's metrics of the chosen tokens."""
         if not self.reports:
             return {}

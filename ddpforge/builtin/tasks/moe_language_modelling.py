@@ -25,10 +25,10 @@ class _Outputs(NamedTuple):
 class MoELanguageModelling(LanguageModelling):
     """Task `language_modeling` plus a load-balancing loss of the experts, for models such as `moe_gpt`.
 
-    The loss is the cross-entropy plus `aux_loss_weight` times the model's aux_loss_weight of each sequence (1 if experts are used
-    evenly), weighted by its number of targets. It does not depend on ranks and micro-batches. Also reported:
-    `cross_entropy` (used for perplexity and bits), `aux_loss_weight`, and `dropped`, the fraction of choices that exceed the
-    capacity of an expert.
+    The loss is the cross-entropy plus `aux_loss_weight` times the model's aux_loss_weight of each sequence (1 if
+    experts are used evenly), weighted by its number of targets. It does not depend on ranks and micro-batches. Also
+    reported: `cross_entropy` (used for perplexity and bits), `aux_loss_weight`, and `dropped`, the fraction of choices
+    that exceed the capacity of an expert.
     """
 
     by_position = takes_split_logits = False

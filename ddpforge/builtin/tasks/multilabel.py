@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ddpforge.builtin.tasks.forms import beside_targets, by_name, described, one_tensor, pair, parts_of
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Metric, Rows, Task, Total
+from ddpforge.interfaces import Metric, SampleColumns, Task, Total
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,7 +61,7 @@ class Multilabel(Task):
                 hints=["return 0 or 1 for each label, and remove samples whose labels are unknown"],
             )
 
-    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
+    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | SampleColumns]:
         """Returns the fraction of right labels, and the recipe's metrics."""
         labels = batch[1]
         right = Total(((outputs > 0) == labels.bool()).sum(), labels.numel())

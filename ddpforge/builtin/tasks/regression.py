@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from ddpforge.builtin.tasks.forms import Metrics, beside_targets, by_name, one_tensor, pair, parts_of
-from ddpforge.interfaces import Rows, Task, Total
+from ddpforge.interfaces import SampleColumns, Task, Total
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,7 +62,7 @@ class Regression(Task):
         errors = self._errors(predictions.float(), targets.float())
         return errors.reshape(len(errors), -1).mean(dim=1).sum(), predictions
 
-    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
+    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | SampleColumns]:
         """Returns the recipe's metrics."""
         return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
 

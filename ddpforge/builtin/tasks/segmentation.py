@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from pydantic import Field
 
 from ddpforge.builtin.metrics.confusion import MeanIoU
-from ddpforge.builtin.tasks.forms import by_name, cross_entropy, one_tensor, pair, parts_of, refuse_targets
-from ddpforge.interfaces import Metric, Rows, Task, Total
+from ddpforge.builtin.tasks.forms import by_name, cross_entropy, one_tensor, pair, parts_of, reject_targets
+from ddpforge.interfaces import Metric, SampleColumns, Task, Total
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Segmentation(Task):
         try:
             loss = self.sum_of_losses(logits, classes)
         except (IndexError, RuntimeError, ValueError) as error:
-            refuse_targets(error, "segmentation", logits, classes)
+            reject_targets(error, "segmentation", logits, classes)
         return loss, logits
 
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Segmentation(Task):
         _, classes = pair(batch, "segmentation", "(images, classes)")
         return (classes != self.ignore_index).sum()
 
-    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | Rows]:
+    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | SampleColumns]:
         """Returns the mean intersection over union, and the recipe's metrics."""
         return {name: metric(outputs, batch[1]) for name, metric in self.reports.items()}
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 from ddpforge.interfaces import Tracker
 
 __all__ = ["CSVTracker"]
@@ -80,7 +80,7 @@ def _read(path: Path) -> list[dict[str, str]]:
         for row in rows:
             int(row["step"])
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-        raise EnvironmentProblem(
+        raise SetupError(
             f"{path} is not a table of metrics: {error}", hints=["move it away: metrics.jsonl has all rows"]
         ) from error
     return rows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ddpforge.builtin.extras import require, stored_id
-from ddpforge.interfaces import ShownKind, Tracker
+from ddpforge.interfaces import MediaKind, Tracker
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -93,7 +93,7 @@ class MLflowTracker(Tracker):
         row = [Metric(name, float(value), now, step) for name, value in metrics.items()]
         self._later(lambda: self._client.log_batch(self._run, metrics=row))
 
-    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+    def log_media(self, step: int, name: str, value: Any, kind: MediaKind) -> None:
         """Queues an artifact: PNG, text, or JSON."""
         place = f"shown/{name}/step-{step:09}"
         if kind == "image":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ddpforge.builtin.extras import require
-from ddpforge.interfaces import Histogram, ShownKind, Tracker
+from ddpforge.interfaces import Histogram, MediaKind, Tracker
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -46,7 +46,7 @@ class TensorBoardTracker(Tracker):
         for metric, value in metrics.items():
             self._writer.add_scalar(metric, value, step)
 
-    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+    def log_media(self, step: int, name: str, value: Any, kind: MediaKind) -> None:
         """Writes an image, a histogram or a text; a table becomes a Markdown text."""
         writer: Any = self._writer
         if kind == "image":

@@ -16,7 +16,7 @@ from urllib.request import getproxies
 from pydantic import AfterValidator, Field
 
 from ddpforge.builtin.extras import stored_id
-from ddpforge.interfaces import Histogram, ShownKind, Tracker
+from ddpforge.interfaces import Histogram, MediaKind, Tracker
 
 if TYPE_CHECKING:
     import wandb
@@ -118,7 +118,7 @@ class WandbTracker(Tracker):
             _tear_down()
             raise
 
-    def show(self, step: int, name: str, value: Any, kind: ShownKind) -> None:
+    def log_media(self, step: int, name: str, value: Any, kind: MediaKind) -> None:
         """Logs the value as wandb's Image, Histogram or Table; text as Html, which keeps line breaks."""
         media = _MEDIA[kind](value)
         self.log(step, {name: media})
@@ -218,7 +218,7 @@ def _table(value: Any) -> Any:
     return wandb.Table(columns=list(value[0]), data=[list(row.values()) for row in value])
 
 
-_MEDIA: Mapping[ShownKind, Callable[[Any], Any]] = {
+_MEDIA: Mapping[MediaKind, Callable[[Any], Any]] = {
     "image": _image,
     "histogram": _histogram,
     "text": _text,

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpforge.interfaces.regions import Part, Range
+from ddpforge.interfaces.regions import FlatRange, TensorShard
 from ddpforge.interop.foreign.foreign_state import (
     ForeignState,
     Held,
     inside,
     listed,
     load,
-    refused,
     regular,
+    rejectd,
     untrusted,
 )
 
@@ -55,7 +55,7 @@ def read(folder: Path, *, trust: bool) -> ForeignState:
     try:
         return _Checkpoint(_Files(tagged)).found()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise refused(tagged, f"its files are not in DeepSpeed's format ({type(error).__name__}: {error})") from error
+        raise rejectd(tagged, f"its files are not in DeepSpeed's format ({type(error).__name__}: {error})") from error
 
 
 def _tagged(folder: Path) -> Path:
@@ -65,11 +65,11 @@ def _tagged(folder: Path) -> Path:
     try:
         tag = regular(folder / LATEST).read_text(encoding="utf-8").strip()
     except ValueError as error:
-        raise refused(folder / LATEST, "it is not text") from error
+        raise rejectd(folder / LATEST, "it is not text") from error
     if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
-        raise refused(folder / LATEST, f"it names {tag!r}, which is not the name of a folder next to it")
+        raise rejectd(folder / LATEST, f"it names {tag!r}, which is not the name of a folder next to it")
     if (folder / tag).is_symlink() or not (folder / tag).is_dir():
-        raise refused(folder / LATEST, f"it names {tag}, but there is no such folder next to it")
+        raise rejectd(folder / LATEST, f"it names {tag}, but there is no such folder next to it")
     return folder / tag
 
 
@@ -81,7 +81,7 @@ class _Files:
         names = sorted(path.name for path in folder.iterdir())
         odd = [name for name in names if re.match(r"(expert_|layer_|.*mp_rank_(?!00))", name)]
         if odd:
-            raise refused(folder, f"its model is split over several processes or experts: {listed(odd)}")
+            raise rejectd(folder, f"its model is split over several processes or experts: {listed(odd)}")
         self.models = self._load(names, _MODEL)
         self.optimizers = self._load(names, _OPTIMIZER)
 
@@ -89,12 +89,12 @@ class _Files:
         matches = [match for name in names if (match := pattern.fullmatch(name))]
         found = {int(match[1] or 0): match[0] for match in matches}
         if len(found) < len(matches):
-            raise refused(self.folder, "it contains files of several checkpoints: two are of the same rank")
+            raise rejectd(self.folder, "it contains files of several checkpoints: two are of the same rank")
         if missing := sorted(set(range(len(found))) - found.keys()):
-            raise refused(self.folder, f"the file of rank {missing[0]} is missing")
+            raise rejectd(self.folder, f"the file of rank {missing[0]} is missing")
         loaded = [load(inside(self.folder, found[rank]), trust=True) for rank in sorted(found)]
         if not all(isinstance(each, dict) for each in loaded):
-            raise refused(self.folder, "its files are not in DeepSpeed's format")
+            raise rejectd(self.folder, "its files are not in DeepSpeed's format")
         return loaded
 
 
@@ -104,7 +104,7 @@ class _Slice(NamedTuple):
     rank: int
     group: int
     start: int
-    region: Range
+    region: FlatRange
 
 
 class _Checkpoint:
@@ -138,7 +138,7 @@ class _Checkpoint:
         if self.stage == 3:
             model |= self._frozen()
         if unknown := sorted(set(aliases.values()) - model.keys()):
-            raise refused(self.folder, f"tied parameters refer to {listed(unknown)}, which it does not contain")
+            raise rejectd(self.folder, f"tied parameters refer to {listed(unknown)}, which it does not contain")
         self.left_out += [f"{key}: a recipe sets this" for key in _RECIPES if self.head.get(key)]
         return ForeignState(
             kind=f"DeepSpeed ZeRO-{self.stage}" if self.stage else "DeepSpeed",
@@ -153,30 +153,30 @@ class _Checkpoint:
     # -- contents
     def _get(self, table: Mapping[str, Any], key: str) -> Any:
         if not isinstance(table, Mapping) or not isinstance(value := table.get(key), Mapping | list | tuple):
-            raise refused(self.folder, f"its files have no {key}: they are incomplete, or of another DeepSpeed")
+            raise rejectd(self.folder, f"its files have no {key}: they are incomplete, or of another DeepSpeed")
         return value
 
     def _check_kind(self) -> None:
         for table in (*self.models, *self.optimizers):
             if odd := [key for key in _UNSUPPORTED if table.get(key)]:
-                raise refused(self.folder, f"it has {odd[0]}: parallelism that is not supported")
+                raise rejectd(self.folder, f"it has {odd[0]}: parallelism that is not supported")
             if table.get("ds_zero_partition_groups"):
-                raise refused(self.folder, "its parameters are partitioned over several groups of ranks")
+                raise rejectd(self.folder, "its parameters are partitioned over several groups of ranks")
         if self.head.get("mp_world_size", 1) != 1:
-            raise refused(self.folder, "its model is split over several ranks (tensor parallelism)")
+            raise rejectd(self.folder, "its model is split over several ranks (tensor parallelism)")
         if self.stage not in (0, 1, 2, 3):
-            raise refused(self.folder, f"its ZeRO stage is {self.stage}, not 0 to 3")
+            raise rejectd(self.folder, f"its ZeRO stage is {self.stage}, not 0 to 3")
         for each in self.optimizers:
             counts = each.get("partition_count", self.ranks)
             counts = counts if isinstance(counts, list | tuple) else [counts]
             if int(each.get("zero_stage", 0)) != self.stage or any(count != self.ranks for count in counts):
-                raise refused(
+                raise rejectd(
                     self.folder,
                     f"it has files of {self.ranks} ranks, but in them the number of ranks is "
                     f"{listed(list(map(str, counts)))}",
                 )
         if self.stage == 3 and len(self.models) != self.ranks:
-            raise refused(self.folder, f"it has {len(self.models)} files of weights and {self.ranks} of the optimizer")
+            raise rejectd(self.folder, f"it has {len(self.models)} files of weights and {self.ranks} of the optimizer")
 
     @cached_property
     def groups(self) -> list[dict[str, tuple[int, ...]]]:
@@ -186,7 +186,7 @@ class _Checkpoint:
         ]
         names = [name for group in groups for name in group]
         if len(set(names)) != len(names):
-            raise refused(self.folder, "a parameter is in two groups")
+            raise rejectd(self.folder, "a parameter is in two groups")
         return groups
 
     @cached_property
@@ -195,9 +195,9 @@ class _Checkpoint:
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         ranks = [list(self._get(each, key)) for each in self.optimizers]
         if any(not _is_flat(flat) for flats in ranks for flat in flats):
-            raise refused(self.folder, "its master weights are not flat partitions")
+            raise rejectd(self.folder, "its master weights are not flat partitions")
         if any(len(flats) != len(self.groups) for flats in ranks):
-            raise refused(self.folder, "its numbers of partitions and of parameter groups differ")
+            raise rejectd(self.folder, "its numbers of partitions and of parameter groups differ")
         return [[flat.detach() for flat in flats] for flats in ranks]
 
     # -- positions of parameters
@@ -218,14 +218,14 @@ class _Checkpoint:
                         rank,
                         number,
                         max(begin, end - length) - (end - length),
-                        Range(max(end - length - begin, 0), min(end - begin, prod(shape))),
+                        FlatRange(max(end - length - begin, 0), min(end - begin, prod(shape))),
                     )
                     for rank, end in enumerate(ends)
                     if begin < end and begin + prod(shape) > end - (length := len(self.flats[rank][number]))
                 ]
                 begin += prod(shape) + int(gap)
             if not 0 <= ends[-1] - begin <= 2 * self.ranks * max(1, *map(int, behind)):
-                raise refused(self.folder, f"group {number} has {begin} elements, and its partitions have {ends[-1]}")
+                raise rejectd(self.folder, f"group {number} has {begin} elements, and its partitions have {ends[-1]}")
         return found
 
     def _slices_of_each(self) -> dict[str, list[_Slice]]:
@@ -236,17 +236,19 @@ class _Checkpoint:
             for name, shape in named.items():
                 size = -(-prod(shape) // self.ranks)
                 for rank in range(self.ranks):
-                    region = Range(*(min(edge * size, prod(shape)) for edge in (rank, rank + 1)))
+                    region = FlatRange(*(min(edge * size, prod(shape)) for edge in (rank, rank + 1)))
                     found[name].append(_Slice(rank, group, start, region))
                 start += size
             lengths = {len(flats[group]) for flats in self.flats}
             if lengths != {start}:
-                raise refused(self.folder, f"its partitions of group {group} have {lengths} elements, not {start}")
+                raise rejectd(self.folder, f"its partitions of group {group} have {lengths} elements, not {start}")
         return found
 
-    def _parts(self, shape: tuple[int, ...], slices: Sequence[_Slice], flats: Sequence[Sequence[Any]]) -> list[Part]:
+    def _parts(
+        self, shape: tuple[int, ...], slices: Sequence[_Slice], flats: Sequence[Sequence[Any]]
+    ) -> list[TensorShard]:
         return [
-            Part(flats[each.rank][each.group][each.start : each.start + each.region.numel], shape, each.region)
+            TensorShard(flats[each.rank][each.group][each.start : each.start + each.region.numel], shape, each.region)
             for each in slices
             if each.region.numel or not prod(shape)
         ]
@@ -256,17 +258,17 @@ class _Checkpoint:
         """Raises UsageError unless each element of the master weights rounds to its weight in the forward pass."""
         for name, parts in model.items():
             if name not in module:
-                raise refused(self.folder, f"it has no weights of the forward pass for {name}")
+                raise rejectd(self.folder, f"it has no weights of the forward pass for {name}")
             line = module[name].detach().reshape(-1)
             for part in parts:
-                assert isinstance(part, Part)
-                assert isinstance(part.region, Range)
+                assert isinstance(part, TensorShard)
+                assert isinstance(part.region, FlatRange)
                 theirs = line[part.region.start : part.region.stop]
                 mine = part.tensor.to(theirs.dtype)
                 if module[name].shape != part.shape or not bool(
                     ((mine == theirs) | (mine.isnan() & theirs.isnan())).all()
                 ):
-                    raise refused(
+                    raise rejectd(
                         self.folder,
                         f"the master weights of {name} do not round to the weights of the forward pass, so the "
                         "positions of parameters are uncertain",
@@ -291,12 +293,12 @@ class _Checkpoint:
             fragments = [self._get(each, "frozen_param_fragments")[name] for each in self.models]
             each = -(-prod(shape) // self.ranks)
             if any(fragment.numel() != each for fragment in fragments):
-                raise refused(self.folder, f"the parts of {name} have a wrong length")
+                raise rejectd(self.folder, f"the parts of {name} have a wrong length")
             edges = [min(rank * each, prod(shape)) for rank in range(self.ranks + 1)]
-            regions = [Range(a, b) for a, b in pairwise(edges)]
+            regions = [FlatRange(a, b) for a, b in pairwise(edges)]
             lines = (fragment.detach().reshape(-1) for fragment in fragments)
             pairs = zip(lines, regions, strict=True)
-            parts = [Part(line[: region.numel], shape, region) for line, region in pairs if region.numel]
+            parts = [TensorShard(line[: region.numel], shape, region) for line, region in pairs if region.numel]
             found[name] = parts or torch.empty(shape, dtype=fragments[0].dtype)
         return found
 

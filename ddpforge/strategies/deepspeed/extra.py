@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
-__all__ = ["Offload", "merge", "refuse_owned"]
+__all__ = ["Offload", "check_owned_keys", "merge"]
 
 Offload = Literal["none", "cpu", "nvme"]
 
@@ -99,7 +99,7 @@ def merge(into: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def refuse_owned(extra: Mapping[str, Any], optimizer: Offload, parameters: Offload) -> None:
+def check_owned_keys(extra: Mapping[str, Any], optimizer: Offload, parameters: Offload) -> None:
     """Raises ValueError for keys that the recipe or ddpforge sets, that have no effect, or that are unknown."""
     used = {
         "zero_optimization.offload_optimizer.": optimizer != "none",

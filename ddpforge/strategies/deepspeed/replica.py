@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Exploring, Part, Replica, SavedTensor
+from ddpforge.interfaces import CanonicalState, MultiPassOptimizer, Replica, SavedTensor, TensorShard
 from ddpforge.ranks.join import limit_waiting
 from ddpforge.strategies.buffers import equalise_buffers
 from ddpforge.strategies.deepspeed.nvme import SMALLEST, is_swapped, mend_prefetch
 from ddpforge.strategies.deepspeed.zero import Keys, ZeroWeights, keys_of, start
 from ddpforge.strategies.gradients import Gradients
-from ddpforge.strategies.optimizer_trial import refuse_sparse
-from ddpforge.strategies.own_state import OwnState
-from ddpforge.strategies.precision import LossScaling, precision_for, refuse_float64
-from ddpforge.strategies.watch import refuse_loss, watched
+from ddpforge.strategies.optimizer_extra_state import OptimizerExtraState
+from ddpforge.strategies.optimizer_probe import check_sparse_gradients
+from ddpforge.strategies.parameter_guard import check_loss, guarded_forward
+from ddpforge.strategies.precision import LossScaling, check_float64, precision_for
 
 if TYPE_CHECKING:
     from ddpforge.strategies.deepspeed.strategy import DeepSpeed
@@ -43,24 +43,24 @@ class ZeroReplica(Replica):
     def __init__(self, strategy: DeepSpeed, model: nn.Module, optimizer: Optimizer) -> None:
         """Starts the engine; raises StrategyError if it does not run with the requested settings."""
         self.strategy, self.world, self.train = strategy, strategy.world, strategy.train
-        self.bare, self.optimizer = model, optimizer
-        self.gradients = Gradients(model, self.world.all)
+        self.unwrapped, self.optimizer = model, optimizer
+        self.gradients = Gradients(model, self.world.global_ranks)
         self._updated = False  # True after the first step of this process
         fp16 = self.train.precision == "fp16"
         self.precision = (
             _EngineScaling(self.world.device) if fp16 else precision_for(self.train.precision, self.world.device)
         )
         for parameter in self.gradients.parameters:
-            self._refuse_form(parameter)
+            self._reject_form(parameter)
         if strategy.offload_optimizer == "nvme" and getattr(optimizer, "passes", 1) > 1:
             raise StrategyError(
                 f"{type(optimizer).__name__} moves the weights between the passes of a step, but weights on NVMe may "
                 "change only in its update",
                 hints=['set strategy.offload_optimizer = "cpu"'],
             )
-        self._own = OwnState(optimizer)
-        refuse_sparse(optimizer, model, sharded=True)
-        refuse_float64(model, self.train)
+        self._own = OptimizerExtraState(optimizer)
+        check_sparse_gradients(optimizer, model, sharded=True)
+        check_float64(model, self.train)
         keys = keys_of(optimizer, torch.device("cpu") if strategy.offload_optimizer != "none" else self.world.device)
         self._watch()
         self.engine = self.module = self._start(keys)
@@ -68,9 +68,9 @@ class ZeroReplica(Replica):
         self.weights.compare()
 
     def _start(self, keys: Keys) -> Any:
-        config = self.strategy.config(self.train, self.world.all.size)
+        config = self.strategy.config(self.train, self.world.global_ranks.size)
         self._fit_buffers(config["zero_optimization"], keys)
-        engine = start(self.strategy.deepspeed, self.bare, self.optimizer, config, self.world)
+        engine = start(self.strategy.deepspeed, self.unwrapped, self.optimizer, config, self.world)
         limit_waiting([engine.data_parallel_group], self.train)
         if self.strategy.offload_parameters == "nvme":
             mend_prefetch(self.gradients.parameters)
@@ -96,7 +96,7 @@ class ZeroReplica(Replica):
                 "buffer_count": weights_and_gradients + max(2, len(keys.per_element)),
             }
         if self.strategy.offload_parameters == "nvme":
-            for name, parameter in self.bare.named_parameters():
+            for name, parameter in self.unwrapped.named_parameters():
                 if parameter.dtype != torch.float32:
                     dtype = str(parameter.dtype).removeprefix("torch.")
                     raise StrategyError(
@@ -106,10 +106,10 @@ class ZeroReplica(Replica):
             largest = max(parameter.numel() for parameter in self.gradients.parameters)
             zero["offload_param"] |= {
                 "nvme_path": str(self.strategy.swap_folder().path),
-                "buffer_size": -(-largest // self.world.all.size),
+                "buffer_size": -(-largest // self.world.global_ranks.size),
             }
 
-    def _refuse_form(self, parameter: nn.Parameter) -> None:
+    def _reject_form(self, parameter: nn.Parameter) -> None:
         name = self.gradients.names[id(parameter)]
         if not parameter.numel() and (parameter.requires_grad or self.strategy.stage == 3):
             raise StrategyError(
@@ -159,7 +159,7 @@ class ZeroReplica(Replica):
             "optimizer": "DeepSpeedZeroOptimizer_Stage3" if stage3 else "DeepSpeedZeroOptimizer",
             "stage": self.strategy.stage,
             "sharded gradients": self.strategy.stage >= 2,
-            "data-parallel ranks": self.world.all.size,
+            "data-parallel ranks": self.world.global_ranks.size,
             "device": str(self.world.device).removesuffix(":0"),
             "gradient accumulation": 1,
             "clipping": self.train.clip_norm or 0.0,
@@ -177,16 +177,17 @@ class ZeroReplica(Replica):
 
         groups = range(len(zero.fp16_groups)) if stage3 else ()
         if self.strategy.offload_optimizer == "nvme" and not any(zero._swappable_optimizer_subgroup(n) for n in groups):
-            self._refuse_small("offload_optimizer", "group of parameters")
+            self._reject_small("offload_optimizer", "group of parameters")
         if self.strategy.offload_parameters == "nvme" and not any(
             is_swapped(parameter) for parameter in self.gradients.parameters
         ):
-            self._refuse_small("offload_parameters", "parameter")
+            self._reject_small("offload_parameters", "parameter")
 
-    def _refuse_small(self, option: str, what: str) -> NoReturn:
+    def _reject_small(self, option: str, what: str) -> NoReturn:
         smallest = max(SMALLEST, self.strategy.extra.get("aio", {}).get("block_size", 0))
         raise StrategyError(
-            f'strategy.{option} = "nvme": no {what} has {smallest:,} bytes on each of {self.world.all.size} ranks, and '
+            f'strategy.{option} = "nvme": no {what} has {smallest:,} bytes on each of '
+            f"{self.world.global_ranks.size} ranks, and "
             "smaller ones stay in memory",
             hints=[f'set strategy.{option} = "cpu"'],
         )
@@ -205,10 +206,10 @@ class ZeroReplica(Replica):
         # DeepSpeed averages the gradients of ranks in the order of their arrival, even of different parameters. If a
         # micro-batch lacks a gradient, stage 3 adds that of an earlier step.
         if len(self._reached) != len(self.gradients.trained):
-            self.gradients.refuse_unused([p for p in self.gradients.trained if id(p) not in self._reached])
+            self.gradients.check_unused([p for p in self.gradients.trained if id(p) not in self._reached])
         for parameter in self.gradients.frozen:
             if parameter.requires_grad:
-                self.gradients.refuse_thawed(parameter)
+                self.gradients.check_thawed(parameter)
         self._reached.clear()
 
     @contextmanager
@@ -219,11 +220,11 @@ class ZeroReplica(Replica):
         """
         self.engine.set_gradient_accumulation_boundary(last)
         with self._autocast():
-            if self._updated or not self.bare.training:
+            if self._updated or not self.unwrapped.training:
                 yield
                 return
             shards_weights, eager = self.strategy.stage == 3, self.train.compile == "off"
-            with watched(self.bare, shards_weights=shards_weights, shards_gradients=True, eager=eager):
+            with guarded_forward(self.unwrapped, shards_weights=shards_weights, shards_gradients=True, eager=eager):
                 yield
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -233,7 +234,7 @@ class ZeroReplica(Replica):
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
         """Adds the gradients of `loss` times `scale`."""
-        refuse_loss(loss)
+        check_loss(loss)
         loss = loss * scale
         # `_look` runs after the last gradient, before DeepSpeed reduces the rest of its bucket.
         execution: Any = torch.autograd.Variable._execution_engine
@@ -249,12 +250,12 @@ class ZeroReplica(Replica):
             self.precision.adapt(norm)
         return norm
 
-    def explore(self, optimizer: Exploring) -> Tensor:
+    def perturb(self, optimizer: MultiPassOptimizer) -> Tensor:
         """Runs a step of the engine without clipping, in which the optimizer explores instead of updating."""
         zero, update = self.engine.optimizer, cast(Any, optimizer)
 
         def explore() -> None:
-            optimizer.explore(float(zero._global_grad_norm))
+            optimizer.perturb(float(zero._global_grad_norm))
 
         clip, zero.clip_grad, update.step = zero.clip_grad, 0.0, explore  # shadows the method
         try:
@@ -270,19 +271,19 @@ class ZeroReplica(Replica):
 
     def sync_buffers(self) -> None:
         """Averages BatchNorm's statistics over ranks, and sets other buffers to rank 0's values."""
-        equalise_buffers(self.bare, self.world.all)
+        equalise_buffers(self.unwrapped, self.world.global_ranks)
 
     # -- to disk and back
-    def state(self) -> CanonicalState[Tensor | Part]:
+    def state(self) -> CanonicalState[Tensor | TensorShard]:
         """Returns this rank's parts."""
         state = self.weights.capture(self.optimizer)
-        return replace(state, shared=self._own.capture(), numbers=self.precision.state())
+        return replace(state, extra_state=self._own.capture(), scalars=self.precision.state())
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
         """Reads this rank's parts."""
         self.weights.restore(self.optimizer, state, partial=partial)
-        self._own.restore(state.shared)
-        self.precision.load_state(state.numbers)
+        self._own.restore(state.extra_state)
+        self.precision.load_state(state.scalars)
         if isinstance(self.precision, _EngineScaling):
             self.precision.tell()
 

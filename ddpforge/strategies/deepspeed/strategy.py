@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Refusal, Replica, Sharded, Strategy, Weights, World
-from ddpforge.strategies.deepspeed.extra import Offload, merge, refuse_owned
+from ddpforge.interfaces import Contract, Replica, Sharded, Strategy, Unsupported, Weights, World
+from ddpforge.strategies.deepspeed.extra import Offload, check_owned_keys, merge
 from ddpforge.strategies.deepspeed.nvme import Folder, require_io
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class DeepSpeed(Strategy):
     Offload to NVMe needs stage 3 and tensors of at least 1 MiB on each rank; smaller tensors stay in memory.
     """
 
-    joins_alone = True
+    needs_process_group = True
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class DeepSpeed(Strategy):
         self.offload_optimizer, self.offload_parameters = offloads
         self.nvme_path = nvme_path
         self.extra = deepcopy(extra)
-        refuse_owned(self.extra, *offloads)
+        check_owned_keys(self.extra, *offloads)
         self.contract = Contract(
             shards=_SHARDS[stage],
-            clips="DeepSpeed, after the reduction, by the norm over all parts",
-            accumulates=_ACCUMULATES[stage],
+            clipping="DeepSpeed, after the reduction, by the norm over all parts",
+            accumulation=_ACCUMULATES[stage],
         )
         self.launcher = {
             "ACCELERATE_USE_DEEPSPEED": "true",
@@ -144,7 +144,7 @@ class DeepSpeed(Strategy):
         return {"device": device, "nvme_path": str(self.nvme_path)} if device == "nvme" else {"device": device}
 
     # -- before the loop
-    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+    def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
         """Refuses settings that cannot be compiled, and a missing or untested DeepSpeed."""
         import torch
         from packaging.version import Version
@@ -154,16 +154,16 @@ class DeepSpeed(Strategy):
         try:
             require_deepspeed()
         except StrategyError as error:
-            yield Refusal("strategy.use", error.message, error.hints)
+            yield Unsupported("strategy.use", error.message, error.hints)
         if self.stage == 3 and device == "cuda" and train.uses_cuda_graphs:
-            yield Refusal(
+            yield Unsupported(
                 "train.compile",
                 f'train.compile = "{train.compile}" replays CUDA graphs, which need weights at fixed addresses, '
                 "but ZeRO stage 3 gathers them again for every pass",
                 ('set train.compile = "default", or strategy.stage = 2',),
             )
         if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < Version(_COMPILES):
-            yield Refusal(
+            yield Unsupported(
                 "train.compile",
                 f"under ZeRO stage 3, models compiled by torch {torch.__version__} get wrong gradients: some are zero",
                 (f'update to torch {_COMPILES} or newer, set train.compile = "off", or strategy.stage = 2',),
@@ -194,17 +194,17 @@ class DeepSpeed(Strategy):
 
         return ZeroReplica(self, model, optimizer)
 
-    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+    def place_auxiliary(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
         """Shards the module with its own engine under stage 3; below stage 3 every rank holds the whole module.
 
         If the model's weights are offloaded, to the CPU or to NVMe, the module's are offloaded to host memory.
         """
         if self.stage < 3 or not any(True for _ in module.parameters()):
-            return super().beside(module, blocks)
-        from ddpforge.strategies.deepspeed.zero import BesideWeights, start
+            return super().place_auxiliary(module, blocks)
+        from ddpforge.strategies.deepspeed.zero import AuxiliaryWeights, start
 
         zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # no old values may stay gathered
         if self.offload_parameters != "none":
             zero["offload_param"] = {"device": "cpu"}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-        return BesideWeights(start(self.deepspeed, module, None, config, self.world), module)
+        return AuxiliaryWeights(start(self.deepspeed, module, None, config, self.world), module)

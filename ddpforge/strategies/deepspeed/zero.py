@@ -24,17 +24,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.components.installed import version
-from ddpforge.cores import ranks_here
 from ddpforge.errors import CheckpointError, StrategyError
-from ddpforge.interfaces import CanonicalState, Part, Range, Ranks, Region, SavedTensor, Weights, World, read_all
+from ddpforge.interfaces import (
+    CanonicalState,
+    FlatRange,
+    Ranks,
+    Region,
+    SavedTensor,
+    TensorShard,
+    Weights,
+    World,
+    read_all,
+)
+from ddpforge.local_world import local_world_size
 from ddpforge.strategies import named_state
 from ddpforge.strategies.deepspeed.nvme import SwapFiles
-from ddpforge.strategies.optimizer_trial import refuse_unlike
-from ddpforge.strategies.watch import Guard
+from ddpforge.strategies.optimizer_probe import check_same_update
+from ddpforge.strategies.parameter_guard import ParameterGuard
 
 __all__ = [
     "TESTED",
-    "BesideWeights",
+    "AuxiliaryWeights",
     "Keys",
     "ZeroWeights",
     "import_deepspeed",
@@ -61,7 +71,7 @@ def require_deepspeed() -> None:
         )
 
 
-def _refuse_other_accelerator(device: str) -> None:
+def _reject_other_accelerator(device: str) -> None:
     """Raises StrategyError if DS_ACCELERATOR sets another device than this run's `device`."""
     said = os.environ.get("DS_ACCELERATOR", device)
     if said != device:
@@ -73,7 +83,7 @@ def _refuse_other_accelerator(device: str) -> None:
 
 def import_deepspeed(device: torch.device) -> Any:
     """Imports DeepSpeed for `device` and redirects its log to stderr; raises StrategyError for another device."""
-    _refuse_other_accelerator(device.type)
+    _reject_other_accelerator(device.type)
     os.environ["DS_ACCELERATOR"] = device.type
     with _lightly():
         deepspeed = import_module("deepspeed")
@@ -122,14 +132,14 @@ def start(
     # DeepSpeed uses it as the index of the GPU (stage 3 in every pass), but each rank may have one visible GPU only.
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     # Without it, DeepSpeed on CPUs starts a process (numactl) to count the ranks whenever it reduces gradients.
-    os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
-    with _sharing_ourselves(world.all):
+    os.environ.setdefault("LOCAL_SIZE", str(local_world_size()))
+    with _sharing_ourselves(world.global_ranks):
         deepspeed.init_distributed(dist_init_required=False)
         if config["zero_optimization"]["stage"] == 3:
             deepspeed.zero.Init(module=model, config_dict_or_path=dict(config))  # a dtype here means bf16 on CPUs
         else:
-            _share(model.parameters(), world.device, world.all)
-        _share(model.buffers(), world.device, world.all)
+            _share(model.parameters(), world.device, world.global_ranks)
+        _share(model.buffers(), world.device, world.global_ranks)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
@@ -186,7 +196,7 @@ def keys_of(optimizer: Optimizer, device: torch.device) -> Keys:
             "DeepSpeed replaces Adagrad by its own, which ignores the recipe's parameter groups",
             hints=['set strategy.use = "ddp" or "fsdp", or use another optimizer'],
         )
-    kept = refuse_unlike(
+    kept = check_same_update(
         optimizer,
         device,
         [partial(_piece, number) for number in range(4)],
@@ -230,22 +240,22 @@ class ZeroWeights(Weights):
         self._places = {name: found[name][1] for name in self._parts}
         self._frozen = {names[id(p)]: part for p, part in self._frozen_parts()}
         # Trained weights are copied from the optimizer's; under stage 3 all weights are gathered again.
-        self._guard = Guard(model, set(names.values()) if self._stage == 3 else set(self._parts))
+        self._guard = ParameterGuard(model, set(names.values()) if self._stage == 3 else set(self._parts))
 
-    def parts(self) -> Mapping[str, Part]:
+    def shards(self) -> Mapping[str, TensorShard]:
         """Returns this rank's ranges of the flattened trained parameters."""
         return self._parts
 
-    def frozen(self) -> Mapping[str, Part]:
+    def frozen(self) -> Mapping[str, TensorShard]:
         """Returns the weights that are not trained: whole on every rank below stage 3, sharded under stage 3."""
         return self._frozen
 
-    def observing(self) -> AbstractContextManager[Any]:
+    def callback_guard(self) -> AbstractContextManager[Any]:
         """Raises an error within the block if a callback writes into parameters that DeepSpeed overwrites."""
         return self._guard.on()
 
     @torch.no_grad()
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Copies the parts into the weights of forward passes; gathers the weights that stay whole."""
         self._guard.off = True
         try:
@@ -280,7 +290,7 @@ class ZeroWeights(Weights):
             self._zero._optimizer_states_and_gradient_swap_out(number)
 
     # -- where ZeRO stores weights
-    def _trained_parts(self) -> Iterator[tuple[Any, Part, _Place]]:
+    def _trained_parts(self) -> Iterator[tuple[Any, TensorShard, _Place]]:
         """Yields each trained parameter, this rank's range of it (a view of the optimizer's tensor), and its place."""
         zero = self._zero
         if self._stage < 3:
@@ -299,26 +309,29 @@ class ZeroWeights(Weights):
                 _, first, _ = zero.grad_position[zero.get_param_id(parameter)]
                 yield parameter, *_part(tuple(parameter.ds_shape), *_range(parameter), flat, held, first)
 
-    def _frozen_parts(self) -> Iterator[tuple[Any, Part]]:
+    def _frozen_parts(self) -> Iterator[tuple[Any, TensorShard]]:
         """Yields each frozen parameter and this rank's part: all of it, or a shard under stage 3."""
         parameter: Any
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 continue
             if self._stage < 3:
-                yield parameter, Part.whole(parameter.detach(), replica=dist.get_rank(), replicas=dist.get_world_size())
+                yield (
+                    parameter,
+                    TensorShard.whole(parameter.detach(), replica=dist.get_rank(), replicas=dist.get_world_size()),
+                )
                 continue
             start, count = _range(parameter)
             held = self._used(parameter)[:count]
-            yield parameter, Part(held, tuple(parameter.ds_shape), Range(start, start + count))
+            yield parameter, TensorShard(held, tuple(parameter.ds_shape), FlatRange(start, start + count))
 
     def elements(self, name: str, region: Region) -> Tensor:
         """Returns elements of the weights in forward passes; below stage 3 every rank holds all of them."""
         parameter: Any = self._model.get_parameter(name)
         if self._stage < 3:
-            return Part.whole(parameter.detach()).elements(region)
+            return TensorShard.whole(parameter.detach()).elements(region)
         start, count = _range(parameter)
-        part = Part(self._used(parameter)[:count], tuple(parameter.ds_shape), Range(start, start + count))
+        part = TensorShard(self._used(parameter)[:count], tuple(parameter.ds_shape), FlatRange(start, start + count))
         return part.elements(region)
 
     def _flats(self) -> dict[Tensor, list[str]]:
@@ -329,7 +342,7 @@ class ZeroWeights(Weights):
         return flats
 
     # -- to disk
-    def capture(self, optimizer: Optimizer) -> CanonicalState[Tensor | Part]:
+    def capture(self, optimizer: Optimizer) -> CanonicalState[Tensor | TensorShard]:
         """Returns this rank's part of the state of the model and the optimizer."""
         if not self._compared:
             self._compare_used()
@@ -385,7 +398,7 @@ class ZeroWeights(Weights):
 
     def _of_whole(self, name: str, whole: Tensor) -> Tensor:
         region = self._parts[name].region
-        assert isinstance(region, Range)
+        assert isinstance(region, FlatRange)
         return whole.reshape(-1)[region.start : region.stop]
 
     def _same(self, name: str, weights: Tensor) -> None:
@@ -404,12 +417,12 @@ class ZeroWeights(Weights):
         """
         tensors, _ = named_state.tensors(self._model)
         named_state.match(set(tensors), set(state.model) - set(state.aliases), partial=partial)
-        whole = {name: Part.whole(tensor.detach()) for name, tensor in tensors.items()}
+        whole = {name: TensorShard.whole(tensor.detach()) for name, tensor in tensors.items()}
         held = {name: part for name, part in (whole | self._parts | self._frozen).items() if name in state.model}
         for name, part in held.items():
             named_state.match_form(name, part.shape, part.tensor.dtype, state.model[name])
         read_all((state.model[name], part.region, part.tensor) for name, part in held.items())
-        self.changed()
+        self.mark_changed()
         if state.optimizer or not partial:
             self._restore_optimizer(optimizer, state.optimizer)
 
@@ -505,41 +518,41 @@ class ZeroWeights(Weights):
             self._zero._clear_fp32_optimizer_param_groups()
 
 
-class BesideWeights(Weights):
+class AuxiliaryWeights(Weights):
     """Weights of an auxiliary module that is not trained, sharded by stage 3."""
 
     def __init__(self, engine: Any, module: nn.Module) -> None:
         self._engine = engine
         self._frozen = {name: _held(parameter) for name, parameter in module.named_parameters()}
 
-    def parts(self) -> Mapping[str, Part]:
+    def shards(self) -> Mapping[str, TensorShard]:
         """Returns nothing: no parameter is trained."""
         return {}
 
-    def frozen(self) -> Mapping[str, Part]:
+    def frozen(self) -> Mapping[str, TensorShard]:
         """Returns this rank's ranges of all parameters."""
         return self._frozen
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Frees gathered weights, so that forward passes gather them again."""
         self._engine.optimizer.partition_all_parameters()
 
 
-def _held(parameter: Any) -> Part:
+def _held(parameter: Any) -> TensorShard:
     """Returns this rank's shard of a parameter that is in memory (stage 3 only)."""
     start, count = _range(parameter)
-    return Part(parameter.ds_tensor.detach()[:count], tuple(parameter.ds_shape), Range(start, start + count))
+    return TensorShard(parameter.ds_tensor.detach()[:count], tuple(parameter.ds_shape), FlatRange(start, start + count))
 
 
 def _part(
     shape: tuple[int, ...], start: int, count: int, flat: Tensor, held: Tensor, first: int
-) -> tuple[Part, _Place]:
+) -> tuple[TensorShard, _Place]:
     """Returns the part of a parameter, and its place.
 
     The part is `count` elements of the parameter from `start`, stored in `held` (the values of `flat`) from `first`.
     """
     inside = slice(first, first + count)
-    return Part(held[inside], shape, Range(start, start + count)), _Place(flat, held.numel(), inside)
+    return TensorShard(held[inside], shape, FlatRange(start, start + count)), _Place(flat, held.numel(), inside)
 
 
 def _range(parameter: Any) -> tuple[int, int]:

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import CanonicalState, Compute, Part, Pass, SavedTensor
+from ddpforge.interfaces import CanonicalState, Compute, Pass, SavedTensor, TensorShard
 from ddpforge.strategies import named_state
-from ddpforge.strategies.fsdp.shards import Shards, clip_local, local, reshard, shard_like
-from ddpforge.strategies.fsdp.units import Used
-from ddpforge.strategies.tensor.shares import ShareGradients
+from ddpforge.strategies.fsdp.shards import DTensorWeights, clip_local, local, reshard, shard_like
+from ddpforge.strategies.fsdp.wrap_units import GradientCoverage
+from ddpforge.strategies.tensor.tensor_parallel import TensorParallelGradients
 from ddpforge.strategies.torch_replica import TorchReplica
 
 if TYPE_CHECKING:
@@ -32,32 +32,34 @@ class FSDPReplica(TorchReplica):
     """Replica with this rank's shards of the model."""
 
     def __init__(self, strategy: FSDP, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(strategy, model, optimizer, Shards(model, strategy.layout.part))
+        super().__init__(strategy, model, optimizer, DTensorWeights(model, strategy.layout.part))
         self._strategy, self._model = strategy, cast(FSDPModule, model)
-        self._used = Used(model)
-        self._shared: ShareGradients | None = None
+        self._used = GradientCoverage(model)
+        self._shared: TensorParallelGradients | None = None
         if shares := strategy.shares:
-            self._shared = ShareGradients(shares.ranks, cut=shares.cuts, summed=shares.summed)
+            self._shared = TensorParallelGradients(shares.ranks, cut=shares.cuts, summed=shares.summed)
 
     # -- one step
-    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+    def run_microbatches(
+        self, passes: Iterable[Pass], compute: Compute, *, trains: bool
+    ) -> Iterator[tuple[Tensor, Any] | None]:
         """Runs the passes one after the other; a loss of split logits becomes a plain tensor."""
 
         def whole(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
             loss, outputs = compute(module, one)
             return (loss.to_local() if isinstance(loss, DTensor) else loss), outputs
 
-        return super().passes(passes, whole, trains=trains)
+        return super().run_microbatches(passes, whole, trains=trains)
 
     @contextmanager
-    def turn(self, name: str) -> Iterator[None]:
+    def select_update(self, name: str) -> Iterator[None]:
         """Also gathers weights again: gathered weights take over `requires_grad` only when they are gathered."""
-        reshard(self.bare)
+        reshard(self.unwrapped)
         try:
-            with super().turn(name):
+            with super().select_update(name):
                 yield
         finally:
-            reshard(self.bare)
+            reshard(self.unwrapped)
 
     @contextmanager
     def exact(self) -> Iterator[bool]:
@@ -86,7 +88,7 @@ class FSDPReplica(TorchReplica):
             super().backward(loss, scale)
         trained, names = self.gradients.trained, self.gradients.names
         if not self._used.all_of(len(trained)):
-            self.gradients.refuse_unused([p for p in trained if names[id(p)] not in self._used])
+            self.gradients.check_unused([p for p in trained if names[id(p)] not in self._used])
         self._used.clear()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
@@ -112,30 +114,30 @@ class FSDPReplica(TorchReplica):
         clip_local(self.gradients.trained, largest, norm)
 
     # -- to disk and back
-    def state(self) -> CanonicalState[Tensor | Part]:
+    def state(self) -> CanonicalState[Tensor | TensorShard]:
         """Returns this rank's shards."""
-        reshard(self.bare)
-        state = named_state.capture(self.bare, self.optimizer)
-        _refuse_own_shapes(state)
+        reshard(self.unwrapped)
+        state = named_state.capture(self.unwrapped, self.optimizer)
+        _reject_own_shapes(state)
         layout = self._strategy.layout
         return CanonicalState(
             model=layout.parts(state.model),
             optimizer={name: layout.state(name, entry) for name, entry in state.optimizer.items()},
             aliases=state.aliases,
-            shared=self.remembered(),
-            numbers=self.precision.state(),
+            extra_state=self.remembered(),
+            scalars=self.precision.state(),
         )
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
         """Reads this rank's shards."""
-        reshard(self.bare)
-        _refuse_own_shapes(state)
+        reshard(self.unwrapped)
+        _reject_own_shapes(state)
         part_of = self._strategy.layout.part
-        named_state.restore(self.bare, self.optimizer, state, partial=partial, part_of=part_of, like=shard_like)
+        named_state.restore(self.unwrapped, self.optimizer, state, partial=partial, part_of=part_of, like=shard_like)
         self.remember(state)
 
 
-def _refuse_own_shapes(state: CanonicalState[Any]) -> None:
+def _reject_own_shapes(state: CanonicalState[Any]) -> None:
     for name, entry in state.optimizer.items():
         for key, value in entry.items():
             shape = tuple(getattr(value, "shape", ()))

@@ -16,30 +16,40 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ddpforge import compat
-from ddpforge.interfaces import Part, PartWeights, Range, Ranks
-from ddpforge.strategies.optimizer_trial import refuse_unlike
-from ddpforge.strategies.tensor.cut import Cut
+from ddpforge.interfaces import FlatRange, Ranks, ShardedWeights, TensorShard
+from ddpforge.strategies.optimizer_probe import check_same_update
+from ddpforge.strategies.tensor.split_spec import SplitSpec
 
-__all__ = ["Layout", "Shards", "clip_local", "local", "part_of", "reshard", "rows_of", "shard_like", "try_on_shards"]
+__all__ = [
+    "DTensorWeights",
+    "ShardLayout",
+    "clip_local",
+    "local",
+    "reshard",
+    "rows_of",
+    "shard_like",
+    "shard_of",
+    "try_on_shards",
+]
 
 
-class Layout:
+class ShardLayout:
     """Distribution of a model's tensors by name, under tensor or expert parallelism.
 
     `cuts` are this rank's cuts of the tensors that are split over ranks; all others are whole on each of the `tensor`
     ranks. FSDP shards both.
     """
 
-    def __init__(self, cuts: Mapping[str, Cut], tensor: Ranks) -> None:
+    def __init__(self, cuts: Mapping[str, SplitSpec], tensor: Ranks) -> None:
         self.cuts, self._tensor = cuts, tensor
 
-    def part(self, name: str, tensor: Tensor) -> Part:
+    def part(self, name: str, tensor: Tensor) -> TensorShard:
         """Returns this rank's part of a tensor that is distributed like the parameter `name`."""
-        found = part_of(tensor)
+        found = shard_of(tensor)
         if not isinstance(tensor, DTensor):
             return found
         if cut := self.cuts.get(name):
-            return Part(found.tensor, cut.shape, cut.region(*rows_of(tensor)), found.replica, found.replicas)
+            return TensorShard(found.tensor, cut.shape, cut.region(*rows_of(tensor)), found.replica, found.replicas)
         if self._tensor.size == 1:
             return found
         replica, replicas = found.replica * self._tensor.size + self._tensor.rank, found.replicas * self._tensor.size
@@ -57,19 +67,19 @@ class Layout:
         return self.part(name, value) if isinstance(value, DTensor) else value
 
 
-class Shards(PartWeights):
+class DTensorWeights(ShardedWeights):
     """Weights that are DTensors."""
 
-    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], Part]) -> None:
+    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], TensorShard]) -> None:
         # A forward pass without backward leaves gathered weights in the model, so this object keeps the shards.
         super().__init__(model, part_of)
         self._model = model
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Drops weights that were gathered before the change."""
         reshard(self._model)
 
-    def observing(self) -> AbstractContextManager[Any]:
+    def callback_guard(self) -> AbstractContextManager[Any]:
         """Drops gathered weights, so that callbacks read and write the shards."""
         reshard(self._model)
         return nullcontext()
@@ -95,15 +105,15 @@ def clip_local(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> No
     compat.foreach("mul_", shards, factor.to(shards[0].device))
 
 
-def part_of(tensor: Tensor) -> Part:
+def shard_of(tensor: Tensor) -> TensorShard:
     """Returns this rank's part of a tensor: some rows if FSDP shards it, otherwise all of it."""
     if not isinstance(tensor, DTensor):
-        return Part.whole(tensor)
+        return TensorShard.whole(tensor)
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     (mine,) = local([tensor])
     start = rows_of(tensor)[0] * prod(shape[1:])
     replica, replicas = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
-    return Part(mine, shape, Range(start, start + mine.numel()), replica, replicas)
+    return TensorShard(mine, shape, FlatRange(start, start + mine.numel()), replica, replicas)
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:
@@ -125,7 +135,7 @@ def shard_like(mine: Tensor, like: Tensor) -> Tensor:
 
 def try_on_shards(optimizer: Optimizer, mesh: DeviceMesh, device: torch.device) -> None:
     """Raises StrategyError if the optimizer updates shards of a weight differently from the whole weight."""
-    refuse_unlike(
+    check_same_update(
         optimizer,
         device,
         [lambda whole: _sharded(whole, mesh)],

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import Field
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Cuts, Refusal, Replica, Strategy, Task, Weights, World
-from ddpforge.strategies.fsdp.grid import Grid
-from ddpforge.strategies.tensor.options import LossParallel, Sequenced, Sharing, Styles, Tensored
+from ddpforge.interfaces import Contract, ForwardSplit, Replica, Strategy, Task, Unsupported, Weights, World
+from ddpforge.strategies.fsdp.mesh import ParallelDims
+from ddpforge.strategies.tensor.options import LossParallel, Sequenced, Styles, Tensored, TensorParallelOptions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ddpforge.recipe.schema import TrainSection
-    from ddpforge.strategies.fsdp.experts import Spread
-    from ddpforge.strategies.fsdp.shards import Layout
-    from ddpforge.strategies.tensor.shares import Shares
+    from ddpforge.strategies.fsdp.expert_parallel import ExpertParallel
+    from ddpforge.strategies.fsdp.shards import ShardLayout
+    from ddpforge.strategies.tensor.tensor_parallel import TensorParallel
 
 __all__ = ["FSDP"]
 
@@ -44,13 +44,13 @@ class FSDP(Strategy):
 
     contract = Contract(
         shards=("weights", "gradients", "optimizer state"),
-        clips="identically on every rank, after the reduce-scatter, by the norm over all shards",
-        accumulates="the shards' .grad; one reduce-scatter per micro-batch",
+        clipping="identically on every rank, after the reduce-scatter, by the norm over all shards",
+        accumulation="the shards' .grad; one reduce-scatter per micro-batch",
         reads_gradients=True,
         optimizers="several",
         float8=True,
     )
-    joins_alone = True
+    needs_process_group = True
 
     def __init__(
         self,
@@ -109,35 +109,37 @@ class FSDP(Strategy):
             ),
         ] = False,
     ) -> None:
-        self.experts, self.spread = experts, cast("Spread | None", None)
+        self.experts, self.spread = experts, cast("ExpertParallel | None", None)
         self.reshard_after_forward = reshard_after_forward
         self.no_sync = no_sync
         self.all_gather_dtype = all_gather_dtype
         self.cpu_offload = cpu_offload
         self.meta = meta
-        self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence_parallel, loss_parallel=loss_parallel)
-        self._lay_out(Grid(replicas=replicas, context=context, tensor=tensor))
-        self.shares: Shares | None = None
+        self.sharing = TensorParallelOptions(
+            tensor=tensor, plan=plan, sequence=sequence_parallel, loss_parallel=loss_parallel
+        )
+        self._lay_out(ParallelDims(replicas=replicas, context=context, tensor=tensor))
+        self.shares: TensorParallel | None = None
         if tensor > 1:  # layers then compute with shares of weights, which torchao supports only with its own styles
-            self.contract = replace(self.contract, float8=False, scores=False)
+            self.contract = replace(self.contract, float8=False, loss_in_model=False)
         if no_sync:
             self.contract = replace(
-                self.contract, accumulates="whole, in fp32; one reduce-scatter per step, in the last micro-batch"
+                self.contract, accumulation="whole, in fp32; one reduce-scatter per step, in the last micro-batch"
             )
 
-    def _lay_out(self, grid: Grid) -> None:
-        shares: dict[Cuts, int] = {"layers": grid.tensor, "positions": grid.context, "experts": self.experts}
+    def _lay_out(self, grid: ParallelDims) -> None:
+        shares: dict[ForwardSplit, int] = {"layers": grid.tensor, "positions": grid.context, "experts": self.experts}
         cuts = tuple(what for what, ranks in shares.items() if ranks > 1)
-        self.grid, self.contract = grid, replace(self.contract, replicas=grid.replicas, cuts=cuts)
+        self.grid, self.contract = grid, replace(self.contract, replicas=grid.replicas, splits_forward=cuts)
         self.replicas, self.context, self.tensor = grid.replicas, grid.context, grid.tensor
 
     # -- before the loop
-    def evaluating(self, ranks: int) -> tuple[FSDP, str]:
+    def for_evaluation(self, ranks: int) -> tuple[FSDP, str]:
         """Returns a strategy without the sizes that do not divide the ranks, and the reason."""
         other, grid = copy(self), self.grid.fitting(ranks)
         other._lay_out(grid)
         if grid.tensor == 1:
-            other.sharing = Sharing()
+            other.sharing = TensorParallelOptions()
         if ranks % self.experts:
             other.experts = 1
         names = ("replicas", "context", "tensor", "experts")
@@ -146,49 +148,49 @@ class FSDP(Strategy):
             return self, ""
         return other, f"{' and '.join(left)} ignored: {ranks} rank{'s' * (ranks > 1)} cannot form this layout"
 
-    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+    def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
         """Refuses sizes that do not divide the ranks, and options that have no effect or do not work together."""
         yield from self.grid.refusals(ranks)
-        yield from self.sharing.refusals(train)
+        yield from self.sharing.unsupported(train)
         if self.cpu_offload and self.tensor > 1:
-            yield Refusal(
+            yield Unsupported(
                 "strategy.cpu_offload",
                 f"strategy.cpu_offload and strategy.tensor = {self.tensor} were never tested together on GPUs",
                 ("remove one of them",),
             )
         if self.cpu_offload and device == "cpu":
-            yield Refusal(
+            yield Unsupported(
                 "strategy.cpu_offload",
                 "strategy.cpu_offload moves shards from a GPU to the host, but this run is on a CPU",
                 ("remove strategy.cpu_offload",),
             )
         if device == "cuda" and train.uses_cuda_graphs:
-            yield Refusal(
+            yield Unsupported(
                 "train.compile",
                 f'train.compile = "{train.compile}" replays CUDA graphs, which need weights at fixed addresses, '
                 "but FSDP gathers them again for every pass",
                 ('set train.compile = "default", or strategy.use = "ddp"',),
             )
         if self.context > 1 and train.compile != "off":
-            yield Refusal(
+            yield Unsupported(
                 "train.compile",
                 f"strategy.context = {self.context} gathers keys and values of other ranks within attention, which "
                 "cannot be compiled",
                 ('set train.compile = "off"', "or remove strategy.context"),
             )
         if self.experts > 1:
-            from ddpforge.strategies.fsdp.experts import refusals_of_experts
+            from ddpforge.strategies.fsdp.expert_parallel import unsupported_experts
 
-            yield from refusals_of_experts(self.experts, self.grid, train, ranks, cpu_offload=self.cpu_offload)
+            yield from unsupported_experts(self.experts, self.grid, train, ranks, cpu_offload=self.cpu_offload)
         if self.all_gather_dtype == "compute" and train.precision == "fp32":
-            yield Refusal(
+            yield Unsupported(
                 "strategy.all_gather_dtype",
                 'strategy.all_gather_dtype = "compute" has no effect while train.precision is "fp32"',
                 ('set train.precision = "bf16", or remove strategy.all_gather_dtype',),
             )
 
     @property
-    def cuts_model(self) -> bool:
+    def splits_model(self) -> bool:
         """True if ranks share layers, sequences or experts."""
         return self.sharing.tensor > 1 or self.context > 1 or self.experts > 1
 
@@ -196,11 +198,11 @@ class FSDP(Strategy):
         """Raises UsageError or StrategyError if the model's layers, sequences or experts cannot be split as set."""
         self.sharing.check(model, task, blocks)
         if self.context > 1:
-            from ddpforge.strategies.fsdp.context import check_context
+            from ddpforge.strategies.fsdp.context_parallel import check_context
 
             check_context(self.context, model, task)
         if self.experts > 1:
-            from ddpforge.strategies.fsdp.experts import check_experts
+            from ddpforge.strategies.fsdp.expert_parallel import check_experts
 
             check_experts(self.experts, model)
 
@@ -212,9 +214,9 @@ class FSDP(Strategy):
         """Raises UsageError if sequences of the dataset's `block_size` cannot be cut."""
         self.sharing.check_data(data)
         if self.context > 1 and isinstance(length := getattr(data, "block_size", None), int):
-            from ddpforge.strategies.fsdp.context import refuse_length
+            from ddpforge.strategies.fsdp.context_parallel import check_length
 
-            refuse_length(length, self.context)
+            check_length(length, self.context)
 
     def setup(self, train: TrainSection, world: World) -> World:
         """Forms the process groups of the grid."""
@@ -224,13 +226,13 @@ class FSDP(Strategy):
         self.mesh = self.places.mesh
         limit_waiting(self.places.groups, train)
         if self.experts > 1:
-            from ddpforge.strategies.fsdp.experts import Spread
+            from ddpforge.strategies.fsdp.expert_parallel import ExpertParallel
 
-            self.spread = Spread(world, self.experts)
+            self.spread = ExpertParallel(world, self.experts)
             limit_waiting(self.spread.groups, train)
-        return super().setup(train, replace(world, data=self.places.data))
+        return super().setup(train, replace(world, dp_ranks=self.places.data))
 
-    def building(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[Any]:
         """Returns the meta device if `meta` is set, to build the model without memory."""
         if not self.meta:
             return nullcontext()
@@ -249,16 +251,16 @@ class FSDP(Strategy):
         return self._shard_all(model, blocks)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ShardLayout:
         """Returns the layout of the weights, which gives this rank's parts."""
-        from ddpforge.strategies.fsdp.shards import Layout
+        from ddpforge.strategies.fsdp.shards import ShardLayout
 
         held = self.shares or self.spread
-        return Layout(held.cuts if held else {}, self.places.tensor)
+        return ShardLayout(held.cuts if held else {}, self.places.tensor)
 
-    def beside(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
+    def place_auxiliary(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Weights:
         """Shards the auxiliary module like the model, separately from it."""
-        from ddpforge.strategies.fsdp.shards import Shards
+        from ddpforge.strategies.fsdp.shards import DTensorWeights
 
         if self.tensor > 1:
             raise StrategyError(
@@ -267,23 +269,30 @@ class FSDP(Strategy):
                 hints=["set strategy.tensor = 1, and shard it instead"],
             )
         # The rest outside of blocks must be freed after forward: no backward pass frees it.
-        return Shards(self._shard_all(module, blocks, reshard_after_forward=True), self.layout.part)
+        return DTensorWeights(self._shard_all(module, blocks, reshard_after_forward=True), self.layout.part)
 
     def _shard_all(
         self, model: nn.Module, blocks: Sequence[nn.Module], *, reshard_after_forward: bool | None = None
     ) -> nn.Module:
         from torch.distributed.fsdp import fully_shard
 
-        from ddpforge.strategies.fsdp.context import Cut
-        from ddpforge.strategies.fsdp.units import materialise, policy, reduced, refuse_form, refuse_ties, ties
+        from ddpforge.strategies.fsdp.context_parallel import ContextParallel
+        from ddpforge.strategies.fsdp.wrap_units import (
+            check_shardable,
+            check_ties,
+            materialise,
+            mixed_precision_policy,
+            reduce_dtype,
+            tied_names,
+        )
 
         for name, parameter in model.named_parameters():
-            refuse_form(name, parameter)
+            check_shardable(name, parameter)
             if not parameter.is_meta:  # shards are flat: `fully_shard` refuses other memory formats
                 parameter.data = parameter.data.contiguous()
         if self.context > 1:
-            Cut(self.places.context).give(model)
-        tied = ties(model)
+            ContextParallel(self.places.context).give(model)
+        tied = tied_names(model)
         if self.meta:
             materialise(model, then={id(block): partial(self._shard_block, model) for block in blocks})
         else:
@@ -296,34 +305,34 @@ class FSDP(Strategy):
             model,
             mesh=self.mesh,
             reshard_after_forward=reshard_after_forward,
-            mp_policy=policy(None, reduced(model)),
+            mp_policy=mixed_precision_policy(None, reduce_dtype(model)),
             offload_policy=self._offload(),
         )
-        refuse_ties(tied, model)
+        check_ties(tied, model)
         return model
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Tests the optimizer on a small sharded weight, and checks that the model is sharded."""
-        from ddpforge.strategies.fsdp.context import ContextReplica, Cut
-        from ddpforge.strategies.fsdp.experts import ExpertReplica
+        from ddpforge.strategies.composite_optimizer import member_optimizers
+        from ddpforge.strategies.fsdp.context_parallel import ContextParallel, ContextReplica
+        from ddpforge.strategies.fsdp.expert_parallel import ExpertReplica
         from ddpforge.strategies.fsdp.replica import FSDPReplica
         from ddpforge.strategies.fsdp.shards import try_on_shards
-        from ddpforge.strategies.fsdp.units import check_sharded
-        from ddpforge.strategies.several import members
+        from ddpforge.strategies.fsdp.wrap_units import check_sharded
 
-        for _, member in members(optimizer):
+        for _, member in member_optimizers(optimizer):
             try_on_shards(member, self.mesh, self.world.device)
             self.sharing.try_out(member, self.world.device)
         check_sharded(model)
         if self.context > 1:
-            return ContextReplica(Cut(self.places.context), self, model, optimizer)
+            return ContextReplica(ContextParallel(self.places.context), self, model, optimizer)
         if self.spread:
             return ExpertReplica(self.spread, self, model, optimizer)
         return FSDPReplica(self, model, optimizer)
 
     def _shard_block(self, model: nn.Module, block: nn.Module) -> None:
         if self.all_gather_dtype == "compute" and self.world.device.type == "cpu":
-            _refuse_norms(block)
+            _reject_norms(block)
         self._agree_on(block)
         self._cut(model, block)
         self._shard(block, self.mesh)
@@ -331,18 +340,18 @@ class FSDP(Strategy):
     def _shard(self, block: nn.Module, mesh: DeviceMesh) -> FSDPModule:
         from torch.distributed.fsdp import fully_shard
 
-        from ddpforge.strategies.fsdp.units import policy, reduced
+        from ddpforge.strategies.fsdp.wrap_units import mixed_precision_policy, reduce_dtype
         from ddpforge.strategies.precision import precision_for
 
         return fully_shard(
             block,
             mesh=mesh,
             reshard_after_forward=self.reshard_after_forward,
-            mp_policy=policy(
+            mp_policy=mixed_precision_policy(
                 precision_for(self.train.precision, self.world.device).dtype
                 if self.all_gather_dtype == "compute"
                 else None,
-                reduced(block),
+                reduce_dtype(block),
             ),
             offload_policy=self._offload(),
         )
@@ -360,7 +369,7 @@ class FSDP(Strategy):
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.world.device)
-                self.world.all.broadcast(tensor.data)
+                self.world.global_ranks.broadcast(tensor.data)
 
     def _offload(self) -> OffloadPolicy:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -368,7 +377,7 @@ class FSDP(Strategy):
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
 
 
-def _refuse_norms(block: nn.Module) -> None:
+def _reject_norms(block: nn.Module) -> None:
     """Raises StrategyError for a norm whose weights would be rounded."""
     # CPU kernels need weights in the dtype of the normalised input; GPU kernels do not.
     from torch import nn

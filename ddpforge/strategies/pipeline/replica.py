@@ -20,20 +20,29 @@ from torch.optim import Optimizer
 from ddpforge import compat
 from ddpforge.compat import tree_leaves, tree_map_only
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Compute, Exploring, Part, Pass, Region, SavedTensor, Strategy
-from ddpforge.ranks import phases
-from ddpforge.ranks.collectives import Group
+from ddpforge.interfaces import (
+    CanonicalState,
+    Compute,
+    MultiPassOptimizer,
+    Pass,
+    Region,
+    SavedTensor,
+    Strategy,
+    TensorShard,
+)
+from ddpforge.ranks import heartbeat
+from ddpforge.ranks.collectives import ProcessGroup
 from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
-from ddpforge.strategies.fsdp.shards import Shards, clip_local, local, part_of, reshard, rows_of, shard_like
-from ddpforge.strategies.fsdp.units import Used
+from ddpforge.strategies.fsdp.shards import DTensorWeights, clip_local, local, reshard, rows_of, shard_like, shard_of
+from ddpforge.strategies.fsdp.wrap_units import GradientCoverage
+from ddpforge.strategies.parameter_guard import check_loss
 from ddpforge.strategies.pipeline import stage
-from ddpforge.strategies.pipeline.schedules import Held, schedule_for
-from ddpforge.strategies.pipeline.stage import Micro, Output, called_with
-from ddpforge.strategies.pipeline.steps import Step, held_by
-from ddpforge.strategies.tensor.shares import ShareGradients
+from ddpforge.strategies.pipeline.schedules import StageState, schedule_for
+from ddpforge.strategies.pipeline.segments import Segment, held_by
+from ddpforge.strategies.pipeline.stage import StageMicroBatch, StageOutput, call_signature
+from ddpforge.strategies.tensor.tensor_parallel import TensorParallelGradients
 from ddpforge.strategies.torch_replica import TorchReplica
-from ddpforge.strategies.watch import refuse_loss
 
 __all__ = ["PipelineReplica"]
 
@@ -50,15 +59,15 @@ class PipelineReplica(TorchReplica):
     # The model is FSDP's root module. Parts run as its forward pass, so that FSDP gathers weights outside of blocks.
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, held: Held, elsewhere: Collection[str]
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, held: StageState, elsewhere: Collection[str]
     ) -> None:
         self._held, self._layout, self._group = held, held.layout, held.pipe
-        self._data = strategy.world.data
+        self._data = strategy.world.dp_ranks
         super().__init__(strategy, model, optimizer, _Weights(model, self.part, held.names))
-        self._pipe = Group(held.pipe, strategy.world.device)
+        self._pipe = ProcessGroup(held.pipe, strategy.world.device)
         device = strategy.world.device
         self._parts = {
-            number: stage.Part(
+            number: stage.StageModule(
                 number,
                 held.layout.parts,
                 steps,
@@ -76,14 +85,16 @@ class PipelineReplica(TorchReplica):
         self._forms: dict[Any, Any] = {}
         names = {self.gradients.names[id(p)]: p for p in self.gradients.trained}
         self._counted = {name: p for name, p in names.items() if self._places(name)[0] == held.layout.here}
-        self._shared: ShareGradients | None = None
+        self._shared: TensorParallelGradients | None = None
         if shares := held.shares:
-            self._shared = ShareGradients(held.tensor, cut=shares.cuts, summed=shares.summed)
-        self._used = Used(model) if held.sharded else None
+            self._shared = TensorParallelGradients(held.tensor, cut=shares.cuts, summed=shares.summed)
+        self._used = GradientCoverage(model) if held.sharded else None
         model.forward = _take_part
 
     # -- one step
-    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+    def run_microbatches(
+        self, passes: Iterable[Pass], compute: Compute, *, trains: bool
+    ) -> Iterator[tuple[Tensor, Any] | None]:
         """Runs all passes of a step together; in an evaluation, as many passes together as fill the pipeline.
 
         Passes with inputs of different forms run one form after the other. The rank with the last part yields the
@@ -101,19 +112,19 @@ class PipelineReplica(TorchReplica):
             for micro in micros:
                 yield micro.result
 
-    def _join_forms(self, micros: Sequence[Micro]) -> None:
+    def _join_forms(self, micros: Sequence[StageMicroBatch]) -> None:
         """Makes ranks that hold shards of one stage run their micro-batches in the same groups."""
         # They gather weights together, so all of them must do the extra passes for a form that is new to one rank.
-        of_ranks = self._data.everyone([micro.form for micro in micros])
+        of_ranks = self._data.all_gather_object([micro.form for micro in micros])
         for micro, *forms in zip(micros, *of_ranks, strict=True):
             micro.form = tuple(forms)
 
     def _begin(self, part: int) -> None:
         if self._held.shares:
-            self._held.shares.begin(split=self._held.split[part] and self.bare.training)
+            self._held.shares.begin(split=self._held.split[part] and self.unwrapped.training)
 
     def _through(self, steps: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        return self.bare(_Steps(steps), *args, **named)
+        return self.unwrapped(_Steps(steps), *args, **named)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the autocast context; with sharded weights it keeps no copies of gathered ones."""
@@ -121,13 +132,13 @@ class PipelineReplica(TorchReplica):
             return self.precision.sharded_forward(compiled=self.train.compile != "off")
         return super().autocast()
 
-    def _micro(self, one: Pass) -> Micro:
+    def _micro(self, one: Pass) -> StageMicroBatch:
         with self.forward():
-            return called_with(one, self._compute)
+            return call_signature(one, self._compute)
 
-    def _run(self, micros: Sequence[Micro], *, trains: bool) -> None:
+    def _run(self, micros: Sequence[StageMicroBatch], *, trains: bool) -> None:
         """Runs forward, and if `trains` backward, of micro-batches of one form."""
-        marks = phases.here().marks
+        marks = heartbeat.current().beats
         self._micros = micros
         for part in self._parts.values():
             part.micros = micros
@@ -137,9 +148,9 @@ class PipelineReplica(TorchReplica):
             else:
                 self._evaluate(micros)
         # The rank with the last part sends more heartbeats than others.
-        phases.count_from(marks + _MARKS * self._layout.kind.parts * (len(micros) + 1))
+        heartbeat.reset_beats(marks + _MARKS * self._layout.kind.parts * (len(micros) + 1))
 
-    def _train(self, micros: Sequence[Micro]) -> None:
+    def _train(self, micros: Sequence[StageMicroBatch]) -> None:
         places = range(len(micros))
         has_first, has_last = 0 in self._parts, self._layout.parts - 1 in self._parts
         try:
@@ -176,20 +187,20 @@ class PipelineReplica(TorchReplica):
             micro.output = None
             return loss
         loss = self._finish(micro)
-        refuse_loss(loss)
+        check_loss(loss)
         return loss * micro.one.scale()
 
-    def _finish(self, micro: Micro) -> Tensor:
+    def _finish(self, micro: StageMicroBatch) -> Tensor:
         """Calls the task to compute the loss; stores it and the task's outputs without their graph."""
         with self.forward():
-            loss, outputs = self._compute(Output(micro.output), micro.one)
+            loss, outputs = self._compute(StageOutput(micro.output), micro.one)
         loss = _local(loss)
         micro.output = None
         micro.result = loss.detach(), tree_map_only(Tensor, Tensor.detach, outputs)
         return loss
 
     # -- without gradients
-    def _evaluate(self, micros: Sequence[Micro]) -> None:
+    def _evaluate(self, micros: Sequence[StageMicroBatch]) -> None:
         """Runs all `micros` through each part; a rank with two parts sends only after it received everything."""
         at_once = self._layout.kind.parts == 1
         sent: list[tuple[dist.Work | None, Tensor]] = []
@@ -243,13 +254,13 @@ class PipelineReplica(TorchReplica):
         self._exchange()
         return super().step()
 
-    def explore(self, optimizer: Exploring) -> Tensor:
+    def perturb(self, optimizer: MultiPassOptimizer) -> Tensor:
         """Reduces gradients over ranks, then explores."""
         self._exchange()
-        return super().explore(optimizer)
+        return super().perturb(optimizer)
 
     def _exchange(self) -> None:
-        self._refuse_unused()
+        self._reject_unused()
         mine = self._local(self.gradients.trained)
         if self._shared:
             self._shared.add_up(mine)
@@ -260,17 +271,19 @@ class PipelineReplica(TorchReplica):
             return
         for dtype in dict.fromkeys(gradient.dtype for gradient in mine.values()):
             gradients = [gradient for gradient in mine.values() if gradient.dtype == dtype]
-            flat = self._data.sum(torch.cat([gradient.reshape(-1) for gradient in gradients])) / self._data.size
+            flat = (
+                self._data.all_reduce_sum(torch.cat([gradient.reshape(-1) for gradient in gradients])) / self._data.size
+            )
             pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
             compat.foreach("copy_", gradients, [x.view_as(g) for x, g in zip(pieces, gradients, strict=True)])
 
-    def _refuse_unused(self) -> None:
+    def _reject_unused(self) -> None:
         self.gradients.collect()
         if self._used is None:
             return
         trained, names = self.gradients.trained, self.gradients.names
         if not self._used.all_of(len(trained)):  # FSDP fills missing gradients with zeros
-            self.gradients.refuse_unused([p for p in trained if names[id(p)] not in self._used])
+            self.gradients.check_unused([p for p in trained if names[id(p)] not in self._used])
         self._used.clear()
 
     def _local(self, parameters: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -287,8 +300,8 @@ class PipelineReplica(TorchReplica):
         else:
             square = torch.nn.utils.get_total_norm(list(mine.values())).to(self.world.device).square()
         if self._held.sharded:
-            square = self._data.sum(square) + 0
-        return self._pipe.sum(square).sqrt()
+            square = self._data.all_reduce_sum(square) + 0
+        return self._pipe.all_reduce_sum(square).sqrt()
 
     def held(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         """Returns this rank's shards of the gradients, or whole gradients without shards."""
@@ -300,14 +313,14 @@ class PipelineReplica(TorchReplica):
 
     def sync_buffers(self) -> None:
         """Makes buffers equal on the ranks of a stage."""
-        equalise_buffers(self.bare, self._data)
+        equalise_buffers(self.unwrapped, self._data)
 
     # -- to disk and back
     def _places(self, name: str) -> Sequence[int]:
         """Returns the places in the pipeline of the ranks that hold a tensor."""
         return self._held.holders.get(name, (self._layout.here,))
 
-    def part(self, name: str, tensor: Tensor) -> Part:
+    def part(self, name: str, tensor: Tensor) -> TensorShard:
         """Returns this rank's part of a tensor that is distributed like the parameter or buffer `name`."""
         places, own, sharded = self._places(name), self._held.tensor, isinstance(tensor, DTensor)
         replica, replicas = places.index(self._layout.here), len(places)
@@ -317,14 +330,14 @@ class PipelineReplica(TorchReplica):
         (mine,) = local([tensor])
         if self._held.shares and (cut := self._held.shares.cuts.get(name)):
             rows = rows_of(tensor) if isinstance(tensor, DTensor) else (0, len(tensor))
-            return Part(mine, cut.shape, cut.region(*rows), replica, replicas, among)
+            return TensorShard(mine, cut.shape, cut.region(*rows), replica, replicas, among)
         replica, replicas = replica * own.size + own.rank, replicas * own.size
-        return replace(part_of(tensor), replica=replica, replicas=replicas, among=among)
+        return replace(shard_of(tensor), replica=replica, replicas=replicas, replica_group=among)
 
-    def state(self) -> CanonicalState[Tensor | Part]:
+    def state(self) -> CanonicalState[Tensor | TensorShard]:
         """Returns the state of this rank's parts."""
-        reshard(self.bare)
-        state = named_state.capture(self.bare, self.optimizer)
+        reshard(self.unwrapped)
+        state = named_state.capture(self.unwrapped, self.optimizer)
         return CanonicalState(
             model={name: self.part(name, cast(Tensor, tensor)) for name, tensor in state.model.items()},
             optimizer={
@@ -335,32 +348,34 @@ class PipelineReplica(TorchReplica):
                 for name, entry in state.optimizer.items()
             },
             aliases=self._held.aliases,
-            shared=self.remembered(),
-            numbers=self.precision.state(),
+            extra_state=self.remembered(),
+            scalars=self.precision.state(),
         )
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
         """Reads the state of this rank's parts."""
-        reshard(self.bare)
-        mine, _ = named_state.tensors(self.bare)
+        reshard(self.unwrapped)
+        mine, _ = named_state.tensors(self.unwrapped)
         others = self._held.names - mine.keys()
 
         def here(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in values.items() if name not in others}
 
         mine_of = replace(state, model=here(state.model), optimizer=here(state.optimizer))
-        named_state.restore(self.bare, self.optimizer, mine_of, partial=partial, part_of=self.part, like=shard_like)
+        named_state.restore(
+            self.unwrapped, self.optimizer, mine_of, partial=partial, part_of=self.part, like=shard_like
+        )
         self.remember(state)
 
 
-class _Weights(Shards):
+class _Weights(DTensorWeights):
     """Weights of a rank's parts."""
 
-    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], Part], names: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, part_of: Callable[[str, Tensor], TensorShard], names: Collection[str]) -> None:
         super().__init__(model, part_of)
         self._elsewhere = set(names) - dict(model.named_parameters()).keys()
 
-    def elsewhere(self) -> Collection[str]:
+    def remote_names(self) -> Collection[str]:
         return self._elsewhere
 
     def elements(self, name: str, region: Region) -> Tensor:
@@ -369,7 +384,7 @@ class _Weights(Shards):
         return super().elements(name, region)
 
 
-def _tensors(model: nn.Module, steps: Sequence[Step]) -> list[Tensor]:
+def _tensors(model: nn.Module, steps: Sequence[Segment]) -> list[Tensor]:
     """Returns the tensors that the steps of a part use, each once."""
     return list({id(tensor): tensor for step in steps for tensor in held_by(model, step)}.values())
 

@@ -17,19 +17,19 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from ddpforge.ranks.collectives import Connected
-from ddpforge.strategies.pipeline.steps import Step
-from ddpforge.strategies.tensor.options import Sharing
-from ddpforge.strategies.tensor.shares import Shares
+from ddpforge.ranks.collectives import CollectiveRanks
+from ddpforge.strategies.pipeline.segments import Segment
+from ddpforge.strategies.tensor.options import TensorParallelOptions
+from ddpforge.strategies.tensor.tensor_parallel import TensorParallel
 
 # Errors are raised anyway; torch also logs the plan of all ranks as an error before.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
-__all__ = ["SCHEDULES", "Held", "Kind", "Layout", "schedule_for"]
+__all__ = ["SCHEDULES", "ScheduleKind", "StageLayout", "StageState", "schedule_for"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """Schedule of torch, and its requirements."""
 
     make: Callable[..., Any]
@@ -38,22 +38,22 @@ class Kind:
     splits_backward: bool = False
 
 
-SCHEDULES: Mapping[str, Kind] = {
-    "1F1B": Kind(Schedule1F1B),
-    "GPipe": Kind(ScheduleGPipe),
-    "Interleaved1F1B": Kind(ScheduleInterleaved1F1B, parts=2),
-    "InterleavedZeroBubble": Kind(ScheduleInterleavedZeroBubble, parts=2, splits_backward=True),
-    "ZBVZeroBubble": Kind(ScheduleZBVZeroBubble, parts=2, returns=True, splits_backward=True),
+SCHEDULES: Mapping[str, ScheduleKind] = {
+    "1F1B": ScheduleKind(Schedule1F1B),
+    "GPipe": ScheduleKind(ScheduleGPipe),
+    "Interleaved1F1B": ScheduleKind(ScheduleInterleaved1F1B, parts=2),
+    "InterleavedZeroBubble": ScheduleKind(ScheduleInterleavedZeroBubble, parts=2, splits_backward=True),
+    "ZBVZeroBubble": ScheduleKind(ScheduleZBVZeroBubble, parts=2, returns=True, splits_backward=True),
 }
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """Assignment of a model's parts to the `stages` ranks of a pipeline; this rank is at place `here`."""
 
     here: int
     stages: int
-    kind: Kind
+    kind: ScheduleKind
 
     @property
     def parts(self) -> int:
@@ -80,24 +80,24 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Held:
+class StageState:
     """A rank's share of a model, and data about other ranks' shares."""
 
     pipe: dist.ProcessGroup  # the ranks of the pipeline, in the order of stages
-    layout: Layout
-    steps: Mapping[int, Sequence[Step]]  # this rank's steps, by number of the part
+    layout: StageLayout
+    steps: Mapping[int, Sequence[Segment]]  # this rank's steps, by number of the part
     names: Collection[str]  # first names of all tensors of the model
     aliases: Mapping[str, str]
     holders: Mapping[str, Sequence[int]]  # for tensors on several ranks of the pipeline: the places of these ranks
     shared: Mapping[str, dist.ProcessGroup]  # for such tensors on this rank: the ranks that sum its gradient
-    tensor: Connected  # the ranks that compute shares of the same layers
-    sharing: Sharing
-    shares: Shares | None  # None without tensor parallelism
+    tensor: CollectiveRanks  # the ranks that compute shares of the same layers
+    sharing: TensorParallelOptions
+    shares: TensorParallel | None  # None without tensor parallelism
     split: Mapping[int, bool]  # by part: True if activations that enter it are split over the `tensor` ranks
     sharded: bool  # True if ranks that see different data hold shards of a stage's weights
 
 
-def schedule_for(layout: Layout, stages: Sequence[PipelineStage], count: int, loss: Callable[..., Any]) -> Any:
+def schedule_for(layout: StageLayout, stages: Sequence[PipelineStage], count: int, loss: Callable[..., Any]) -> Any:
     """Returns a schedule for `count` micro-batches; GPipe if they are fewer than stages, instead of 1F1B."""
     if layout.kind.parts > 1:
         return layout.kind.make(list(stages), count, loss_fn=loss, scale_grads=False)

@@ -14,14 +14,14 @@ from ddpforge import compat
 from ddpforge.compat import tree_flatten, tree_map_only
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Compute, Pass, mix
-from ddpforge.ranks import phases
-from ddpforge.strategies.pipeline.steps import Step
+from ddpforge.ranks import heartbeat
+from ddpforge.strategies.pipeline.segments import Segment
 
-__all__ = ["Micro", "Output", "Part", "called_with"]
+__all__ = ["StageMicroBatch", "StageModule", "StageOutput", "call_signature"]
 
 
 @dataclass
-class Micro:
+class StageMicroBatch:
     """Micro-batch that is being computed: the model's inputs, and the results."""
 
     one: Pass
@@ -31,7 +31,7 @@ class Micro:
     result: tuple[Tensor, Any] | None = None  # the loss, and the task's outputs
 
 
-class Part(nn.Module):
+class StageModule(nn.Module):
     """Some consecutive steps of the model; the part is number `number` of `parts` parts.
 
     Args:
@@ -49,7 +49,7 @@ class Part(nn.Module):
         self,
         number: int,
         parts: int,
-        steps: Sequence[Step],
+        steps: Sequence[Segment],
         tensors: Sequence[Tensor],
         elsewhere: Collection[str],
         device: torch.device,
@@ -65,19 +65,19 @@ class Part(nn.Module):
         for place, tensor in enumerate(tensors):
             if not isinstance(tensor, nn.Parameter):
                 self.register_buffer(f"buffer_{place}", tensor, persistent=False)
-        self.micros: Sequence[Micro] = ()  # micro-batches that are being computed
+        self.micros: Sequence[StageMicroBatch] = ()  # micro-batches that are being computed
 
     def forward(self, *x: Any, number: int) -> Any:
         """Returns the inputs of the next part; the last part stores the model's output, which may be any object."""
-        _mark(phases.FORWARD)
+        _mark(heartbeat.FORWARD)
         micro = self.micros[number]
         args, named = (tuple(map(_received, x)), {}) if self.number else micro.inputs
         micro.one.seed()
         _seed_on(self.number, self._device)
         self._begin()
-        with micro.one.around(), self._around():
+        with micro.one.context(), self._around():
             found = self._through(self._take_steps, *args, **named)
-        _mark(phases.BACKWARD)
+        _mark(heartbeat.BACKWARD)
         if not self.last:
             return tree_map_only(Tensor, _sent, _travels(found, self._steps[-1]))
         micro.output = found
@@ -89,7 +89,7 @@ class Part(nn.Module):
             found = self._call(step, found if isinstance(found, tuple) else (found,), {})
         return found
 
-    def _call(self, step: Step, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def _call(self, step: Segment, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         try:
             return step.call(*args, **named)
         except AttributeError as error:
@@ -119,7 +119,7 @@ def _received(x: Tensor) -> Tensor:
 
 def _mark(phase: int) -> None:
     if torch.is_grad_enabled():  # an evaluation is one phase
-        phases.mark(phase)
+        heartbeat.beat(phase)
 
 
 def _seed_on(number: int, device: torch.device) -> None:
@@ -130,7 +130,7 @@ def _seed_on(number: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def _travels(found: Any, step: Step) -> Any:
+def _travels(found: Any, step: Segment) -> Any:
     if isinstance(found, Tensor) or (isinstance(found, tuple) and all(isinstance(x, Tensor) for x in found)):
         return found
     raise StrategyError(
@@ -145,7 +145,7 @@ class _Called(Exception):
     """Raised by the stub model: the task called the model."""
 
 
-class Inputs(nn.Module):
+class StageInputs(nn.Module):
     """Stub model that records the inputs of the task's call, and ends it."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
@@ -156,10 +156,10 @@ class Inputs(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             return super().__getattr__(name)
-        _refuse_use(name)
+        _reject_use(name)
 
 
-class Output(nn.Module):
+class StageOutput(nn.Module):
     """Stub model that returns the model's output to the task, once."""
 
     def __init__(self, output: Any) -> None:
@@ -179,23 +179,23 @@ class Output(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             return super().__getattr__(name)
-        _refuse_use(name)
+        _reject_use(name)
 
 
-def _refuse_use(name: str) -> NoReturn:
+def _reject_use(name: str) -> NoReturn:
     raise StrategyError(
         f"the task's loss uses `{name}` of the model, but under a pipeline it can only call the model",
         hints=["store it in `start` or `check`, if it is no weight", 'or set strategy.use = "fsdp"'],
     )
 
 
-def called_with(one: Pass, compute: Compute) -> Micro:
+def call_signature(one: Pass, compute: Compute) -> StageMicroBatch:
     """Runs the task up to its call of the model; returns a micro-batch with the model's inputs."""
-    stand_in = Inputs()
+    stand_in = StageInputs()
     try:
         compute(stand_in, one)
     except _Called:
-        return Micro(one, stand_in.inputs, _form(stand_in.inputs))
+        return StageMicroBatch(one, stand_in.inputs, _form(stand_in.inputs))
     raise StrategyError(
         "the task's loss does not call the model",
         hints=["call `model(…)`, not one of its methods or modules", 'or set strategy.use = "fsdp"'],

@@ -10,20 +10,20 @@ from pydantic import Field
 
 from ddpforge import compat
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, Refusal, Replica, Simulation, Strategy, Task, World
+from ddpforge.interfaces import Contract, Replica, Simulation, Strategy, Task, Unsupported, World
 from ddpforge.strategies.ddp import DDP
-from ddpforge.strategies.fsdp.grid import Grid
-from ddpforge.strategies.tensor.options import LossParallel, Sequenced, Sharing, Styles, Tensored
+from ddpforge.strategies.fsdp.mesh import ParallelDims
+from ddpforge.strategies.tensor.options import LossParallel, Sequenced, Styles, Tensored, TensorParallelOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from ddpforge.ranks.collectives import Connected
+    from ddpforge.ranks.collectives import CollectiveRanks
     from ddpforge.recipe.schema import TrainSection
-    from ddpforge.strategies.pipeline.steps import Step
-    from ddpforge.strategies.tensor.shares import Shares
+    from ddpforge.strategies.pipeline.segments import Segment
+    from ddpforge.strategies.tensor.tensor_parallel import TensorParallel
 
 __all__ = ["Pipeline"]
 
@@ -42,12 +42,12 @@ class Pipeline(Strategy):
 
     contract = Contract(
         shards=("weights", "gradients", "optimizer state"),
-        clips="identically on every rank, after the all-reduce, by the norm over all stages",
-        accumulates="autograd, in the parameters' .grad, in the order of the schedule; one all-reduce per step",
+        clipping="identically on every rank, after the all-reduce, by the norm over all stages",
+        accumulation="autograd, in the parameters' .grad, in the order of the schedule; one all-reduce per step",
         reads_gradients=True,
         callable=False,
-        scores=False,
-        cuts=("steps",),
+        loss_in_model=False,
+        splits_forward=("steps",),
     )
 
     def __init__(
@@ -90,20 +90,22 @@ class Pipeline(Strategy):
         if self.sharded:
             self.contract = replace(
                 self.contract,
-                clips="identically on every rank, after the reduce-scatter, by the norm over all shards of all stages",
-                accumulates="the shards' .grad; one reduce-scatter per micro-batch",
+                clipping="identically on every rank, after the reduce-scatter, by the norm over all shards",
+                accumulation="the shards' .grad; one reduce-scatter per micro-batch",
             )
         if tensor > 1:
-            self.contract = replace(self.contract, cuts=("layers", "steps"))
-        self.sharing = Sharing(tensor=tensor, plan=plan, sequence=sequence_parallel, loss_parallel=loss_parallel)
+            self.contract = replace(self.contract, splits_forward=("layers", "steps"))
+        self.sharing = TensorParallelOptions(
+            tensor=tensor, plan=plan, sequence=sequence_parallel, loss_parallel=loss_parallel
+        )
 
     # -- before the loop
     @property
-    def cuts_model(self) -> bool:
+    def splits_model(self) -> bool:
         """Returns True: the model is always cut into stages."""
         return True
 
-    def evaluating(self, ranks: int) -> tuple[Strategy, str]:
+    def for_evaluation(self, ranks: int) -> tuple[Strategy, str]:
         """Returns DDP if the ranks cannot form the pipeline, and the reason."""
         # A whole model may fit on each rank, because an evaluation has no gradients.
         if any(self._refusals_of_ranks(ranks)):
@@ -125,34 +127,34 @@ class Pipeline(Strategy):
         """Returns the number of stages."""
         return self.stages or max(1, ranks // self.tensor)
 
-    def steps_of_stages(self, model: nn.Module, ranks: int) -> list[Sequence[Step]]:
+    def steps_of_stages(self, model: nn.Module, ranks: int) -> list[Sequence[Segment]]:
         """Returns the steps of each stage; only for schedules with one part per rank."""
-        from ddpforge.strategies.pipeline.steps import declared_steps
+        from ddpforge.strategies.pipeline.segments import declared_segments
 
-        steps, stages = declared_steps(model), self.stages_of(ranks)
+        steps, stages = declared_segments(model), self.stages_of(ranks)
         begins = self._begins(model, steps, stages)
         return [steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in range(stages)]
 
-    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+    def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
         """Refuses a number of ranks that cannot form the pipeline, and options that do not work in one."""
         self._promise(self.data_ranks(ranks))  # the contract is shown before `setup`
         self._ranks = ranks
         yield from self._refusals_of_ranks(ranks)
-        yield from self.sharing.refusals(train)
+        yield from self.sharing.unsupported(train)
         if not compat.has_pipelines():
             import torch
 
             message = f"pipelines need torch 2.14 or newer, but this is torch {torch.__version__}"
-            yield Refusal("strategy.use", message, ("pip install 'torch>=2.14'", 'or set strategy.use = "fsdp"'))
+            yield Unsupported("strategy.use", message, ("pip install 'torch>=2.14'", 'or set strategy.use = "fsdp"'))
         if train.precision == "fp16":
-            yield Refusal(
+            yield Unsupported(
                 "train.precision",
                 'train.precision = "fp16" adapts the loss scale to overflows, which not all ranks of a pipeline '
                 "would detect",
                 ('set train.precision = "bf16" or "fp32"',),
             )
         if train.sync_batchnorm:
-            yield Refusal(
+            yield Unsupported(
                 "train.sync_batchnorm",
                 "train.sync_batchnorm waits for all ranks, but only some ranks of a pipeline compute a layer",
                 ("remove train.sync_batchnorm",),
@@ -162,33 +164,33 @@ class Pipeline(Strategy):
     def _promise(self, data_ranks: int) -> None:
         self.contract = replace(self.contract, replicas=1 if self.sharded else data_ranks)
 
-    def _refusals_of_ranks(self, ranks: int) -> Iterator[Refusal]:
+    def _refusals_of_ranks(self, ranks: int) -> Iterator[Unsupported]:
         if ranks % self.tensor:
-            yield from Grid(tensor=self.tensor).refusals(ranks)
+            yield from ParallelDims(tensor=self.tensor).refusals(ranks)
             return
         groups, stages = ranks // self.tensor, self.stages or 2
         if groups < 2 or (self.stages and groups % stages):
             there = f"{ranks} rank{'s' * (ranks > 1)}"
-            yield Refusal(
+            yield Unsupported(
                 "strategy.stages",
                 f"{there} cannot form a pipeline of {self.stages or '2 or more'} stages"
                 + (f" of {self.tensor} ranks that share layers" if self.tensor > 1 else ""),
                 (f"ddpforge launch RECIPE --nproc {stages * self.tensor}, or a multiple", "or another strategy.use"),
             )
 
-    def _refusals_of_blocks(self, train: TrainSection) -> Iterator[Refusal]:
+    def _refusals_of_blocks(self, train: TrainSection) -> Iterator[Unsupported]:
         from ddpforge.strategies.pipeline.schedules import SCHEDULES
 
         splits = SCHEDULES[self.schedule].splits_backward
         if self.sharded and splits:
-            yield Refusal(
+            yield Unsupported(
                 "strategy.data",
                 f'strategy.schedule = "{self.schedule}" computes gradients of weights in a separate pass, '
                 'for which strategy.data = "fsdp" does not gather weights',
                 ('set strategy.schedule = "1F1B" or "Interleaved1F1B"', 'or strategy.data = "ddp"'),
             )
         if train.compile != "off" and self.tensor == 1 and (splits or not train.compile_blocks):
-            yield Refusal(
+            yield Unsupported(
                 "train.compile",
                 f'strategy.schedule = "{self.schedule}" splits backward passes, but compiled code cannot be split'
                 if splits
@@ -196,7 +198,7 @@ class Pipeline(Strategy):
                 ('set strategy.schedule = "1F1B"' if splits else "set train.compile_blocks = true",),
             )
         if train.activation_checkpointing and splits:
-            yield Refusal(
+            yield Unsupported(
                 "train.activation_checkpointing",
                 f'strategy.schedule = "{self.schedule}" splits backward passes: activations would be recomputed '
                 "for both parts",
@@ -206,9 +208,9 @@ class Pipeline(Strategy):
     def check(self, model: nn.Module, task: Task, blocks: Sequence[nn.Module]) -> None:
         """Raises UsageError or StrategyError unless the model declares its steps and can be cut as the recipe sets."""
         from ddpforge.strategies.pipeline.schedules import SCHEDULES
-        from ddpforge.strategies.pipeline.steps import cut_where, declared_steps
+        from ddpforge.strategies.pipeline.segments import cut_where, declared_segments
 
-        steps = declared_steps(model)
+        steps = declared_segments(model)
         if self._ranks and not any(self._refusals_of_ranks(self._ranks)):
             self._begins(model, steps, self.stages_of(self._ranks) * SCHEDULES[self.schedule].parts)
         elif self.split_points:
@@ -223,11 +225,11 @@ class Pipeline(Strategy):
         """Forms process groups: ranks = stages × data × tensor; ranks of one stage are neighbours."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        from ddpforge.ranks.collectives import Alone, Group
+        from ddpforge.ranks.collectives import ProcessGroup, SingleRank
         from ddpforge.ranks.join import limit_waiting
 
-        data = self.data_ranks(world.all.size)
-        sizes = {"stage": world.all.size // (data * self.tensor), "data": data, "tensor": self.tensor}
+        data = self.data_ranks(world.global_ranks.size)
+        sizes = {"stage": world.global_ranks.size // (data * self.tensor), "data": data, "tensor": self.tensor}
         kept = {name: size for name, size in sizes.items() if size > 1 or name != "tensor"}
         mesh = init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
         limit_waiting(mesh.get_all_groups(), train)
@@ -236,24 +238,24 @@ class Pipeline(Strategy):
         self._promise(data)
         self.data_mesh = mesh["data"]
 
-        def alike(name: str) -> Connected:
-            return Group(mesh.get_group(name), world.device) if sizes[name] > 1 else Alone(world.device)
+        def alike(name: str) -> CollectiveRanks:
+            return ProcessGroup(mesh.get_group(name), world.device) if sizes[name] > 1 else SingleRank(world.device)
 
         self.sharers, self.sharers_mesh = alike("tensor"), mesh["tensor"] if self.tensor > 1 else None
-        return super().setup(train, replace(world, data=alike("data")))
+        return super().setup(train, replace(world, dp_ranks=alike("data")))
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Keeps the tensors of this rank's steps; moves all others to the meta device."""
         import torch.distributed as dist
 
         from ddpforge.strategies import named_state
-        from ddpforge.strategies.pipeline.schedules import SCHEDULES, Held, Layout
-        from ddpforge.strategies.pipeline.steps import declared_steps, held_by
+        from ddpforge.strategies.pipeline.schedules import SCHEDULES, StageLayout, StageState
+        from ddpforge.strategies.pipeline.segments import declared_segments, held_by
 
-        steps = declared_steps(model)
-        self._refuse_batchnorm(model)
+        steps = declared_segments(model)
+        self._reject_batchnorm(model)
         shares = self.sharing.attach(model, blocks, self.sharers, self.sharers_mesh, self.world)
-        layout = Layout(dist.get_rank(self.pipe), len(self.grid), SCHEDULES[self.schedule])
+        layout = StageLayout(dist.get_rank(self.pipe), len(self.grid), SCHEDULES[self.schedule])
         begins = self._begins(model, steps, layout.parts)
         places = [layout.place(part) for part in range(layout.parts) for _ in range(_size(begins, part, len(steps)))]
         holders: dict[int, set[int]] = {}
@@ -263,7 +265,7 @@ class Pipeline(Strategy):
         found, aliases = named_state.tensors(model)
         alike = {name: sorted(holders[id(t)]) for name, t in _first(model).items() if len(holders[id(t)]) > 1}
         mine = {part: steps[begins[part] : begins[part] + _size(begins, part, len(steps))] for part in layout.mine}
-        self.held = Held(
+        self.held = StageState(
             pipe=self.pipe,
             layout=layout,
             steps=mine,
@@ -280,14 +282,14 @@ class Pipeline(Strategy):
             sharded=self.sharded,
         )
         self._keep(model, {key for key, those in holders.items() if layout.here in those}, shares)
-        self._refuse_idle(model)
+        self._reject_idle(model)
         if self.sharded:
             self._shard(model, blocks)
         return model
 
-    def _begins(self, model: nn.Module, steps: Sequence[Step], parts: int) -> list[int]:
+    def _begins(self, model: nn.Module, steps: Sequence[Segment], parts: int) -> list[int]:
         """Returns the number of the first step of each part."""
-        from ddpforge.strategies.pipeline.steps import cut_evenly, cut_where
+        from ddpforge.strategies.pipeline.segments import cut_evenly, cut_where
 
         return cut_where(steps, self.split_points, parts) if self.split_points else cut_evenly(model, steps, parts)
 
@@ -295,29 +297,37 @@ class Pipeline(Strategy):
         """Shards this rank's blocks, then the rest of its part of the model."""
         from torch.distributed.fsdp import fully_shard
 
-        from ddpforge.strategies.fsdp.units import policy, reduced, refuse_form, refuse_ties, ties
+        from ddpforge.strategies.fsdp.wrap_units import (
+            check_shardable,
+            check_ties,
+            mixed_precision_policy,
+            reduce_dtype,
+            tied_names,
+        )
 
         away = {parameter for parameter in model.parameters() if parameter.is_meta}
         for name, parameter in model.named_parameters():
             if parameter not in away:
-                refuse_form(name, parameter)
+                check_shardable(name, parameter)
                 parameter.data = parameter.data.contiguous()
-        tied = ties(model)
+        tied = tied_names(model)
         for block in blocks:
             if away.isdisjoint(block.parameters()):
-                fully_shard(block, mesh=self.data_mesh, mp_policy=policy(None, reduced(block)))
-        fully_shard(model, mesh=self.data_mesh, mp_policy=policy(None, reduced(model)), ignored_params=away)
-        refuse_ties(tied, model)
+                fully_shard(block, mesh=self.data_mesh, mp_policy=mixed_precision_policy(None, reduce_dtype(block)))
+        fully_shard(
+            model, mesh=self.data_mesh, mp_policy=mixed_precision_policy(None, reduce_dtype(model)), ignored_params=away
+        )
+        check_ties(tied, model)
 
-    def _refuse_batchnorm(self, model: nn.Module) -> None:
+    def _reject_batchnorm(self, model: nn.Module) -> None:
         if self.train.virtual_ranks and any(isinstance(module, compat.batch_norms()) for module in model.modules()):
             raise StrategyError(
-                "train.virtual_ranks keeps statistics of BatchNorm for one virtual rank after the other, but a pipeline "
-                "computes several at the same time",
+                "train.virtual_ranks keeps statistics of BatchNorm for one virtual rank after the other, but a "
+                "pipeline computes several at the same time",
                 hints=["remove train.virtual_ranks, or normalise with GroupNorm or LayerNorm"],
             )
 
-    def _keep(self, model: nn.Module, mine: set[int], shares: Shares | None) -> None:
+    def _keep(self, model: nn.Module, mine: set[int], shares: TensorParallel | None) -> None:
         """Broadcasts rank 0's values and keeps this rank's tensors, or its shares; moves others to the meta device."""
         import torch
         from torch import nn
@@ -328,7 +338,7 @@ class Pipeline(Strategy):
         )
         for tensor in (*model.parameters(), *model.buffers()):
             value = tensor.data.to(self.world.device)
-            self.world.all.broadcast(value)
+            self.world.global_ranks.broadcast(value)
             if id(tensor) in mine:
                 tensor.data = cuts[id(tensor)].take(value) if id(tensor) in cuts else value
             else:
@@ -340,11 +350,11 @@ class Pipeline(Strategy):
                 if id(held) in away:
                     setattr(module, name, away[id(held)])
 
-    def _refuse_idle(self, model: nn.Module) -> None:
+    def _reject_idle(self, model: nn.Module) -> None:
         """Raises StrategyError if a rank has no parameter to train."""
         # An optimizer without weights would have no state of the step.
         trains = any(parameter.requires_grad and not parameter.is_meta for parameter in model.parameters())
-        everyone = self.world.all.everyone(trains)
+        everyone = self.world.global_ranks.all_gather_object(trains)
         for rank, found in enumerate(everyone):
             if not found:
                 raise StrategyError(
@@ -362,7 +372,7 @@ class Pipeline(Strategy):
         for places in dict.fromkeys(tuple(those) for those in alike.values()):
             for column in range(len(self.grid[0])):
                 group = dist.new_group([self.grid[place][column] for place in places])
-                if here in places and self.grid[here][column] == self.world.all.rank:
+                if here in places and self.grid[here][column] == self.world.global_ranks.rank:
                     limit_waiting([cast(dist.ProcessGroup, group)], self.train)
                     made[places] = cast(dist.ProcessGroup, group)
         return {name: made[tuple(places)] for name, places in alike.items() if here in places}
@@ -370,12 +380,12 @@ class Pipeline(Strategy):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Removes other ranks' tensors and modules from the model, and returns the replica."""
         from ddpforge.strategies.fsdp.shards import try_on_shards
-        from ddpforge.strategies.fsdp.units import check_sharded
-        from ddpforge.strategies.optimizer_trial import refuse_sparse
+        from ddpforge.strategies.fsdp.wrap_units import check_sharded
+        from ddpforge.strategies.optimizer_probe import check_sparse_gradients
         from ddpforge.strategies.pipeline.replica import PipelineReplica
-        from ddpforge.strategies.pipeline.steps import named_tensors
+        from ddpforge.strategies.pipeline.segments import named_tensors
 
-        refuse_sparse(optimizer, model, sharded=True)
+        check_sparse_gradients(optimizer, model, sharded=True)
         self.sharing.try_out(optimizer, self.world.device)
         if self.sharded:
             try_on_shards(optimizer, self.data_mesh, self.world.device)
@@ -392,18 +402,18 @@ class StageSimulation(Simulation):
     def __init__(self, strategy: Pipeline) -> None:
         self._strategy = strategy
 
-    def ranks(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
+    def ranks_to_simulate(self, ranks: int, model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[int, Hashable]:
         """Returns the first rank of every stage and a key of its layers; with several parts per rank, keys differ."""
         # Of two stages with equal layers, the later one has at most as many micro-batches in flight.
         from ddpforge.strategies.pipeline.schedules import SCHEDULES
-        from ddpforge.strategies.pipeline.steps import forms
+        from ddpforge.strategies.pipeline.segments import segment_signatures
 
         pipeline = self._strategy
         first = range(0, ranks, max(1, ranks // pipeline.stages_of(ranks)))
         if SCHEDULES[pipeline.schedule].parts > 1:
             return {rank: rank for rank in first}
         styles = pipeline.sharing.styles(model, blocks)
-        return dict(zip(first, forms(model, pipeline.steps_of_stages(model, ranks), styles), strict=True))
+        return dict(zip(first, segment_signatures(model, pipeline.steps_of_stages(model, ranks), styles), strict=True))
 
     def micro_batches(self, ranks: int) -> tuple[int, int]:
         """Returns two numbers of micro-batches at which every rank alternates forward and backward passes.
@@ -420,7 +430,7 @@ def _size(begins: Sequence[int], part: int, steps: int) -> int:
     return [*begins, steps][part + 1] - begins[part]
 
 
-def _used(model: nn.Module, steps: Sequence[Step]) -> Iterator[str]:
+def _used(model: nn.Module, steps: Sequence[Segment]) -> Iterator[str]:
     """Yields the names of all modules that the steps use, in their order."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for step in steps:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Refusal, Task, World
+from ddpforge.interfaces import Task, Unsupported, World
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from ddpforge.ranks.collectives import Connected
+    from ddpforge.ranks.collectives import CollectiveRanks
     from ddpforge.recipe.schema import TrainSection
-    from ddpforge.strategies.tensor.plan import Plan, Style
-    from ddpforge.strategies.tensor.shares import Shares
+    from ddpforge.strategies.tensor.sharding_plan import ShardingPlan, Style
+    from ddpforge.strategies.tensor.tensor_parallel import TensorParallel
 
-__all__ = ["LossParallel", "Sequenced", "Sharing", "Styles", "Tensored"]
+__all__ = ["LossParallel", "Sequenced", "Styles", "TensorParallelOptions", "Tensored"]
 
 Tensored = Annotated[
     int,
@@ -43,14 +43,14 @@ Sequenced = Annotated[
 LossParallel = Annotated[
     bool,
     Field(
-        description="With `tensor`: keep logits split along the vocabulary up to the loss, which saves memory; for tasks"
-        " that compute only cross-entropies of logits."
+        description="With `tensor`: keep logits split along the vocabulary up to the loss, which saves memory; for"
+        " tasks that compute only cross-entropies of logits."
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class TensorParallelOptions:
     """Options `tensor`, `plan`, `sequence_parallel` and `loss_parallel` of a strategy."""
 
     tensor: int = 1
@@ -58,7 +58,7 @@ class Sharing:
     sequence: bool = False
     loss_parallel: bool = False
 
-    def refusals(self, train: TrainSection) -> Iterator[Refusal]:
+    def unsupported(self, train: TrainSection) -> Iterator[Unsupported]:
         """Refuses options that have no effect without tensor parallelism, or do not work with it."""
         if self.tensor == 1:
             for key, chosen in (
@@ -67,21 +67,21 @@ class Sharing:
                 ("loss_parallel", self.loss_parallel),
             ):
                 if chosen:
-                    yield Refusal(
+                    yield Unsupported(
                         f"strategy.{key}",
                         f"strategy.{key} has no effect while strategy.tensor is 1",
                         ("set strategy.tensor, or remove this option",),
                     )
             return
         if self.plan:
-            from ddpforge.strategies.tensor.plan import check_words
+            from ddpforge.strategies.tensor.sharding_plan import check_words
 
             try:
                 check_words(self.plan)
             except UsageError as error:
-                yield Refusal("strategy.plan", error.message, error.hints)
+                yield Unsupported("strategy.plan", error.message, error.hints)
         if train.compile != "off":
-            yield Refusal(
+            yield Unsupported(
                 "train.compile",
                 f'train.compile = "{train.compile}" cannot compile the collectives and the random numbers of each rank '
                 f"that strategy.tensor = {self.tensor} adds within layers",
@@ -104,20 +104,27 @@ class Sharing:
     def check_data(self, data: Any) -> None:
         """Raises UsageError if sequences of the dataset's `block_size` cannot be cut."""
         if self.sequence and isinstance(length := getattr(data, "block_size", None), int):
-            from ddpforge.strategies.tensor.shares import refuse_uneven
+            from ddpforge.strategies.tensor.tensor_parallel import check_divisible
 
-            refuse_uneven(length, self.tensor)
+            check_divisible(length, self.tensor)
 
     def attach(
-        self, model: nn.Module, blocks: Sequence[nn.Module], ranks: Connected, mesh: DeviceMesh | None, world: World
-    ) -> Shares | None:
-        """Makes layers compute shares among `ranks` (`mesh` has the same ranks); `Shares.cut` cuts weights later."""
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        ranks: CollectiveRanks,
+        mesh: DeviceMesh | None,
+        world: World,
+    ) -> TensorParallel | None:
+        """Makes layers compute shares among `ranks`; `TensorParallel.cut` cuts weights later. `mesh` has the same ranks."""
         if self.tensor == 1:
             return None
-        from ddpforge.strategies.tensor.shares import Shares
+        from ddpforge.strategies.tensor.tensor_parallel import TensorParallel
 
         logits = mesh if self.loss_parallel else None
-        shares = Shares(self._resolved(model, blocks), ranks, world.device, sequence=self.sequence, logits=logits)
+        shares = TensorParallel(
+            self._resolved(model, blocks), ranks, world.device, sequence=self.sequence, logits=logits
+        )
         shares.attach(model)
         return shares
 
@@ -126,9 +133,9 @@ class Sharing:
         if self.tensor > 1:
             import torch
 
-            from ddpforge.strategies.optimizer_trial import refuse_unlike
+            from ddpforge.strategies.optimizer_probe import check_same_update
 
-            refuse_unlike(
+            check_same_update(
                 optimizer,
                 device,
                 [partial(torch.narrow, dim=dim, start=0, length=2) for dim in (0, 1)],
@@ -149,8 +156,8 @@ class Sharing:
         """Returns the style of each shared module by fully qualified name."""
         return self._resolved(model, blocks).styles if self.tensor > 1 else {}
 
-    def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
-        from ddpforge.strategies.tensor.plan import resolve
+    def _resolved(self, model: nn.Module, blocks: Sequence[nn.Module]) -> ShardingPlan:
+        from ddpforge.strategies.tensor.sharding_plan import resolve
 
         return resolve(
             model, self.plan, blocks, ranks=self.tensor, sequence=self.sequence, split_logits=self.loss_parallel

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ddpforge.testing.cases import Case
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, NotApplicable
-from ddpforge.testing.worlds import Worlds
 
 
 @check("agrees-on-all-ranks", "callback", ranks=True)
-def agrees(case: Case, worlds: Worlds) -> None:
+def agrees(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the callback's results and state are equal on both ranks of a run."""
     outcome = worlds.outcome(case, "callback", 2)
     if told := outcome.get("disagreement"):
@@ -23,7 +23,7 @@ def agrees(case: Case, worlds: Worlds) -> None:
 
 
 @check("state-round-trip", "callback", ranks=True)
-def state_round_trip(case: Case, worlds: Worlds) -> None:
+def state_round_trip(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that a resumed run ends with the same state of the callback as an uninterrupted one."""
     outcome = worlds.outcome(case, "callback", 2)
     if outcome.get("disagreement"):

@@ -13,17 +13,17 @@ from ddpforge.components.kinds import KINDS
 from ddpforge.components.options_table import options_table
 from ddpforge.errors import PluginError
 from ddpforge.testing.cases import Case
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, blame
 from ddpforge.testing.settings import SETTINGS
 from ddpforge.testing.trial import settle
-from ddpforge.testing.worlds import Worlds
 
 _STRANGE: Any = {"no such": {"option": [[]]}}  # a value that no option should accept
 
 
 @check("importable")
-def importable(case: Case, worlds: Worlds) -> None:
+def importable(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the registry can load the component."""
     try:
         case.component  # noqa: B018
@@ -33,7 +33,7 @@ def importable(case: Case, worlds: Worlds) -> None:
 
 
 @check("docstring")
-def docstring(case: Case, worlds: Worlds) -> None:
+def docstring(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the component has its own docstring."""
     component: Any = case.component
     component = component.func if isinstance(component, functools.partial) else component
@@ -42,7 +42,7 @@ def docstring(case: Case, worlds: Worlds) -> None:
 
 
 @check("options-documented")
-def documented(case: Case, worlds: Worlds) -> None:
+def documented(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that every option has a description."""
     rows = options_table(case.registry.options_model(case.kind, case.use, case.base))
     if bare := [row.name for row in rows if not row.description]:
@@ -54,7 +54,7 @@ def documented(case: Case, worlds: Worlds) -> None:
 
 
 @check("options-reachable")
-def reachable(case: Case, worlds: Worlds) -> None:
+def reachable(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that a recipe can set every option: no name is a key that ddpforge reads itself."""
     own = ("use", *KINDS[case.kind].framework_keys)
     rows = options_table(case.registry.options_model(case.kind, case.use, case.base))
@@ -67,7 +67,7 @@ def reachable(case: Case, worlds: Worlds) -> None:
 
 
 @check("builds")
-def builds(case: Case, worlds: Worlds) -> None:
+def builds(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the component can be built with the options for tests, and is of its kind."""
     try:
         built = case.build(**case.given())
@@ -83,13 +83,13 @@ def builds(case: Case, worlds: Worlds) -> None:
 
 
 @check("takes-a-batch", "model", "task", "metric")
-def takes_a_batch(case: Case, worlds: Worlds) -> None:
+def takes_a_batch(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the component works with the author's model, data and task, or with some of ddpforge's own."""
     settle(case)
 
 
 @check("options-strict")
-def strict(case: Case, worlds: Worlds) -> None:
+def strict(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the types of options are checked before the component is called."""
     model = case.registry.options_model(case.kind, case.use, case.base)
     options = case.options()

@@ -13,19 +13,19 @@ from torch.utils.data import default_collate
 from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.builtin.tasks.forms import described
 from ddpforge.data import RankShare, open_data, seed_all
-from ddpforge.data.nests import digest, leaves, may_hold
+from ddpforge.data.pytree import digest, leaves, may_hold
 from ddpforge.data.streams import is_stream
-from ddpforge.interfaces import PartedData
+from ddpforge.interfaces import ShardedDataset
 from ddpforge.testing.cases import Case
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, blame, source_of
-from ddpforge.testing.worlds import Worlds
 
 LOOK = 256  # most samples that a check reads
 _MOST_ALIKE = 0.1  # share of samples that may be copies of others
 
 
-class Window:
+class ShuffleWindow:
     """First LOOK samples of a map-style dataset, as a dataset."""
 
     def __init__(self, data: Any) -> None:
@@ -49,7 +49,7 @@ def batches(
     """Yields a rank's batches of one pass, each of up to `micro` samples, without batches of padding samples."""
     if not is_stream(data) and not len(data):
         raise Breach("at least one sample", f"{type(data).__name__} of length 0", where=source_of(type(data)))
-    given = data if is_stream(data) else Window(data)
+    given = data if is_stream(data) else ShuffleWindow(data)
     shuffled = shuffle and not is_stream(data)
     opened = open_data(
         given,
@@ -75,7 +75,7 @@ def batches(
 
 
 @check("length", "data")
-def length(case: Case, worlds: Worlds) -> None:
+def length(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the length is at least one, constant, and that of a stream's iterator."""
     data = _build(case)
     if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -92,7 +92,7 @@ def length(case: Case, worlds: Worlds) -> None:
 
 
 @check("picklable", "data")
-def picklable(case: Case, worlds: Worlds) -> None:
+def picklable(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the data can be pickled for loader processes, and that the copy has the same samples."""
     data = _build(case)
     try:
@@ -105,7 +105,7 @@ def picklable(case: Case, worlds: Worlds) -> None:
 
 
 @check("deterministic", "data")
-def deterministic(case: Case, worlds: Worlds) -> None:
+def deterministic(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the same seed gives the same samples when the data is built again or read again."""
     one, other = _build(case), _build(case)
     if not is_stream(one) and getattr(one, "random", True) is False:
@@ -133,7 +133,7 @@ def deterministic(case: Case, worlds: Worlds) -> None:
 
 
 @check("each-sample-once", "data")
-def each_sample_once(case: Case, worlds: Worlds) -> None:
+def each_sample_once(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that two ranks together read every sample exactly once."""
     data = _build(case)
     try:
@@ -171,22 +171,22 @@ def each_sample_once(case: Case, worlds: Worlds) -> None:
 
 
 @check("parts", "data")
-def parts(case: Case, worlds: Worlds) -> None:
-    """Checks that the parts of a PartedData have the lengths in `parts`, and can be opened at any sample."""
+def parts(case: Case, worlds: MultiRankRuns) -> None:
+    """Checks that the parts of a ShardedDataset have the lengths in `parts`, and can be opened at any sample."""
     data = _build(case)
-    if not isinstance(data, PartedData):
+    if not isinstance(data, ShardedDataset):
         return
-    for part in [part for part, length in enumerate(data.parts) if length][:3]:
-        length = min(LOOK, data.parts[part])
-        whole = list(map(digest, islice(data.open(part, epoch=0, skip=0), LOOK + 1)))
-        if len(whole) < length or (data.parts[part] <= LOOK and len(whole) > length):
+    for part in [part for part, length in enumerate(data.shard_sizes) if length][:3]:
+        length = min(LOOK, data.shard_sizes[part])
+        whole = list(map(digest, islice(data.iter_shard(part, epoch=0, skip=0), LOOK + 1)))
+        if len(whole) < length or (data.shard_sizes[part] <= LOOK and len(whole) > length):
             raise Breach(
-                f"the {data.parts[part]} samples that `parts` has for part {part}",
+                f"the {data.shard_sizes[part]} samples that `parts` has for part {part}",
                 f"`open` yields {len(whole)}",
                 where=source_of(type(data)),
             )
         for skip in (1, length // 2, length - 1):
-            later = list(map(digest, islice(data.open(part, epoch=0, skip=skip), length - skip)))
+            later = list(map(digest, islice(data.iter_shard(part, epoch=0, skip=skip), length - skip)))
             if later != whole[skip:length]:
                 raise Breach(
                     f"open({part}, epoch=0, skip={skip}) to continue from sample {skip}",
@@ -197,7 +197,7 @@ def parts(case: Case, worlds: Worlds) -> None:
 
 
 @check("batched-fetching", "data")
-def batched_fetching(case: Case, worlds: Worlds) -> None:
+def batched_fetching(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that `__getitems__` returns the samples of `__getitem__`."""
     data = _build(case)
     if not hasattr(data, "__getitems__"):
@@ -224,7 +224,7 @@ def batched_fetching(case: Case, worlds: Worlds) -> None:
 
 
 @check("same-on-every-rank", "data", ranks=True)
-def same_on_every_rank(case: Case, worlds: Worlds) -> None:
+def same_on_every_rank(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that every rank reads the same samples in the same order."""
     found = worlds.outcome(case, "data", 2)["digests"]
     if found[0] != found[1]:

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from ddpforge.compat import tree_leaves
-from ddpforge.data.nests import close
+from ddpforge.data.pytree import close
 from ddpforge.errors import StrategyError
-from ddpforge.strategies.pipeline.steps import Step, declaration, declared_steps, held_by, named_tensors
+from ddpforge.strategies.pipeline.segments import Segment, declaration, declared_segments, held_by, named_tensors
 from ddpforge.testing.cases import Case
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns, same_training
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
-from ddpforge.testing.trial import Trial, fresh, trial_of
-from ddpforge.testing.worlds import Worlds, same_training
+from ddpforge.testing.trial import ComponentTrial, fresh, trial_of
 
 
 @check("finite", "model")
-def finite(case: Case, worlds: Worlds) -> None:
+def finite(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the loss and the gradients of a batch are finite."""
     model = _after_backward(case)
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
@@ -30,7 +30,7 @@ def finite(case: Case, worlds: Worlds) -> None:
 
 
 @check("stable-names", "model")
-def stable_names(case: Case, worlds: Worlds) -> None:
+def stable_names(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the same seed gives the same named tensors, and that a forward pass keeps their names."""
     first, second = fresh(case, seed=5), fresh(case, seed=5)
     before, other = first.state_dict(), second.state_dict()
@@ -48,7 +48,7 @@ def stable_names(case: Case, worlds: Worlds) -> None:
 
 
 @check("unused-parameters", "model")
-def unused(case: Case, worlds: Worlds) -> None:
+def unused(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that every trainable parameter gets a gradient, or is declared as unused."""
     declared = case.settings.get("unused", [])
     model = _after_backward(case)
@@ -69,7 +69,7 @@ def unused(case: Case, worlds: Worlds) -> None:
 
 
 @check("meta-device", "model")
-def meta_device(case: Case, worlds: Worlds) -> None:
+def meta_device(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the model can be built on the meta device and initialized later, as for large sharded models."""
     if case.settings.get("meta", True) is False:
         raise NotApplicable("declared: meta = false")
@@ -99,14 +99,14 @@ def meta_device(case: Case, worlds: Worlds) -> None:
 
 
 @check("pipeline-steps", "model")
-def pipeline_steps(case: Case, worlds: Worlds) -> None:
+def pipeline_steps(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the declared pipeline steps equal the forward pass, and that each uses only its declared modules."""
     trial = trial_of(case)
     if declaration(trial.model) is None:
         return
     model, (args, named, expected) = trial.model.eval(), _called(trial)
     try:
-        steps = declared_steps(model)
+        steps = declared_segments(model)
     except StrategyError as error:
         raise Breach("a `pipeline` that is its forward pass", error.message, hints=error.hints) from error
     found: Any = args
@@ -125,7 +125,7 @@ def pipeline_steps(case: Case, worlds: Worlds) -> None:
         raise Breach("the steps of `pipeline`, one after the other, to be its forward pass", "another result")
 
 
-def _called(trial: Trial) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def _called(trial: ComponentTrial) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Returns the arguments of the task's call of the model, and the result."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
     hook = trial.model.register_forward_hook(
@@ -139,10 +139,10 @@ def _called(trial: Trial) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     return calls[0]
 
 
-def _without_others(model: nn.Module, number: int) -> Step:
+def _without_others(model: nn.Module, number: int) -> Segment:
     """Returns a step of a copy of the model, in which all weights that the step does not declare are NaN."""
     alone = copy.deepcopy(model)
-    step = declared_steps(alone)[number]
+    step = declared_segments(alone)[number]
     kept = {id(tensor) for tensor in held_by(alone, step)}
     for _, tensor in named_tensors(alone):
         if id(tensor) not in kept and tensor.is_floating_point():
@@ -156,7 +156,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 @check("same-on-two-ranks", "model", ranks=True)
-def same_on_two_ranks(case: Case, worlds: Worlds) -> None:
+def same_on_two_ranks(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that training with DDP on two ranks equals training on one."""
     drift = same_training(worlds.outcome(case, "train", 2), worlds.outcome(case, "train", 1))
     if drift:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.testing.cases import Case
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, NotApplicable, blame, source_of
 from ddpforge.testing.settings import SETTINGS
-from ddpforge.testing.worlds import Worlds
 
 _SHAPES = ((6, 4), (4,), (3, 2))
 _MATRICES = ((6, 4), (4, 2), (3, 2))
 
 
 @check("parameter-groups", "optimizer")
-def parameter_groups(case: Case, worlds: Worlds) -> None:
+def parameter_groups(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that each group has its own settings, and that a learning rate of 0 keeps its weights unchanged."""
     weights = _weights(case)
     groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
@@ -42,7 +42,7 @@ def parameter_groups(case: Case, worlds: Worlds) -> None:
 
 
 @check("state-by-parameter", "optimizer")
-def state_by_parameter(case: Case, worlds: Worlds) -> None:
+def state_by_parameter(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the state is stored by parameter, in tensors and plain numbers."""
     weights = _weights(case)
     optimizer = _build(case, [{"params": weights}])
@@ -59,7 +59,7 @@ def state_by_parameter(case: Case, worlds: Worlds) -> None:
 
 
 @check("resumes-exactly", "optimizer")
-def resumes_exactly(case: Case, worlds: Worlds) -> None:
+def resumes_exactly(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that a resume from the state and the weights equals an uninterrupted training."""
     straight = _weights(case)
     optimizer = _build(case, [{"params": straight}])
@@ -86,7 +86,7 @@ def resumes_exactly(case: Case, worlds: Worlds) -> None:
 
 
 @check("element-wise", "optimizer")
-def element_wise(case: Case, worlds: Worlds) -> None:
+def element_wise(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the update is element-wise, as sharding strategies require, unless declared otherwise."""
     if case.settings.get("elementwise", True) is False:
         raise NotApplicable("declared: elementwise = false")

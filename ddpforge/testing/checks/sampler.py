@@ -9,15 +9,15 @@ import numpy as np
 
 from ddpforge.interfaces import BatchSampler, EpochBatchSampler
 from ddpforge.testing.cases import Case
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, blame
-from ddpforge.testing.worlds import Worlds
 
 _STEPS = 64
 
 
 @check("whole-steps", "sampler")
-def whole_steps(case: Case, worlds: Worlds) -> None:
+def whole_steps(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that every step has at least one sample, and only samples of the data."""
     samples = len(case.given()["data"])
     for step, ids in enumerate(_steps(case, _build(case))):
@@ -26,7 +26,7 @@ def whole_steps(case: Case, worlds: Worlds) -> None:
 
 
 @check("pure", "sampler")
-def pure(case: Case, worlds: Worlds) -> None:
+def pure(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that a step's samples are the same in any order of calls, and from a sampler that is built again."""
     order = _build(case)
     first = _steps(case, order)
@@ -45,7 +45,7 @@ def pure(case: Case, worlds: Worlds) -> None:
 
 
 @check("once-an-epoch", "sampler")
-def once_an_epoch(case: Case, worlds: Worlds) -> None:
+def once_an_epoch(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that no sample is repeated in an epoch if the order declares `once`."""
     order = _build(case)
     seen: dict[int, set[int]] = {}
@@ -62,7 +62,7 @@ def once_an_epoch(case: Case, worlds: Worlds) -> None:
 
 
 @check("any-places", "sampler")
-def any_places(case: Case, worlds: Worlds) -> None:
+def any_places(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the sample at a place of an EpochBatchSampler does not depend on the other places in the call."""
     order = _build(case)
     if not isinstance(order, EpochBatchSampler):

@@ -7,13 +7,13 @@ import random
 from collections.abc import Callable
 
 from ddpforge.testing.cases import Case
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, blame, source_of
-from ddpforge.testing.worlds import Worlds
 
 
 @check("finite", "schedule")
-def finite(case: Case, worlds: Worlds) -> None:
+def finite(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the factor is finite and at least 0 for every step, and for 10 steps after the run."""
     schedule, total = _schedule(case)
     for step in range(total + 10):
@@ -27,7 +27,7 @@ def finite(case: Case, worlds: Worlds) -> None:
 
 
 @check("pure", "schedule")
-def pure(case: Case, worlds: Worlds) -> None:
+def pure(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that a step's factor is the same in any order of calls, and from a schedule that is built again."""
     schedule, total = _schedule(case)
     first = [_at(case, schedule, step) for step in range(total)]

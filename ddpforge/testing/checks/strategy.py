@@ -10,18 +10,18 @@ from shutil import copytree
 from typing import Any
 
 from ddpforge.checkpoint import retention
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.interfaces import Contract, Replica, Strategy
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.schema import VERSION
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
-from ddpforge.testing import companions
+from ddpforge.testing import fixtures
 from ddpforge.testing.cases import Case
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns, drift_text, run_to_the_end, write_recipe
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, NotApplicable, source_of
 from ddpforge.testing.settings import SETTINGS
-from ddpforge.testing.worlds import Worlds, drift_text, run_to_the_end, write_recipe
 from ddpforge.tools.parity.compare import TOLERANCES, Record, compare, first_drift
 from ddpforge.training.contract import contract_of
 
@@ -35,7 +35,7 @@ _CURVES = ("lr", "train/loss", "train/grad_norm")
 
 
 @check("contract", "strategy")
-def contract(case: Case, worlds: Worlds) -> None:
+def contract(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the component is a Strategy with a Contract."""
     strategy = case.build()
     if not isinstance(strategy, Strategy):
@@ -47,7 +47,7 @@ def contract(case: Case, worlds: Worlds) -> None:
 
 
 @check("trains-like-ddp", "strategy", ranks=True)
-def trains_like_ddp(case: Case, worlds: Worlds) -> None:
+def trains_like_ddp(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that training equals DDP, with accumulation, clipping and a smaller last batch, and tests the contract."""
     run = _TrialRun.of(case, worlds)
     drift = run.drift(worlds)
@@ -79,7 +79,7 @@ def trains_like_ddp(case: Case, worlds: Worlds) -> None:
 
 
 @check("resumes-on-any-ranks", "strategy", ranks=True)
-def resumes_on_any_ranks(case: Case, worlds: Worlds) -> None:
+def resumes_on_any_ranks(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that a resume equals an uninterrupted training, on the same and on other numbers of ranks."""
     run = _TrialRun.of(case, worlds)
     if run.broken(worlds):
@@ -112,7 +112,7 @@ def _method(case: Case, name: str) -> str:
 
 @dataclass(frozen=True)
 class _TrialRun:
-    """Run whose results are kept in `Worlds.memory` for other checks."""
+    """Run whose results are kept in `MultiRankRuns.memory` for other checks."""
 
     case: Case
     name: str
@@ -123,7 +123,7 @@ class _TrialRun:
     start: Path | None = None
 
     @classmethod
-    def of(cls, case: Case, worlds: Worlds) -> _TrialRun:
+    def of(cls, case: Case, worlds: MultiRankRuns) -> _TrialRun:
         """Returns the strategy's main run, with accumulation, and with clipping if it averages gradients."""
         number = worlds.cases.index(case)
         ranks = case.settings.get("ranks", (2, 1))[0]
@@ -132,32 +132,32 @@ class _TrialRun:
         train = _CLIPS if averages == "gradients" else _ACCUMULATES
         return cls(case, f"strategy-{number}", {"use": case.use, **case.options()}, ranks, train, averages)
 
-    def drift(self, worlds: Worlds) -> str | None:
+    def drift(self, worlds: MultiRankRuns) -> str | None:
         """Describes the first difference between the run and DDP; None if there is none."""
         key = "-".join(map(str, self.train.values()))
         ddp = replace(self, name=f"ddp-{key}", strategy={"use": "ddp"}, ranks=2, averages="gradients", start=None)
         found = first_drift(compare(self.record(worlds), ddp.record(worlds), TOLERANCES["fp32"]))
         return drift_text(*found) if found else None
 
-    def broken(self, worlds: Worlds) -> bool:
+    def broken(self, worlds: MultiRankRuns) -> bool:
         """True if the run failed, or differs from DDP."""
         try:
             return self.drift(worlds) is not None
         except Breach:
             return True
 
-    def record(self, worlds: Worlds) -> Record:
+    def record(self, worlds: MultiRankRuns) -> Record:
         """Returns the record of the run; runs it on the first call."""
         found: Record = self._once(worlds, "record", lambda: self._record(worlds))
         return found
 
-    def checkpoint(self, worlds: Worlds) -> Path:
+    def checkpoint(self, worlds: MultiRankRuns) -> Path:
         """Returns the checkpoint in the middle of the run."""
         self.record(worlds)
         found, _ = retention.committed(self._folder(worlds).checkpoints)
         return next(path for path, manifest in found if manifest.step == _MIDDLE)
 
-    def _once(self, worlds: Worlds, what: str, action: Callable[[], Any]) -> Any:
+    def _once(self, worlds: MultiRankRuns, what: str, action: Callable[[], Any]) -> Any:
         key = (what, self.name)
         if key not in worlds.memory:
             try:
@@ -168,10 +168,10 @@ class _TrialRun:
             raise worlds.memory[key]
         return worlds.memory[key]
 
-    def _folder(self, worlds: Worlds) -> RunFolder:
+    def _folder(self, worlds: MultiRankRuns) -> RunFolder:
         return RunFolder(worlds.folder / "runs" / self.name)
 
-    def _record(self, worlds: Worlds) -> Record:
+    def _record(self, worlds: MultiRankRuns) -> Record:
         worlds.say(f"training {self._title()}")
         folder = worlds.folder / self.name
         folder.mkdir()
@@ -193,12 +193,12 @@ class _TrialRun:
             )
         return self._read(worlds)
 
-    def _read(self, worlds: Worlds) -> Record:
+    def _read(self, worlds: MultiRankRuns) -> Record:
         folder = self._folder(worlds)
         path, manifest = retention.committed(folder.checkpoints)[0][0]
         if manifest.world_size != self.ranks:
             raise Breach(f"a world of {self.ranks} ranks", f"one of {manifest.world_size}", where=self.case.where)
-        checkpoint = Reader(path)
+        checkpoint = CheckpointReader(path)
         final = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
         probed = [name for name in checkpoint.names("callbacks") if name.startswith(f"{_PROBE}/")]
         initial = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
@@ -213,7 +213,7 @@ class _TrialRun:
 
     def _tables(self) -> dict[str, Any]:
         model = {"use": "mlp", "inputs": 64, "outputs": 10, "hidden": [8, 8]}
-        sections = companions.DEFAULTS | {"model": model, "task": companions.COUNTED}
+        sections = fixtures.DEFAULTS | {"model": model, "task": fixtures.COUNTED}
         return {
             "recipe": VERSION,
             "name": self.name,

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpforge.checkpoint.contents import RankState, flatten
-from ddpforge.data.nests import digest, take
+from ddpforge.checkpoint.state import RankState, flatten
+from ddpforge.data.pytree import digest, take
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import Metric, Ranks, Rows, Total, World
-from ddpforge.ranks.collectives import Alone
+from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total, World
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.testing.cases import Case
 from ddpforge.testing.doubles import in_threads
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, blame, source_of
-from ddpforge.testing.trial import Trial, trial_of
-from ddpforge.testing.worlds import Worlds
+from ddpforge.testing.trial import ComponentTrial, trial_of
 from ddpforge.training.task_state import NAME, has_state
 
 _SIZES = (1, 2)  # of pieces of a batch, in samples
@@ -30,7 +30,7 @@ _DRAWS = 64  # evaluations of a loss that uses random numbers
 
 
 @check("loss-is-a-sum", "task")
-def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
+def loss_is_a_sum(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the loss of a batch is the sum of the losses of its pieces; with `whole_batch`, of two ranks."""
     trial = _trial(case)
     loss, _ = _loss(case, trial, trial.batch)
@@ -65,12 +65,12 @@ def loss_is_a_sum(case: Case, worlds: Worlds) -> None:
             )
 
 
-def _same_on_two_ranks(case: Case, trial: Trial) -> None:
+def _same_on_two_ranks(case: Case, trial: ComponentTrial) -> None:
     """Checks that a `whole_batch` loss and its gradients are the same on one rank and summed over two."""
 
     def half(one: Ranks) -> tuple[float, dict[str, Tensor]]:
         model, task = deepcopy((trial.model, trial.task))
-        task.start(model, World(all=one, data=one, device=torch.device("cpu"), local_rank=one.rank))
+        task.start(model, World(global_ranks=one, dp_ranks=one, device=torch.device("cpu"), local_rank=one.rank))
         loss, _ = task.loss(model, trial.pieces(-(-trial.samples // one.size))[one.rank])
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -98,7 +98,7 @@ def _same_on_two_ranks(case: Case, trial: Trial) -> None:
 
 
 @check("count-is-additive", "task")
-def count_is_additive(case: Case, worlds: Worlds) -> None:
+def count_is_additive(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the count of a batch is the sum of the counts of its pieces."""
     trial = _trial(case)
     counted = trial.task.count(trial.batch)
@@ -115,11 +115,11 @@ def count_is_additive(case: Case, worlds: Worlds) -> None:
 
 
 @check("metrics-are-additive", "task")
-def metrics_are_additive(case: Case, worlds: Worlds) -> None:
+def metrics_are_additive(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the totals of `metrics` are additive over pieces of a batch, and that `finish` accepts the means."""
     trial = _trial(case)
 
-    def measure(batch: Any) -> Mapping[str, Total | Rows]:
+    def measure(batch: Any) -> Mapping[str, Total | SampleColumns]:
         with torch.no_grad():
             torch.manual_seed(0)
             return trial.task.metrics(_loss(case, trial, batch)[1], batch)
@@ -138,7 +138,7 @@ def metrics_are_additive(case: Case, worlds: Worlds) -> None:
 
 
 @check("state-comes-back", "task")
-def state_comes_back(case: Case, worlds: Worlds) -> None:
+def state_comes_back(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that a checkpoint can store the result of `state`, and that `load_state` restores it."""
     trials = [_trial(case) for _ in range(2)]
     old, new = (getattr(trial.task, "task", trial.task) for trial in trials)
@@ -163,7 +163,7 @@ def state_comes_back(case: Case, worlds: Worlds) -> None:
 
 
 @check("total-is-additive", "metric")
-def total_is_additive(case: Case, worlds: Worlds) -> None:
+def total_is_additive(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the metric's total of a batch is the sum of the totals of its pieces."""
     trial = _trial(case)
     metric = case.build()
@@ -172,7 +172,7 @@ def total_is_additive(case: Case, worlds: Worlds) -> None:
     with torch.no_grad():
         outputs = _loss(case, trial, trial.batch)[1]
 
-    def measure(start: int, stop: int) -> Mapping[str, Total | Rows]:
+    def measure(start: int, stop: int) -> Mapping[str, Total | SampleColumns]:
         return {metric.name: metric(*take((outputs, trial.batch[1]), start, stop, trial.samples))}
 
     cuts = [[measure(start, start + size) for start in range(0, trial.samples, size)] for size in _SIZES]
@@ -181,25 +181,25 @@ def total_is_additive(case: Case, worlds: Worlds) -> None:
     _means(whole, {metric.name: metric})
 
 
-def _trial(case: Case) -> Trial:
+def _trial(case: Case) -> ComponentTrial:
     trial = trial_of(case)
     trial.model.eval()  # dropout and BatchNorm would make samples depend on their neighbours
     return trial
 
 
-def _loss(case: Case, trial: Trial, batch: Any) -> tuple[Tensor, Any]:
+def _loss(case: Case, trial: ComponentTrial, batch: Any) -> tuple[Tensor, Any]:
     try:
         return trial.task.loss(trial.model, batch)
     except Exception as error:
         raise blame(error, "the loss of any number of samples", type(trial.task)) from error
 
 
-def _means(found: Mapping[str, Total | Rows], metrics: Mapping[str, Metric]) -> dict[str, float]:
+def _means(found: Mapping[str, Total | SampleColumns], metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Returns the final values of a batch's totals; raises Breach if `finish` of a metric fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a class may be missing in the few samples
         try:
-            return Alone().mean(found, metrics)
+            return SingleRank().reduce_metrics(found, metrics)
         except PluginError:
             raise
         except Exception as error:
@@ -208,11 +208,13 @@ def _means(found: Mapping[str, Total | Rows], metrics: Mapping[str, Metric]) -> 
 
 
 def _additive(
-    whole: Mapping[str, Total | Rows], cuts: Iterable[Sequence[Mapping[str, Total | Rows]]], where: str
+    whole: Mapping[str, Total | SampleColumns],
+    cuts: Iterable[Sequence[Mapping[str, Total | SampleColumns]]],
+    where: str,
 ) -> None:
     """Raises Breach if the totals of a batch are not the sum of the totals of its pieces, for each cut."""
     for name, value in whole.items():
-        if not isinstance(value, Total | Rows):
+        if not isinstance(value, Total | SampleColumns):
             raise Breach("totals: Total(sum, count), or Rows", f"{name} is a {type(value).__name__}", where=where)
         if isinstance(value, Total) and not float(torch.as_tensor(value.count).sum()) > 0:
             raise Breach("a count of the items in a batch", f"{name} counts {value.count}", where=where)
@@ -231,8 +233,8 @@ def _additive(
                     )
 
 
-def _tensors(quantity: Total | Rows) -> list[tuple[str, Tensor]]:
-    if isinstance(quantity, Rows):
+def _tensors(quantity: Total | SampleColumns) -> list[tuple[str, Tensor]]:
+    if isinstance(quantity, SampleColumns):
         return [(f"column {i}", column.double()) for i, column in enumerate(quantity.columns)]
     parts = ("sum", quantity.sum), ("count", quantity.count)
     return [(what, torch.as_tensor(part, dtype=torch.float64).cpu()) for what, part in parts]

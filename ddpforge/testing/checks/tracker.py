@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ddpforge.interfaces import Histogram, ShownKind, Tracker
+from ddpforge.interfaces import Histogram, MediaKind, Tracker
 from ddpforge.testing.cases import Case
-from ddpforge.testing.register import check
+from ddpforge.testing.multi_rank_runs import MultiRankRuns
+from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, NotApplicable, place_of
-from ddpforge.testing.worlds import Worlds
 
 _SLOWEST = 1.0  # seconds for the fastest of some rows: slower rows may be due to a busy machine
 _CONFIG = {
@@ -35,7 +35,7 @@ _CONFIG = {
 }
 
 
-_SHOWN: dict[ShownKind, Any] = {
+_SHOWN: dict[MediaKind, Any] = {
     "image": np.zeros((4, 6, 3), np.uint8),
     "histogram": Histogram((1, 0), (0.0, 0.5, 1.0), nonfinite=1),
     "text": "once | upon\n*a* <time>",
@@ -44,7 +44,7 @@ _SHOWN: dict[ShownKind, Any] = {
 
 
 @check("never-raises", "tracker")
-def never_raises(case: Case, worlds: Worlds) -> None:
+def never_raises(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that no method raises: for rows, NaN, images and texts, a rewind, a resume and the end."""
     with TemporaryDirectory(prefix="ddpforge-testing-") as folder:
         _life(case, case.build(), Path(folder), resumed_at=None)
@@ -52,7 +52,7 @@ def never_raises(case: Case, worlds: Worlds) -> None:
 
 
 @check("survives-a-broken-target", "tracker")
-def survives_a_broken_target(case: Case, worlds: Worlds) -> None:
+def survives_a_broken_target(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that no method raises if the run's folder cannot be written."""
     if case.settings.get("raises"):
         raise NotApplicable("declared: raises = true")
@@ -105,7 +105,7 @@ def _life(case: Case, tracker: Tracker, folder: Path, *, resumed_at: int | None,
     for step, row in enumerate(rows, start=1):
         call("log", lambda step=step, row=row: tracker.log(step, row))  # type: ignore[misc]
     for kind, value in _SHOWN.items():
-        call("show", lambda kind=kind, value=value: tracker.show(3, f"shown/{kind}", value, kind))  # type: ignore[misc]
+        call("show", lambda kind=kind, value=value: tracker.log_media(3, f"shown/{kind}", value, kind))  # type: ignore[misc]
     call("checkpoint", lambda: tracker.checkpoint(3, folder / "checkpoints" / "step-000000003"))
     call("rewind", lambda: tracker.rewind(1))
     call("log", lambda: tracker.log(2, rows[0]))

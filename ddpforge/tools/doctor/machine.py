@@ -15,9 +15,9 @@ from importlib.metadata import requires
 from pathlib import Path
 
 from ddpforge.components.installed import version
-from ddpforge.confidential import redact
 from ddpforge.data.workers import takes_sockets
-from ddpforge.ranks.interface import GLOO, addresses_of, best_interface, interfaces, is_only_here
+from ddpforge.ranks.network_interface import GLOO, addresses_of, best_interface, interfaces, is_only_here
+from ddpforge.secret_redaction import redact
 from ddpforge.tools.doctor.findings import Finding, error, note, ok, warning
 
 __all__ = ["files", "limits", "names", "packages", "shared_memory", "variables", "writing_speed"]

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.interfaces import Callback, Part, RunContext, StepInfo, read_all
+from ddpforge.interfaces import Callback, RunContext, StepInfo, TensorShard, read_all
 
 __all__ = ["Probe"]
 
@@ -23,13 +23,13 @@ class Probe(Callback):
 
     def on_start(self, run: RunContext) -> None:
         """Copies the weights, before a checkpoint is restored: they are the strategy's own."""
-        self.initial = {name: part.of(part.tensor.clone()) for name, part in run.weights.parts().items()}
+        self.initial = {name: part.of(part.tensor.clone()) for name, part in run.weights.shards().items()}
 
     def on_step(self, info: StepInfo) -> bool:
         """True after the last step of the comparison."""
         return info.step >= self.steps  # a shorter `train.length` would change the schedules
 
-    def state(self) -> Mapping[str, Part]:
+    def state(self) -> Mapping[str, TensorShard]:
         """Returns the initial weights."""
         return self.initial
 

@@ -15,11 +15,11 @@ from ddpforge import preflight
 from ddpforge.app.choose import choose
 from ddpforge.checkpoint import retention
 from ddpforge.components.registry import Registry
-from ddpforge.errors import EnvironmentProblem, ExitCode, ForgeError, RecipeError, UsageError
+from ddpforge.errors import ExitCode, ForgeError, RecipeError, SetupError, UsageError
 from ddpforge.launchers import process
 from ddpforge.launchers.torchrun import NO_GPUS, torchrun_command
 from ddpforge.preflight import Problems
-from ddpforge.recipe import LoadedRecipe, Problem, load_recipe
+from ddpforge.recipe import Diagnostic, LoadedRecipe, load_recipe
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
@@ -134,7 +134,7 @@ def parity(
 
     Raises:
         UsageError, RecipeError: the comparison is not possible; raised before a run starts, with every problem.
-        EnvironmentProblem: `out` cannot be written.
+        SetupError: `out` cannot be written.
         RunFailed: a run did not reach its end; the later ones are not started.
     """
     runs = _plan(recipe, split(strategies), ranks=ranks, steps=steps, out=out, sets=sets)
@@ -172,7 +172,7 @@ def _make_empty(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         used = any(folder.iterdir())
     except OSError as error:
-        raise EnvironmentProblem(f"{folder} cannot be written: {error}") from error
+        raise SetupError(f"{folder} cannot be written: {error}") from error
     if used:
         raise UsageError(f"{folder} is not empty", hints=["name a new folder with --out"])
 
@@ -228,9 +228,9 @@ class _ComparedRun:
 
     def record(self) -> Record:
         """Reads the record of the finished run."""
-        from ddpforge.checkpoint.reader import Reader
+        from ddpforge.checkpoint.reader import CheckpointReader
 
-        checkpoint = Reader(retention.committed(self.folder.checkpoints)[0][0][0])
+        checkpoint = CheckpointReader(retention.committed(self.folder.checkpoints)[0][0][0])
         final = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
         probed = [name for name in checkpoint.names("callbacks") if name.startswith(f"{_PROBE}/")]
         initial = {name.removeprefix(f"{_PROBE}/"): checkpoint.read("callbacks", name) for name in probed}
@@ -245,7 +245,7 @@ def _plan(
         raise UsageError("there is nothing to compare with", hints=["name several strategies: --strategies ddp,fsdp"])
     registry = Registry.installed()
     runs: list[_ComparedRun] = []
-    problems: dict[Problem, None] = {}  # without repetition: a problem of the recipe occurs under every strategy
+    problems: dict[Diagnostic, None] = {}  # without repetition: a problem of the recipe occurs under every strategy
     for number, text in enumerate(strategies, start=1):
         label = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-")
         name = f"{number}-{label}"[:100]

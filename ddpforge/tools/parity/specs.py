@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ddpforge.errors import Place, PluginError, Problem, RecipeError
+from ddpforge.errors import Diagnostic, PluginError, RecipeError, SourceSpan
 from ddpforge.recipe.toml import Source
 
 if TYPE_CHECKING:
@@ -38,18 +38,18 @@ class Spec:
         use = f"strategy.use={json.dumps(self.use, ensure_ascii=False)}"
         return [use, *(f"strategy.{option}" for option in self.options)]
 
-    def problem(self, message: str, hints: Iterable[str] = ()) -> Problem:
+    def problem(self, message: str, hints: Iterable[str] = ()) -> Diagnostic:
         """Returns a problem with this spec, located in its text."""
-        return Problem(message, "strategy", self._place, tuple(hints))
+        return Diagnostic(message, "strategy", self._place, tuple(hints))
 
-    def own(self, problem: Problem) -> Problem:
+    def own(self, problem: Diagnostic) -> Diagnostic:
         """Returns the same problem, located in this spec's text if one of `sets` causes it."""
         place = problem.place
         mine = place and place.file == "--set" and place.text in self.sets
         return replace(problem, place=self._place) if mine else problem
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> SourceSpan:
         return Source("--strategies", self.text).at(0, len(self.text))
 
 

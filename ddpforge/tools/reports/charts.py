@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpforge.runs.metrics import Row
-from ddpforge.runs.overview import thinned
+from ddpforge.runs.summary import thinned
 
 __all__ = ["Chart", "Curve", "charts", "skipped"]
 

@@ -9,16 +9,16 @@ from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
-from ddpforge.runs.overview import Standing, notable
+from ddpforge.runs.summary import RunSummary, notable
 from ddpforge.tools.reports.charts import Chart, Curve
-from ddpforge.tools.reports.contents import Report, Run, Shown
+from ddpforge.tools.reports.report import ReportedMedia, ReportedRun, RunReport
 
 __all__ = ["render"]
 
 _ASSETS = files("ddpforge.tools.reports") / "assets"
 
 
-def render(report: Report, *, live: float | None = None) -> str:
+def render(report: RunReport, *, live: float | None = None) -> str:
     """Returns the page's HTML; with `live` the page reloads itself from its server every `live` seconds."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -49,14 +49,14 @@ def _read(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
-def _data(report: Report) -> str:
+def _data(report: RunReport) -> str:
     """Returns the points to draw as JSON, escaped so that no text in it can close the script element."""
     runs = [_drawn_of_run(run) for run in report.runs]
     drawn = [{"curves": [_drawn(curve, report) for curve in chart.curves]} for chart in report.charts]
     return json.dumps({"runs": runs, "charts": drawn}, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _drawn(curve: Curve, report: Report) -> dict[str, Any]:
+def _drawn(curve: Curve, report: RunReport) -> dict[str, Any]:
     return {
         "run": curve.run,
         "metric": curve.metric,
@@ -69,18 +69,18 @@ def _drawn(curve: Curve, report: Report) -> dict[str, Any]:
     }
 
 
-def _drawn_of_run(run: Run) -> dict[str, Any]:
+def _drawn_of_run(run: ReportedRun) -> dict[str, Any]:
     starts = [attempt.step for attempt in run.attempts[1:]]
     return {"name": run.name, "starts": _places(run, starts), "skipped": _places(run, run.skipped)}
 
 
-def _places(run: Run, steps: Sequence[int]) -> dict[str, list[float]]:
+def _places(run: ReportedRun, steps: Sequence[int]) -> dict[str, list[float]]:
     """Returns the positions of steps with a row, on both horizontal axes."""
     return {"steps": list(steps), "hours": [run.hours[step] for step in steps]}
 
 
 # ---------------------------------------------------------------------------------------------- texts
-def _label(curve: Curve, report: Report) -> str:
+def _label(curve: Curve, report: RunReport) -> str:
     return curve.metric if len(report.runs) == 1 else f"{report.runs[curve.run].name} {curve.metric}"
 
 
@@ -90,7 +90,7 @@ def _thinned(chart: Chart) -> str:
     return "" if here == there else f"{here:,} of {there:,} values: the lowest and highest of every interval"
 
 
-def _told(shown: Shown) -> str:
+def _told(shown: ReportedMedia) -> str:
     counts, edges = shown.value["counts"], shown.value["edges"]
     odd = f", {shown.value['nonfinite']:,} not finite" if shown.value.get("nonfinite") else ""
     return f"{shown.name}: {sum(counts):,} values from {edges[0]:.4g} to {edges[-1]:.4g}{odd}"
@@ -108,7 +108,7 @@ def _size(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
-def _steps(run: Standing) -> str:
+def _steps(run: RunSummary) -> str:
     return f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
 
 

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_map_only
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
-from ddpforge.ranks.collectives import Alone, Connected, Group
-from ddpforge.tools.simulation.answers import Answers
+from ddpforge.ranks.collectives import CollectiveRanks, ProcessGroup, SingleRank
+from ddpforge.tools.simulation.fake_ops import FakeOps
 from ddpforge.tools.simulation.zero import forget_groups, one_of_many
 
-__all__ = ["Post", "Unsimulated", "fake_batch", "fakes", "pretended", "without_memory"]
+__all__ = ["NotSimulatable", "Post", "fake_batch", "fake_mode", "fake_world", "without_memory"]
 
 _MIB = 2**20
 _HOOKS = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}
@@ -39,13 +39,13 @@ Post = dict[tuple[int, int], Any]
 """Shapes of the tensors that pipeline stages have sent, by the numbers of sender and receiver."""
 
 
-class Unsimulated(Exception):
+class NotSimulatable(Exception):
     """Raised for a feature that needs real ranks and devices; the message names it."""
 
 
 # ---------------------------------------------------------------------------------------------- ranks
 @contextmanager
-def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
+def fake_world(ranks: int, rank: int = 0) -> Iterator[World]:
     """Yields the world of one rank of `ranks`, without the other ranks: its collectives return at once.
 
     The values of other ranks are those of this one. Raises UsageError if this process is in a real process group.
@@ -67,11 +67,11 @@ def pretended(ranks: int, rank: int = 0) -> Iterator[World]:
                 "barrier": _nothing,
             }.items():
                 stack.enter_context(patch.object(dist, name, stand_in))
-            stack.enter_context(patch.object(Connected, "gather", _as_many_of_all))
-            stack.enter_context(patch.object(Group, "broadcast", _same))
+            stack.enter_context(patch.object(CollectiveRanks, "all_gather", _as_many_of_all))
+            stack.enter_context(patch.object(ProcessGroup, "broadcast", _same))
             group = cast(dist.ProcessGroup, dist.group.WORLD)
-            everyone = Group(group, device) if ranks > 1 else Alone(device)
-            yield World(all=everyone, data=everyone, device=device, local_rank=0)
+            everyone = ProcessGroup(group, device) if ranks > 1 else SingleRank(device)
+            yield World(global_ranks=everyone, dp_ranks=everyone, device=device, local_rank=0)
     finally:
         dist.destroy_process_group()
         _forget_groups()
@@ -88,12 +88,12 @@ def _same_of_all(found: list[Any], value: Any, group: Any = None) -> None:
     found[:] = [value] * len(found)
 
 
-def _same(self: Group, value: Any) -> Any:
+def _same(self: ProcessGroup, value: Any) -> Any:
     return value
 
 
-def _as_many_of_all(self: Connected, rows: Tensor) -> tuple[Tensor, int]:
-    return self.gather_alike(rows), self.rank * len(rows)
+def _as_many_of_all(self: CollectiveRanks, rows: Tensor) -> tuple[Tensor, int]:
+    return self.all_gather_equal_autograd(rows), self.rank * len(rows)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -102,10 +102,10 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------- tensors
 @contextmanager
-def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
+def fake_mode(post: Post | None = None) -> Iterator[FakeTensorMode]:
     """Makes every new tensor a fake one: it has a shape, a dtype and a device, but no values.
 
-    A value that is read from a fake tensor passes all checks: nothing differs, nothing overflows (see `Answers`).
+    A value that is read from a fake tensor passes all checks: nothing differs, nothing overflows (see `FakeOps`).
     `post` has the shapes that pipeline stages have sent in earlier simulations; this simulation adds its own.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -117,7 +117,7 @@ def fakes(post: Post | None = None) -> Iterator[FakeTensorMode]:
         known = torch.cuda.is_available()
         stack.enter_context(patch.object(torch.cuda, "is_available", lambda: known))
         stack.enter_context(mode)
-        stack.enter_context(Answers(mode))
+        stack.enter_context(FakeOps(mode))
         yield mode
 
 
@@ -337,8 +337,8 @@ def _no_sync(self: Any) -> Iterator[None]:
 
 
 def _register(self: Any, state: Any, hook: Any) -> None:
-    hook = getattr(getattr(hook, "__self__", None), "_hook", hook)  # the hook in a `HoldBack`
+    hook = getattr(getattr(hook, "__self__", None), "_hook", hook)  # the hook in a `DeferredAllReduce`
     if hook is not default_hooks.allreduce_hook:
         if hook not in _HOOKS:
-            raise Unsimulated("gradient compression that depends on the values (PowerSGD)")
+            raise NotSimulatable("gradient compression that depends on the values (PowerSGD)")
         self.simulated.dtype = _HOOKS[hook]

@@ -15,10 +15,10 @@ from ddpforge.components.registry import Registry
 from ddpforge.errors import ForgeError
 from ddpforge.interfaces import Task
 from ddpforge.recipe import load_recipe
-from ddpforge.strategies.several import members
+from ddpforge.strategies.composite_optimizer import member_optimizers
 from ddpforge.tools.parity.specs import Spec
 from ddpforge.tools.simulation.devices import Device, Seconds
-from ddpforge.tools.simulation.fake import Post, fakes, pretended, without_memory
+from ddpforge.tools.simulation.fake import Post, fake_mode, fake_world, without_memory
 from ddpforge.tools.simulation.simulate import Simulated, simulate
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.contract import contract_of
@@ -131,7 +131,9 @@ def _simulated(parts: Built, ranks: int, build: Callable[[], Built]) -> list[Sim
     """Simulates the ranks that hold different parts: the first with `parts`, each other with a result of `build`."""
     few, more = parts.strategy.simulation.micro_batches(ranks) or (0, 0)
     further = max(0, parts.plan.batch.accumulation - more) if more else 0
-    forms = parts.strategy.simulation.ranks(ranks, parts.model, find_blocks(parts.model, parts.recipe.train.blocks))
+    forms = parts.strategy.simulation.ranks_to_simulate(
+        ranks, parts.model, find_blocks(parts.model, parts.recipe.train.blocks)
+    )
     unused = [parts]
     posts: dict[int, Post] = {more: {}, few: {}}
 
@@ -141,7 +143,7 @@ def _simulated(parts: Built, ranks: int, build: Callable[[], Built]) -> list[Sim
 
     def run(rank: int) -> Simulated:
         found = step(rank, more)
-        return found.onward(step(rank, few), further / (more - few)) if further else found
+        return found.stage_shapes(step(rank, few), further / (more - few)) if further else found
 
     found: list[Simulated] = []
     first: dict[Hashable, int] = {}  # the place of the first rank of each kind
@@ -206,16 +208,16 @@ def _described(parts: Built, strategy: str, ranks: int, state: dict[str, int], w
 def _arithmetic(parts: Built, ranks: int) -> dict[str, int]:
     """Returns the bytes on a rank by the strategy's contract (Rajbhandari et al., "ZeRO", 2020, section 5)."""
     contract = contract_of(parts.strategy)
-    with pretended(1), fakes():
+    with fake_world(1), fake_mode():
         without_memory(parts.model)
         parameters = [p for p in parts.model.parameters() if p.requires_grad]
         optimizer = build_optimizer(
-            parts.registry, parts.recipe.optimizer, parts.model, list(parts.turns), parts.recipe.train.blocks
+            parts.registry, parts.recipe.optimizer, parts.model, list(parts.updates), parts.recipe.train.blocks
         )
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()
-        states = [state for _, one in members(optimizer) for state in one.state.values()]
+        states = [state for _, one in member_optimizers(optimizer) for state in one.state.values()]
         tensors = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
         sizes = {
             "weights": sum(p.numel() * p.element_size() for p in parts.model.parameters()),

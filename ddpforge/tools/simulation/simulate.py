@@ -19,22 +19,22 @@ from torch.utils._pytree import tree_iter
 
 from ddpforge.data import MicroBatch, RankShare, open_data
 from ddpforge.interfaces import Replica, RunContext, Task, Tracker, World
-from ddpforge.ranks import phases
+from ddpforge.ranks import heartbeat
 from ddpforge.strategies import torch_replica
+from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, member_optimizers
 from ddpforge.strategies.deepspeed import replica as zero_replica
 from ddpforge.strategies.fsdp import strategy as fsdp
-from ddpforge.strategies.several import InTurns, members
 from ddpforge.tools.simulation.devices import Work
-from ddpforge.tools.simulation.fake import Post, fake_batch, fakes, pretended, without_memory
+from ddpforge.tools.simulation.fake import Post, fake_batch, fake_mode, fake_world, without_memory
 from ddpforge.training import assemble
+from ddpforge.training.alternating_updates import batches_per_step, step_function, tasks_by_update
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.callbacks import overriding
-from ddpforge.training.ledger import LOSS, Ledger, Living
+from ddpforge.training.media import MediaLogger
+from ddpforge.training.memory_tracker import LOSS, LiveTensor, MemoryTracker
 from ddpforge.training.optimizers import build_optimizer
-from ddpforge.training.shows import Shows
 from ddpforge.training.stages import Built
 from ddpforge.training.step import Stepper, update_of
-from ddpforge.training.turns import draws_of, of_turns, step_function
 
 __all__ = ["Simulated", "simulate"]
 
@@ -49,14 +49,14 @@ class Simulated:
     peak: int
     phase: str  # of the peak
     kinds: dict[str, int]
-    largest: Sequence[Living] = ()
+    largest: Sequence[LiveTensor] = ()
     work: Work = field(default_factory=Work)
     state: dict[str, int] = field(default_factory=dict)  # weights, gradients, optimizer state, buffers
     model_flops: int = 0  # of all ranks together
     whole: int = 0  # bytes of the model's weights, on all ranks together
     items: float = 0.0  # in the sum of a micro-batch's loss
 
-    def onward(self, fewer: Simulated, times: float) -> Simulated:
+    def stage_shapes(self, fewer: Simulated, times: float) -> Simulated:
         """Extrapolates to more micro-batches: adds `times` times the difference to a step with fewer."""
 
         def grown(now: int, before: int) -> int:
@@ -89,21 +89,21 @@ def simulate(
         micro_batches: number of micro-batches in the step; by default all.
         post: shapes that pipeline stages have sent in earlier simulations, see `fakes`.
 
-    Raises RecipeError if the recipe cannot train, `Unsimulated` for a feature that needs real ranks, and torch's error
-    for an operation whose shapes depend on values.
+    Raises RecipeError if the recipe cannot train, `NotSimulatable` for a feature that needs real ranks, and torch's
+    error for an operation whose shapes depend on values.
     """
-    with pretended(ranks, rank) as everyone:
+    with fake_world(ranks, rank) as everyone:
         world = parts.strategy.setup(parts.recipe.train, everyone)
         first, batches = _batches(parts, world, micro_batches)
         whole = sum(p.numel() * p.element_size() for p in parts.model.parameters())
         counted = parts.task.count(first.data)
         items = float(first.samples if counted is None else counted)
         with (
-            fakes(post) as mode,
-            patch.object(assemble, "prove", _nothing),
-            patch.object(torch_replica, "watched", _unwatched),
-            patch.object(zero_replica, "watched", _unwatched),
-            patch.object(fsdp, "_refuse_norms", _nothing),  # for CPUs, and the plan may be for GPUs
+            fake_mode(post) as mode,
+            patch.object(assemble, "verify_contract", _nothing),
+            patch.object(torch_replica, "guarded_forward", _unwatched),
+            patch.object(zero_replica, "guarded_forward", _unwatched),
+            patch.object(fsdp, "_reject_norms", _nothing),  # for CPUs, and the plan may be for GPUs
         ):
             batches = [one._replace(data=fake_batch(one.data, mode)) for one in batches]
             found = _Rank(parts, world).simulate(first, batches, largest)
@@ -117,14 +117,14 @@ def _batches(parts: Built, world: World, most: int | None) -> tuple[MicroBatch, 
         parts.data["train"],
         order=parts.order,
         global_batch=batch.global_batch,
-        share=RankShare(world.data.rank, world.data.size, batch.micro_batch, parts.recipe.train.virtual_ranks),
+        share=RankShare(world.dp_ranks.rank, world.dp_ranks.size, batch.micro_batch, parts.recipe.train.virtual_ranks),
         drop_last=parts.recipe.train.drop_last,
         seed=parts.recipe.train.seed,
         workers=0,
         prefetch=2,
         pin=False,
     )
-    if parts.strategy.simulation.micro_batches(world.all.size) is None:
+    if parts.strategy.simulation.micro_batches(world.global_ranks.size) is None:
         most = _MICRO_BATCHES
     some = list(islice(opened.training(0), min(batch.accumulation, most or batch.accumulation)))
     some[-1] = some[-1]._replace(last=True)
@@ -175,44 +175,46 @@ class _Rank:
         self._parts, self._world = parts, world
         recipe = parts.recipe
         without_memory(parts.model)
-        for beside in parts.beside.values():
+        for beside in parts.auxiliary.values():
             without_memory(beside.module)
         self._modules: list[str] = []  # modules in their forward pass, the innermost last
-        self._phase = phases.START
+        self._phase = heartbeat.START
         self._work = Work()
-        self._ledger = Ledger(lambda: phases.NAMES[self._phase], self._module, self._work.add)
+        self._ledger = MemoryTracker(lambda: heartbeat.NAMES[self._phase], self._module, self._work.add)
         with self._ledger:
             self._model = model = assemble._spread(parts)
             self._optimizer = build_optimizer(
-                parts.registry, recipe.optimizer, model, list(parts.turns), recipe.train.blocks
+                parts.registry, recipe.optimizer, model, list(parts.updates), recipe.train.blocks
             )
             self._replica = assemble._prepared(parts, world, model, self._optimizer)
             self._place_others()
-        own = self._optimizer.parts if isinstance(self._optimizer, InTurns) else {"": self._optimizer}
+        own = self._optimizer.parts if isinstance(self._optimizer, AlternatingOptimizer) else {"": self._optimizer}
         steppers = {
-            turn: _Counted(world, self._replica, one, update_of(self._replica, own[turn], self._replica.bare), seed=0)
-            for turn, one in of_turns(parts.task).items()
+            turn: _Counted(
+                world, self._replica, one, update_of(self._replica, own[turn], self._replica.unwrapped), seed=0
+            )
+            for turn, one in tasks_by_update(parts.task).items()
         }
         for stepper in steppers.values():
             stepper.seen = lambda outputs: self._ledger.note(_tensors(outputs), LOSS)
         functions = {turn: stepper.train_step for turn, stepper in steppers.items()}
-        self._train_step = step_function(self._replica, functions, parts.turns)
+        self._train_step = step_function(self._replica, functions, parts.updates)
 
     def _place_others(self) -> None:
         """Places the auxiliary modules of the task, and the weights that callbacks keep."""
         parts, world, replica = self._parts, self._world, self._replica
-        for beside in parts.beside.values():
-            parts.strategy.beside(beside.module, find_blocks(beside.module, ()))
+        for beside in parts.auxiliary.values():
+            parts.strategy.place_auxiliary(beside.module, find_blocks(beside.module, ()))
         run = RunContext(
-            model=replica.bare,
+            model=replica.unwrapped,
             world=world,
             weights=replica.weights,
             folder=Path(gettempdir()),
             forward=replica.forward,
-            show=Shows(Tracker(), is_main=False),
+            log_media=MediaLogger(Tracker(), is_main=False),
             gradients=replica.gradients_by_name,
         )
-        parts.task.start(replica.bare, world)
+        parts.task.start(replica.unwrapped, world)
         for name in overriding(parts.callbacks, "evaluating"):
             parts.callbacks[name].on_start(run)
 
@@ -224,12 +226,12 @@ class _Rank:
 
         def enter(phase: int) -> None:
             self._phase = phase
-            if phase == phases.FORWARD:
+            if phase == heartbeat.FORWARD:
                 marks.append(work.copy())
-            if phase == phases.STEP:
+            if phase == heartbeat.STEP:
                 self._name_gradients()
 
-        phases.follow(enter)
+        heartbeat.follow(enter)
         try:
             with self._naming(), ledger:
                 self._make_state(batches)
@@ -240,7 +242,7 @@ class _Rank:
                 with self._shapes_known():
                     self._step(2, first, batches)
         finally:
-            phases.follow(None)
+            heartbeat.follow(None)
         self._note()
         alive = sorted(ledger.alive(), key=lambda piece: -piece.bytes)
         return Simulated(
@@ -293,7 +295,7 @@ class _Rank:
     @property
     def _one_by_one(self) -> bool:
         """True if micro-batches are computed one after the other, on this rank alone."""
-        return self._parts.strategy.simulation.micro_batches(self._world.all.size) is None
+        return self._parts.strategy.simulation.micro_batches(self._world.global_ranks.size) is None
 
     def _whole_step(self, work: Work, marks: Sequence[Work], micro_batches: int) -> Work:
         """Returns the work of all micro-batches, although only some were simulated."""
@@ -301,11 +303,11 @@ class _Rank:
         return work + (marks[1] - marks[0]) * further if further and self._one_by_one else work
 
     def _step(self, number: int, first: MicroBatch, batches: Sequence[MicroBatch]) -> None:
-        draws = ((first, iter(batches)) for _ in range(draws_of(self._parts.turns)))
+        draws = ((first, iter(batches)) for _ in range(batches_per_step(self._parts.updates)))
         self._replica.module.train()
         self._replica.on_gradient = lambda _: self._note()
         self._train_step(number, draws, measure=False)
-        self._phase = phases.DATA
+        self._phase = heartbeat.DATA
         self._note()
 
     def _note(self) -> None:
@@ -313,12 +315,12 @@ class _Rank:
         ledger, model = self._ledger, self._model
         parameters = list(model.parameters())
         ledger.note(parameters, "weights")
-        held = (part.tensor for part in self._replica.weights.parts().values())
+        held = (part.tensor for part in self._replica.weights.shards().values())
         ledger.note((x for x in held if ledger.kind_of(x) != "weights"), "master weights")
         ledger.note((x for p in parameters for x in _tensors(vars(p)) if x is not p.grad), "weights")
         ledger.note(model.buffers(), "buffers")
         ledger.note((p.grad for p in parameters if p.grad is not None), "gradients")
-        for _, optimizer in members(self._optimizer):
+        for _, optimizer in member_optimizers(self._optimizer):
             ledger.note((x for one in optimizer.state.values() for x in _tensors(one)), "optimizer state")
 
     def _name_gradients(self) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 from ddpforge.runs.folder import RunFolder
-from ddpforge.runs.overview import standing
+from ddpforge.runs.summary import summarize
 from ddpforge.tools.sweeps.pruning import PRUNED, STUDY, OptunaPruning, opened_trial, quiet, storage
-from ddpforge.tools.sweeps.space import Range, Space, Variant
+from ddpforge.tools.sweeps.space import SearchSpace, ValueRange, Variant
 from ddpforge.tools.sweeps.training import Trained
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Search:
 
     def __init__(
         self,
-        space: Space,
+        space: SearchSpace,
         folder: Path,
         *,
         count: int,
@@ -42,7 +42,7 @@ class Search:
         seed: int,
         prunes: bool,
     ) -> None:
-        """Opens the study in the folder; raises EnvironmentProblem if Optuna is not installed."""
+        """Opens the study in the folder; raises SetupError if Optuna is not installed."""
         self._space, self._folder, self._count, self._metric, self._prunes = space, folder, count, metric, prunes
         self._numbers: dict[str, int] = {}
         self._study = _study(folder, mode, seed)
@@ -55,7 +55,7 @@ class Search:
         """Returns the next run; raises StopIteration after `count` trials, UsageError if the study has other values."""
         while self._begun:
             number = self._begun.pop(0)
-            if standing(RunFolder(self._folder / _name(number))).state not in ("running", "starting"):
+            if summarize(RunFolder(self._folder / _name(number))).state not in ("running", "starting"):
                 return self._variant(opened_trial(self._folder / _JOURNAL, number))
         if len(self._study.trials) >= self._count:
             raise StopIteration
@@ -81,7 +81,7 @@ class Search:
         names = [name for trial in self._study.trials if (name := _name(trial.number)) not in now]
         found = [(name, RunFolder(self._folder / name)) for name in names]
         logs = self._folder / "logs"
-        return [Trained.of(standing(folder), logs / f"{name}.log") for name, folder in found if folder.exists()]
+        return [Trained.of(summarize(folder), logs / f"{name}.log") for name, folder in found if folder.exists()]
 
     def _variant(self, trial: Trial) -> Variant:
         try:
@@ -106,8 +106,8 @@ def _name(number: int) -> str:
     return f"trial-{number:04}"
 
 
-def _suggested(trial: Trial, key: str, axis: Range | tuple[str, ...]) -> str:
-    if not isinstance(axis, Range):
+def _suggested(trial: Trial, key: str, axis: ValueRange | tuple[str, ...]) -> str:
+    if not isinstance(axis, ValueRange):
         return str(trial.suggest_categorical(key, axis))
     if axis.integers:
         return str(trial.suggest_int(key, int(axis.low), int(axis.high), log=axis.log))
@@ -118,7 +118,7 @@ def _study(folder: Path, mode: str, seed: int) -> Study:
     try:
         import optuna
     except ImportError as error:
-        raise EnvironmentProblem(
+        raise SetupError(
             "searches need Optuna, which is not installed", hints=["pip install 'ddpforge[optuna]'"]
         ) from error
     quiet()

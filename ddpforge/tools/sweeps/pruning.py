@@ -66,14 +66,14 @@ class OptunaPruning(Callback):
 
     def on_start(self, run: RunContext) -> None:
         """Opens the study on rank 0."""
-        self._ranks = run.world.all
-        if self._ranks.is_main:
+        self._ranks = run.world.global_ranks
+        if self._ranks.is_rank_zero:
             self._trial = opened_trial(self._journal, self._number)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
         """True if the trial must end."""
-        ends = self._ranks.broadcast(self._ranks.is_main and self._asks(step, metrics))
-        if ends and self._ranks.is_main:
+        ends = self._ranks.broadcast(self._ranks.is_rank_zero and self._asks(step, metrics))
+        if ends and self._ranks.is_rank_zero:
             logger.info("pruned: the search expects no good %s from trial %d", self._metric, self._number)
         return ends
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpforge.errors import UsageError
 
-__all__ = ["Range", "Space", "Variant"]
+__all__ = ["SearchSpace", "ValueRange", "Variant"]
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(:log)?")
@@ -23,7 +23,7 @@ _LONGEST = 80  # characters of a run's name
 
 
 @dataclass(frozen=True)
-class Range:
+class ValueRange:
     """Numbers from `low` to `high`, both included; integers if both are written as integers."""
 
     low: float
@@ -32,7 +32,7 @@ class Range:
     log: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Range | None:
+    def parse(cls, text: str) -> ValueRange | None:
         """Reads "0..4" or "1e-4..1e-1:log"; returns None for other texts. Raises UsageError for an empty range."""
         match = _RANGE.fullmatch(text)
         if not match:
@@ -71,21 +71,21 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Values that a sweep varies, by key: a range, or values as written. `fixed` is set in every run."""
 
-    axes: Mapping[str, Range | tuple[str, ...]]
+    axes: Mapping[str, ValueRange | tuple[str, ...]]
     fixed: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> Space:
+    def parse(cls, words: Sequence[str]) -> SearchSpace:
         """Reads KEY=VALUES; a key with one value is fixed. Raises UsageError if nothing varies."""
-        axes: dict[str, Range | tuple[str, ...]] = {}
+        axes: dict[str, ValueRange | tuple[str, ...]] = {}
         fixed: list[str] = []
         for word in words:
             key, _, value = (part.strip() for part in word.partition("="))
             values = tuple(_split(value))
-            if found := Range.parse(value):
+            if found := ValueRange.parse(value):
                 axes[key] = found
             elif len(values) > 1:
                 axes[key] = values
@@ -103,7 +103,7 @@ class Space:
         Raises UsageError for a range of fractions or logarithms, and for more than 10,000 runs.
         """
         for key, axis in self.axes.items():
-            if isinstance(axis, Range) and (not axis.integers or axis.log):
+            if isinstance(axis, ValueRange) and (not axis.integers or axis.log):
                 raise UsageError(
                     f"{key} has too many values between {axis.low:g} and {axis.high:g} to try all",
                     hints=["draw some: --random N, or --optuna N", f"or list values: {key}={','.join(axis.ends())}"],
@@ -165,20 +165,20 @@ def _brackets(words: Sequence[str]) -> list[str]:
     return [f"{word} is one value, a list; write several as KEY=[…],[…]" for word in lists[:1]]
 
 
-def _size(axis: Range | tuple[str, ...]) -> int:
-    return int(axis.high - axis.low) + 1 if isinstance(axis, Range) else len(axis)
+def _size(axis: ValueRange | tuple[str, ...]) -> int:
+    return int(axis.high - axis.low) + 1 if isinstance(axis, ValueRange) else len(axis)
 
 
-def _each(axis: Range | tuple[str, ...]) -> Sequence[str]:
-    return [str(one) for one in range(int(axis.low), int(axis.high) + 1)] if isinstance(axis, Range) else axis
+def _each(axis: ValueRange | tuple[str, ...]) -> Sequence[str]:
+    return [str(one) for one in range(int(axis.low), int(axis.high) + 1)] if isinstance(axis, ValueRange) else axis
 
 
-def _some(axis: Range | tuple[str, ...]) -> Sequence[str]:
-    return axis.ends() if isinstance(axis, Range) else axis
+def _some(axis: ValueRange | tuple[str, ...]) -> Sequence[str]:
+    return axis.ends() if isinstance(axis, ValueRange) else axis
 
 
-def _draw(axis: Range | tuple[str, ...], rng: random.Random) -> str:
-    return axis.draw(rng) if isinstance(axis, Range) else rng.choice(axis)
+def _draw(axis: ValueRange | tuple[str, ...], rng: random.Random) -> str:
+    return axis.draw(rng) if isinstance(axis, ValueRange) else rng.choice(axis)
 
 
 def _short_keys(keys: Sequence[str]) -> dict[str, str]:

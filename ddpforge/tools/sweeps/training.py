@@ -13,36 +13,36 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from ddpforge.app.starting import check_world
-from ddpforge.cores import share_of_cores
+from ddpforge.app.local_launch import check_world
 from ddpforge.errors import ExitCode, UsageError
-from ddpforge.interfaces.direction import lower_is_better
-from ddpforge.launchers.requests import heard
+from ddpforge.interfaces.metric_direction import lower_is_better
+from ddpforge.launchers.signal_policy import received_signal
+from ddpforge.local_world import cores_per_rank
 from ddpforge.runs.folder import RunFolder, snapshot
-from ddpforge.runs.opening import is_finished
-from ddpforge.runs.overview import Standing, standing
-from ddpforge.tools.sweeps.space import Space, Variant
+from ddpforge.runs.resume import is_finished
+from ddpforge.runs.summary import RunSummary, summarize
+from ddpforge.tools.sweeps.space import SearchSpace, Variant
 
 if TYPE_CHECKING:
     from ddpforge.components.registry import Registry
     from ddpforge.recipe import LoadedRecipe, Recipe
 
-__all__ = ["Commands", "Plan", "Trained", "devices", "mode_of", "train"]
+__all__ = ["Commands", "SweepPlan", "Trained", "devices", "mode_of", "train"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """Sweep of a recipe with checked values; `folder` contains its runs."""
 
     recipe: str
-    space: Space
+    space: SearchSpace
     folder: Path
     nproc: int
     base: Recipe  # with the first value of each key
     registry: Registry
 
     @classmethod
-    def of(cls, recipe: str, space: Space, *, out: str | None, nproc: int) -> Plan:
+    def of(cls, recipe: str, space: SearchSpace, *, out: str | None, nproc: int) -> SweepPlan:
         """Checks each value by itself; raises RecipeError for an invalid one, UsageError if `name` is set."""
         from ddpforge.components.registry import Registry
 
@@ -66,8 +66,8 @@ class Plan:
         for variant in variants:
             loaded = _checked(self.recipe, variant.sets, self.nproc, self.registry)
             folder = RunFolder(self.folder / variant.name)
-            if is_finished(folder, snapshot(loaded)) or (folder.exists() and standing(folder).state == "diverged"):
-                ended.append(Trained.of(standing(folder), self.folder / "logs" / f"{variant.name}.log"))
+            if is_finished(folder, snapshot(loaded)) or (folder.exists() and summarize(folder).state == "diverged"):
+                ended.append(Trained.of(summarize(folder), self.folder / "logs" / f"{variant.name}.log"))
             else:
                 open_.append(variant)
         return open_, ended
@@ -119,7 +119,7 @@ class Trained:
     log: Path
 
     @classmethod
-    def of(cls, run: Standing, log: Path) -> Trained:
+    def of(cls, run: RunSummary, log: Path) -> Trained:
         """Returns the result of a run that has a folder."""
         return cls(name=run.folder.path.name, state=run.state, metrics=run.metrics, error=run.error, log=log)
 
@@ -142,7 +142,7 @@ class Commands:
 
     def variables(self, slot: int) -> dict[str, str]:
         """Returns the environment of the run in one of the `jobs` places."""
-        found = {"OMP_NUM_THREADS": str(share_of_cores(self.jobs * self.nproc)), **os.environ}
+        found = {"OMP_NUM_THREADS": str(cores_per_rank(self.jobs * self.nproc)), **os.environ}
         if self.devices:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[slot * self.nproc : (slot + 1) * self.nproc])
         return found
@@ -166,7 +166,7 @@ def train(
     """
     queue = _Queue(iter(variants), commands, begins, told)
     places = [threading.Thread(target=queue.work, args=(slot,)) for slot in range(commands.jobs)]
-    with heard(queue.stop):
+    with received_signal(queue.stop):
         for place in places:
             place.start()
         for place in places:
@@ -241,8 +241,8 @@ class _Queue:
 def _outcome(path: Path, variant: Variant, log: Path, code: int) -> Trained:
     """Returns the result from the run's folder; the error of a refused run is only at the end of its log."""
     folder = RunFolder(path)
-    if folder.exists() and (code != ExitCode.USAGE or standing(folder).state == "failed"):
-        return Trained.of(standing(folder), log)
+    if folder.exists() and (code != ExitCode.USAGE or summarize(folder).state == "failed"):
+        return Trained.of(summarize(folder), log)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if "error" in line.casefold()), lines[-1] if lines else "")
     state = "preempted" if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, -signal.SIGTERM) else "refused"

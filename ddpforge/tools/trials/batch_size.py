@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpforge.errors import ForgeError
 from ddpforge.recipe import load_recipe
-from ddpforge.recipe.plan import plan_batch
+from ddpforge.recipe.run_plan import plan_batch
 
 __all__ = ["Found", "Try", "find_micro_batch", "fitting", "sizes"]
 

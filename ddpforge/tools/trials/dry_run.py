@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 
 from ddpforge.data import Batches
-from ddpforge.errors import Postponed
+from ddpforge.errors import StoppedBeforeStart
 from ddpforge.interfaces import StepInfo
-from ddpforge.ranks import leaving, phases
-from ddpforge.ranks.arithmetic import settings_restored
-from ddpforge.tools.trials.opening import FirstBatches, Trial, opened
+from ddpforge.ranks import heartbeat, process_exit
+from ddpforge.ranks.backend_flags import restored_backend_flags
+from ddpforge.tools.trials.ephemeral_run import EphemeralRun, FirstBatches, open_ephemeral
 from ddpforge.training.stages import Dealt
 
 __all__ = ["Measured", "dry_run"]
@@ -41,7 +41,7 @@ class Measured:
     to_evaluate: int | None  # batches of a whole evaluation
     evaluation_seconds: float | None
     loss: tuple[float | None, float | None]  # in the first and the last logged row: see track.every
-    is_main: bool
+    is_rank_zero: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the result for JSON."""
@@ -66,19 +66,19 @@ class Measured:
             yield f"  whole run    {self.total_steps:,} steps in about {whole}, without evaluations and checkpoints"
 
 
-@leaving.nobody_leaves()
-@settings_restored()
+@process_exit.forbid_sys_exit()
+@restored_backend_flags()
 def dry_run(source: str | Path, steps: int, *, sets: Sequence[str] = ()) -> Measured:
     """Trains `steps` steps of a recipe, and evaluates on `steps` batches of each set; called on every rank.
 
     Everything is as in a run of the recipe, its callbacks too, but nothing is kept: there is no folder, no tracker and
     no checkpoint. Raises ForgeError as a run does.
     """
-    with opened(source, sets=sets, change=lambda dealt: _evaluate_little(dealt, steps)) as trial:
+    with open_ephemeral(source, sets=sets, change=lambda dealt: _evaluate_little(dealt, steps)) as trial:
         clock = _Clock(trial)
         infos = [clock.after(info) for info in trial.steps(steps)]
         if not infos:
-            raise Postponed("a stop was requested before the first step", hints=["a trial keeps nothing"])
+            raise StoppedBeforeStart("a stop was requested before the first step", hints=["a trial keeps nothing"])
         clock.stop()
         return _measured(trial, clock, infos)
 
@@ -91,27 +91,27 @@ def _evaluate_little(dealt: Dealt, most: int) -> Dealt:
 class _Clock:
     """Measures the first step, and the later steps together; synchronizes with a GPU only at their begin and end."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: EphemeralRun) -> None:
         self._device = trial.world.device
         self._steps = 0
         self.first = self.others = 0.0
         self.samples = 0  # after the first step
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._since, self._spent = self._now(), phases.spent()
+        self._since, self._spent = self._now(), heartbeat.seconds_by_phase()
 
     def after(self, info: StepInfo) -> StepInfo:
         """Records that a step was trained."""
         self._steps += 1
         if self._steps == 1:
             self.first, self.samples = self._now() - self._since, info.samples
-            self._since, self._spent = self._now(), phases.spent()
+            self._since, self._spent = self._now(), heartbeat.seconds_by_phase()
         return info
 
     def stop(self) -> None:
         """Ends the measurement after the last step."""
         self.others = self._now() - self._since
-        self.spent = [now - before for now, before in zip(phases.spent(), self._spent, strict=True)]
+        self.spent = [now - before for now, before in zip(heartbeat.seconds_by_phase(), self._spent, strict=True)]
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -125,7 +125,7 @@ class _Clock:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
 
 
-def _measured(trial: Trial, clock: _Clock, infos: Sequence[StepInfo]) -> Measured:
+def _measured(trial: EphemeralRun, clock: _Clock, infos: Sequence[StepInfo]) -> Measured:
     more = len(infos) - 1
     whole = sum(clock.spent)
     sets = cast(Mapping[str, FirstBatches], trial.dealt.evaluation)
@@ -141,13 +141,13 @@ def _measured(trial: Trial, clock: _Clock, infos: Sequence[StepInfo]) -> Measure
         first_seconds=clock.first,
         seconds=clock.others / more if more else None,
         samples_per_second=(infos[-1].samples - clock.samples) / clock.others if more else None,
-        time={name: one / whole for name, one in zip(phases.NAMES, clock.spent, strict=True) if more and one},
-        memory=max(trial.world.all.everyone(clock.memory())),
+        time={name: one / whole for name, one in zip(heartbeat.NAMES, clock.spent, strict=True) if more and one},
+        memory=max(trial.world.global_ranks.all_gather_object(clock.memory())),
         evaluated=sum(one.seen for one in sets.values()),
         to_evaluate=None if not sets or None in lengths else sum(lengths),
         evaluation_seconds=seconds if sets else None,
         loss=(_finite(rows[0]), _finite(rows[-1])),
-        is_main=trial.world.is_main,
+        is_rank_zero=trial.world.is_rank_zero,
     )
 
 

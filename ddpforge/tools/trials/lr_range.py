@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpforge.errors import Diverged, UsageError
-from ddpforge.ranks import leaving
-from ddpforge.ranks.arithmetic import settings_restored
-from ddpforge.tools.trials.opening import opened, without_the_rest
+from ddpforge.ranks import process_exit
+from ddpforge.ranks.backend_flags import restored_backend_flags
+from ddpforge.tools.trials.ephemeral_run import open_ephemeral, without_the_rest
 
 __all__ = ["RangeTest", "lr_range", "smoothed", "suggested"]
 
@@ -32,7 +32,7 @@ class RangeTest:
     rates: Sequence[float]
     losses: Sequence[float]
     suggestion: float | None
-    is_main: bool
+    is_rank_zero: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the result for JSON."""
@@ -65,8 +65,8 @@ class _Sweep:
         return rate / self.base
 
 
-@leaving.nobody_leaves()
-@settings_restored()
+@process_exit.forbid_sys_exit()
+@restored_backend_flags()
 def lr_range(
     source: str | Path, *, low: float = 1e-7, high: float = 10.0, steps: int = 100, sets: Sequence[str] = ()
 ) -> RangeTest:
@@ -82,7 +82,7 @@ def lr_range(
         )
     sweep = _Sweep(low, high, steps)
     sets = [*sets, "track.every=1st", "train.on_nonfinite=stop"]
-    with opened(source, sets=sets, change=lambda dealt: without_the_rest(dealt, sweep)) as trial:
+    with open_ephemeral(source, sets=sets, change=lambda dealt: without_the_rest(dealt, sweep)) as trial:
         sweep.base = trial.trainer.optimizer.param_groups[0]["lr"]
         if not sweep.base:
             raise UsageError("optimizer.lr is 0, so no factor can change it", hints=["set it to any other value"])
@@ -90,7 +90,7 @@ def lr_range(
         seen = ((info.lr, info.metrics["train/loss"]) for info in trial.steps(steps))
         rates, losses = _until_worse(seen)
     means = smoothed(losses, max(1, steps // _WINDOWS))
-    return RangeTest(rates, means, suggested(rates, means), trial.world.is_main)
+    return RangeTest(rates, means, suggested(rates, means), trial.world.is_rank_zero)
 
 
 def _until_worse(seen: Iterator[tuple[float, float]]) -> tuple[list[float], list[float]]:

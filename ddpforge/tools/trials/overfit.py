@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from ddpforge.data import Batches
-from ddpforge.errors import Diverged, Postponed
-from ddpforge.ranks import leaving
-from ddpforge.ranks.arithmetic import settings_restored
-from ddpforge.tools.trials.opening import Repeated, opened, without_the_rest
+from ddpforge.errors import Diverged, StoppedBeforeStart
+from ddpforge.ranks import process_exit
+from ddpforge.ranks.backend_flags import restored_backend_flags
+from ddpforge.tools.trials.ephemeral_run import RepeatedBatches, open_ephemeral, without_the_rest
 from ddpforge.training.stages import Dealt
 
 __all__ = ["Overfitted", "overfit"]
@@ -27,7 +27,7 @@ class Overfitted:
 
     batches: int
     losses: Sequence[float]
-    is_main: bool
+    is_rank_zero: bool
 
     @property
     def share(self) -> float:
@@ -62,8 +62,8 @@ class Overfitted:
         )
 
 
-@leaving.nobody_leaves()
-@settings_restored()
+@process_exit.forbid_sys_exit()
+@restored_backend_flags()
 def overfit(source: str | Path, batches: int, *, steps: int = 200, sets: Sequence[str] = ()) -> Overfitted:
     """Trains `steps` steps on the first `batches` global batches of a recipe; called on every rank.
 
@@ -73,15 +73,15 @@ def overfit(source: str | Path, batches: int, *, steps: int = 200, sets: Sequenc
 
     def change(dealt: Dealt) -> Dealt:
         alone = without_the_rest(dealt, lambda step: 1.0)
-        return replace(alone, training=cast(Batches, Repeated(dealt.training, batches)))
+        return replace(alone, training=cast(Batches, RepeatedBatches(dealt.training, batches)))
 
     losses: list[float] = []
-    with opened(source, sets=[*sets, "track.every=1st"], change=change) as trial:
+    with open_ephemeral(source, sets=[*sets, "track.every=1st"], change=change) as trial:
         trial.trainer.end = steps
         try:
             losses += (info.metrics["train/loss"] for info in trial.steps(steps))
         except Diverged:
             losses.append(math.nan)
     if not losses:
-        raise Postponed("a stop was requested before the first step", hints=["a trial keeps nothing"])
-    return Overfitted(batches, losses, trial.world.is_main)
+        raise StoppedBeforeStart("a stop was requested before the first step", hints=["a trial keeps nothing"])
+    return Overfitted(batches, losses, trial.world.is_rank_zero)

@@ -13,14 +13,14 @@ from torch import Tensor
 from ddpforge import preflight
 from ddpforge.app.build import build, deal
 from ddpforge.data import MicroBatch
-from ddpforge.data.nests import is_object
+from ddpforge.data.pytree import is_object
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import World
 from ddpforge.preflight import Problems
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.training.stages import Chosen
 
-__all__ = ["Leaf", "Pictures", "Shown", "describe", "first_batches", "pictures_of"]
+__all__ = ["BatchImages", "BatchSummary", "Leaf", "describe", "first_batches", "pictures_of"]
 
 _LABELS = 20  # labels are counted if they have at most this number of different values
 _TEXTS = 3  # samples that are shown as text
@@ -46,7 +46,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Shown:
+class BatchSummary:
     """One batch: the input of a forward pass."""
 
     samples: int
@@ -55,7 +55,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class BatchImages:
     """Images [N, 1 or 3, height, width] of a batch with unchanged values, and their labels if there are any."""
 
     images: Tensor
@@ -74,15 +74,19 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
     built = build(chosen, problems, meta=True)
     preflight.check_built(built, problems)
     problems.raise_if_any()
-    dealt = deal(built, World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0))
+    dealt = deal(
+        built, World(global_ranks=SingleRank(), dp_ranks=SingleRank(), device=torch.device("cpu"), local_rank=0)
+    )
     name = split.removeprefix("eval").removeprefix(".")
     source = dealt.training.training(0) if split == "train" else dealt.evaluation[name].evaluation()
     return list(islice(source, most)), getattr(dealt.data[split], "decode", None)
 
 
-def describe(micro: MicroBatch, read: Read | None) -> Shown:
+def describe(micro: MicroBatch, read: Read | None) -> BatchSummary:
     """Returns the shapes and the values of a batch."""
-    return Shown(micro.samples, micro.step_samples, [_leaf(name, leaf, read) for name, leaf in _named(micro.data)])
+    return BatchSummary(
+        micro.samples, micro.step_samples, [_leaf(name, leaf, read) for name, leaf in _named(micro.data)]
+    )
 
 
 def _named(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -137,14 +141,14 @@ def _texts(leaf: Tensor, read: Read) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------- pictures
-def pictures_of(micro: MicroBatch) -> Pictures | None:
+def pictures_of(micro: MicroBatch) -> BatchImages | None:
     """Returns the first pictures in a batch; None if there are none."""
     leaves = [leaf for _, leaf in _named(micro.data) if isinstance(leaf, Tensor)]
     images = next((leaf for leaf in leaves if _is_pictures(leaf)), None)
     if images is None:
         return None
     labels = next((one for one in leaves if one.ndim == 1 and len(one) == len(images)), torch.tensor([]))
-    return Pictures(images[:_PICTURES], [f"{label:g}" for label in labels[:_PICTURES].tolist()])
+    return BatchImages(images[:_PICTURES], [f"{label:g}" for label in labels[:_PICTURES].tolist()])
 
 
 def _is_pictures(leaf: Tensor) -> bool:

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import CanonicalState, Contract, Part, Refusal, Replica, SavedTensor, Strategy, WholeWeights
+from ddpforge.interfaces import (
+    CanonicalState,
+    Contract,
+    FullWeights,
+    Replica,
+    SavedTensor,
+    Strategy,
+    TensorShard,
+    Unsupported,
+)
 from ddpforge.strategies import WholeReplica
 from pydantic import Field
 from torch import Tensor, nn
@@ -42,8 +51,8 @@ class LocalSGD(Strategy):
 
     contract = Contract(
         averages="weights",
-        clips="every rank its own gradient, before its own update",
-        accumulates="autograd, in the parameters' .grad",
+        clipping="every rank its own gradient, before its own update",
+        accumulation="autograd, in the parameters' .grad",
     )
 
     def __init__(
@@ -63,16 +72,16 @@ class LocalSGD(Strategy):
         self.period, self.outer_lr, self.outer_momentum, self.nesterov = period, outer_lr, outer_momentum, nesterov
 
     # -- before the loop
-    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+    def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
         """Settings with which ranks would have to talk at every step."""
         if train.precision == "fp16":
-            yield Refusal(
+            yield Unsupported(
                 "train.precision",
                 "fp16 needs one loss scale for all ranks, and under localsgd they have no gradients in common",
                 ('set train.precision = "bf16"',),
             )
         if train.sync_batchnorm:
-            yield Refusal(
+            yield Unsupported(
                 "train.sync_batchnorm",
                 "train.sync_batchnorm makes ranks wait for each other in every layer, which localsgd is there to avoid",
                 ("leave train.sync_batchnorm out",),
@@ -81,7 +90,7 @@ class LocalSGD(Strategy):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Gives every rank rank 0's weights and buffers; from there on each goes its own way."""
         for tensor in (*model.parameters(), *model.buffers()):
-            self.world.all.broadcast(tensor)
+            self.world.global_ranks.broadcast(tensor)
         return _OwnWay(self, model, optimizer)
 
 
@@ -94,7 +103,7 @@ class _OwnWay(WholeReplica):
 
     def __init__(self, strategy: LocalSGD, model: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(strategy, model, optimizer)
-        self._strategy, self._ranks = strategy, strategy.world.all
+        self._strategy, self._ranks = strategy, strategy.world.global_ranks
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.common = {name: p.detach().clone() for name, p in self.trained.items()}
         kept = self.common.items() if strategy.outer_momentum else ()
@@ -114,7 +123,7 @@ class _OwnWay(WholeReplica):
         own = self.norm(self.gradients.collect())
         if self.train.clip_norm is not None:
             self.clip(self.train.clip_norm, own)
-        norm = (self._ranks.sum(own.detach().float().square()) / self._ranks.size).sqrt()
+        norm = (self._ranks.all_reduce_sum(own.detach().float().square()) / self._ranks.size).sqrt()
         self.precision.update(self.optimizer, norm)
         self.gradients.clear()
         self._since, self._apart = self._since + 1, True
@@ -162,12 +171,12 @@ class _OwnWay(WholeReplica):
     def _average(self, tensors: Iterable[Tensor]) -> None:
         """Gives every rank the mean over ranks of each tensor."""
         for bucket in _buckets(tensors):
-            mean = self._ranks.sum(torch.cat([tensor.reshape(-1) for tensor in bucket])) / self._ranks.size
+            mean = self._ranks.all_reduce_sum(torch.cat([tensor.reshape(-1) for tensor in bucket])) / self._ranks.size
             for tensor, part in zip(bucket, torch.split(mean, [each.numel() for each in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
     # -- to disk and back
-    def state(self) -> CanonicalState[Tensor | Part]:
+    def state(self) -> CanonicalState[Tensor | TensorShard]:
         """What every rank holds alike once `sync_buffers` was called; the outer momentum is with the optimizer's."""
         if self._since or self._apart:
             raise StrategyError("the state was asked for while ranks hold different weights: call `sync_buffers` first")
@@ -193,16 +202,16 @@ class _OwnWay(WholeReplica):
                 momentum.copy_(torch.zeros_like(momentum) if saved is None else saved.read())
 
 
-class _Common(WholeWeights):
+class _Common(FullWeights):
     """The weights that the ranks last had in common: the same on every rank at every step."""
 
     def __init__(self, replica: _OwnWay) -> None:
-        super().__init__(replica.bare, replica.world.all)
+        super().__init__(replica.unwrapped, replica.world.global_ranks)
         self._common, self._used = replica.common, replica.trained
         self._parts = {name: part.of(self._common[name]) for name, part in self._parts.items()}
 
     @torch.no_grad()
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Lets every rank use them."""
         for name, tensor in self._common.items():
             self._used[name].copy_(tensor)

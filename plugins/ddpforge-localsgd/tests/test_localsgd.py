@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ddpforge.interfaces import World
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.testing.ranks import run_ddpforge
 from localsgd_parts import Net, Points
@@ -221,9 +221,9 @@ def test_all_steps_left_out_leave_the_weights_as_they_were(bench: Bench) -> None
 
 def test_momentum_may_begin_in_a_step_that_is_left_out() -> None:
     """On a GPU the fused kernel itself leaves it out; here it works on tensors of the CPU."""
-    alone, model = Alone(), Net()
+    alone, model = SingleRank(), Net()
     strategy = LocalSGD()
-    world = World(all=alone, data=alone, device=torch.device("cuda", 0), local_rank=0)
+    world = World(global_ranks=alone, dp_ranks=alone, device=torch.device("cuda", 0), local_rank=0)
     strategy.setup(TrainSection.model_validate({"length": "3st", "global_batch": 1}), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     replica = strategy.prepare(model, optimizer)

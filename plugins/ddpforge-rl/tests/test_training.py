@@ -35,7 +35,7 @@ class Weights(Callback):
     '''Writes down the weights of each rank after every step.'''
 
     def on_start(self, run):
-        self.model, self.file = run.model, Path(f"weights-{run.world.all.size}-{run.world.all.rank}")
+        self.model, self.file = run.model, Path(f"weights-{run.world.global_ranks.size}-{run.world.global_ranks.rank}")
 
     def on_step(self, info):
         with self.file.open("a") as file:

@@ -31,14 +31,14 @@ else:
 
 
 class SharpnessAware(_Base):
-    """What `sam` adds to an optimizer: the protocol `ddpforge.interfaces.Exploring`."""
+    """What `sam` adds to an optimizer: the protocol `ddpforge.interfaces.MultiPassOptimizer`."""
 
     passes = 2
     rho: float
     _before: dict[Tensor, Tensor]
 
     @torch.no_grad()
-    def explore(self, norm: float) -> None:
+    def perturb(self, norm: float) -> None:
         """Moves the weights by `rho` in the direction of their gradient; whole or in shards."""
         weights = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
         if not weights:  # a rank may hold none of them

@@ -184,7 +184,7 @@ def test_a_move_has_length_rho_and_is_taken_back_exactly() -> None:
         weight.grad = torch.randn_like(weight)
     norm = torch.cat([weight.grad.flatten() for weight in weights[:2] if weight.grad is not None]).norm().item()
 
-    optimizer.explore(norm)
+    optimizer.perturb(norm)
     moved = torch.cat([(w.detach() - b).flatten() for w, b in zip(weights, before, strict=True)])
     assert moved.norm().item() == pytest.approx(0.7, rel=1e-5)
     optimizer.restore()
@@ -195,7 +195,7 @@ def test_a_gradient_of_zeros_moves_nothing() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.zeros(2)
     optimizer: Any = sam([{"params": [weight]}], lr=0.1)
-    optimizer.explore(0.0)
+    optimizer.perturb(0.0)
     assert torch.equal(weight.detach(), torch.ones(2))
 
 

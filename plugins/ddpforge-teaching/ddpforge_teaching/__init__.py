@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from accelerate.utils import send_to_device
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Compute, Contract, Pass, Refusal, Replica, Strategy, World
+from ddpforge.interfaces import Compute, Contract, Pass, Replica, Strategy, Unsupported, World
 from ddpforge.strategies import WholeReplica
 from pydantic import Field
 from torch import Tensor, nn
@@ -43,10 +43,10 @@ class _OneProcess(Strategy):
     def __init__(self, devices: Sequence[str] | None) -> None:
         self._named = devices
 
-    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+    def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
         """More than one process, and devices of another kind than the run's."""
         if ranks > 1:
-            yield Refusal(
+            yield Unsupported(
                 "strategy.use",
                 f'strategy.use = "{self.name}" is for one process with several devices, and {ranks} processes were '
                 "started",
@@ -54,14 +54,14 @@ class _OneProcess(Strategy):
             )
         for named in self._named or ():
             if not named.startswith(device):
-                yield Refusal(
+                yield Unsupported(
                     "strategy.devices",
                     f"strategy.devices names {named}, and this run computes on {device}",
                     (f'set train.device = "{named.partition(":")[0]}"', "or leave strategy.devices out"),
                 )
                 return
         if train.compile != "off" and not train.compile_blocks:
-            yield Refusal(
+            yield Unsupported(
                 "train.compile",
                 f'train.compile = "{train.compile}" compiles the model as a whole, for one device',
                 ('set train.compile = "off"', 'or strategy.use = "ddp"'),
@@ -99,8 +99,8 @@ class NaiveSplit(_OneProcess):
         "split the model too, and keep all busy"
     )
     contract = Contract(
-        clips="before the update, by the norm of all gradients",
-        accumulates="autograd, in the parameters' .grad, each on its device",
+        clipping="before the update, by the norm of all gradients",
+        accumulation="autograd, in the parameters' .grad, each on its device",
         reads_gradients=True,
         optimizers="several",
     )
@@ -173,31 +173,31 @@ class DataParallel(_OneProcess):
         "the same faster"
     )
     contract = Contract(
-        clips="before the update, by the norm of all gradients",
-        accumulates="autograd, in the .grad of the parameters on the first GPU",
+        clipping="before the update, by the norm of all gradients",
+        accumulation="autograd, in the .grad of the parameters on the first GPU",
         reads_gradients=True,
         optimizers="several",
-        scores=False,
+        loss_in_model=False,
     )
 
     def __init__(self, *, devices: _Devices = None) -> None:
         super().__init__(devices)
 
-    def refusals(self, train: TrainSection, ranks: int, device: str) -> Iterator[Refusal]:
+    def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
         """Also a CPU, a GPU that is named twice, and what torch's copies of a model do not do."""
         if device != "cuda":
-            yield Refusal(
+            yield Unsupported(
                 "strategy.use",
                 f'strategy.use = "{self.name}" copies the model to GPUs, and this run computes on {device}',
                 ('set strategy.use = "ddp", which has a process for each part of the CPU, or "naive_split"',),
             )
             return
-        yield from super().refusals(train, ranks, device)
+        yield from super().unsupported(train, ranks, device)
         if len({*(self._named or ())}) < len(self._named or ()):
-            yield Refusal("strategy.devices", "strategy.devices names a GPU twice", ("name each once",))
+            yield Unsupported("strategy.devices", "strategy.devices names a GPU twice", ("name each once",))
         for key in ("activation_checkpointing", "compile_blocks", "sync_batchnorm"):
             if getattr(train, key):
-                yield Refusal(
+                yield Unsupported(
                     f"train.{key}",
                     f"train.{key} has no effect on the copies of the model that torch.nn.DataParallel makes",
                     (f"leave train.{key} out", 'or set strategy.use = "ddp"'),
@@ -216,10 +216,12 @@ class _SplitReplica(WholeReplica):
         super().__init__(strategy, *parts, **options)
         self._others = strategy.devices[1:]
 
-    def passes(self, passes: Iterable[Pass], compute: Compute, *, trains: bool) -> Iterator[tuple[Tensor, Any] | None]:
+    def run_microbatches(
+        self, passes: Iterable[Pass], compute: Compute, *, trains: bool
+    ) -> Iterator[tuple[Tensor, Any] | None]:
         """Also seeds the other devices: from one seed all would draw the same numbers."""
         seeded = (replace(one, seed=partial(self._seed, one)) for one in passes)
-        return super().passes(seeded, compute, trains=trains)
+        return super().run_microbatches(seeded, compute, trains=trains)
 
     def _seed(self, one: Pass) -> None:
         one.seed()

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from ddpforge.interfaces import CanonicalState, Strategy, World
-from ddpforge.interfaces.regions import Range, Region, copy
+from ddpforge.interfaces.regions import FlatRange, Region, copy
 from ddpforge.recipe.schema import TrainSection
-from ddpforge.strategies import Alone
+from ddpforge.strategies import SingleRank
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-ALONE = World(all=Alone(), data=Alone(), device=torch.device("cpu"), local_rank=0)
+ALONE = World(global_ranks=SingleRank(), dp_ranks=SingleRank(), device=torch.device("cpu"), local_rank=0)
 
 
 def train(**options: Any) -> TrainSection:
@@ -46,8 +46,8 @@ class Saved:
         return self.tensor.clone()
 
     def read_into(self, region: Region, target: Tensor) -> None:
-        flat = target.view(-1) if isinstance(region, Range) else target
-        copy(self.shape, Range(0, self.tensor.numel()), self.tensor.reshape(-1), region, flat)
+        flat = target.view(-1) if isinstance(region, FlatRange) else target
+        copy(self.shape, FlatRange(0, self.tensor.numel()), self.tensor.reshape(-1), region, flat)
 
 
 def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
@@ -60,8 +60,8 @@ def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
         {name: Saved(value.clone()) for name, value in state.model.items()},
         {name: {key: read(value) for key, value in entry.items()} for name, entry in state.optimizer.items()},
         dict(state.aliases),
-        {name: read(value) for name, value in state.shared.items()},
-        dict(state.numbers),
+        {name: read(value) for name, value in state.extra_state.items()},
+        dict(state.scalars),
     )
 
 
@@ -77,9 +77,9 @@ class Training:
         **options: Any,
     ) -> None:
         self.strategy, settings = strategy, train(**options)
-        assert list(strategy.refusals(settings, 1, "cpu")) == []
+        assert list(strategy.unsupported(settings, 1, "cpu")) == []
         self.world = strategy.setup(settings, ALONE)
-        with strategy.building():
+        with strategy.init_context():
             model = build()
         model = strategy.wrap(model, blocks(model))
         self.replica: Any = strategy.prepare(model, optimizer(model.parameters()))

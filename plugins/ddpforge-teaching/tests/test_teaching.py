@@ -36,7 +36,7 @@ def training(strategy: Any) -> Training:
 class Unchecked(DataParallel):
     """Also without GPUs, where torch.nn.DataParallel hands its inputs on to the model."""
 
-    def refusals(self, *_: Any) -> Any:
+    def unsupported(self, *_: Any) -> Any:
         return ()
 
 
@@ -166,7 +166,7 @@ def test_each_device_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         return module(one.batch).sum(), None
 
     given = Pass(batch=BATCHES[0], seed=lambda: torch.default_generator.manual_seed(7) and None)
-    assert len(list(replica.passes([given], compute, trains=True))) == 1
+    assert len(list(replica.run_microbatches([given], compute, trains=True))) == 1
     assert generators[1].initial_seed() == 8
 
 
@@ -225,7 +225,7 @@ def test_a_recipe_names_it_and_has_the_losses_of_one_device(tmp_path: Path) -> N
 def test_what_cannot_work_is_refused_before_training(
     strategy: Any, options: dict[str, Any], ranks: int, device: str, key: str, says: str
 ) -> None:
-    (refusal,) = strategy.refusals(train(**options), ranks, device)
+    (refusal,) = strategy.unsupported(train(**options), ranks, device)
     assert refusal.key == key
     assert says in " | ".join([refusal.message, *refusal.hints])
 

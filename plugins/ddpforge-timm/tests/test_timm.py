@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 from ddpforge.interop.initial import load_initial
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.strategies.named_state import tensors
 from ddpforge.testing.ranks import preload, run_ddpforge
 from safetensors.torch import save_model
@@ -106,7 +106,7 @@ def begin(model: nn.Module, source: Path, *skip: str) -> None:
     def take(saved: Any) -> None:
         model.load_state_dict({name: tensor.read() for name, tensor in saved.items()}, strict=False)
 
-    load_initial(str(source), held, aliases, take, Alone(torch.device("cpu")), skip=skip)
+    load_initial(str(source), held, aliases, take, SingleRank(torch.device("cpu")), skip=skip)
 
 
 @pytest.mark.parametrize(("arch", "head"), [("test_resnet", "fc"), ("test_vit", "head")])

@@ -33,7 +33,7 @@ class HFFolder(Callback):
         config: Any = getattr(model, "config", None)
         if config is None:
             raise ValueError(f"the callback hf_folder needs a model of transformers, not a {type(model).__name__}")
-        self._config, self._main = config, run.world.is_main
+        self._config, self._main = config, run.world.is_rank_zero
         # A strategy may have put a class of its own in front, as torch's fully_shard does.
         classes = (each for each in type(model).__mro__ if each.__module__.startswith("transformers"))
         self._config.architectures = [next(classes, type(model)).__name__]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ddpforge.errors import UsageError
 from ddpforge.interop.initial import load_initial
-from ddpforge.ranks.collectives import Alone
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.strategies.named_state import tensors
 from tiny import TINY
 from torch import nn
@@ -23,7 +23,7 @@ def begin(model: nn.Module, source: Path, *skip: str) -> None:
     def take(saved: Any) -> None:
         model.load_state_dict({name: tensor.read() for name, tensor in saved.items()}, strict=False)
 
-    load_initial(str(source), held, aliases, take, Alone(torch.device("cpu")), skip=skip)
+    load_initial(str(source), held, aliases, take, SingleRank(torch.device("cpu")), skip=skip)
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])

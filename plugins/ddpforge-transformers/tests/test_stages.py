@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddpforge.strategies.pipeline.steps import declared_steps
+from ddpforge.strategies.pipeline.segments import declared_segments
 from tiny import TINY
 
 from ddpforge_transformers.models import causal_lm
@@ -27,7 +27,7 @@ def test_the_steps_are_the_forward_pass_bit_by_bit(name: str, padded: bool) -> N
     batch = {"input_ids": torch.arange(14).reshape(2, 7) + 2}
     if padded:
         batch["attention_mask"] = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
-    steps = declared_steps(model)
+    steps = declared_segments(model)
     found: Any = steps[0].call(**batch, use_cache=False)
     for step in steps[1:]:
         found = step.call(*(found if isinstance(found, tuple) else (found,)))

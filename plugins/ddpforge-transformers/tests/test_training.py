@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ddpforge.builtin.models.lora import lora
-from ddpforge.checkpoint.reader import Reader
+from ddpforge.checkpoint.reader import CheckpointReader
 from safetensors.torch import load_file
 from tiny import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -153,7 +153,7 @@ def test_adapters_are_trained_alone_and_fold_into_what_transformers_loads(
     assert last[0] == pytest.approx(last[1], rel=1e-5)
 
     *_, checkpoint = sorted((tmp_path / "runs/small/checkpoints").glob("step-*"))
-    assert all("lora_" in name for name in Reader(checkpoint).state().model)
+    assert all("lora_" in name for name in CheckpointReader(checkpoint).state().model)
 
     assert "transformers cannot load them" in ddpforge("export", "runs/tiny", "--format", "transformers", code=2)
     ddpforge("export", "runs/tiny", "--merge", "--format", "transformers", "-o", "runs/tiny/hf/")

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.callbacks.ema import EMA
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import StepInfo, WholeWeights, World
-from ddpforge.ranks.collectives import Alone
+from ddpforge.interfaces import FullWeights, StepInfo, World
+from ddpforge.ranks.collectives import SingleRank
 
-RANKS = Alone()
-WORLD = World(all=RANKS, data=RANKS, device=torch.device("cpu"), local_rank=0)
+RANKS = SingleRank()
+WORLD = World(global_ranks=RANKS, dp_ranks=RANKS, device=torch.device("cpu"), local_rank=0)
 
 
 def info(step: int) -> StepInfo:
@@ -78,15 +78,15 @@ def test_evaluation_sees_the_averages_and_the_live_buffers() -> None:
     torch.testing.assert_close(snapshot(model), live, rtol=0, atol=0)
 
 
-class Apart(WholeWeights):
+class Apart(FullWeights):
     """Weights that a strategy keeps in two places, and of which other ranks have some."""
 
     said = 0
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         self.said += 1
 
-    def elsewhere(self) -> frozenset[str]:
+    def remote_names(self) -> frozenset[str]:
         return frozenset({"stage.1"})
 
 

@@ -161,7 +161,7 @@ def test_a_spike_is_undone_and_its_steps_are_left_out(caplog: pytest.LogCaptureF
         assert loop.fit() == "done"
     assert "the loss of step 5 is 1e+04, usual is" in caplog.text
     assert "; back to step 4" in caplog.text
-    assert loop.trainer.progress.left_out == {5}
+    assert loop.trainer.progress.skipped_steps == {5}
     assert loop.tracker.rewound == [4]
     assert loop.checkpoints.steps()[0] == 0  # there is always something to go back to
     rates = {step: row["lr"] for step, row in loop.tracker.rows}

@@ -8,7 +8,7 @@ from ddpforge.builtin.callbacks.throughput import Throughput
 from ddpforge.interfaces import StepInfo, World
 
 RANKS = Elsewhere(ranks=2)
-WORLD = World(all=RANKS, data=RANKS, device=torch.device("cpu"), local_rank=0)
+WORLD = World(global_ranks=RANKS, dp_ranks=RANKS, device=torch.device("cpu"), local_rank=0)
 
 
 def info(step: int, samples: int, seconds: float = 0.5) -> StepInfo:

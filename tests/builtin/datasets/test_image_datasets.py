@@ -14,7 +14,7 @@ pytest.importorskip("torchvision")
 from PIL import Image
 
 from ddpforge.builtin.datasets.vision import ImageBatches, Images, torchvision_dataset
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_an_image_folder_without_one_of_the_training_classes_would_shift_labels(
 
 
 def test_a_missing_image_folder_says_where_images_are_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match="ImageFolder cannot read") as caught:
+    with pytest.raises(SetupError, match="ImageFolder cannot read") as caught:
         torchvision_dataset(name="ImageFolder", root=tmp_path, split="val")
     assert f"{tmp_path}/val/<class>/" in caught.value.hints[0]
 
@@ -139,7 +139,7 @@ def test_fake_data_is_the_same_every_time_and_differs_between_splits() -> None:
 
 # ---------------------------------------------------------------------------------------------- downloading
 def test_missing_files_name_the_folder_and_the_option_that_fetches_them(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match="CIFAR10 is missing or incomplete in") as caught:
+    with pytest.raises(SetupError, match="CIFAR10 is missing or incomplete in") as caught:
         torchvision_dataset(name="CIFAR10", root=tmp_path, split="train")
     assert str(tmp_path) in caught.value.message
     (hint,) = caught.value.hints
@@ -148,7 +148,7 @@ def test_missing_files_name_the_folder_and_the_option_that_fetches_them(tmp_path
 
 def test_several_processes_never_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(EnvironmentProblem, match="CIFAR10 is missing") as caught:
+    with pytest.raises(SetupError, match="CIFAR10 is missing") as caught:
         torchvision_dataset(name="CIFAR10", root=tmp_path, split="train", download=True)
     assert f"CIFAR10('{tmp_path}', download=True)" in caught.value.hints[0]
 
@@ -163,7 +163,7 @@ def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError("network is unreachable")
 
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", unreachable)
-    with pytest.raises(EnvironmentProblem, match=r"CIFAR10 could not be downloaded to .*: network is unreachable"):
+    with pytest.raises(SetupError, match=r"CIFAR10 could not be downloaded to .*: network is unreachable"):
         torchvision_dataset(name="CIFAR10", root=tmp_path, split="train", download=True)
 
 
@@ -200,7 +200,7 @@ def test_a_planted_pickle_among_the_files_of_cifar_is_not_loaded(tmp_path: Path)
     payload = b"cpathlib\nPath\n(V" + str(marker).encode() + b"\ntR."
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"):
         (folder / name).write_bytes(payload.replace(b"cpathlib\nPath\n", b"cos\nmkdir\n"))
-    with pytest.raises(EnvironmentProblem, match="CIFAR10 is missing or incomplete"):
+    with pytest.raises(SetupError, match="CIFAR10 is missing or incomplete"):
         torchvision_dataset(name="CIFAR10", split="train", root=tmp_path)
     assert not marker.exists()
 
@@ -209,5 +209,5 @@ def test_postscript_in_an_image_folder_is_not_run(pets: Path, monkeypatch: pytes
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
     for file in pets.rglob("*.*"):
         file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(EnvironmentProblem, match="cannot be read as an image: cannot identify"):
+    with pytest.raises(SetupError, match="cannot be read as an image: cannot identify"):
         torchvision_dataset(name="ImageFolder", split="train", root=pets)

@@ -20,14 +20,14 @@ from torch.utils.data import default_collate
 from ddpforge.builtin.datasets import files
 from ddpforge.builtin.datasets import hugging_face as hf
 from ddpforge.builtin.datasets.files import find_files, library
-from ddpforge.builtin.datasets.hugging_face import Shards, Streamed, hugging_face
+from ddpforge.builtin.datasets.hugging_face import HuggingFaceShards, Streamed, hugging_face
 from ddpforge.builtin.datasets.parquet import Parquet
 from ddpforge.builtin.datasets.tar import Tar
 from ddpforge.builtin.datasets.tokens import Tokens
 from ddpforge.data import MicroBatch, RankShare, open_data
-from ddpforge.data.order import Terms
-from ddpforge.data.parted import PartedStream
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.data.batch_assignment import AssignmentTerms
+from ddpforge.data.shard_reader import ShardedStream
+from ddpforge.errors import SetupError, UsageError
 
 
 def png(shade: int, size: int = 4) -> bytes:
@@ -73,15 +73,15 @@ def opened(data: Any, *, batch: int = 16, workers: int = 0) -> Any:
 
 def hand(data: Any, *, rank: int, ranks: int, worker: int, workers: int, start: int = 0) -> Iterator[MicroBatch]:
     """What one loader process of one rank is given, with one micro-batch of four samples a step."""
-    terms = Terms(global_batch=4 * ranks, share=RankShare(rank, ranks, 4), seed=1, drop_last=False)
-    return PartedStream(data, terms, start, stop_after_epoch=True).batches(worker, workers)
+    terms = AssignmentTerms(global_batch=4 * ranks, share=RankShare(rank, ranks, 4), seed=1, drop_last=False)
+    return ShardedStream(data, terms, start, stop_after_epoch=True).batches(worker, workers)
 
 
 # ---------------------------------------------------------------------------------------------- tar
 def test_images_and_classes_of_tar_files(shards: Path) -> None:
     data = Tar(path=str(shards), fields=["jpg;png", "cls"], classes=160)
-    assert (len(data), data.parts, data.classes) == (160, SIZES, 160)
-    image, number = data.prepare(next(data.open(2, epoch=0, skip=5)))
+    assert (len(data), data.shard_sizes, data.classes) == (160, SIZES, 160)
+    image, number = data.prepare(next(data.iter_shard(2, epoch=0, skip=5)))
     assert number == 35
     assert torch.equal(image[:, 0, 0], torch.tensor([35 / 255, 0.0, 1.0]))
     grey, _ = Tar(path=str(shards), fields=["png", "cls"], images="l").prepare(next(iter(data)))
@@ -110,7 +110,7 @@ def test_a_tar_stream_is_read_once_over_4_ranks_and_2_loader_processes(
     for rank in range(4):
         for worker in range(2):
             data = Tar(path=str(shards), fields=["cls"], shuffle=True)
-            opened_parts, original = [], data.open
+            opened_parts, original = [], data.iter_shard
 
             def noted(part: int, *, epoch: int, skip: int, original: Any = original, to: Any = opened_parts) -> Any:
                 to.append(part)
@@ -118,7 +118,7 @@ def test_a_tar_stream_is_read_once_over_4_ranks_and_2_loader_processes(
                     read[-1] += 1
                     yield sample
 
-            data.open = noted  # type: ignore[method-assign]
+            data.iter_shard = noted  # type: ignore[method-assign]
             for micro in hand(data, rank=rank, ranks=4, worker=worker, workers=2):
                 seen.update(numbers(micro))
             assert len(opened_parts) <= 4 * 2 + 2  # its lanes, of which each spans two files or three
@@ -131,14 +131,14 @@ def test_a_tar_stream_is_read_once_over_4_ranks_and_2_loader_processes(
 def test_a_resume_in_the_middle_reads_no_more_than_it_uses(shards: Path, start: int) -> None:
     data = Tar(path=str(shards), fields=["cls"])
     straight = [numbers(micro) for micro in hand(data, rank=0, ranks=1, worker=0, workers=1)]
-    bytes_read, original = [], data.open
+    bytes_read, original = [], data.iter_shard
 
     def noted(part: int, *, epoch: int, skip: int) -> Any:
         for sample in original(part, epoch=epoch, skip=skip):
             bytes_read.append(len(sample[0][1]))
             yield sample
 
-    data.open = noted  # type: ignore[method-assign]
+    data.iter_shard = noted  # type: ignore[method-assign]
     found = [numbers(micro) for micro in hand(data, rank=0, ranks=1, worker=0, workers=1, start=start)]
     assert found == straight[start:]
     assert len(bytes_read) == sum(map(len, found)) == 160 - 4 * start
@@ -159,11 +159,11 @@ def test_headers_are_read_once_where_an_index_is_kept(shards: Path, monkeypatch:
     assert len(opened_files) == len(SIZES)
     again = Tar(path=str(shards), fields=["cls"], index=kept)
     assert len(opened_files) == len(SIZES)
-    assert (again.parts, list(again)) == (first.parts, list(first))
+    assert (again.shard_sizes, list(again)) == (first.shard_sizes, list(first))
 
     write_tar(shards / "data-03.tar", [{"cls": b"7"}])
     opened_files.clear()
-    assert Tar(path=str(shards), fields=["cls"], index=kept).parts == [30, 0, 47, 1, 25, 45]
+    assert Tar(path=str(shards), fields=["cls"], index=kept).shard_sizes == [30, 0, 47, 1, 25, 45]
     assert opened_files == ["data-03.tar"]
 
 
@@ -294,7 +294,7 @@ def test_braces_that_name_files_without_end_are_refused_at_once(pattern: str) ->
 def test_of_several_endings_the_first_that_a_sample_has_is_taken(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [{"json": b"1", "txt": b"one", "cls": b"0"}, {"json": b"2", "cls": b"0"}])
     data = Tar(path=str(tmp_path), fields=["txt;json", "cls"])
-    assert [data.prepare(one)[0] for one in data.open(0, epoch=0, skip=0)] == ["one", 2]
+    assert [data.prepare(one)[0] for one in data.iter_shard(0, epoch=0, skip=0)] == ["one", 2]
 
 
 def test_what_a_tar_file_has_beside_its_samples_is_left_out(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_what_a_tar_file_has_beside_its_samples_is_left_out(tmp_path: Path) -> N
             if name == "folder":
                 about.type = tarfile.DIRTYPE
             archive.addfile(about, io.BytesIO())
-    assert Tar(path=str(tmp_path), fields=["txt"]).parts == [1]
+    assert Tar(path=str(tmp_path), fields=["txt"]).shard_sizes == [1]
 
 
 def test_an_index_is_made_anew_for_a_file_that_has_changed_and_kept_its_size(tmp_path: Path) -> None:
@@ -315,26 +315,26 @@ def test_an_index_is_made_anew_for_a_file_that_has_changed_and_kept_its_size(tmp
         write_tar(path, [{"txt": b"x"}] * number)
         os.utime(path, (number, number))
         sizes.append(path.stat().st_size)
-        assert Tar(path=str(path), fields=["txt"], index=kept).parts == [number]
+        assert Tar(path=str(path), fields=["txt"], index=kept).shard_sizes == [number]
     assert sizes[0] == sizes[1]
 
 
 def test_tar_files_that_cannot_be_are_refused(shards: Path) -> None:
     with pytest.raises(UsageError, match=r"sample part/00000 of .*data-00\.tar has cls, png, but no jpg or jpeg"):
         Tar(path=str(shards), fields=["jpg;jpeg"])
-    with pytest.raises(EnvironmentProblem, match=r"no such file: .*data-06\.tar"):
+    with pytest.raises(SetupError, match=r"no such file: .*data-06\.tar"):
         Tar(path=str(shards / "data-{00..06}.tar"), fields=["cls"])
-    with pytest.raises(EnvironmentProblem, match="no file matches"):
+    with pytest.raises(SetupError, match="no file matches"):
         find_files(str(shards / "*.zip"), ".tar")
     with pytest.raises(UsageError, match="is an address, but only files can be read"):
         find_files("s3://bucket/x.tar", ".tar")
     (shards / "data-07.tar").write_bytes(b"nonsense" * 100)
-    with pytest.raises(EnvironmentProblem, match=r"data-07\.tar is not an uncompressed tar file"):
+    with pytest.raises(SetupError, match=r"data-07\.tar is not an uncompressed tar file"):
         Tar(path=str(shards), fields=["cls"])
 
 
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EnvironmentProblem, match="nolibrary is not installed") as told:
+    with pytest.raises(SetupError, match="nolibrary is not installed") as told:
         library("nolibrary.inner", "webdataset")
     assert told.value.hints == ("install it: pip install 'ddpforge[webdataset]'",)
     assert files.library("json", "none").dumps([1]) == "[1]"
@@ -353,7 +353,7 @@ def test_arrays_in_files_are_never_unpickled(tmp_path: Path, form: str) -> None:
         Tar(path=str(tmp_path / "one.tar"), fields=["cls"], index=str(tmp_path / "kept"))
         (kept,) = (tmp_path / "kept").iterdir()
         kept.write_bytes(payload)
-        with pytest.raises(EnvironmentProblem, match=r"index: .* cannot be read"):
+        with pytest.raises(SetupError, match=r"index: .* cannot be read"):
             Tar(path=str(tmp_path / "one.tar"), fields=["cls"], index=str(tmp_path / "kept"))
     assert not marker.exists()
 
@@ -366,7 +366,7 @@ def test_forms_of_datasets_that_unpickle_are_refused_by_name(tmp_path: Path) -> 
         for path in ("pandas", "pickle"):
             with pytest.raises(UsageError, match=f'path: "{path}" reads pickles'):
                 hugging_face(path=path, data_files=str(tmp_path / f"x.{ending}"), split="train", columns=["x"])
-        with pytest.raises((EnvironmentProblem, UsageError)):
+        with pytest.raises((SetupError, UsageError)):
             hugging_face(path=str(tmp_path), split="train", columns=["x"])
     write_tar(tmp_path / "one.tar", [{"pkl": pickle.dumps(Payload(marker)), "cls": b"1"}])
     data = hugging_face(path="webdataset", data_files=str(tmp_path / "one.tar"), split="train", columns=["pkl", "cls"])
@@ -395,7 +395,7 @@ def test_token_files_are_mapped_and_cut_into_blocks(tmp_path: Path, form: str) -
 
 
 def test_token_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match="no such file"):
+    with pytest.raises(SetupError, match="no such file"):
         Tokens(path=tmp_path / "none.bin")
     (tmp_path / "odd.bin").write_bytes(b"abc")
     with pytest.raises(ValueError, match="3 bytes, not a multiple of the 2 bytes of uint16"):
@@ -424,12 +424,12 @@ def tables(tmp_path: Path) -> Path:
 
 def test_rows_of_parquet_files_are_used_once(tables: Path) -> None:
     data = Parquet(path=str(tables), columns=["x", "y"], shuffle=True, shuffle_buffer=3, interleave=(2, 2))
-    assert list(data.parts) == [20, 20, 10] * 2
+    assert list(data.shard_sizes) == [20, 20, 10] * 2
     micro_batches = list(opened(data).evaluation())
     assert sorted(one for micro in micro_batches for one in numbers(micro)) == list(range(100))
     x, y = micro_batches[0].data
     assert torch.equal(x, torch.stack([y / 2, torch.ones(16)], dim=1))
-    assert [row[1] for row in data.open(1, epoch=0, skip=17)] == [37, 38, 39]
+    assert [row[1] for row in data.iter_shard(1, epoch=0, skip=17)] == [37, 38, 39]
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
@@ -459,7 +459,7 @@ def test_parquet_files_that_cannot_be_are_refused(tables: Path) -> None:
         Parquet(path=str(tables), columns=["z"])
     assert told.value.hints == ("it has x, y, word",)
     (tables / "part-2.parquet").write_bytes(b"nonsense")
-    with pytest.raises(EnvironmentProblem, match=r"part-2\.parquet is not a parquet file"):
+    with pytest.raises(SetupError, match=r"part-2\.parquet is not a parquet file"):
         Parquet(path=str(tables), columns=["x"])
 
 
@@ -527,7 +527,7 @@ def test_a_stream_of_hugging_face_with_and_without_known_shards(lines: Path) -> 
 
     (lines / "lengths.txt").write_text("50\n50\n")
     shards = streamed(lines, "json", shard_lengths=lines / "lengths.txt", interleave=(2, 1))
-    assert list(shards.parts) == [50, 50]
+    assert list(shards.shard_sizes) == [50, 50]
     found = [numbers(micro) for micro in opened(shards).evaluation()]
     assert sorted(one for step in found for one in step) == list(range(100))
     assert found[0] == [*range(8), *range(50, 58)]
@@ -557,15 +557,15 @@ def test_parts_of_a_stream_are_read_by_whom_they_are_for(
 ) -> None:
     """Every sample once over all ranks and loader processes; a resume opens what it goes on with."""
     opened_parts: list[tuple[int, int]] = []
-    original = Shards.open
+    original = HuggingFaceShards.iter_shard
 
-    def noted(self: Shards, part: int, *, epoch: int, skip: int) -> Any:
+    def noted(self: HuggingFaceShards, part: int, *, epoch: int, skip: int) -> Any:
         opened_parts.append((part, skip))
         return original(self, part, epoch=epoch, skip=skip)
 
-    monkeypatch.setattr(Shards, "open", noted)
+    monkeypatch.setattr(HuggingFaceShards, "iter_shard", noted)
     data = parted(interleave=(ranks, workers))
-    assert list(data.parts) == ROWS
+    assert list(data.shard_sizes) == ROWS
     whose = [(rank, worker) for rank in range(ranks) for worker in range(workers)]
     seen = {
         (rank, worker): [numbers(micro) for micro in hand(data, rank=rank, ranks=ranks, worker=worker, workers=workers)]
@@ -600,7 +600,7 @@ def test_a_resume_reads_no_file_that_it_has_left(tmp_path: Path, form: str) -> N
     write_rows(tmp_path, form, ROWS)
     columns = {"columns": ["x.json", "y.json"], "path": "webdataset"} if form == "tar" else {}
     data = streamed(tmp_path, form, index=str(tmp_path / "index"), interleave=(1, 1), **columns)
-    assert list(data.parts) == ROWS
+    assert list(data.shard_sizes) == ROWS
     for number in range(4):
         (tmp_path / f"part-{number}.{form}").unlink()
     rest = hand(data, rank=0, ranks=1, worker=0, workers=1, start=19)
@@ -629,7 +629,7 @@ def test_rows_are_counted_once_where_an_index_is_kept(tmp_path: Path, monkeypatc
     changed = tmp_path / "part-3.json"
     changed.write_text('{"x": [0.0, 1.0], "y": 0}\n' * 7)
     os.utime(changed, (2e9, 2e9))  # not within one tick of the clock
-    assert streamed(tmp_path, "json", index=kept).parts == [20, 20, 10, 7, 20, 10]
+    assert streamed(tmp_path, "json", index=kept).shard_sizes == [20, 20, 10, 7, 20, 10]
     assert counted[6:] == [3]
 
 
@@ -641,7 +641,7 @@ def test_splits_are_counted_one_after_the_other(tables: Path, lines: Path) -> No
         data: Any = hugging_face(
             path=form, data_files=files, split="train+test", columns=["y"], streaming=True, index=str(lines / "index")
         )
-        assert sum(data.parts) == 100
+        assert sum(data.shard_sizes) == 100
         assert [row["y"] for row in data] == [*range(50, 100), *range(50)]
 
 
@@ -664,7 +664,7 @@ def test_streams_that_cannot_be_counted_are_refused(lines: Path) -> None:
     with pytest.raises(UsageError, match="shard_lengths and index both determine"):
         streamed(lines, "json", index=kept, shard_lengths=lines / "lengths.txt")
     (lines / "part-1.json").write_text('{"x": [1')
-    with pytest.raises(EnvironmentProblem, match=r"part-1\.json cannot be read"):
+    with pytest.raises(SetupError, match=r"part-1\.json cannot be read"):
         streamed(lines, "json", index=kept)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpforge.builtin.datasets.text import StreamedText, Text, TextClasses
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_an_empty_file_is_too_little_text(tmp_path: Path) -> None:
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"no such file or folder: .*nowhere"):
+    with pytest.raises(SetupError, match=r"no such file or folder: .*nowhere"):
         Text(path=tmp_path / "nowhere", split="train", seed=0)
 
 

@@ -20,7 +20,7 @@ from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry
 from ddpforge.data import RankShare, open_data
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import Metric, Ranks, Rows, Total, World
+from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total, World
 from ddpforge.testing.doubles import in_threads
 from ddpforge.training.evaluation import Evaluator
 
@@ -60,7 +60,7 @@ def evaluated(ranks: int, metric: Metric) -> dict[str, float]:
         share = RankShare(one.rank, ranks, 4)
         sets = {"": open_data(Samples(), global_batch=4 * ranks, share=share, drop_last=False, **fetching)}
         evaluator = Evaluator(
-            world=World(all=one, data=one, device=torch.device("cpu"), local_rank=one.rank),
+            world=World(global_ranks=one, dp_ranks=one, device=torch.device("cpu"), local_rank=one.rank),
             replica=Plain().holding(nn.Identity(), None),  # type: ignore[arg-type]
             task=Classification(metrics=[copy.deepcopy(metric)]),
             sets=sets,
@@ -174,7 +174,7 @@ def test_the_direction_is_torchmetrics_own() -> None:
 def test_sums_are_totals_and_lists_are_rows() -> None:
     """So that the first have columns in training rows, too."""
     assert isinstance(named("torchmetrics:MeanSquaredError")(LOGITS, LOGITS + 1), Total)
-    assert isinstance(named("torchmetrics:SpearmanCorrCoef")(LOGITS[:, 0], LOGITS[:, 1]), Rows)
+    assert isinstance(named("torchmetrics:SpearmanCorrCoef")(LOGITS[:, 0], LOGITS[:, 1]), SampleColumns)
 
 
 def test_a_range_that_is_looked_for_is_that_of_all_samples() -> None:
@@ -226,4 +226,4 @@ def test_a_metric_of_two_classes_says_how_many_the_model_has() -> None:
         with pytest.raises(UsageError, match=r"is a binary metric .* \[41, 5\] are scores of 5 classes") as caught:
             named(f"torchmetrics.classification:Binary{kind}")(LOGITS, TARGETS)
         assert caught.value.hints == (f"use Multiclass{kind} with num_classes = 5",)
-    assert isinstance(named("torchmetrics.classification:BinaryAUROC")(LOGITS[:, 0], TARGETS % 2), Rows)
+    assert isinstance(named("torchmetrics.classification:BinaryAUROC")(LOGITS[:, 0], TARGETS % 2), SampleColumns)

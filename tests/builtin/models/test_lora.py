@@ -14,7 +14,7 @@ from ddpforge.app.api import load
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.lora import lora
 from ddpforge.builtin.models.mlp import MLP
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 from ddpforge.interfaces import CanonicalState
 from ddpforge.interop.export import export
 from ddpforge.strategies.named_state import tensors
@@ -85,7 +85,7 @@ def test_a_model_without_memory_is_refused() -> None:
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(EnvironmentProblem) as caught:
+    with pytest.raises(SetupError) as caught:
         lora(base=gpt(), targets=["qkv"])
     assert caught.value.hints == ("pip install 'ddpforge[lora]'",)
 

@@ -16,7 +16,7 @@ from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.builtin.samplers.plain import Sequential, Shuffled
 from ddpforge.builtin.samplers.repeated import Repeated
 from ddpforge.builtin.samplers.weighted_sampling import Balanced, Weighted
-from ddpforge.errors import EnvironmentProblem, UsageError
+from ddpforge.errors import SetupError, UsageError
 from ddpforge.interfaces import BatchSampler, Duration
 
 
@@ -437,7 +437,7 @@ def test_values_that_are_not_there_or_do_not_fit_are_refused(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="by: Samples has no attribute or method `colour`") as told:
         column(data, "colour")
     assert "give the dataset an attribute or a method `colour`" in told.value.hints[0]
-    with pytest.raises(EnvironmentProblem, match=r"there is no file nowhere\.npy"):
+    with pytest.raises(SetupError, match=r"there is no file nowhere\.npy"):
         column(data, "nowhere.npy")
     (tmp_path / "few.txt").write_text("1\n2\n")
     with pytest.raises(UsageError, match=r"few\.txt` has 2 values, but Samples has 5 samples"):

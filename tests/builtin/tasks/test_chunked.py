@@ -16,7 +16,7 @@ from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.chunked import chunked_cross_entropy
 from ddpforge.builtin.tasks.language_modelling import LanguageModelling
 from ddpforge.errors import UsageError
-from ddpforge.training.ledger import Ledger
+from ddpforge.training.memory_tracker import MemoryTracker
 
 IGNORED = -100
 CHUNKS = [1, 7, 16, 35, 1000]
@@ -94,7 +94,7 @@ def test_a_chunk_of_logits_is_in_memory_at_a_time() -> None:
     def peak(task: LanguageModelling) -> int:
         model = small(vocab_size=4096, block_size=512, layers=1)
         tokens = torch.zeros(1, 512, dtype=torch.int64)
-        with (ledger := Ledger(lambda: "forward", real=True)):
+        with (ledger := MemoryTracker(lambda: "forward", real=True)):
             loss, _ = task.loss(model, (tokens, tokens))
             loss.backward()
         return ledger.peak
@@ -106,7 +106,7 @@ def test_a_chunk_of_logits_is_in_memory_at_a_time() -> None:
 
 def test_an_evaluation_makes_no_gradients() -> None:
     model, task = small(vocab_size=4096, width=64), LanguageModelling(loss_chunk=8)
-    with torch.no_grad(), (ledger := Ledger(lambda: "forward", real=True)):
+    with torch.no_grad(), (ledger := MemoryTracker(lambda: "forward", real=True)):
         task.loss(model, batch())
     assert ledger.peak < 4096 * 64 * 4  # that of the weights alone
 

@@ -77,7 +77,7 @@ def test_the_denoiser_answers_in_the_form_of_the_images_and_looks_at_the_time() 
 
 def test_samples_are_shown_at_every_evaluation() -> None:
     ranks, shown = Elsewhere(), list[tuple[str, Tensor, str]]()
-    world = World(all=ranks, data=ranks, device=torch.device("cpu"), local_rank=0)
+    world = World(global_ranks=ranks, dp_ranks=ranks, device=torch.device("cpu"), local_rank=0)
     callback = DiffusionSamples(shape=[1, 4, 4], images=5, steps=3)
     callback.on_start(run_of(Knows(0.25), world, show=lambda *one: shown.append(one), folder=Path()))
     assert callback.while_evaluating(7) == {}

@@ -38,7 +38,7 @@ def test_a_temperature_divides_logits_and_its_square_keeps_the_size_of_gradients
 def test_the_teacher_is_declared_and_metrics_are_those_of_classification() -> None:
     teacher = nn.Linear(2, 2)
     task = Distillation(teacher=teacher, weights="runs/big", metrics=[Accuracy()])
-    declared = task.beside(nn.Identity())["teacher"]
+    declared = task.auxiliary_modules(nn.Identity())["teacher"]
     assert (declared.module, declared.weights, declared.is_saved) == (teacher, "runs/big", False)
     assert task.metrics(BATCH[0], BATCH)["accuracy"].sum.item() == 1
 

@@ -92,10 +92,10 @@ def test_a_resumed_run_is_the_same_run_and_later_values_count(folder: Path, uri:
 def test_everything_that_is_shown_is_an_artifact(folder: Path, uri: str) -> None:
     tracker = started(folder, uri)
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    tracker.show(7, "samples/ema", image, "image")
-    tracker.show(7, "gradients", Histogram((1, 2), (0.0, 0.5, 1.0)), "histogram")
-    tracker.show(7, "story", "once", "text")
-    tracker.show(7, "worst", [{"id": 3, "loss": 0.5}, {"id": 4, "loss": None}], "table")
+    tracker.log_media(7, "samples/ema", image, "image")
+    tracker.log_media(7, "gradients", Histogram((1, 2), (0.0, 0.5, 1.0)), "histogram")
+    tracker.log_media(7, "story", "once", "text")
+    tracker.log_media(7, "worst", [{"id": 3, "loss": 0.5}, {"id": 4, "loss": None}], "table")
     tracker.finish(state="done", summary={})
     run = run_of(folder, uri).info.run_id
     shown = Path(client_of(uri).download_artifacts(run, "shown"))

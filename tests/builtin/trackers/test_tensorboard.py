@@ -69,10 +69,10 @@ def test_steps_that_are_repeated_count_once(tmp_path: Path, resumes: bool) -> No
 def test_everything_that_is_shown_can_be_seen(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    tracker.show(7, "samples", image, "image")
-    tracker.show(7, "gradients", Histogram((1, 0, 2), (0.0, 0.5, 1.0, 1.5)), "histogram")
-    tracker.show(7, "story", "once\n<upon> *a* time", "text")
-    tracker.show(7, "worst", [{"id": 3, "said": "a|b"}, {"id": 4, "said": None}], "table")
+    tracker.log_media(7, "samples", image, "image")
+    tracker.log_media(7, "gradients", Histogram((1, 0, 2), (0.0, 0.5, 1.0, 1.5)), "histogram")
+    tracker.log_media(7, "story", "once\n<upon> *a* time", "text")
+    tracker.log_media(7, "worst", [{"id": 3, "said": "a|b"}, {"id": 4, "said": None}], "table")
     finish(tracker)
     (event,) = read(tmp_path).Images("samples")
     assert event.step == 7

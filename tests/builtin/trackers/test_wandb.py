@@ -133,10 +133,10 @@ def losses(rows: list[Table]) -> dict[int, float]:
 def test_what_is_shown_are_wandbs_own_media_at_its_step(folder: Path) -> None:
     tracker = start(WandbTracker(project="forge", mode="offline"), folder)
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    tracker.show(7, "samples/ema", image, "image")
-    tracker.show(7, "gradients", Histogram((1, 2), (0.0, 0.5, 1.0)), "histogram")
-    tracker.show(7, "story", "once\n<upon>", "text")
-    tracker.show(7, "worst", [{"id": 3, "loss": 0.5}, {"id": 4, "loss": None}], "table")
+    tracker.log_media(7, "samples/ema", image, "image")
+    tracker.log_media(7, "gradients", Histogram((1, 2), (0.0, 0.5, 1.0)), "histogram")
+    tracker.log_media(7, "story", "once\n<upon>", "text")
+    tracker.log_media(7, "worst", [{"id": 3, "loss": 0.5}, {"id": 4, "loss": None}], "table")
     finish(tracker)
     (file,) = segments(folder)
     rows = [row for row in history(file) if row["trainer/step"] == 7]

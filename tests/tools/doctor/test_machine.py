@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpforge.ranks.interface import GLOO
+from ddpforge.ranks.network_interface import GLOO
 from ddpforge.tools.doctor import machine
 from ddpforge.tools.doctor.findings import Finding, error, merged, ok, warning
 

@@ -11,8 +11,8 @@ from support.launched import Ranks
 
 from ddpforge.cli import main
 from ddpforge.testing.doubles import in_threads
-from ddpforge.tools.doctor import together
-from ddpforge.tools.doctor.visit import visit
+from ddpforge.tools.doctor import multi_rank
+from ddpforge.tools.doctor.checks import run_checks
 
 
 def test_ranks_measure_how_they_talk(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
@@ -32,11 +32,11 @@ def test_ranks_measure_how_they_talk(tmp_path: Path, ddpforge: Callable[..., Ran
 def test_hosts_that_share_no_folder_are_sick(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts["b"].own_disk(tmp_path / "runs", tmp_path / "disk")
     hosts["b"].resolves_itself_to("127.0.1.1")
-    monkeypatch.setattr("ddpforge.app.hosts._CACHED", 0.0)
-    monkeypatch.setattr(together, "_SIZES", (1,))
+    monkeypatch.setattr("ddpforge.app.node_consistency._CACHED", 0.0)
+    monkeypatch.setattr(multi_rank, "_SIZES", (1,))
 
     def look(rank: int) -> list[dict[str, object]] | None:
-        found = visit(None, [], str(tmp_path / "runs"))
+        found = run_checks(None, [], str(tmp_path / "runs"))
         return None if found is None else [finding.as_dict() for finding in found]
 
     found, nothing = hosts.in_ranks("ab", look)
@@ -54,15 +54,15 @@ def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         everyone = ranks.everyone  # type: ignore[attr-defined]
         host = f"node{ranks.rank}"  # type: ignore[attr-defined]
         ranks.everyone = lambda told: everyone((host, told[1] + off))  # type: ignore[attr-defined]
-        return [finding.what for finding in together.clocks(ranks)]  # type: ignore[arg-type]
+        return [finding.what for finding in multi_rank.clocks(ranks)]  # type: ignore[arg-type]
 
     assert in_threads(3, look)[0] == ["the clock of node1 (rank 1) is 90.0 s ahead of that of node0 (rank 0)"]
 
 
 def test_a_slow_link_is_named() -> None:
-    (slow,) = together._judged({"a and b": 9.0, "a and c": 8.0, "b and c": 1.0})
+    (slow,) = multi_rank._judged({"a and b": 9.0, "a and c": 8.0, "b and c": 1.0})
     assert (slow.level, slow.what) == ("warning", "b and c exchange 1.00 GiB/s, and the median is 8.00")
-    (even,) = together._judged({"a and b": 9.0, "a and c": 8.0})
+    (even,) = multi_rank._judged({"a and b": 9.0, "a and c": 8.0})
     assert even.level == "note"
 
 

@@ -15,9 +15,9 @@ from playwright.sync_api import Browser, Page
 from support.run_folders import made
 
 from ddpforge.cli.report import server_of
-from ddpforge.errors import EnvironmentProblem
+from ddpforge.errors import SetupError
 from ddpforge.runs.folder import RunFolder
-from ddpforge.runs.shown import encoded
+from ddpforge.runs.media import encoded
 from ddpforge.tools.reports import gather, render
 
 ATTACK = "</script><script>document.title = 'taken'</script><b>bold</b>"
@@ -203,6 +203,6 @@ def test_only_this_machine_is_served_and_a_port_that_is_taken_is_said() -> None:
             urlopen(Request(place, headers={"Host": "example.org:80"}))
         with pytest.raises(HTTPError, match="404"):
             urlopen(f"{place}other")
-        with pytest.raises(EnvironmentProblem, match=f"port {server.server_port} of this machine"):
+        with pytest.raises(SetupError, match=f"port {server.server_port} of this machine"):
             server_of(lambda: "", server.server_port)
         server.shutdown()

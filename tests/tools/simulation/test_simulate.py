@@ -19,7 +19,7 @@ from ddpforge.strategies.pipeline.strategy import StageSimulation
 from ddpforge.tools.parity.specs import parse
 from ddpforge.tools.simulation import zero
 from ddpforge.tools.simulation.devices import DEVICES, Sent
-from ddpforge.tools.simulation.fake import pretended
+from ddpforge.tools.simulation.fake import fake_world
 from ddpforge.tools.simulation.forecast import Forecast, forecast
 
 RECIPE = """
@@ -227,14 +227,14 @@ def test_one_of_the_stages_with_equal_layers_stands_for_all(
 ) -> None:
     ranks = 8 if "tensor" in strategy else 4
     quick = plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks)
-    told = StageSimulation.ranks
+    told = StageSimulation.ranks_to_simulate
 
     def each(*args: Any) -> dict[int, Any]:
         forms = told(*args)
         assert len(set(forms.values())) == 3 < len(forms)
         return {rank: rank for rank in forms}
 
-    monkeypatch.setattr(StageSimulation, "ranks", each)
+    monkeypatch.setattr(StageSimulation, "ranks_to_simulate", each)
     assert plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks).as_dict() == quick.as_dict()
 
 
@@ -344,7 +344,7 @@ def test_a_recipe_that_cannot_train_is_refused_as_check_does(plan: Plan) -> None
 
 def test_ranks_that_have_joined_simulate_none() -> None:
     def twice() -> None:
-        with pretended(4), pretended(2):
+        with fake_world(4), fake_world(2):
             pass
 
     with pytest.raises(RuntimeError, match=r"UsageError: .*joined other ranks"):

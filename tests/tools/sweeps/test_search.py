@@ -10,11 +10,11 @@ import optuna
 import pytest
 from support.run_folders import made, trained
 
-from ddpforge.errors import EnvironmentProblem, UsageError
-from ddpforge.ranks.collectives import Alone
+from ddpforge.errors import SetupError, UsageError
+from ddpforge.ranks.collectives import SingleRank
 from ddpforge.tools.sweeps.optuna_study import Search
 from ddpforge.tools.sweeps.pruning import OptunaPruning, opened_trial
-from ddpforge.tools.sweeps.space import Space, Variant
+from ddpforge.tools.sweeps.space import SearchSpace, Variant
 from ddpforge.tools.sweeps.training import Trained
 
 WORDS = ["lr=1e-4..1e-1:log", "act=a,b", "width=1..8", "epochs=3"]
@@ -22,7 +22,7 @@ WORDS = ["lr=1e-4..1e-1:log", "act=a,b", "width=1..8", "epochs=3"]
 
 def search(folder: Path, count: int = 6, **options: Any) -> Search:
     given: dict[str, Any] = {"metric": "eval/loss", "mode": "min", "seed": 0, "prunes": False}
-    return Search(Space.parse(WORDS), folder, count=count, **(given | options))
+    return Search(SearchSpace.parse(WORDS), folder, count=count, **(given | options))
 
 
 def outcome(variant: Variant, state: str = "done", loss: float | None = 0.5) -> Trained:
@@ -79,14 +79,16 @@ def test_the_study_hears_what_came_of_each_run(tmp_path: Path) -> None:
 
 def test_another_space_is_refused(tmp_path: Path) -> None:
     next(search(tmp_path))
-    other = Search(Space.parse(["act=x,y"]), tmp_path, count=5, metric="eval/loss", mode="min", seed=0, prunes=False)
+    other = Search(
+        SearchSpace.parse(["act=x,y"]), tmp_path, count=5, metric="eval/loss", mode="min", seed=0, prunes=False
+    )
     with pytest.raises(UsageError, match="has other values"):
         next(other)
 
 
 def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(EnvironmentProblem, match="which is not installed") as caught:
+    with pytest.raises(SetupError, match="which is not installed") as caught:
         search(tmp_path)
     assert caught.value.hints == ("pip install 'ddpforge[optuna]'",)
 
@@ -94,7 +96,7 @@ def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
 # ---------------------------------------------------------------------------------------------- pruning
 def pruning(folder: Path, number: int) -> OptunaPruning:
     callback = OptunaPruning(str(folder / "optuna.log"), number, "eval/loss")
-    callback.on_start(SimpleNamespace(world=SimpleNamespace(all=Alone())))  # type: ignore[arg-type]
+    callback.on_start(SimpleNamespace(world=SimpleNamespace(all=SingleRank())))  # type: ignore[arg-type]
     return callback
 
 

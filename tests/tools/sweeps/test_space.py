@@ -5,11 +5,11 @@ import math
 import pytest
 
 from ddpforge.errors import UsageError
-from ddpforge.tools.sweeps.space import Range, Space
+from ddpforge.tools.sweeps.space import SearchSpace, ValueRange
 
 
 def grid(*words: str) -> list[tuple[str, ...]]:
-    return [variant.sets for variant in Space.parse(words).grid()]
+    return [variant.sets for variant in SearchSpace.parse(words).grid()]
 
 
 def test_a_grid_has_every_combination_of_what_varies() -> None:
@@ -31,7 +31,7 @@ def test_commas_in_brackets_and_quotes_divide_nothing() -> None:
 
 
 def names(*words: str) -> list[str]:
-    return [variant.name for variant in Space.parse(words).grid()]
+    return [variant.name for variant in SearchSpace.parse(words).grid()]
 
 
 def test_runs_are_named_by_their_values_and_by_as_much_of_the_keys_as_tells_them_apart() -> None:
@@ -47,14 +47,14 @@ def test_names_that_cannot_say_it_all_are_told_apart_by_a_digest() -> None:
 
 def test_a_sweep_that_grows_keeps_the_names_that_it_has() -> None:
     assert set(names("lr=1,2", "seed=0..1")) < set(names("lr=1,2,3", "seed=0..4"))
-    space = Space.parse(["lr=1e-4..1e-1:log", "seed=0..9"])
+    space = SearchSpace.parse(["lr=1e-4..1e-1:log", "seed=0..9"])
     few, many = space.drawn(5, 0), space.drawn(9, 0)
     assert many[:5] == few
     assert space.drawn(5, 1) != few
 
 
 def test_numbers_are_drawn_from_the_whole_of_their_range() -> None:
-    space = Space.parse(["lr=1e-4..1e-1:log", "width=1..3", "drop=0.0..0.5", "act=a,b", "size=8..512:log"])
+    space = SearchSpace.parse(["lr=1e-4..1e-1:log", "width=1..3", "drop=0.0..0.5", "act=a,b", "size=8..512:log"])
     drawn = [dict(text.split("=") for text in variant.sets) for variant in space.drawn(400, 0)]
     rates = sorted(float(one["lr"]) for one in drawn)
     assert 1e-4 <= rates[0] < 1.2e-4
@@ -69,7 +69,7 @@ def test_numbers_are_drawn_from_the_whole_of_their_range() -> None:
 
 
 def test_each_value_is_checked_once_with_the_first_of_the_others() -> None:
-    space = Space.parse(["lr=1e-4..1e-1:log", "seed=0,1", "fixed=5"])
+    space = SearchSpace.parse(["lr=1e-4..1e-1:log", "seed=0,1", "fixed=5"])
     assert list(space.corners()) == [
         ("fixed=5", "lr=0.0001", "seed=0"),
         ("fixed=5", "lr=0.1", "seed=0"),
@@ -91,33 +91,33 @@ def test_each_value_is_checked_once_with_the_first_of_the_others() -> None:
 )
 def test_what_cannot_be_tried_is_refused(words: list[str], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        Space.parse(words).grid()
+        SearchSpace.parse(words).grid()
 
 
 def test_the_name_of_a_run_is_short_however_long_its_values_are_and_still_its_own() -> None:
     long = "x" * 300
-    names = [run.name for run in Space.parse([f"name={long},{long}y,z"]).grid()]
+    names = [run.name for run in SearchSpace.parse([f"name={long},{long}y,z"]).grid()]
     assert len(set(names)) == 3
     assert [len(name) for name in names] == [80 + 7, 80 + 7, len("name-z")]
 
 
 def test_one_list_is_no_choice_and_a_hint_says_how_several_are_written() -> None:
     with pytest.raises(UsageError) as caught:
-        Space.parse(["model.hidden=[8,16]"])
+        SearchSpace.parse(["model.hidden=[8,16]"])
     assert "write several as KEY=[…],[…]" in caught.value.hints[1]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0..4", Range(0, 4, True)),
-        ("-1..1.5", Range(-1, 1.5, False)),
-        ("1e-4..1e-1:log", Range(1e-4, 0.1, False, True)),
-        ("8..512:log", Range(8, 512, True, True)),
+        ("0..4", ValueRange(0, 4, True)),
+        ("-1..1.5", ValueRange(-1, 1.5, False)),
+        ("1e-4..1e-1:log", ValueRange(1e-4, 0.1, False, True)),
+        ("8..512:log", ValueRange(8, 512, True, True)),
         ("a..b", None),
         ("1...2", None),
         ("1,2", None),
     ],
 )
-def test_ranges_are_read(text: str, expected: Range | None) -> None:
-    assert Range.parse(text) == expected
+def test_ranges_are_read(text: str, expected: ValueRange | None) -> None:
+    assert ValueRange.parse(text) == expected

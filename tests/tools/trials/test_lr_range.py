@@ -12,7 +12,7 @@ RATES = [10.0**n for n in range(-6, 2)]
 def test_the_rate_at_which_the_loss_falls_fastest_is_suggested() -> None:
     losses = [2.3, 2.3, 2.25, 2.0, 1.0, 0.6, 0.9, 5.0]
     assert suggested(RATES, losses) == 1e-2  # from 2.0 to 0.6 between its neighbours
-    found = RangeTest(RATES, losses, suggested(RATES, losses), is_main=True)
+    found = RangeTest(RATES, losses, suggested(RATES, losses), is_rank_zero=True)
     assert found.verdict() == "suggested optimizer.lr = 0.01: at this rate the loss fell fastest; it was lowest at 0.1"
     assert found.rows()[0] == ("1.00e-06", "2.3")
 
@@ -24,7 +24,7 @@ def test_a_fall_after_the_loss_has_climbed_counts_nothing() -> None:
 @pytest.mark.parametrize("losses", [[], [1.0], [1.0, 2.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
 def test_a_loss_that_never_falls_suggests_nothing(losses: list[float]) -> None:
     assert suggested(RATES[: len(losses)], losses) is None
-    assert "never fell" in RangeTest(RATES, losses, None, is_main=True).verdict()
+    assert "never fell" in RangeTest(RATES, losses, None, is_rank_zero=True).verdict()
 
 
 def test_a_loss_is_the_mean_of_as_many_neighbours_on_both_sides() -> None:

@@ -41,7 +41,7 @@ from ddpforge.interfaces import Callback, RunContext
 class Noted(Callback):
     def on_start(self, run: RunContext) -> None:
         (run.folder / "mine").write_text("a file in the run's folder")
-        if run.world.is_main:
+        if run.world.is_rank_zero:
             Path("where").write_text(str(run.folder))
 
     def on_end(self, error: BaseException | None) -> None:

@@ -1,0 +1,256 @@
+"""Computes the samples of a rank from the step number alone.
+
+An order (see `interfaces.BatchSampler`) defines the samples of each step. They do not depend on the number of ranks,
+which only decides the rank that computes a sample. A resume needs no stored state. At an incomplete last step no sample
+counts twice or is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpforge.errors import PluginError
+from ddpforge.interfaces import BatchSampler, EpochBatchSampler
+
+__all__ = ["AssignmentTerms", "BatchAssigner", "Even", "MicroBatch", "RankShare", "Request", "end_of_epochs"]
+
+_BLOCK = 1 << 12  # samples whose order is computed in one vectorized call
+_LONGEST = 1 << 40  # maximum steps in the bisection
+_FEW = 100  # steps of an order without epochs whose sizes are tried
+
+
+class RankShare(NamedTuple):
+    """Share of one rank in the samples of each step.
+
+    Samples are divided among shards (virtual ranks), and shards among ranks. There are `elastic` shards, a multiple of
+    the number of ranks, or one per rank. The samples of a shard depend only on the number of shards.
+    """
+
+    rank: int
+    ranks: int
+    micro_batch: int
+    elastic: int | None = None
+
+    @property
+    def shards(self) -> range:
+        """Returns the numbers of this rank's shards."""
+        each = (self.elastic or self.ranks) // self.ranks
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def deal(self, samples: int) -> list[range]:
+        """Returns this rank's micro-batches of a step with `samples` samples, as ranges of places within the step.
+
+        Every shard gets the same number of micro-batches. Their sizes differ by at most one sample, and may be zero in
+        an incomplete step.
+        """
+        # The same number, because with a sharded model each forward pass is collective.
+        total = self.elastic or self.ranks
+        parts = math.ceil(math.ceil(samples / total) / self.micro_batch)
+        found = []
+        for shard in self.shards:
+            first, end = (edge * samples // total for edge in (shard, shard + 1))
+            cuts = [first + part * (end - first) // parts for part in range(parts + 1)]
+            found += [range(a, b) for a, b in pairwise(cuts)]
+        return found
+
+    def fewest(self, samples: int) -> int:
+        """Returns the size of the smallest micro-batch of any rank in a step of `samples` samples."""
+        return min(len(part) for rank in range(self.ranks) for part in self._replace(rank=rank).deal(samples))
+
+    def whose(self, number: int, micro_batches: int) -> tuple[int, int]:
+        """Returns the shard of micro-batch `number` of this rank's `micro_batches`, and its number within the shard."""
+        shard, within = divmod(number, micro_batches // len(self.shards))
+        return self.shards[shard], within
+
+
+class Request(NamedTuple):
+    """Samples of one micro-batch, before they are fetched."""
+
+    ids: list[int]
+    step: int
+    epoch: int
+    samples: int
+    step_samples: int
+    last: bool
+    shard: int
+    number: int
+
+
+class MicroBatch(NamedTuple):
+    """Input of one forward pass.
+
+    `samples` is 0 for a padding sample. In an incomplete step a rank may have no samples, but must take part in the
+    forward and backward passes. Its data is then a real sample, whose loss is multiplied by zero.
+    """
+
+    data: Any
+    samples: int
+    step_samples: int  # samples of the whole step, over all ranks
+    last: bool  # this rank's last micro-batch of the step
+    shard: int  # see `RankShare`
+    number: int  # within the shard
+    read: int = 0  # for streams: fingerprint of the samples read so far, see `streams.Stream`
+    places: NDArray[Any] | None = None  # in evaluation: index of each sample of `data` in the dataset
+    items: Any = None  # number of items that the loss sums over (number or 0-d tensor), if counted
+
+
+def end_of_epochs(order: BatchSampler, epochs: int) -> int | None:
+    """Returns the number of steps of the first `epochs` epochs, by bisection.
+
+    For orders whose epochs differ in length. Returns None if all epochs have equal length or the order has no epochs.
+    """
+    if order.steps_per_epoch is not None or type(order).epoch is BatchSampler.epoch:
+        return None
+    found = bisect_left(range(_LONGEST), epochs, key=order.epoch)
+    return found if found < _LONGEST else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignmentTerms:
+    """Settings for the division of samples, independent of the dataset."""
+
+    global_batch: int
+    share: RankShare
+    seed: int
+    drop_last: bool
+
+
+class SampleBlock(Protocol):
+    """Order that returns the samples at any places of any steps, such as `interfaces.EpochBatchSampler`."""
+
+    def size(self, step: int) -> int:
+        """Returns the number of samples in a step."""
+
+    def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """Returns the samples at the given places within the given steps."""
+
+
+class _Whole:
+    """Adapter for an order that returns only whole steps; calls it once per step and checks the result."""
+
+    def __init__(self, order: BatchSampler) -> None:
+        self._order = order
+        self._asked: dict[int, NDArray[Any]] = {}
+
+    def size(self, step: int) -> int:
+        """Returns the number of samples in a step; keeps the samples for the call of `ids`."""
+        ids = np.asarray(self._order(step))
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            raise PluginError(
+                f"the sampler {type(self._order).__name__} gave {'nothing' if not ids.size else _form(ids)} for step "
+                f"{step} (0 is the first)",
+                hints=["a sampler must return the indices of a step's samples: a 1-d array of integers, at least one"],
+            )
+        self._asked[step] = ids
+        return len(ids)
+
+    def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """Returns the samples at the given places of one step."""
+        found: NDArray[Any] = self._asked.pop(int(steps[0]))[places]  # callers pass one step at a time
+        return found
+
+
+def _form(ids: NDArray[Any]) -> str:
+    return f"an array of shape {list(ids.shape)} of {ids.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchAssigner:
+    """Divides the steps of an order among ranks: builds the requests of one rank's micro-batches."""
+
+    order: BatchSampler
+    samples: int  # length of the dataset
+    terms: AssignmentTerms
+
+    def sizes(self, steps: int | None) -> tuple[int, int]:
+        """Returns the smallest number of samples of a full step, and of an epoch's last step, in a run of `steps`."""
+        if not isinstance(self.order, EpochBatchSampler):
+            whole = _Whole(self.order)
+            smallest = min(whole.size(step) for step in range(min(_FEW, steps or _FEW)))
+            return smallest, smallest
+        last = self.order.steps_per_epoch - 1
+        if steps is not None and steps <= last:
+            return self.terms.global_batch, self.terms.global_batch
+        return self.terms.global_batch, self.order.size(last)
+
+    def requests(self, start: int, stop: int | None) -> Iterator[Request]:
+        """Yields the requests from step `start` to `stop` (exclusive); without end if it is None."""
+        placed, most = self._placed()
+        first, block = start, 1  # small at first, because short runs need only few
+        while stop is None or first < stop:
+            end = first + block if stop is None else min(stop, first + block)
+            yield from self._block(placed, range(first, end))
+            first, block = end, min(2 * block, most)
+
+    def _placed(self) -> tuple[SampleBlock, int]:
+        """Returns the order as `Placed`, and the maximum number of steps of one call."""
+        if not isinstance(self.order, EpochBatchSampler):
+            return _Whole(self.order), 1
+        return self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)
+
+    def _block(self, placed: SampleBlock, steps: range) -> Iterator[Request]:
+        """Yields the requests of several steps, after one call of the order for all of them."""
+        plan: list[tuple[range, tuple[int, int, int, int, bool, int, int]]] = []  # places, other fields of a request
+        share = self.terms.share
+        for step in steps:
+            epoch, size = self.order.epoch(step), placed.size(step)
+            micro = share.deal(size)
+            for number, part in enumerate(micro):
+                places = part or range(1)  # padding sample: the first of the step
+                whose = share.whose(number, len(micro))
+                plan.append((places, (step, epoch, len(part), size, number + 1 == len(micro), *whose)))
+
+        ids = self._ids(placed, [places for places, _ in plan], [rest[0] for _, rest in plan])
+        cursor = 0
+        for places, rest in plan:
+            yield Request(ids[cursor : cursor + len(places)], *rest)
+            cursor += len(places)
+
+    def _ids(self, placed: SampleBlock, places: list[range], steps: list[int]) -> list[int]:
+        flat = np.concatenate([np.arange(part.start, part.stop, dtype=np.uint64) for part in places])
+        found = placed.ids(np.repeat(np.array(steps, dtype=np.uint64), [len(part) for part in places]), flat)
+        if (outside := np.flatnonzero((found < 0) | (found >= self.samples))).size:
+            raise PluginError(
+                f"the sampler {type(self.order).__name__} returned sample {found[outside[0]]} for step "
+                f"{steps[-1]} or earlier, but the data has only {self.samples}",
+                hints=["a sampler must return indices of samples, from 0 to the length of the data minus 1"],
+            )
+        ids: list[int] = found.tolist()
+        return ids
+
+
+class Even(EpochBatchSampler):
+    """Order with every sample once, in dataset order, in batches of nearly equal size, at most `global_batch`."""
+
+    # For losses that compare the samples of a batch: batches do not depend on the number of ranks, and none is small.
+    once = True
+
+    def __init__(self, data: Any, global_batch: int) -> None:
+        super().__init__(len(data), global_batch=global_batch, drop_last=False)
+
+    @property
+    def smallest(self) -> int:
+        """Returns the number of samples in the smallest batch."""
+        return self.places // self.steps_per_epoch
+
+    def size(self, step: int) -> int:
+        """Returns the number of samples in a batch."""
+        first, end = (edge * self.places // self.steps_per_epoch for edge in (step, step + 1))
+        return end - first
+
+    def ids(self, steps: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """Returns the samples at the given places within the given batches."""
+        found: NDArray[Any] = steps.astype("int64") * self.places // self.steps_per_epoch + places.astype("int64")
+        return found
+
+    def at(self, epochs: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        """Returns the places themselves: the order of the dataset."""
+        return places

@@ -1,0 +1,114 @@
+"""Heartbeat of a rank: its current phase and step, in memory that its watchdog reads, and the time in each phase."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+__all__ = [
+    "END",
+    "WORDS",
+    "Heartbeat",
+    "beat",
+    "current",
+    "enter_step",
+    "follow",
+    "mark_exited",
+    "reset_beats",
+    "seconds_by_phase",
+    "set_hang_timeout",
+    "use_shared_memory",
+]
+__all__ += ["BACKWARD", "CALLBACKS", "DATA", "EVAL", "FORWARD", "NAMES", "REDUCE", "SAVE", "START", "STEP"]
+
+NAMES = ("start", "data", "forward", "backward", "optimizer", "reduce", "callbacks", "eval", "save", "end")
+START, DATA, FORWARD, BACKWARD, STEP, REDUCE, CALLBACKS, EVAL, SAVE, END = range(len(NAMES))
+# Words of 8 bytes: number of marks and the phase; the step; the attempt's first step; 1 if the rank has reported its
+# end; the maximum milliseconds without progress, or 0 if not known yet.
+WORDS = 5
+
+_words: memoryview[int] = memoryview(bytearray(8 * WORDS)).cast("q")
+_count = itertools.count(16, 16).__next__
+_phase, _since = START, perf_counter()
+_seconds = [0.0] * len(NAMES)
+_follower: Callable[[int], None] | None = None
+
+
+class Heartbeat(NamedTuple):
+    """Progress of a rank. `marks` counts its heartbeats; all ranks make the same marks in the same order."""
+
+    phase: int
+    step: int
+    beats: int
+    first: int  # the first step of the attempt; 0 if not known yet
+    left: bool  # the rank has reported its end: the watchdog need not do it
+    hang_timeout: float = 0.0  # maximum seconds without progress; 0 if not known yet
+
+    @classmethod
+    def of(cls, words: memoryview[int]) -> Heartbeat:
+        """Decodes the place from `words`."""
+        return cls(words[0] & 15, words[1], words[0] >> 4, words[2], bool(words[3]), words[4] / 1000)
+
+
+def beat(phase: int) -> None:
+    """Records that this rank enters a phase: a heartbeat."""
+    # Called several times a step; takes less than half a microsecond.
+    global _phase, _since
+    now = perf_counter()
+    _seconds[_phase] += now - _since
+    _phase, _since = phase, now
+    _words[0] = _count() | phase
+    if _follower is not None:
+        _follower(phase)
+
+
+def seconds_by_phase() -> tuple[float, ...]:
+    """Returns the seconds of wall time so far in each phase, in the order of NAMES.
+
+    This is time of the host, which includes waiting for a GPU.
+    """
+    now = perf_counter()
+    return tuple(x + (now - _since if phase == _phase else 0.0) for phase, x in enumerate(_seconds))
+
+
+def follow(follower: Callable[[int], None] | None) -> None:
+    """Calls `follower` with the phase at every further mark; None ends that."""
+    global _follower
+    _follower = follower
+
+
+def reset_beats(marks: int) -> None:
+    """Sets the number of marks. Called on all ranks with the same number, after parts in which their numbers differ."""
+    global _count
+    _count = itertools.count(16 * (marks + 1), 16).__next__
+    beat(_words[0] & 15)
+
+
+def enter_step(step: int) -> None:
+    """Records the step that the next marks belong to."""
+    _words[1] = step
+    _words[2] = _words[2] or step
+
+
+def mark_exited() -> None:
+    """Records that this rank has reported its end."""
+    _words[3] = 1
+
+
+def set_hang_timeout(stall: float) -> None:
+    """Records the recipe's maximum seconds without progress of this rank."""
+    _words[4] = int(1000 * min(stall, 1e12))
+
+
+def current() -> Heartbeat:
+    """Returns the place of this rank."""
+    return Heartbeat.of(_words)
+
+
+def use_shared_memory(words: memoryview[int]) -> None:
+    """Starts an attempt: clears `words`, writes further marks to it, and counts them from the beginning."""
+    global _words, _count
+    words[0], words[1], words[2], words[3], words[4] = START, 0, 0, 0, 0
+    _words, _count = words, itertools.count(16, 16).__next__

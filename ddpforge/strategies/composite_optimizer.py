@@ -1,0 +1,59 @@
+"""Several optimizers, each for its own parameters, with the interface of one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["AlternatingOptimizer", "CompositeOptimizer", "member_optimizers"]
+
+
+class CompositeOptimizer(Optimizer):
+    """Optimizers in `parts`, by name, as one: all groups in order, the state of each parameter, and one `step`.
+
+    It has no `state_dict` of its own: save and restore each of its `members`.
+    """
+
+    def __init__(self, parts: Mapping[str, Optimizer]) -> None:
+        self.parts = dict(parts)
+        self.defaults: dict[str, Any] = {}
+
+    # Collected at each access: torch replaces the groups and the state of an optimizer when it loads a state dict.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Returns the groups of all parts."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """Returns the state of all parts, by parameter."""
+        return {owner: entry for part in self.parts.values() for owner, entry in part.state.items()}
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Steps every part."""
+        for part in self.parts.values():
+            part.step()
+
+
+class AlternatingOptimizer(CompositeOptimizer):
+    """Optimizers for alternating updates: each step of a run updates the parts in order, each with its own backward.
+
+    `clip_norms`: the largest gradient norm of each part; None for the recipe's `train.clip_norm`.
+    """
+
+    def __init__(self, parts: Mapping[str, Optimizer], clip_norms: Mapping[str, float | None]) -> None:
+        super().__init__(parts)
+        self.clip_norms = clip_norms
+
+
+def member_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """Yields the name and the optimizer of each part, e.g. "generator"; for a single optimizer, "" and itself."""
+    if not isinstance(optimizer, CompositeOptimizer):
+        yield "", optimizer
+        return
+    for name, part in optimizer.parts.items():
+        for inner, member in member_optimizers(part):
+            yield "/".join(filter(None, (name, inner))), member

@@ -1,0 +1,201 @@
+"""Alternating updates (turns): a task for each of its turns, and the order of the updates in a step."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import getsourcefile
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from ddpforge.components.local_code import PREFIX
+from ddpforge.errors import PluginError, StrategyError
+from ddpforge.interfaces import AlternatesUpdates, Metric, Replica, Task, Total
+from ddpforge.recipe.schema import TurnComponent
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ddpforge.data import MicroBatch
+
+__all__ = [
+    "AlternatingUpdates",
+    "UpdateTask",
+    "accepts_update",
+    "batches_per_step",
+    "component_name",
+    "finish_metrics",
+    "metric_name",
+    "reported_metrics",
+    "step_function",
+    "tasks_by_update",
+    "update_names",
+    "update_schedule",
+    "with_summed_loss",
+]
+
+
+# ---------------------------------------------------------------------------------------------- the task
+def update_names(task: Task) -> tuple[str, ...]:
+    """Returns the turns that a task declares; raises PluginError for invalid names."""
+    turns: Any = task.updates
+    if isinstance(turns, str) or not all(isinstance(turn, str) and re.fullmatch(r"[\w-]+", turn) for turn in turns):
+        raise PluginError(
+            f"{type(task).__name__}.turns is {turns!r}, but must be names of letters, digits, `_` and `-`",
+            hints=['e.g. turns = ("discriminator", "generator")'],
+        )
+    return tuple(turns)
+
+
+def accepts_update(task: Task) -> bool:
+    """True if the loss of a task takes the turn as its third argument."""
+    try:
+        inspect.signature(task.loss).bind(None, None, "")
+    except TypeError:
+        return False
+    return True
+
+
+def tasks_by_update(task: Task) -> dict[str, Task]:
+    """Returns the task for each of its turns, by turn; without turns, the task itself as ""."""
+    return {turn: cast(Task, UpdateTask(task, turn)) for turn in update_names(task)} or {"": task}
+
+
+class UpdateTask:
+    """Task whose loss is the loss of one turn; everything else is from `task`."""
+
+    def __init__(self, task: Task, turn: str) -> None:
+        self.task, self.turn = task, turn
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("task", "turn"):  # a copy that is not complete yet
+            raise AttributeError(name)
+        return getattr(self.task, name)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Returns the loss of the turn, and its outputs."""
+        told: Any = self.task.loss
+        pair: tuple[Tensor, Any] = told(model, batch, self.turn)
+        return pair
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Finishes the turn's metrics by the task's `finish`, which gets them with the turn appended to their names."""
+        return self.task.finish({metric_name(name, self.turn): value for name, value in metrics.items()})
+
+
+def component_name(part: object) -> str:
+    """Returns a component's name for messages: its class and, for code that is not installed, its file."""
+    kind = type(part.task if isinstance(part, UpdateTask) else part)
+    if not kind.__module__.startswith(PREFIX):
+        return kind.__qualname__
+    return f"{os.path.basename(getsourcefile(kind) or '')}:{kind.__qualname__}"
+
+
+def reported_metrics(task: Task) -> Mapping[str, Metric]:
+    """Returns a task's metrics by the names that all of its turns report."""
+    turns = update_names(task)
+    return {metric_name(name, turn): metric for turn in turns for name, metric in task.reports.items()} or task.reports
+
+
+def finish_metrics(task: Task, means: Mapping[str, float]) -> dict[str, float]:
+    """Returns the values to report for averaged metrics: adds the sum of losses, and calls the task's `finish`."""
+    return task.finish(with_summed_loss(task, means))
+
+
+def with_summed_loss(task: Task, means: Mapping[str, float]) -> dict[str, float]:
+    """Returns the means with `loss`, the sum of the losses of all turns, if there are turns."""
+    losses = [means[name] for turn in task.updates if (name := metric_name("loss", turn)) in means]
+    return {"loss": sum(losses), **means} if losses else dict(means)
+
+
+def metric_name(name: str, turn: str) -> str:
+    """Returns the name under which a turn reports a metric."""
+    return f"{name}/{turn}" if turn else name
+
+
+# ---------------------------------------------------------------------------------------------- the updates
+StepFunction: TypeAlias = "Callable[..., tuple[dict[str, Total], Tensor]]"
+"""Takes an update on micro-batches, as `Stepper.train_step` does; returns totals and the gradient's norm."""
+
+StepBatches: TypeAlias = "Iterator[tuple[MicroBatch, Iterable[MicroBatch]]]"
+"""The global batches of a step: the first micro-batch of each on this rank, and all its micro-batches."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Update of a step."""
+
+    name: str
+    new_batch: bool  # whether it takes a global batch; otherwise it uses the batch of the update before
+    shared: bool  # whether the next update uses the same batch
+
+
+def update_schedule(turns: Mapping[str, TurnComponent]) -> list[Update]:
+    """Returns the updates of a step, in their order; without turns there is one."""
+    fresh = [(name, turn.new_batch) for name, turn in turns.items() for _ in range(turn.n_updates)] or [("", True)]
+    draws = [True, *(own for _, own in fresh[1:]), True]
+    return [Update(name, draws[n], shared=not draws[n + 1]) for n, (name, _) in enumerate(fresh)]
+
+
+def batches_per_step(turns: Mapping[str, TurnComponent]) -> int:
+    """Returns the number of global batches that a step takes."""
+    return sum(update.new_batch for update in update_schedule(turns))
+
+
+def step_function(
+    replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, TurnComponent]
+) -> Callable[..., tuple[dict[str, Total], Tensor]]:
+    """Returns the function that takes a step on `draws`: one update, or the updates of all `turns`."""
+    if turns:
+        return AlternatingUpdates(replica, steps, turns).train_step
+    only = steps[""]
+    return lambda step, draws, *, measure: only(step, *next(draws), measure=measure)
+
+
+class AlternatingUpdates:
+    """Takes steps of several updates: the recipe's `turns`, in the order of the task, each by its function.
+
+    Updates are independent: if the gradient of an update is not finite, only this update is skipped.
+    """
+
+    def __init__(self, replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, TurnComponent]) -> None:
+        self._steps, self.updates = steps, update_schedule(turns)
+        self._replica = cast(AlternatesUpdates, replica)
+        if not isinstance(replica, AlternatesUpdates):
+            raise StrategyError(
+                f"the task makes the updates of {' and '.join(turns)} in each step, but the strategy makes one",
+                hints=['set strategy.use = "ddp" or "fsdp"'],
+            )
+
+    def train_step(self, step: int, draws: StepBatches, *, measure: bool) -> tuple[dict[str, Total], Tensor]:
+        """Takes one step on the global batches of `draws`; the norm (0-d) is over all parameters."""
+        import torch
+
+        from ddpforge.training.totals import add
+
+        found: dict[str, Total] = {}
+        norms: dict[str, list[Tensor]] = {}
+        for number, update in enumerate(self.updates):
+            if update.new_batch:
+                first, micro_batches = next(draws)
+            if update.shared:
+                micro_batches = list(micro_batches)
+            train_step = self._steps[update.name]
+            with self._replica.select_update(update.name):
+                totals, norm = train_step(step, first, micro_batches, measure=measure, update=number)
+            add(found, {metric_name(name, update.name): total for name, total in totals.items()})
+            norms.setdefault(update.name, []).append(norm)
+        means = {turn: _root_mean_square(each) for turn, each in norms.items()}
+        found |= {metric_name("grad_norm", turn): Total(norm, 1) for turn, norm in means.items()}
+        return found, torch.linalg.vector_norm(torch.stack(list(means.values())))
+
+
+def _root_mean_square(norms: Sequence[Tensor]) -> Tensor:
+    """Returns the root mean square of the norms of a turn's updates in one step."""
+    if len(norms) == 1:
+        return norms[0].double()
+    import torch
+
+    return torch.stack(list(norms)).double().square().mean().sqrt()

@@ -1,0 +1,140 @@
+"""Saves a trainer's state while training continues, and handles the result of each save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddpforge.checkpoint.manager import Checkpoints
+from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.checkpoint.state import CheckpointMetadata, RankState
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import Callback, CanonicalState, Ranks, Replica, Tracker
+from ddpforge.ranks import heartbeat
+from ddpforge.recipe.schema import CheckpointSection
+from ddpforge.training.callbacks import state_of
+from ddpforge.training.frozen_weights import checksums_match, omits_frozen, without_frozen
+from ddpforge.training.progress import Progress
+
+__all__ = ["CheckpointSaver"]
+
+log = logging.getLogger("ddpforge")
+
+
+class CheckpointSaver:
+    """Writer of checkpoints of a replica and its callbacks, one checkpoint at a time.
+
+    `origin` describes the origin of a checkpoint: recipe, lineage, strategy, ranks. Every method is called on all ranks
+    after the same step, so that they all continue or all stop.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        settings: CheckpointSection,
+        replica: Replica,
+        callbacks: Callable[[], Mapping[str, Callback]],
+        tracker: Tracker,
+        ranks: Ranks,
+    ) -> None:
+        self.checkpoints = checkpoints
+        self.settings = settings
+        self.origin: Mapping[str, Any] = {}
+        self.rows: Callable[[], int | None] = lambda: None  # rows in metrics.jsonl, on the rank that writes it
+        self.step: int | None = None  # the newest step that is saved or being saved
+        self._replica = replica
+        self._callbacks, self._tracker = callbacks, tracker
+        self._ranks = ranks
+        self._reserved = False  # whether memory for copies is reserved
+        self._left_out: Mapping[str, Any] = {}  # checksums of the weights that checkpoints omit
+
+    @property
+    def ready(self) -> bool:
+        """True if this rank has nothing left to write, so that waiting takes no time."""
+        return self.checkpoints.ready()
+
+    def save(self, progress: Progress, metrics: Mapping[str, float], *, last: bool) -> None:
+        """Begins to save; `settle` waits for the end."""
+        heartbeat.beat(heartbeat.SAVE)
+        self.wait_for_pending()
+        self._replica.sync_buffers()
+        state = self._replica.state()
+        if self.settings.save == "trainable":
+            state = without_frozen(state, self._replica, self._ranks)
+            self._reject_moved(state.scalars)
+        facts = CheckpointMetadata(
+            step=progress.step,
+            samples=progress.samples,
+            loop=dict(state.scalars),
+            position=progress.to_json(),
+            metrics=dict(metrics),
+            rows=self.rows(),
+            **self.origin,
+        )
+        self.checkpoints.save(facts, self._own(state))
+        self.step = progress.step
+        if not self.settings.async_save:
+            self.wait_for_pending(last=last)
+
+    def reserve(self) -> None:
+        """Reserves memory for copies from GPUs, once; call it after the first step, when optimizer state exists."""
+        if self._reserved or not self.settings.async_save:
+            return
+        self._reserved = True
+        if self.settings.save == "all":  # otherwise there is little to copy
+            self.checkpoints.reserve(self._own(self._replica.state()))
+
+    def before_update(self) -> None:
+        """Waits until the weights that are being saved are copied: call it before an update or any other change."""
+        self.checkpoints.before_update()
+
+    def _own(self, state: CanonicalState[Any]) -> RankState:
+        return RankState.of(state, {name: state_of(name, callback) for name, callback in self._callbacks().items()})
+
+    def _reject_moved(self, numbers: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if omitted weights have changed since the first checkpoint."""
+        now = {name: x for name, x in numbers.items() if omits_frozen([name])}
+        if self._left_out and not checksums_match(now, self._left_out):
+            raise CheckpointError(
+                "frozen weights have changed during the run, and checkpoints omit them",
+                hints=['set checkpoint.save = "all"'],
+            )
+        self._left_out = now
+
+    def wait_for_pending(self, *, last: bool = False) -> None:
+        """Waits for the checkpoint that is being written, if there is one, and reports it to callbacks and tracker.
+
+        With `last`, it also ends all background work. Raises CheckpointError if the checkpoint could not be written,
+        and it is the `last` one or `checkpoint.on_failure` is "stop".
+        """
+        if self.checkpoints.pending:
+            self._settle(last=last)
+        if last:
+            self.checkpoints.finish()
+
+    def _settle(self, *, last: bool) -> None:
+        assert self.step is not None
+        heartbeat.beat(heartbeat.SAVE)
+        try:
+            folder = self.checkpoints.wait()
+        except CheckpointError as error:
+            if last or self.settings.on_failure == "stop":
+                raise
+            log.warning("%s; training continues without it", error.message)
+            return
+        for callback in self._callbacks().values():
+            callback.on_checkpoint(self.step, folder)
+        self._tracker.checkpoint(self.step, folder)
+
+    def newest(self) -> CheckpointReader | None:
+        """Returns the newest intact checkpoint, after the one that is being written."""
+        self.wait_for_pending()
+        return self.checkpoints.open()
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """True if `metrics` are better than those of every checkpoint, including the one that is being written."""
+        if not self.settings.keep.best:
+            return False
+        self.wait_for_pending()
+        return self.checkpoints.is_best(metrics)

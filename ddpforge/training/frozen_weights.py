@@ -1,0 +1,108 @@
+"""Frozen weights that checkpoints omit, because every start loads them from elsewhere; checksums verify them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import CanonicalState, Ranks, Region, Replica, SavedTensor, TensorShard
+
+__all__ = [
+    "checksum",
+    "checksums_match",
+    "fill_frozen",
+    "omits_frozen",
+    "verify_frozen",
+    "without_frozen",
+    "without_state_of_frozen",
+]
+
+_PREFIX = "left_out."  # of the checksums of omitted weights in a checkpoint
+
+
+@torch.no_grad()
+def checksum(held: Mapping[str, Tensor | TensorShard], ranks: Ranks) -> dict[str, float]:
+    """Returns checksums of the weights over `ranks`, the same under every strategy. Collective; waits for the device.
+
+    A plain tensor must be the same on every rank.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    for each in held.values():
+        part = each if isinstance(each, TensorShard) else TensorShard.whole(each, replicas=ranks.size)
+        values = part.tensor.detach().double().abs()
+        sums += torch.stack([values.sum(), values.square().sum()]).cpu() / part.replicas
+    magnitude, squares = ranks.all_reduce_sum(sums).tolist()
+    return {"magnitude": magnitude, "squares": squares}
+
+
+def checksums_match(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if two results of `measure` are of the same weights; they may differ by the order of summation."""
+    return one.keys() == other.keys() and all(
+        isclose(one[key], value, rel_tol=1e-9, abs_tol=1e-12) for key, value in other.items()
+    )
+
+
+# ---------------------------------------------------------------------------------------------- of the model
+def without_frozen(state: CanonicalState[Tensor | TensorShard], replica: Replica, ranks: Ranks) -> CanonicalState[Any]:
+    """Returns the state without the frozen weights, and with their checksums."""
+    frozen = replica.weights.frozen()
+    model = {name: held for name, held in state.model.items() if name not in frozen}
+    aliases = {alias: name for alias, name in state.aliases.items() if name in model}
+    sums = {f"{_PREFIX}{key}": value for key, value in checksum(frozen, ranks).items()}
+    return replace(state, model=model, aliases=aliases, scalars={**state.scalars, **sums})
+
+
+def omits_frozen(numbers: Iterable[str]) -> bool:
+    """True if a checkpoint with these numbers omits the frozen weights."""
+    return any(name.startswith(_PREFIX) for name in numbers)
+
+
+def fill_frozen(state: CanonicalState[SavedTensor], replica: Replica, ranks: Ranks) -> CanonicalState[SavedTensor]:
+    """Returns the state of a checkpoint, in which the omitted weights keep their current values.
+
+    Raises CheckpointError if these are not the values that the run was trained with.
+    """
+    if not omits_frozen(state.scalars):
+        return state
+    weights = {**replica.weights.frozen(), **replica.weights.shards()}  # `train.freeze` may have changed since
+    absent = {name: part for name, part in weights.items() if name not in state.model}
+    verify_frozen(state.scalars, absent, ranks)
+    stay: dict[str, SavedTensor] = {name: _Stays(part.shape, part.tensor.dtype) for name, part in absent.items()}
+    return replace(state, model={**stay, **state.model})
+
+
+def without_state_of_frozen(state: CanonicalState[SavedTensor], replica: Replica) -> CanonicalState[SavedTensor]:
+    """Returns the state of a checkpoint without the optimizer state of weights that are frozen now."""
+    frozen = replica.weights.frozen()
+    return replace(state, optimizer={name: one for name, one in state.optimizer.items() if name not in frozen})
+
+
+def verify_frozen(numbers: Mapping[str, Any], absent: Mapping[str, Tensor | TensorShard], ranks: Ranks) -> None:
+    """Raises CheckpointError unless `absent` are the weights that the checkpoint with these numbers omits."""
+    known = {name.removeprefix(_PREFIX): x for name, x in numbers.items() if name.startswith(_PREFIX)}
+    if not checksums_match(known, checksum(absent, ranks)):
+        raise CheckpointError(
+            "the checkpoint omits the frozen weights, and the frozen weights of the model differ from those of the "
+            "training",
+            hints=["load the original weights again, in the model's constructor or with checkpoint.init_from"],
+        )
+
+
+@dataclass(frozen=True)
+class _Stays:
+    """Tensor that keeps its value when a checkpoint is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        raise NotImplementedError("a tensor that the checkpoint omits")
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        """Leaves `target`, the model's own tensor, as it is."""

@@ -1,0 +1,278 @@
+"""Status rows of ranks, and the board through which watchdogs exchange them: the launcher's store, or files."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import quote, unquote
+
+from ddpforge.ranks import heartbeat
+
+if TYPE_CHECKING:
+    from ddpforge.ranks.failures import FailureRecord
+
+__all__ = ["RankStatus", "StatusBoard", "described", "here", "within"]
+
+T = TypeVar("T")
+_WAIT = 2.0  # seconds: timeout of the store and of the disk
+_MOST = 1 << 20  # bytes of a row
+_AGAIN = 5.0  # seconds until the next try of a store that did not answer
+_FIRST = "failure-first"  # the file with the first failure
+_IN_NAME = "phase-rank-name-"  # prefix of an empty file that has a row in its name
+_PLAIN = ' ,[]":'  # characters that need no quoting in a name
+_LONGEST = 255
+
+
+class RankStatus(NamedTuple):
+    """Status of a rank: its phase and step, and the seconds since its last heartbeat.
+
+    marks: the number of heartbeats so far.
+    at: the current Python line of its main thread.
+    cut_off: seconds for which its watchdog has not reached the launcher's store.
+    answers: the row was written after a call for status.
+    left: the rank has reported its own end, and needs no watchdog.
+    time: when the row was written, in seconds since 1970.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    beats: int
+    seconds: float
+    frozen: bool = False
+    at: str = ""
+    cut_off: float = 0.0
+    answers: bool = False
+    left: bool = False
+    time: float = 0.0
+
+    @classmethod
+    def read(cls, found: Any) -> RankStatus:
+        """Returns the row in an object from JSON. Raises TypeError or ValueError if it is not a row."""
+        row = cls(**found)
+        if not all(
+            isinstance(number, int | float) for number in (row.rank, row.step, row.beats, row.seconds, row.time)
+        ):
+            raise ValueError("not a row")
+        return row
+
+    def as_of(self, time: float) -> RankStatus:
+        """Returns the row as it would be at a later `time` without a new heartbeat."""
+        return self._replace(seconds=self.seconds + max(0.0, time - self.time), time=max(time, self.time))
+
+    def location(self) -> str:
+        """Returns phase and step in words, as "forward of step 3"."""
+        return f"{self.phase} of step {self.step}" if self.step else self.phase
+
+    def __str__(self) -> str:
+        at = f", at {self.at}" if self.at else ""
+        frozen = ", frozen" if self.frozen else ""
+        return (
+            f"rank {self.rank} on {self.host} (pid {self.pid}): {self.location()} for {self.seconds:.0f} s{frozen}{at}"
+        )
+
+
+def here(rank: int) -> RankStatus:
+    """Returns the row of this process, a rank that reports its own failure."""
+    place = heartbeat.current()
+    where = (rank, os.uname().nodename, os.getpid(), heartbeat.NAMES[place.phase], place.step, place.beats, 0.0)
+    return RankStatus(*where, left=True, time=time.time())
+
+
+def described(cause: FailureRecord, rows: Sequence[RankStatus], waited_for: Sequence[int] = ()) -> dict[str, Any]:
+    """Returns the contents of `failure.json`."""
+    mine = next((row for row in rows if row.rank == cause.rank), None)
+    return {
+        **cause.facts(),
+        "told_by": "rank" if cause.told else "watch",
+        "phase": mine and mine.phase,
+        "step": mine and mine.step,
+        "seconds": mine and mine.seconds,
+        "waited_for": [*(waited_for or [cause.rank])],
+        "ranks": [row._asdict() for row in rows],
+    }
+
+
+class StatusBoard:
+    """Publishes the row of one rank and reads the rows of the others. No method hangs or raises.
+
+    Args:
+        logs: the folder for files; without it there are none.
+        attempt: the token of this attempt; rows of other attempts are ignored.
+        store: HOST:PORT of the launcher's store, or empty.
+        seldom: seconds between two files of a rank that makes progress.
+    """
+
+    def __init__(
+        self, logs: str, attempt: str, store: str, seldom: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logs, self._attempt, self._store, self._seldom, self._clock = logs, attempt, store, seldom, clock
+        self._talk: Any = None
+        self._asks_again = clock()  # time of the next try after the store did not answer
+        self._written = clock()
+        self._reached: float | None = None
+        self._shown: tuple[int, int] | None = None
+        self._alarm = False
+        self._cause: Any = None
+
+    @property
+    def place(self) -> str | None:
+        """Returns the folder of the files if there is no store, else None."""
+        return None if self._store else self._logs
+
+    @property
+    def cut_off(self) -> float:
+        """Returns the seconds since the store was last reached; 0 if that was just now, or never."""
+        since = 0.0 if self._reached is None else self._clock() - self._reached
+        return since if since > _WAIT else 0.0
+
+    def publish(self, row: RankStatus) -> None:
+        """Publishes a rank's row: to the store always; to a file now and then, or if the rank makes no progress."""
+        self._ask(row=row._asdict())
+        now, new = self._clock(), (row.step, row.beats) != self._shown
+        if row.answers or (new and (row.seconds > 1 or now - self._written > self._seldom)):
+            self._shown, self._written = (row.step, row.beats), now
+            self._on_disk(lambda: self._write(row))
+
+    def call(self) -> None:
+        """Calls all watchdogs to publish the status of their ranks."""
+        self._alarm = True
+        self._ask(alarm=True)
+        self._on_disk(lambda: open(self._path("failure-alarm"), "a").close())
+
+    def called(self) -> bool:
+        """True if any watchdog or rank has called for status."""
+        return self._alarm or bool(self._on_disk(lambda: os.path.exists(self._path("failure-alarm"))))
+
+    def rows(self) -> dict[int, RankStatus]:
+        """Returns the newest row of every rank that has published one."""
+        found: dict[int, RankStatus] = {}
+        asked = self._ask(ask=True) or {}
+        for row in [*asked.get("rows", ()), *(self._on_disk(self._files) or ())]:
+            try:
+                one = RankStatus.read(row).as_of(time.time())
+            except (TypeError, ValueError):
+                continue
+            known = found.get(one.rank)
+            if known is None or (one.answers, one.beats) > (known.answers, known.beats):
+                found[one.rank] = one
+        return found
+
+    def record_cause(self, cause: Mapping[str, Any]) -> bool:
+        """Publishes the first failure. False if another was published before, or if this one could not be."""
+        self._ask(cause=cause)
+        if not self._store:
+            self._on_disk(lambda: self._leave_word(cause))
+        return bool(self.cause() == cause)
+
+    def cause(self) -> Any:
+        """Returns the first failure that any rank has published with `tell`; None if there is none yet."""
+        if self._cause is None and not self._store:
+            self._cause = self._on_disk(lambda: json.loads(Path(self._path(_FIRST)).read_bytes()))
+        return self._cause
+
+    # -- files
+    def _leave_word(self, cause: Mapping[str, Any]) -> None:
+        part = self._path(f"{_FIRST}-{os.getpid()}")
+        with open(part, "w") as file:
+            json.dump(cause, file)
+        try:
+            os.link(part, self._path(_FIRST))  # atomic: the file is complete, and never replaces another
+        finally:
+            os.unlink(part)
+
+    def _on_disk(self, action: Callable[[], T]) -> T | None:
+        return within(_WAIT, action) if self._logs else None
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._logs, name)
+
+    def _write(self, row: RankStatus) -> None:
+        path = self._path(f"phase-rank-{row.rank}.json")
+        try:
+            with open(f"{path}.tmp", "w") as file:
+                json.dump({"attempt": self._attempt, "row": row._asdict()}, file)
+            os.replace(f"{path}.tmp", path)
+        except OSError:  # a full disk can still create an empty file
+            open(self._path(self._as_name(row)), "w").close()
+
+    def _files(self) -> list[Any]:
+        found = []
+        for name in os.listdir(self._logs):
+            if name.startswith("phase-rank-") and name.endswith(".json"):
+                try:
+                    written = json.loads(_contents(self._path(name)))
+                    if written["attempt"] == self._attempt:
+                        found.append(written["row"])
+                except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                    continue
+            elif name.startswith(_IN_NAME):
+                with suppress(ValueError):
+                    found.append(self._of_name(name))
+        return found
+
+    def _as_name(self, row: RankStatus) -> str:
+        """Returns a row as a file name, without the host, and with only the last 80 characters of `at`."""
+        short = row._replace(host="", at=row.at[-80:], seconds=int(row.seconds), time=int(row.time))
+        values = [self._attempt, *(int(x) if isinstance(x, bool) else x for x in short)]
+        return f"{_IN_NAME}{quote(json.dumps(values, separators=(',', ':')), safe=_PLAIN)}"[:_LONGEST]
+
+    def _of_name(self, name: str) -> dict[str, Any]:
+        attempt, *values = json.loads(unquote(name.removeprefix(_IN_NAME)))
+        if attempt != self._attempt:
+            raise ValueError("the row is of an earlier attempt")
+        row = RankStatus(*values)
+        flags = {"frozen": bool(row.frozen), "answers": bool(row.answers), "left": bool(row.left)}
+        return {**row._asdict(), **flags}
+
+    # -- the store
+    def _ask(self, **question: Any) -> Any:
+        if not self._store or self._clock() < self._asks_again:
+            return None
+        try:
+            if self._talk is None:
+                host, _, port = self._store.rpartition(":")
+                connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_WAIT)
+                self._talk = connection.makefile("rwb")
+            self._talk.write(json.dumps({"attempt": self._attempt, **question}).encode() + b"\n")
+            self._talk.flush()
+            answer = json.loads(self._talk.readline())
+        except (OSError, ValueError):
+            self._talk, self._asks_again = None, self._clock() + _AGAIN
+            return None
+        self._reached = self._clock()
+        self._alarm = self._alarm or bool(answer.get("alarm"))
+        self._cause = answer.get("cause") or self._cause
+        return answer
+
+
+def _contents(path: str) -> bytes:
+    """Reads a small file. Uses only the standard library, unlike `disk.read_plain`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(_MOST)
+
+
+def within(seconds: float, action: Callable[[], T]) -> T | None:
+    """Runs `action` in its own thread. None if it fails or takes longer than `seconds`: a disk may hang."""
+    found: list[T] = []
+
+    def run() -> None:
+        try:
+            found.append(action())
+        except (OSError, ValueError):
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
