@@ -66,6 +66,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/plain_english.py
 
 docs: $(VENV)/installed    ## the documentation as a site, in build/site
 	$(BIN)/python docs/site.py

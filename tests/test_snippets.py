@@ -159,7 +159,6 @@ COMPONENTS = {
             'data = { train = { use = "./words.py:Words" }, eval = { use = "./words.py:Words" } }'
         )
     ],
-    "migrate-a-plugin": [Recipe(text='strategy.use = "./averaging.py:Averaging"', ranks=2)],
     "pipeline": [Recipe("gpt.toml", text='model = { use = "./tagger.py:Tagger" }\nstrategy.use = "pipeline"', ranks=2)],
     "use-a-model": [
         Recipe(
@@ -193,7 +192,6 @@ COMPONENTS = {
 PYTHON: dict[str, dict[str, str]] = {
     "clusters": {"TorchTrainer": "needs GPUs: tests/launchers/test_ray.py, without"},
     "debug": {"Shuffled": ""},
-    "migrate-a-plugin": {"AcceleratedStrategy": "as it was under API 1"},
     "python": {"outcome": "", "trained": "", "objective": ""},
     "read-a-run": {"status": "", "losses": "", "read_metrics": ""},
     "test-a-plugin": {"run_ddpforge": "", "in_threads": ""},

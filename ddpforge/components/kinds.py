@@ -42,6 +42,7 @@ class KindSpec:
     adopted: Mapping[str, str] = field(default_factory=dict)
     """Classes of other libraries, "module:Class", each with the function that turns its subclasses into components."""
     api: int = 1  # version of the plugin API that last changed the contract of this kind
+    renamed: Mapping[str, str] = field(default_factory=dict)  # attributes of classes: name before plugin API 3 to name
 
     # -- its place in a recipe
     tables: tuple[tuple[str, ...], ...] = ()
@@ -175,6 +176,12 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 resembles=_offers_samples,
                 given={"seed": lambda _: 0},
                 nested=True,
+                renamed={
+                    "parts": "shard_sizes",
+                    "jumps": "seekable",
+                    "window": "shuffle_buffer",
+                    "lanes": "interleave",
+                },
                 tables=(("data", "train"), ("data", "eval")),
                 settings=lambda: {"duplicates": bool},
                 jobs={2: "data"},
@@ -193,7 +200,20 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 tables=(("data", "sampler"),),
                 settings=_columns,
             ),
-            KindSpec(name="task", base="ddpforge.interfaces:Task", nested=True, tables=(("task",),)),
+            KindSpec(
+                name="task",
+                base="ddpforge.interfaces:Task",
+                nested=True,
+                api=3,
+                renamed={
+                    "turns": "updates",
+                    "draws": "rng",
+                    "beside": "auxiliary_modules",
+                    "show": "log_media",
+                    "scores_in_model": "loss_in_model",
+                },
+                tables=(("task",),),
+            ),
             KindSpec(
                 name="metric",
                 base="ddpforge.interfaces:Metric",
@@ -204,6 +224,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
             KindSpec(
                 name="optimizer",
                 base="torch.optim:Optimizer",
+                renamed={"explore": "perturb"},
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
@@ -223,7 +244,15 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 name="strategy",
                 base="ddpforge.interfaces:Strategy",
                 nested=True,
-                api=2,
+                api=3,
+                renamed={
+                    "refusals": "unsupported",
+                    "building": "init_context",
+                    "evaluating": "for_evaluation",
+                    "joins_alone": "needs_process_group",
+                    "cuts_model": "splits_model",
+                    "beside": "place_auxiliary",
+                },
                 tables=(("strategy",),),
                 settings=_ranks,
             ),
@@ -231,6 +260,8 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 name="tracker",
                 base="ddpforge.interfaces:Tracker",
                 nested=True,
+                api=3,
+                renamed={"show": "log_media"},
                 named_in="track",
                 settings=lambda: {"raises": bool},
             ),
@@ -238,7 +269,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 name="callback",
                 base="ddpforge.interfaces:Callback",
                 nested=True,
-                api=2,
+                api=3,
                 named_in="callbacks",
                 jobs={2: "callback"},
             ),

@@ -148,6 +148,15 @@ class Registry:
                 f"is written for plugin API {api}; version {needed} changed the contract of this kind",
                 hints=["update the plugin; for its author, docs/how-to/upgrade.md lists the changes"],
             )
+        if not hasattr(module, "ddpforge_plugin_api") and (old := _old_name(kind, component)):
+            name, new = old
+            raise broken(
+                f"has `{name}`, which is `{new}` since plugin API 3",
+                hints=[
+                    f"rename it to `{new}`: docs/how-to/upgrade.md lists all changes",
+                    "if it is something else: write ddpforge_plugin_api = 3 in its module",
+                ],
+            )
         if component is _ABSENT:
             near = get_close_matches(attribute, dir(module), n=1)
             raise broken(
@@ -236,6 +245,23 @@ class Registry:
                 return {key: self._build_nested(item, given) for key, item in value.items()}
             case _:
                 return value
+
+
+def _old_name(kind: str, component: object) -> tuple[str, str] | None:
+    """Returns an attribute of a class that plugin API 3 has renamed, and its name now; None if there is none."""
+    # Without this check ddpforge would not call a method with an old name, and would train something else.
+    renamed = KINDS[kind].renamed
+    if not renamed or not isinstance(component, type) or component.__module__.startswith("ddpforge."):
+        return None
+    if kind == "data":
+        from ddpforge.interfaces import ShardedDataset
+
+        if not issubclass(component, ShardedDataset):
+            return None
+    if kind == "optimizer" and not hasattr(component, "passes"):
+        return None
+    own = [base for base in component.__mro__ if not base.__module__.startswith(("ddpforge.", "torch."))]
+    return next(((old, new) for old, new in renamed.items() if any(old in vars(base) for base in own)), None)
 
 
 @cache

@@ -23,7 +23,7 @@ from ddpforge.recipe.toml import Source, Table, Value, loads, parse, read
 
 __all__ = [
     "RESOLVED",
-    "Change",
+    "Rename",
     "Upgraded",
     "is_old",
     "upgrade_file",
@@ -41,7 +41,7 @@ _QUOTED = re.compile(r"(\"\"\"|'''|[\"'])(.*)\1", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Change:
+class Rename:
     """A line of a recipe that is changed: what it names, before and after."""
 
     line: int
@@ -57,7 +57,7 @@ class Upgraded:
     """The text of a recipe in version 2, and the changes that made it; none if it has been of version 2 before."""
 
     text: str
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Rename, ...] = ()
 
 
 def is_old(tables: Table) -> bool:
@@ -152,7 +152,7 @@ class _Upgrade:
         self.tables = tables
         self.problems: list[Diagnostic] = []
         self._edits: dict[tuple[int, int], str] = {}
-        self._changes: list[Change] = []
+        self._changes: list[Rename] = []
         self._bases: list[Table] | None = None
         self._names = Names(tables, self._use)
 
@@ -235,7 +235,7 @@ class _Upgrade:
 
     # -- reports
     def _note(self, start: int, old: str, new: str) -> None:
-        self._changes.append(Change(self.source.text.count("\n", 0, start) + 1, old, new))
+        self._changes.append(Rename(self.source.text.count("\n", 0, start) + 1, old, new))
 
     def _problem(self, path: KeyPath, message: str, hint: str, *, key: bool = False) -> None:
         self.problems.append(Diagnostic(message, dotted(path), self.source.place(path, key=key), (hint,)))

@@ -357,7 +357,7 @@ def test_a_strategy_for_the_first_api_is_refused(site: Path) -> None:
 
     error = broken("strategy", "net")
 
-    assert "is written for plugin API 1; version 2 changed the contract of this kind" in error.message
+    assert "is written for plugin API 1; version 3 changed the contract of this kind" in error.message
     assert "docs/how-to/upgrade.md" in error.hints[0]
 
 
@@ -368,7 +368,7 @@ def test_a_sampler_for_an_older_api_is_refused(site: Path, api: int) -> None:
 
     error = broken("sampler", "pairs")
 
-    assert f"is written for plugin API {api}; since version 3 there is another contract for this kind" in error.message
+    assert f"is written for plugin API {api}; version 3 changed the contract of this kind" in error.message
 
 
 def test_a_component_in_the_old_group_of_samplers_is_listed_and_refused_before_it_is_imported(site: Path) -> None:
@@ -388,6 +388,26 @@ def test_a_plugin_whose_contract_is_as_it_was_is_welcome(site: Path, api: int) -
     install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
 
     assert Registry.installed().load("model", "net").__name__ == "Net"
+
+
+OLD_TASK = """from ddpforge.interfaces import Task
+class Mine(Task):
+    turns = ("a", "b")
+    def loss(self, model, batch): ...
+"""
+
+
+def test_a_class_with_a_name_of_an_older_api_is_refused_with_the_new_name(folder: Path) -> None:
+    write(folder / "old.py", OLD_TASK)
+    write(folder / "new.py", OLD_TASK.replace("turns", "updates"))
+    write(folder / "states.py", f"{OLD_TASK}\nddpforge_plugin_api = 3\n")  # its `turns` is an attribute of its own
+
+    with pytest.raises(BrokenComponent) as refused:
+        Registry().load("task", "./old.py:Mine", base=folder)
+
+    assert "has `turns`, which is `updates` since plugin API 3" in refused.value.message
+    for file in ("new", "states"):
+        assert Registry().load("task", f"./{file}.py:Mine", base=folder).__name__ == "Mine"
 
 
 # ----------------------------------------------------------------------------------------------- local files

@@ -1,0 +1,83 @@
+"""Checks the English of docstrings, comments and messages against the rules in CONTRIBUTING.md.
+
+`python docs/plain_english.py [PATH …]` prints one line per sentence that breaks a rule, and exits with 1 if there is one.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("ddpforge", "plugins", "examples", "benchmarks", "docs", "tests")
+
+# What to look for, and what to write instead. A sentence that needs such a word is in EXCEPTIONS.
+RULES = {
+    r"\b([Ww]ho|[Ww]hoever|[Ss]omebody|[Nn]obody|[Aa]nybody|[Ee]verybody)\b": "name the actor: the rank, the caller",
+    r"\b(told|tells?|says?|said|asks?|asked|hears?|heard)\b": "code receives, reports, logs, requests, returns, raises",
+    r"(^|[.;:,(] )[Ww]here (?!to\b)": "`where` is a place: write `if` or `when` for a condition",
+    r"\b[Ww]hat (is|are|was|it|they|a|the|of|this|that|each)\b": "write the noun",
+    r"\b(of|by|from) (which|whom)\b": "write two sentences",
+    r"\b[Bb]eside\b": "next to, in addition to, auxiliary",
+    r"\bso (many|much)\b": "name the parameter",
+    r"\b(stands?|stood|lies|lain)\b(?! for)": "write `is`",
+    r"\balike\b": "identical, equal, the same",
+    r"\b[Tt]hose that\b": "write the noun",
+}
+FUNCTION = r"(The|A|An|What|Who|Whether|Where|How|Its|Those) "
+FIRST = "a function's docstring begins with a verb: Returns, Raises, Checks, …"
+
+# (path, words of the sentence): sentences that are right as they are.
+EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
+
+
+def sentences(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Yields line, text, and if it is the docstring of a function, for each docstring, message and comment of a file."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    of_functions = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+            of_functions.add(id(getattr(node.body[0], "value")))  # noqa: B009 (a statement of an expression)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 2:
+            yield node.lineno, node.value, id(node) in of_functions
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.lineno, node.name.replace("_", " "), False  # a test's name is a sentence
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# "), False
+
+
+def faults(path: Path) -> Iterator[str]:
+    """Yields `path:line: words: what to write` for each rule that a sentence of the file breaks."""
+    place = str(path.relative_to(ROOT))
+    for line, text, of_function in sentences(path):
+        if any(file == place and words in text for file, words in EXCEPTIONS):
+            continue
+        if of_function and re.match(FUNCTION, text):
+            yield f"{place}:{line}: {text[:60]!r}: {FIRST}"
+        for pattern, advice in RULES.items():
+            for found in re.finditer(pattern, text):
+                at = line + text[: found.start()].count("\n")
+                around = text[max(0, found.start() - 25) : found.end() + 25]
+                yield f"{place}:{at}: {around!r}: {advice}"
+
+
+def main(paths: list[str]) -> int:
+    """Checks files and folders, all of the repository's if none is named; returns the exit code."""
+    roots = [Path(path).resolve() for path in paths] or [ROOT / folder for folder in FOLDERS]
+    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*.py")))]
+    found = [fault for file in files if file != Path(__file__).resolve() for fault in faults(file)]
+    print("\n".join(found))
+    print(
+        f"{len(found)} sentences to rewrite in {len(files)} files" if found else f"{len(files)} files in plain English"
+    )
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
