@@ -283,5 +283,5 @@ def test_pieces_that_are_not_in_the_tensor_are_refused(pieces: BoxList) -> None:
 
 
 def test_a_tensor_that_is_not_as_its_pieces_lie_is_refused() -> None:
-    with pytest.raises(ValueError, match="is not Pieces"):
+    with pytest.raises(ValueError, match="is not BoxList"):
         TensorShard(torch.zeros(9), (6, 3), ROWS)
