@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the filters of `ddpforge plugins test`."""
     group = parser.getgroup("ddpforge")
-    group.addoption("--ddpforge-dist", metavar="NAME", help="Distribution, or .py file, whose components to test.")
+    group.addoption("--ddpforge-dist", metavar="NAME", help="Distribution, or .py file, with the components to test.")
     group.addoption("--ddpforge-kind", metavar="KIND", help="Only components of this kind.")
     group.addoption(
         "--ddpforge-name",

@@ -130,7 +130,7 @@ def _model(chosen: Chosen) -> nn.Module:
 
 
 def _on_meta(chosen: Chosen) -> nn.Module:
-    """Builds the model on the meta device; a small model, or one whose constructor reads values, on the CPU."""
+    """Builds the model on the meta device, or on the CPU if it is small or its constructor reads values."""
     with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
         model: nn.Module = build_component(chosen.registry, "model", chosen.recipe.model)
         if count_parameters(model).all > SMALL:

@@ -248,7 +248,7 @@ def _dataset(recipe: Recipe, names: Sequence[str]) -> str:
 
 
 def _what_is_used(checkpoint: Path, dealt: Dealt, weights: str | None = None) -> str:
-    """Describes the checkpoint, the callbacks whose weights are used, and the size of each set."""
+    """Describes the checkpoint, the callbacks that provide the weights, and the size of each set."""
     averaging = [weights] if weights else overriding(dealt.callbacks, "evaluating")
     others = f", with the weights of {', '.join(averaging)}" if averaging and weights != "model" else ""
     found = {name: dealt.data[key_of(name)] for name in dealt.evaluation}

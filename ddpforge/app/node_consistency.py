@@ -69,7 +69,7 @@ def check_same_environment(ranks: Ranks, loaded: LoadedRecipe, registry: Registr
 
 
 def _software(loaded: LoadedRecipe, registry: Registry) -> dict[str, str]:
-    """Returns the versions of Python, torch, ddpforge and the distributions whose components the recipe uses."""
+    """Returns the versions of Python, torch, ddpforge and the distributions of the recipe's components."""
     used = {name: version(name) or "none" for name in ("torch", "ddpforge")}
     for path, component in loaded.recipe.components().items():
         kind = kind_at(path, loaded.tables)

@@ -89,7 +89,7 @@ class Chunk(StrictModel):
 
 
 class TensorEntry(StrictModel):
-    """Tensor whose chunks hold each of its elements exactly once."""
+    """Tensor in chunks; each element is in exactly one chunk."""
 
     dtype: str
     shape: Shape

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     "only",
     multiple=True,
     metavar="GLOB",
-    help='Only tensors whose names match, e.g. "*lora_*"; repeatable.',
+    help='Only tensors with matching names, e.g. "*lora_*"; repeatable.',
 )
 @click.option("--merge", is_flag=True, help="Merge the adapters of the model `lora` into the weights that they adapt.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Convert the weights; default: as they are.")

@@ -95,7 +95,7 @@ def upgrade_recipes(files: tuple[Path, ...], check: bool) -> None:
 def schema(out: Path | None) -> None:
     """Print the JSON Schema of recipes, with the installed components.
 
-    TOML editors check and complete a recipe whose first line is `#:schema recipe.schema.json`.
+    TOML editors check and complete a recipe with the first line `#:schema recipe.schema.json`.
     """
     if out is None:
         click.echo(_text())

@@ -31,12 +31,12 @@ def runs() -> None:
 @runs.command("ls")
 @click.argument("folders", metavar="[DIR]...", nargs=-1, type=click.Path())
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; repeatable.")
-@click.option("--name", default="*", metavar="GLOB", help="Only runs whose names match, e.g. 'digits-*'.")
+@click.option("--name", default="*", metavar="GLOB", help="Only runs with matching names, e.g. 'digits-*'.")
 @click.option(
     *("-w", "--where"),
     multiple=True,
     metavar="KEY=VALUE",
-    help="Only runs whose resolved recipe has this value; repeatable.",
+    help="Only runs with this value in the resolved recipe; repeatable.",
 )
 @click.option(
     "--sort",

@@ -132,7 +132,7 @@ class BrokenComponent(PluginError):
 
 
 class NotImported(PluginError):
-    """Error for a component whose code this Registry must not import."""
+    """Error for a component that this Registry must not import."""
 
     def __init__(self, kind: str, use: str) -> None:
         super().__init__(f"{kind} `{use}` is not imported")

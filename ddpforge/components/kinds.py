@@ -20,8 +20,8 @@ __all__ = ["KINDS", "KindSpec"]
 class KindSpec:
     """Properties of one kind of components.
 
-    A recipe names a component in one of three ways: in one of `tables`; in a table below `named_in`, whose key is
-    the default of `use`; or in the array of components `listed_in`, which is an option of another component.
+    A recipe names a component in one of three ways: in one of `tables`; in a table below `named_in` (its key is
+    the default of `use`); or in the array of components `listed_in`, which is an option of another component.
     """
 
     name: str

@@ -176,7 +176,7 @@ def _reject(given: frozenset[str]) -> Any:
 
 
 def _located(details: list[InitErrorDetails]) -> ValidationError:
-    """Returns an error whose locations pydantic reports below the field that raises it."""
+    """Returns an error. Pydantic reports its locations below the field that raises it."""
     return ValidationError.from_exception_data("options", details)
 
 

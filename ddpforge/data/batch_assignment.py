@@ -88,7 +88,7 @@ class MicroBatch(NamedTuple):
     """Input of one forward pass.
 
     `samples` is 0 for a padding sample. In an incomplete step a rank may have no samples, but must take part in the
-    forward and backward passes. Its data is then a real sample, whose loss is multiplied by zero.
+    forward and backward passes. Its data is then a real sample, and its loss is multiplied by zero.
     """
 
     data: Any
@@ -105,7 +105,7 @@ class MicroBatch(NamedTuple):
 def end_of_epochs(order: BatchSampler, epochs: int) -> int | None:
     """Returns the number of steps of the first `epochs` epochs, by bisection.
 
-    For orders whose epochs differ in length. Returns None if all epochs have equal length or the order has no epochs.
+    For orders with epochs of different lengths. Returns None if all epochs are equal or the order has no epochs.
     """
     if order.steps_per_epoch is not None or type(order).epoch is BatchSampler.epoch:
         return None

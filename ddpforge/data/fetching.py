@@ -26,7 +26,7 @@ __all__ = ["Batches", "check_data", "fetch_some", "open_data"]
 
 
 class _Fetcher(Dataset[MicroBatch]):
-    """Dataset whose items are whole micro-batches; runs in the training process or in a loader process.
+    """Dataset with whole micro-batches as items; runs in the training process or in a loader process.
 
     Calls `set_epoch` of the inner dataset before the first sample of each epoch. With `tells_steps` (in training), also
     calls `set_step` before the first sample of each step.

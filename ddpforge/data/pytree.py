@@ -135,7 +135,7 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns the same nest of tensors on `device`; copies from pinned memory are asynchronous.
 
-    An object whose class has a method `to(device)`, such as a batch of graphs, is moved by that method. Copies to a GPU
+    An object of a class with a method `to(device)`, such as a batch of graphs, is moved by that method. Copies to a GPU
     use a separate stream and overlap with earlier forward and backward passes, see
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
     """

@@ -1,4 +1,4 @@
-"""The positions of sequences that a rank computes, for models whose attention can be spread over ranks."""
+"""Sequence positions that a rank computes, for models with attention that can be distributed over ranks."""
 
 from __future__ import annotations
 

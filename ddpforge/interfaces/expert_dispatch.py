@@ -1,4 +1,4 @@
-"""Experts of a layer, for models whose experts can be distributed over ranks."""
+"""Experts of a layer, for models with experts that can be distributed over ranks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Schedule = Callable[[int], float]
 class MultiPassOptimizer(Protocol):
     """Multi-pass optimizer: computes the gradient of a step more than once, at different weights (e.g. SAM).
 
-    It is a `torch.optim.Optimizer` whose `passes`, read once, is more than 1. In each pass the trainer computes the
+    It is a `torch.optim.Optimizer` with `passes` > 1; the trainer reads `passes` once. In each pass it computes the
     gradient of the whole step, with the same micro-batches and the same random numbers. After every pass except the
     last it calls `perturb`. After the last pass it calls `restore`, then `step` with the last gradient.
 

@@ -49,7 +49,7 @@ class BatchSampler(ABC):
 
 
 class EpochBatchSampler(BatchSampler):
-    """Sampler whose epoch is a row of `places` positions; each step takes the next `global_batch` of them.
+    """Sampler with epochs of `places` positions in a row; each step takes the next `global_batch` positions.
 
     Subclasses implement only `at`. It works on arrays, and receives only the positions of one rank.
     """

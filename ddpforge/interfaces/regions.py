@@ -35,7 +35,7 @@ class FlatRange:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements whose index in each dimension is at least `offset` and less than `offset + size`."""
+    """Elements with an index of at least `offset` and less than `offset + size` in each dimension."""
 
     offset: Shape
     size: Shape
@@ -123,7 +123,7 @@ class TensorShard:
         return self.tensor.reshape(-1)[wanted.start - self.region.start :][: wanted.numel]
 
     def as_boxes(self) -> list[TensorShard]:
-        """Splits this part into parts whose regions are ranges or boxes; their tensors are views."""
+        """Splits this part into parts with ranges or boxes as regions; their tensors are views."""
         if not isinstance(self.region, BoxList):
             return [self]
         return [replace(self, tensor=held, region=box) for box, held in pieces(self.region, self.tensor)]
@@ -137,7 +137,7 @@ class TensorShard:
     def slice(self, start: int, stop: int) -> list[TensorShard]:
         """Returns the elements from `start` up to `stop` of this part as parts of the same tensor.
 
-        Indices count within this part, whose region must not be `BoxList`.
+        Indices count within this part. Its region must not be a `BoxList`.
         """
         region = self.simple_region
         if start == stop:

@@ -143,7 +143,7 @@ class Strategy(ABC):
         """
 
     def check_data(self, data: Any) -> None:
-        """Raises UsageError for a dataset whose samples the strategy cannot distribute; called before ranks join."""
+        """Raises UsageError if the strategy cannot distribute the samples of `data`; called before ranks join."""
 
     def data_ranks(self, ranks: int) -> int:
         """Returns the number of data-parallel ranks: `ranks`, unless the strategy splits one model over several."""
@@ -288,8 +288,8 @@ class Replica(ABC):
     def sync_buffers(self) -> None:
         """Makes the buffers equal on all ranks: averages BatchNorm's statistics, broadcasts the others from rank 0.
 
-        Called on every rank before every evaluation and every save. Strategies whose ranks diverge between these calls
-        synchronize them here.
+        Called on every rank before every evaluation and every save. If ranks diverge between these calls, the strategy
+        synchronizes them here.
         """
 
     # -- checkpoints

@@ -112,7 +112,7 @@ def require_onnx() -> None:
 
 
 def write_onnx(model: nn.Module, inputs: ExampleInputs, out: Path) -> None:
-    """Writes the model as an ONNX file, whose inputs have the names of the arguments of `forward`.
+    """Writes the model as an ONNX file. Its inputs have the names of the arguments of `forward`.
 
     onnxruntime checks the outputs; the file appears under the same conditions as in `write_pt2`.
     """

@@ -119,7 +119,7 @@ def _extended(base: Any) -> Any:
             return result
 
         def _leave_a_dead_meeting(self, group: WorkerGroup) -> None:
-            """Kills ranks that wait for a node whose launcher has ended, and raises RendezvousClosedError."""
+            """Kills ranks that wait for a node without a running launcher, and raises RendezvousClosedError."""
             # A launcher that fails closes the rendezvous for all. Ranks that have begun detect that by themselves, and
             # may be saving.
             if _have_begun(group.spec.local_world_size) or not group.spec.rdzv_handler.is_closed():

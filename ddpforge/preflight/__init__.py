@@ -4,7 +4,7 @@ A check is a function of a stage. It yields, or raises, an error for each settin
 another key. A check that needs a component that could not be built is skipped. The checks of the first samples are
 separate functions in `samples`, because they return results.
 
-The list has the names of functions, whose modules are imported when a check runs: the checks of `Chosen` need no torch.
+The list has the names of functions. Their modules are imported when a check runs: the checks of `Chosen` need no torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -65,7 +65,7 @@ def check_batches(built: Built) -> Errors:
 
 
 def _too_small(built: Built, key: str, smallest: int) -> Errors:
-    """Yields an error for a dataset whose smallest batch has fewer samples than there are ranks."""
+    """Yields an error if the smallest batch of a dataset has fewer samples than there are ranks."""
     ways = ["set train.drop_last = true", "or train on fewer ranks"]
     if smallest < built.data_ranks:
         yield UsageError(

@@ -44,7 +44,7 @@ def check_uninitialised(model: nn.Module) -> None:
 
 
 def check_max_norm(model: nn.Module) -> None:
-    """Raises UsageError for an embedding whose forward pass changes its weights."""
+    """Raises UsageError for an embedding that changes its weights in the forward pass."""
     for owner, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise UsageError(
@@ -112,7 +112,7 @@ def check_overlap(model: nn.Module) -> None:
 
 
 def _neighbours(together: Sequence[_Named]) -> Iterator[list[_Named]]:
-    """Yields the pairs of tensors in one storage whose extents overlap, each sorted by name."""
+    """Yields the pairs of tensors with overlapping extents in one storage, each sorted by name."""
     ranges = sorted((*extent(tensor), number) for number, (_, tensor) in enumerate(together))
     for place, (_, stop, number) in enumerate(ranges):
         for start, _, other in ranges[place + 1 :]:

@@ -381,7 +381,7 @@ def check_stream(chosen: Chosen) -> Errors:
 
 
 def _are_streams(kind: type) -> bool:
-    """True for a class whose objects are streams, see `data.streams.is_stream`."""
+    """True if objects of this class are streams, see `data.streams.is_stream`."""
     if not hasattr(kind, "__iter__") or not hasattr(kind, "__getitem__"):
         return hasattr(kind, "__iter__")
     from torch.utils.data import IterableDataset
@@ -392,7 +392,7 @@ def _are_streams(kind: type) -> bool:
 def no_order_of_streams(stream: type) -> UsageError:
     """Returns the error for a [data.order] of data that is a stream."""
     return UsageError(
-        f"{stream.__name__} is an iterable dataset, whose samples come in its own order",
+        f"{stream.__name__} is an iterable dataset and yields samples in its own order",
         hints=["remove [data.sampler], or use a dataset with __len__ and __getitem__"],
         key="data.sampler",
     )

@@ -132,7 +132,7 @@ def _ports_named() -> Iterator[None]:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         here = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
         raise SetupError(
-            f"{here} cannot reach the other ranks, whose rendezvous is {place}: {said}",
+            f"{here} cannot reach the other ranks (rendezvous {place}): {said}",
             hints=[
                 f"open the ports for outgoing connections (ephemeral ports) between all nodes: {_handed_out()}",
                 "another rank may have ended before it joined: see the output of the other nodes",

@@ -77,7 +77,7 @@ def keep_output() -> None:
 
 
 class _Lasting(FileIO):
-    """Stream whose writes never fail: after an error, its descriptor is redirected to /dev/null."""
+    """Stream with writes that never fail: after an error, its descriptor is redirected to /dev/null."""
 
     def write(self, data: Any) -> int:
         try:

@@ -71,7 +71,7 @@ class _WaitingForData:
     def watch(self, asked: StopRequests, number: int, patience: float) -> None:
         """Starts a thread that ends the main thread's wait for data after `patience` seconds, by the signal `number`.
 
-        The thread ends when `asked`, whose signal `number` requested the stop, is exited.
+        The thread ends when `asked`, which received the stop signal `number`, is exited.
         """
         main = threading.main_thread().ident
         if main is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:

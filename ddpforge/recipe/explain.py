@@ -124,7 +124,7 @@ class Explainer:
         self.add(path, f"unknown {what}", *hints, on_key=True)
 
     def _way_to_upgrade(self, path: KeyPath) -> list[str]:
-        """A hint for a file that another one extends, and that does not say its version."""
+        """Returns a hint for a file that another file extends and that does not set its version."""
         source = self.layers.origin(path).source
         file = source is not None and source.label != "--set"
         is_part = file and "recipe" not in tomllib.loads(source.text)  # type: ignore[union-attr]

@@ -83,7 +83,7 @@ def _sets(component: Schema) -> Schema:
 
 
 def _component(kind: str, names: list[str]) -> Schema:
-    """Returns the schema of a component's table, whose options depend on `use`."""
+    """Returns the schema of a component's table. The options depend on `use`."""
     use = {"description": f"Which {kind}.", "anyOf": [{"enum": names}, {"type": "string", "pattern": r":|\$\{"}]}
     return {
         "type": "object",
@@ -99,7 +99,7 @@ def _component(kind: str, names: list[str]) -> Schema:
 
 
 def _named_slots(kind: str, registry: Registry, table: Schema) -> Schema:
-    """Returns the schema of a table of components, whose keys are the default for `use`."""
+    """Returns the schema of a table of components. Its keys are the default for `use`."""
     any_of_kind = {"$ref": f"#/$defs/{kind}"}
     for name in registry.names(kind):
         implied = {"if": {"not": {"required": ["use"]}}, "then": {"$ref": f"#/$defs/{kind}.{name}"}}
@@ -122,7 +122,7 @@ def _options(kind: str, name: str, registry: Registry) -> Schema:
 
 
 def _variations(kind: str) -> Schema:
-    """Returns the schemas of variation tables (groups, turns), whose options depend on the table around them."""
+    """Returns the schemas of variation tables (groups, turns). Their options depend on the table around them."""
     found: Schema = {}
     for path, model in VARIATIONS.items():
         properties = _schema(model, "")["properties"] | {"schedule": {"$ref": "#/$defs/schedule"}}

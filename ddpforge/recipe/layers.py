@@ -14,7 +14,7 @@ SLOTS: dict[KeyPath, str] = {path: kind for kind, spec in KINDS.items() for path
 """Tables that name a component, and its kind."""
 
 NAMED_SLOTS = {spec.named_in: kind for kind, spec in KINDS.items() if spec.named_in}
-"""Tables whose inner tables name components; there the key is the default for `use`."""
+"""Tables with inner tables that name components. The key of an inner table is its default for `use`."""
 
 SETS = ("data", "eval")
 """Table that names a component; without `use` it may hold several named tables that do."""
@@ -23,7 +23,7 @@ VARIATIONS: dict[tuple[str, ...], type[Component]] = {
     ("optimizer", "groups"): GroupComponent,
     ("optimizer", "updates"): TurnComponent,
 }
-"""Tables whose inner tables vary the table around them and inherit its keys; with their schemas."""
+"""Tables with inner tables that vary the table around them and inherit its keys; with their schemas."""
 
 _VARIABLE = re.compile(r"\$\{vars\.([^{}]*)\}")
 

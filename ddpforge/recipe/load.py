@@ -106,7 +106,7 @@ def _origins(tables: dict[str, Any], layers: Layers) -> dict[KeyPath, Origin]:
 
 
 def _owner(path: KeyPath, components: Mapping[tuple[str, ...], Component]) -> Component | None:
-    """Returns the component whose table contains `path`; None if there is none."""
+    """Returns the component with `path` in its table; None if there is none."""
     return next((component for table, component in components.items() if path[: len(table)] == table), None)
 
 

@@ -16,7 +16,7 @@ from ddpforge.recipe.toml import Table, Value
 _OWN = "ddpforge:"  # before the name of a component of ours, if several packages register that name
 
 UseOf = Callable[[KeyPath], str | None]
-"""Finds the `use` of the component whose table has this path in version 2; None if it is not known."""
+"""Finds the `use` of the component at this path of version 2; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def options_of(kind: str | None, use: str | None) -> list[Renamed]:
 
 
 class Names:
-    """The old and new names of a recipe whose tables are `tables`, in the layout of version 1 or 2."""
+    """Old and new names of a recipe with these `tables`, in the layout of version 1 or 2."""
 
     def __init__(self, tables: Table, use_of: UseOf) -> None:
         self._tables = tables

@@ -343,8 +343,8 @@ class TrainSection(Section):
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.TUNABLE] = Field(
         default=(),
         description='Parameters that are not trained, as globs over full names, e.g. "blocks.*"; one with "!" excludes'
-        ' parameters: ["*", "!head.*"] trains only the head. A BatchNorm whose'
-        " parameters are all frozen also keeps its statistics, and normalizes by them.",
+        ' parameters: ["*", "!head.*"] trains only the head. If all parameters'
+        " of a BatchNorm are frozen, it also keeps its statistics, and normalizes by them.",
     )
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
         default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."

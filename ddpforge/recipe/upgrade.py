@@ -61,7 +61,7 @@ class Upgraded:
 
 
 def is_old(tables: Table) -> bool:
-    """True if a recipe says that it is of version 1."""
+    """True if a recipe has `recipe = 1`."""
     return type(tables.get("recipe")) is int and tables["recipe"] == 1
 
 

@@ -13,7 +13,7 @@ __all__ = ["Change", "flattened", "recipe_changes", "reject_finished", "reject_f
 
 @dataclass(frozen=True)
 class Change:
-    """Recipe key whose value differs between two resolved recipes. A missing value is None.
+    """Recipe key with different values in two resolved recipes. A missing value is None.
 
     "fixed" keys define the run, and must not change. "tunable" keys may change when a run resumes. "free" keys do not
     affect the result.
@@ -58,7 +58,7 @@ def reject_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
 def reject_finished(folder: Path, changes: Sequence[Change], edited: Sequence[str]) -> None:
     """Raises UsageError if a finished run had another recipe or other local code.
 
-    `edited` are the names of local files whose code has changed.
+    `edited` are the names of local files with changed code.
     """
     from ddpforge.recipe.schema import Resume, resume_policy
 

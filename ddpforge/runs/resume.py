@@ -80,7 +80,7 @@ def _is_finished(folder: RunFolder, status: Status | None, changes: Sequence[Cha
 
 
 def _edited(folder: RunFolder, snapshot: RecipeSnapshot) -> list[str]:
-    """Returns the names of local files whose code differs from that of the last attempt."""
+    """Returns the names of local files with another code than in the last attempt."""
     kept = {name: folder.path / name for name in snapshot["local_files"]}
     return [
         Path(name).name

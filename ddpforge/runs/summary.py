@@ -178,7 +178,7 @@ def _changed(folder: RunFolder) -> float:
 def chosen(
     runs: Sequence[RunSummary], *, states: Sequence[str] = (), name: str = "*", where: Sequence[str] = ()
 ) -> list[RunSummary]:
-    """Returns the runs in one of `states` whose name matches the pattern `name` and whose recipe has all KEY=VALUE."""
+    """Returns the runs in one of `states` with a name that matches `name` and every KEY=VALUE in the recipe."""
     conditions = list(map(_condition, where))
     return [
         run

@@ -1,8 +1,8 @@
 """Built-in strategies, and the building blocks for other strategies.
 
 `TorchReplica` is a replica with gradients in `.grad`; `WholeReplica` also holds the whole model. `named_state` captures
-and restores model and optimizer by parameter name. `SingleRank` is the only rank of a single process. `check_same_update`
-checks that an optimizer updates parts of a weight as it updates the whole weight.
+and restores model and optimizer by parameter name. `SingleRank` is the only rank of a single process.
+`check_same_update` checks that an optimizer updates parts of a weight as it updates the whole weight.
 """
 
 from importlib import import_module

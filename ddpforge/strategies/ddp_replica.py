@@ -56,7 +56,7 @@ class Wrapped(NamedTuple):
         compression: str,
         powersgd: PowerSGD | None,
     ) -> Wrapped:
-        """Wraps `model`; it reduces the gradients of parameters whose `id` is in `trained`."""
+        """Wraps `model` to reduce the gradients of parameters with an `id` in `trained`."""
         given: dict[str, Any] = {**options, **compat.leaves_buffers()}
         with _frozen(parameter for parameter in model.parameters() if id(parameter) not in trained):
             module = DistributedDataParallel(model, **given)

@@ -76,7 +76,7 @@ class Precision:
                 optimizer.step()
 
     def leave(self) -> None:
-        """Ends a pass whose gradients were only read; called instead of `update`."""
+        """Ends a pass if its gradients were only read; called instead of `update`."""
 
     def overflowed(self) -> bool:
         """True if a non-finite norm only means that the loss scale was too high."""

@@ -1,4 +1,4 @@
-"""One process, one device, no process group: the reference whose results every other strategy must reproduce."""
+"""One process, one device, no process group. Every other strategy must reproduce its results."""
 
 from __future__ import annotations
 

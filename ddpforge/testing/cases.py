@@ -210,7 +210,7 @@ def _groups(distribution: str) -> set[str] | None:
 
 
 def _check_groups(distribution: str) -> None:
-    """Raises UsageError for entry points in an unknown group whose name begins with ddpforge."""
+    """Raises UsageError for entry points in an unknown group with a name that begins with ddpforge."""
     known = [f"ddpforge.{kind}" for kind in KINDS]
     for group in sorted(_groups(distribution) or ()):
         if group.startswith("ddpforge") and group not in known:

@@ -1,4 +1,4 @@
-"""Small datasets, and fitting sets of model, data and task, for tests of components whose author names none."""
+"""Small datasets, and fitting sets of model, data and task, for tests of components if their author names none."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Counting(Classification):
         self._ranks = world.dp_ranks
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns the cross-entropy plus a term whose gradients flow through other ranks."""
+        """Returns the cross-entropy plus a term with gradients that flow through other ranks."""
         loss, logits = super().loss(model, batch)
         everyones, _ = self._ranks.all_gather(logits.float())
         return loss + 0.01 * everyones.square().sum() / self._ranks.size, logits

@@ -258,7 +258,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _chosen() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns the contexts of selective checkpointing for the compiler, whose traces have no in-place writes."""
+    """Returns the contexts of selective checkpointing for the compiler. Its traces have no in-place writes."""
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_EverySecond())  # type: ignore[no-untyped-call]
     return contexts
 

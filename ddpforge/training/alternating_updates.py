@@ -64,7 +64,7 @@ def tasks_by_update(task: Task) -> dict[str, Task]:
 
 
 class UpdateTask:
-    """Task whose loss is the loss of one turn; everything else is from `task`."""
+    """Task with the loss of one turn; everything else is from `task`."""
 
     def __init__(self, task: Task, turn: str) -> None:
         self.task, self.turn = task, turn

@@ -115,7 +115,7 @@ def place(
 
 
 def modules_with_buffers(model: nn.Module, callbacks: Iterable[Callback]) -> nn.Module:
-    """Returns the model together with the auxiliary modules whose buffers change in forward passes."""
+    """Returns the model together with the auxiliary modules that change their buffers in forward passes."""
     beside = [one.module for one in callbacks if isinstance(one, PlacedAuxiliary) and one.beside.training]
     return nn.ModuleList([model, *beside]) if beside else model
 

@@ -99,7 +99,7 @@ def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
 
 
 def _alike(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the members of lists that have children, and whose class another member has too."""
+    """Yields list members that have children and share their class with another member."""
     for child in module.children():
         classes = Counter(type(member) for member in module.children())
         if isinstance(module, nn.ModuleList | nn.Sequential) and classes[type(child)] > 1 and any(child.children()):

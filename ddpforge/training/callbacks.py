@@ -72,7 +72,7 @@ def state_of(name: str, callback: Callback) -> Mapping[str, Any]:
 
 
 def check_no_state(callbacks: Mapping[str, Callback]) -> None:
-    """Raises PluginError for a callback whose state a checkpoint cannot hold."""
+    """Raises PluginError if a checkpoint cannot hold the state of a callback."""
     from ddpforge.checkpoint.state import RankState, flatten
 
     for name, callback in callbacks.items():

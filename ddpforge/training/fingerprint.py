@@ -258,7 +258,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 def check_same_data(ranks: Ranks, prints: Mapping[str, DataPrint]) -> None:
     """Raises on every rank unless all ranks have the same datasets: of equal length, with equal first few samples.
 
-    Data whose samples change when they are read again is compared by its length only.
+    If samples change when they are read again, only the length of the data is compared.
     """
     if ranks.size == 1:
         return

@@ -33,7 +33,7 @@ class Rates:
                 group["lr"] = rate * factor
 
     def named(self) -> Mapping[str, float]:
-        """Returns the current rates by name: of turns, and of groups whose rate differs from the first group's.
+        """Returns the current rates by name: of turns, and of groups with another rate than the first group.
 
         With `layer_decay`, the rate of a group is that of its last layer with another rate.
         """

@@ -39,7 +39,7 @@ def served(
 ) -> Batches:
     """Returns the batches of the dataset [data.`key`], with loader processes if these are safe and save time.
 
-    There are none on a CPU, whose cores compute, for streams, and for data without `forkable = True`. For other data,
+    There are none on a CPU (its cores compute), for streams, and for data without `forkable = True`. For other data,
     the first micro-batch is timed; a run that `trains` on the batches keeps it. Samples do not depend on this choice.
     """
     if device.type == "cpu" or is_stream(data) or not getattr(data, "forkable", False):

@@ -415,7 +415,7 @@ class Trainer:
             )
 
     def _log_bad(self, totals: Mapping[str, Total], step: int) -> None:
-        """Logs the row of a step whose gradient is not finite: its norm and, if it is the current step, its loss."""
+        """Logs the row of a step with a non-finite gradient: its norm and, if it is the current step, its loss."""
         means = (
             self.world.global_ranks.reduce_metrics(totals, reported_metrics(self.task))
             if step == self.progress.step

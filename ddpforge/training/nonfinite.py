@@ -34,7 +34,7 @@ class GradientNorms:
         self._pending[step] = norm
 
     def take(self) -> list[int]:
-        """Takes all recorded norms in one transfer from the device; returns the steps whose norm is not finite."""
+        """Takes all recorded norms in one transfer from the device; returns the steps with a non-finite norm."""
         if not self._pending:
             return []
         bad: list[int] = []

@@ -68,7 +68,7 @@ def predictions(
     """Yields on every rank, step by step, the predictions of all ranks: each sample once, in the order of the data.
 
     Collective; memory holds one step. With `limit`, it stops after the first `limit` samples. Raises UsageError under a
-    strategy that cuts samples, PluginError for a task whose columns do not match its samples.
+    strategy that cuts samples, PluginError if the columns of a task do not match its samples.
     """
     if evaluator.is_cut:
         raise UsageError(

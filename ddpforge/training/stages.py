@@ -26,7 +26,7 @@ class NotBuilt(Exception):
 
 
 class _Missing:
-    """Placeholder for a component that could not be built, or whose code is not imported: any use raises NotBuilt."""
+    """Placeholder for a component that could not be built or was not imported: any use raises NotBuilt."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotBuilt(name)

@@ -54,7 +54,7 @@ class Stepper:
         Args:
             update: updates the weights. A multi-pass optimizer calls the argument of `update`, which computes new
                 gradients of the same micro-batches. None is one `replica.step()`.
-            stateful: the module whose buffers change in forward passes; None is the model.
+            stateful: the module that changes its buffers in forward passes; None is the model.
             statistics: averages BatchNorm statistics over virtual ranks.
             first_checks: functions that are called once, with the very first micro-batch.
             before_update: function that is called before the weights change.

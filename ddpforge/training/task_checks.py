@@ -33,7 +33,7 @@ __all__ = [
 
 
 class CheckedTask:
-    """Task whose `loss` and `metrics` are checked at their first call, for training or for evaluation.
+    """Task with checks of `loss` and `metrics` at their first call, for training or for evaluation.
 
     After the first call, both are the task's own methods, so the checks cost later steps nothing.
     """
@@ -134,7 +134,7 @@ def _check_rows(name: object, rows: SampleColumns) -> None:
             )
     if len({len(column) for column in rows.newest}) != 1:
         lengths = ", ".join(str(len(column)) for column in rows.newest) or "none"
-        raise PluginError(f"metric `{name}` has Rows whose columns differ in length: {lengths}", hints=[_ROWS])
+        raise PluginError(f"metric `{name}` has Rows with columns of different lengths: {lengths}", hints=[_ROWS])
 
 
 def _wrong(sum: Any, count: Any) -> str | None:

@@ -1,7 +1,7 @@
 """Watchdog program of a rank: `python -S -E sidecar.py SETTINGS`. It ends when its rank ends.
 
-It is a separate process because a frozen process, or one whose threads all wait for the interpreter's lock, cannot
-detect its own state. It imports only the standard library at first, because every rank has one.
+It is a separate process because a process cannot detect its own state if it is frozen, or if all its threads wait for
+the interpreter's lock. It imports only the standard library at first, because every rank has one.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ddpforge.recipe import load_recipe
         (
             ["data.train.use=./mine.py:Stream", "data.sampler={use='sequential'}"],
             "data.sampler",
-            "Stream is an iterable dataset, whose samples come in its own order",
+            "Stream is an iterable dataset and yields samples in its own order",
         ),
         (
             ["data.sampler={use='balanced', by='label'}"],

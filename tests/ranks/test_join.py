@@ -285,7 +285,7 @@ def test_a_port_that_is_closed_between_nodes_is_named(monkeypatch: pytest.Monkey
 
         (said,) = in_ranks(1, rank)
     assert said.startswith(
-        f"rank 1 on {socket.gethostname()} cannot reach the other ranks, whose rendezvous is 127.0.0.1:{port}: "
+        f"rank 1 on {socket.gethostname()} cannot reach the other ranks (rendezvous 127.0.0.1:{port}): "
     )
     assert "frame #" not in said
     assert "open the ports for outgoing connections (ephemeral ports) between all nodes: " in said

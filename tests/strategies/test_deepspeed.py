@@ -201,7 +201,7 @@ def test_without_asynchronous_io_the_error_says_what_to_install(monkeypatch: pyt
 
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr(nvme, "import_module", lambda name: SimpleNamespace(AsyncIOBuilder=Builder))
-    with pytest.raises(StrategyError, match="whose build failed: libaio is not there") as refused:
+    with pytest.raises(StrategyError, match="but its build failed: libaio is not there") as refused:
         nvme.require_io()
     assert "libaio-dev" in refused.value.hints[0]
 

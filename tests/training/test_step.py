@@ -193,8 +193,8 @@ def test_totals_of_another_shape_are_not_added_up() -> None:
             Total(torch.zeros(3), torch.ones(2)),
             r"is a Total with float32 \[2\] for its count, and float32 \[3\] for its sum",
         ),
-        (SampleColumns(torch.zeros(3), torch.ones(2)), "has Rows whose columns differ in length: 3, 2"),
-        (SampleColumns(), "has Rows whose columns differ in length: none"),
+        (SampleColumns(torch.zeros(3), torch.ones(2)), "has Rows with columns of different lengths: 3, 2"),
+        (SampleColumns(), "has Rows with columns of different lengths: none"),
     ],
 )
 def test_a_metric_that_is_no_total_is_named(wrong: Any, told: str) -> None:

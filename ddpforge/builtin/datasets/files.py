@@ -54,7 +54,7 @@ Lanes = Annotated[
 
 
 class InBatches:
-    """Map-style dataset whose `__getitems__` returns a whole batch, a tuple of tensors."""
+    """Map-style dataset with a `__getitems__` that returns a whole batch, a tuple of tensors."""
 
     def __getitem__(self, index: int) -> Any:
         """Returns the parts of one sample."""

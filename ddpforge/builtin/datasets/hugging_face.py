@@ -118,7 +118,7 @@ def _loaded(path: str, name: str | None, split: str, streaming: bool, options: M
 
 
 class _Tuples:
-    """Base class of datasets whose samples are tuples of the chosen columns."""
+    """Base class of datasets with tuples of the chosen columns as samples."""
 
     random = False
 

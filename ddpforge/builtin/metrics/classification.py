@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TopK(Metric):
-    """Fraction of samples whose class is among the `k` largest logits, reported as `top<k>`.
+    """Fraction of samples with the target class among the `k` largest logits, reported as `top<k>`.
 
     Takes logits [..., C] and int64 classes [...]. Every target counts; a negative one is a miss.
     """
@@ -41,14 +41,14 @@ class TopK(Metric):
 
 
 class Top5(TopK):
-    """Fraction of samples whose class is among the five largest logits; see `TopK`."""
+    """Fraction of samples with the target class among the five largest logits; see `TopK`."""
 
     def __init__(self) -> None:
         super().__init__(k=5)
 
 
 class Accuracy(Metric):
-    """Fraction of samples whose class has the largest logit.
+    """Fraction of samples with the largest logit at the target class.
 
     Takes logits [..., C] and int64 classes [...]. Every target counts; a negative one is a miss.
     """

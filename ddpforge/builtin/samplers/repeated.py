@@ -33,7 +33,7 @@ class Repeated(BatchSampler):
         times: Annotated[int, Field(ge=1, le=10**6, description="Number of times that each step comes.")],
         steps: Annotated[int, Field(ge=1, le=10**6, description="Number of steps that are repeated as a group.")] = 1,
         sampler: Annotated[
-            BatchSampler | None, Field(description="Order whose steps are repeated; absent: `shuffled`.")
+            BatchSampler | None, Field(description="Sampler that provides the steps to repeat; absent: `shuffled`.")
         ] = None,
     ) -> None:
         self._order = sampler or Shuffled(data, seed, global_batch, drop_last)

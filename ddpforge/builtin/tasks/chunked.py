@@ -24,7 +24,7 @@ def chunked_cross_entropy(
         hidden: [..., C].
         weight: [V, C].
         targets: int64 [...].
-        chunk: Number of targets whose logits are in memory at a time, in autocast's dtype and in fp32.
+        chunk: Number of targets with logits in memory at the same time, in autocast's dtype and in fp32.
         ignore_index: Target that does not count.
         task: Name of the task, for error messages.
 
@@ -49,7 +49,7 @@ def chunked_cross_entropy(
 
 
 class _Chunked(torch.autograd.Function):
-    """Loss whose forward pass also computes the gradients, so that logits are not computed again in backward."""
+    """Loss that computes its gradients in the forward pass, so that logits are not computed again in backward."""
 
     @staticmethod
     def forward(

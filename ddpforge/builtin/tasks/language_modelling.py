@@ -45,7 +45,7 @@ class LanguageModelling(Task):
             Field(
                 ge=1,
                 le=2**24,
-                description="Number of targets whose logits are in memory at a time, e.g. 1024; absent: all.",
+                description="Number of targets with logits in memory at the same time, e.g. 1024; absent: all.",
             ),
         ] = None,
     ) -> None:

@@ -58,7 +58,7 @@ class Multilabel(Task):
             raise UsageError(
                 f"task multilabel takes labels from 0 to 1; the data gives {described(labels)} from {least:g} to "
                 f"{most:g}",
-                hints=["return 0 or 1 for each label, and remove samples whose labels are unknown"],
+                hints=["return 0 or 1 for each label, and remove samples with unknown labels"],
             )
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | SampleColumns]:

@@ -32,7 +32,7 @@ def require_io() -> None:
         builder.load(verbose=False)
     except Exception as error:
         raise StrategyError(
-            f"offload to NVMe needs DeepSpeed's async_io operation, whose build failed: {error}",
+            f"offload to NVMe needs DeepSpeed's async_io operation, but its build failed: {error}",
             hints=[
                 "apt-get install libaio-dev g++ && pip install ninja",
                 'or offload to memory: "cpu" instead of "nvme"',

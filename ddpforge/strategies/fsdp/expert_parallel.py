@@ -114,7 +114,7 @@ def _exchanged(rows: Tensor, group: dist.ProcessGroup, there: list[int], here: l
 
 
 class ExpertReplica(FSDPReplica):
-    """Replica with shards of a model whose experts are spread over ranks."""
+    """Replica with shards of a model with experts that are distributed over ranks."""
 
     def __init__(self, spread: ExpertParallel, *parts: Any) -> None:
         super().__init__(*parts)

@@ -378,7 +378,7 @@ class FSDP(Strategy):
 
 
 def _reject_norms(block: nn.Module) -> None:
-    """Raises StrategyError for a norm whose weights would be rounded."""
+    """Raises StrategyError if the weights of a norm would be rounded."""
     # CPU kernels need weights in the dtype of the normalised input; GPU kernels do not.
     from torch import nn
 

@@ -116,7 +116,7 @@ class TensorParallelOptions:
         mesh: DeviceMesh | None,
         world: World,
     ) -> TensorParallel | None:
-        """Makes layers compute shares among `ranks`; `TensorParallel.cut` cuts weights later. `mesh` has the same ranks."""
+        """Makes layers compute shares among `ranks`, the ranks of `mesh`; `TensorParallel.cut` cuts weights later."""
         if self.tensor == 1:
             return None
         from ddpforge.strategies.tensor.tensor_parallel import TensorParallel

@@ -59,7 +59,7 @@ def resolve(
 ) -> ShardingPlan:
     """Returns the plan for `ranks` ranks that share the layers of `model`: the recipe's plan `given`, or the model's.
 
-    A module gets the first style in the plan whose pattern matches its name.
+    A module gets the first style in the plan with a pattern that matches its name.
 
     Raises:
         UsageError: There is no plan, a size is not divisible, or the recipe's plan has an error: it names a missing
@@ -170,7 +170,8 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
             "rowwise": "a torch.nn.Linear with torch's own forward",
             "embedding_rowwise": "a torch.nn.Embedding with torch's own forward, without max_norm and"
             " scale_grad_by_freq",
-            "colwise_gather_output": "a torch.nn.Linear, or a module without parameters that receives weights in forward",
+            "colwise_gather_output": "a torch.nn.Linear, or a module without parameters that receives"
+            " weights in forward",
         }[style.word]
         raise StrategyError(
             f'`{name}` ({type(module).__name__}) cannot be cut as "{style.word}", which needs {needs}',
@@ -219,7 +220,7 @@ def _check_tied(model: nn.Module, styles: Mapping[str, Style], where: str) -> No
             raise StrategyError(
                 f'{where} has "colwise_gather_output" for `{name}`, which has no weights, and "embedding_rowwise" for '
                 f"{len(cut)} embeddings",
-                hints=['give "embedding_rowwise" to the one embedding whose weights it uses'],
+                hints=['give "embedding_rowwise" only to the embedding that provides the weights of that layer'],
             )
 
 

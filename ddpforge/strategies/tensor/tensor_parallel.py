@@ -67,7 +67,7 @@ class TensorParallel:
                 self._done.add(name)
 
     def _summed(self, model: nn.Module) -> set[str]:
-        """Returns the names of whole parameters whose gradient must be summed over ranks."""
+        """Returns the names of whole parameters with partial gradients, which must be summed over ranks."""
         found = set()
         for owner, style in self.plan.styles.items():
             shares = style.word == "replicated_with_grad_allreduce" or (
@@ -208,7 +208,7 @@ class TensorParallelGradients:
     Args:
         ranks: The ranks that share layers.
         cut: Parameters that are split over ranks.
-        summed: Parameters whose gradients must be summed over `ranks`; all others have whole gradients on every rank.
+        summed: Parameters with partial gradients, to be summed over `ranks`; others have whole gradients on every rank.
     """
 
     def __init__(self, ranks: CollectiveRanks, *, cut: Collection[str], summed: Collection[str]) -> None:

@@ -99,7 +99,7 @@ def strict(case: Case, worlds: MultiRankRuns) -> None:
     loose = [name for name in typed if _takes(model, {**options, name: _STRANGE})]
     if loose:
         raise Breach(
-            "options whose types are checked",
+            "options with checked types",
             f"{_names(loose)} accepted {json.dumps(_STRANGE)}",
             hints=["annotate each parameter with the type of its values in a recipe, such as `int` or `Literal[…]`"],
         )

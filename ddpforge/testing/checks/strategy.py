@@ -112,7 +112,7 @@ def _method(case: Case, name: str) -> str:
 
 @dataclass(frozen=True)
 class _TrialRun:
-    """Run whose results are kept in `MultiRankRuns.memory` for other checks."""
+    """Run that keeps its results in `MultiRankRuns.memory` for other checks."""
 
     case: Case
     name: str

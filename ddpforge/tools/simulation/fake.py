@@ -237,8 +237,8 @@ def _many_shards() -> Iterator[None]:
 def _posted(post: Post) -> Iterator[None]:
     """Passes the shapes of sent tensors between pipeline stages that are simulated one after another.
 
-    A stage whose sender is not simulated yet receives the shapes that were sent last. This happens if two parts of the
-    model are on this rank, and the part between them is not.
+    If the sender of a stage is not simulated yet, the stage receives the shapes that were sent last. This happens if
+    two parts of the model are on this rank, and the part between them is not.
     """
 
     if not hasattr(PipelineStage, "_send_meta"):  # an older torch, which the strategy refuses

@@ -97,7 +97,7 @@ class FakeOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoKey(Exception):
-    """Raised for an argument whose form does not determine the result."""
+    """Raised if the form of an argument does not determine the result."""
 
 
 def _key(one: Any) -> Hashable:

@@ -90,7 +90,7 @@ def simulate(
         post: shapes that pipeline stages have sent in earlier simulations, see `fakes`.
 
     Raises RecipeError if the recipe cannot train, `NotSimulatable` for a feature that needs real ranks, and torch's
-    error for an operation whose shapes depend on values.
+    error if the shapes of an operation depend on values.
     """
     with fake_world(ranks, rank) as everyone:
         world = parts.strategy.setup(parts.recipe.train, everyone)
@@ -339,7 +339,7 @@ class _Rank:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Tracks the modules whose forward pass is running."""
+        """Tracks the modules with a running forward pass."""
         names = {id(module): name for name, module in self._model.named_modules()}
 
         def enter(module: nn.Module, _: Any) -> None:

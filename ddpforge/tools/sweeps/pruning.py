@@ -51,7 +51,7 @@ logger = logging.getLogger("ddpforge")
 
 
 class OptunaPruning(Callback):
-    """Reports `metric` after every evaluation to an Optuna study, whose pruner may end the run.
+    """Reports `metric` after every evaluation to an Optuna study. The study's pruner may end the run.
 
     Rank 0 reads and writes the study's journal, and broadcasts the decision.
     """
