@@ -1,6 +1,7 @@
 """Checks the English of docstrings, comments and messages against the rules in CONTRIBUTING.md.
 
-`python docs/plain_english.py [PATH …]` prints one line per sentence that breaks a rule, and exits with 1 if there is one.
+`python docs/plain_english.py [PATH …]` prints one line per sentence that breaks a rule, and exits with 1 if there is
+one.
 """
 
 import ast
@@ -35,7 +36,7 @@ EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
 
 
 def sentences(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yields line, text, and if it is the docstring of a function, for each docstring, message and comment of a file."""
+    """Yields line, text, and True for a function's docstring, for each docstring, message and comment of a file."""
     source = path.read_text()
     tree = ast.parse(source)
     of_functions = set()

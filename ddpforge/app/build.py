@@ -344,7 +344,7 @@ def short_steps(built: Built) -> str:
 
 
 def describe_shares(built: Built) -> list[str]:
-    """Describes which parameters each turn or parameter group trains; empty if the recipe has neither."""
+    """Describes which parameters each update or parameter group trains; empty if the recipe has neither."""
     if not (built.updates or built.recipe.optimizer.groups):
         return []
     return shares(built.recipe.optimizer, built.model, list(built.updates))

@@ -92,7 +92,7 @@ def _named(
 
 
 def _turns(task: Task, given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Returns the recipe's turns in the task's order; empty if they differ from the task's, which preflight reports."""
+    """Returns the recipe's updates in the task's order; empty if they are not the task's, which preflight reports."""
     found: dict[str, Any] = {}
     with problems.at("task"):
         names = update_names(task)

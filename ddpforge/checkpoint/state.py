@@ -59,10 +59,10 @@ class CheckpointMetadata:
 class RankState:
     """One rank's contribution to a checkpoint, under the names of `CanonicalState`.
 
-    A `Part`, or several parts of one tensor, are the elements that this rank holds. The parts of all ranks must make
-    up the whole tensor. A plain tensor must be identical on every rank. Ranks that hold the same elements (`replicas`)
-    divide the writing; all replicas must have the same names. A number must be equal on all ranks that have it. A rank
-    may lack names that other ranks have.
+    A `TensorShard`, or several parts of one tensor, are the elements that this rank holds. The parts of all ranks must
+    make up the whole tensor. A plain tensor must be identical on every rank. Ranks that hold the same elements
+    (`replicas`) divide the writing; all replicas must have the same names. A number must be equal on all ranks that
+    have it. A rank may lack names that other ranks have.
     """
 
     model: Mapping[str, Tensor | Parts]

@@ -275,7 +275,7 @@ def _installed(path: tuple[str, ...], disabled: str) -> Registry:
 def _importing(
     location: str, file: Path | None, base: Path | None, broken: Callable[..., BrokenComponent]
 ) -> Iterator[None]:
-    """Turns any exception of a plugin's code during import into a BrokenComponent with its file and line.
+    """Converts any exception of a plugin's code during import into a BrokenComponent with its file and line.
 
     `base` is the folder of the recipe if the recipe names the location itself.
     """

@@ -160,8 +160,8 @@ class _Cursor:
     def sample(self, part: int, place: int, epoch: int) -> _Read:
         """Returns the sample at a place of a part.
 
-        Continues from the read position, and skips samples by reading them unless the data `jumps`. Otherwise opens the
-        part anew.
+        Continues from the read position, and skips samples by reading them unless the data is `seekable`. Otherwise
+        opens the part anew.
         """
         gap = place - self._place
         if part != self._part or gap < 0 or (gap > 0 and self._data.seekable):
@@ -173,17 +173,17 @@ class _Cursor:
             self._reject_more(part, place)
             return part, place, sample
         raise PluginError(
-            f"part {part} of {type(self._data).__name__} ended before its sample {place}, but according to `parts` it "
-            f"has {self._data.shard_sizes[part]}",
-            hints=["`parts` must hold the number of samples that `open` yields for each part"],
+            f"part {part} of {type(self._data).__name__} ended before its sample {place}, but by `shard_sizes` "
+            f"it has {self._data.shard_sizes[part]}",
+            hints=["`shard_sizes` must hold the number of samples that `iter_shard` yields for each part"],
         )
 
     def _reject_more(self, part: int, place: int) -> None:
-        """Raises PluginError if a part has more samples than in `parts`: they would never be used."""
+        """Raises PluginError if a part has more samples than in `shard_sizes`: they would never be used."""
         if place + 1 == self._data.shard_sizes[part] and any(True for _ in self._samples):
             raise PluginError(
-                f"part {part} of {type(self._data).__name__} has more samples than in `parts`, which is {place + 1}",
-                hints=["`parts` must hold the number of samples that `open` yields for each part"],
+                f"part {part} of {type(self._data).__name__} has more samples than `shard_sizes`: {place + 1}",
+                hints=["`shard_sizes` must hold the number of samples that `iter_shard` yields for each part"],
             )
 
 

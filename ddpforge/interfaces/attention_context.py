@@ -15,8 +15,8 @@ class AttentionContext:
     """All positions of every sequence, on this rank.
 
     A model supports sequences that are split over ranks if every module that computes attention or position numbers
-    has a `context = Context()` and calls its methods. A strategy that splits sequences replaces it by its own object.
-    All other computations of the model must treat each position by itself.
+    has a `context = AttentionContext()` and calls its methods. A strategy that splits sequences replaces it by its own
+    object. All other computations of the model must treat each position by itself.
     """
 
     def length(self, tokens: int) -> int:

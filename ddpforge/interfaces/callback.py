@@ -139,7 +139,8 @@ class Callback:
     def state(self) -> Mapping[str, Tensor | TensorShard | int | float | str | bool | None]:
         """Returns the state that a checkpoint must contain, so that a resumed run continues exactly.
 
-        Return a tensor if it is the same on every rank, and a `Part` for this rank's own part. Must not communicate.
+        Return a tensor if it is the same on every rank, and a `TensorShard` for this rank's own part. Must not
+        communicate.
         """
         return {}
 

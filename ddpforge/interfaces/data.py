@@ -50,9 +50,9 @@ class ShardedDataset(ABC):
     """Iterable dataset in parts of known length (files, shards, row groups), readable from any sample on.
 
     Each rank and loader process reads only the samples that it keeps. A resume opens the parts at the position of the
-    run. The samples of a step are computed from `parts`, and do not depend on the number of ranks or loader processes.
-    Optional, as for any data: `collate(samples)`, `random = False`, `classes` and the like. `open` must not use random
-    numbers; `prepare` and `collate` may.
+    run. The samples of a step are computed from `shard_sizes`, and do not depend on the number of ranks or loader
+    processes. Optional, as for any data: `collate(samples)`, `random = False`, `classes` and the like. `iter_shard`
+    must not use random numbers; `prepare` and `collate` may.
     """
 
     shard_sizes: Sequence[int]

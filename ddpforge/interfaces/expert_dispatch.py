@@ -14,9 +14,9 @@ __all__ = ["ExpertDispatch"]
 class ExpertDispatch:
     """All experts of a layer, on this rank.
 
-    A model supports expert parallelism if the module with the experts' weights has an `experts = Experts()` and calls
-    `compute` on it. Row i of every parameter of that module belongs to expert i. A strategy that distributes experts
-    replaces this object by its own, and keeps only some of the rows on each rank.
+    A model supports expert parallelism if the module with the experts' weights has an `experts = ExpertDispatch()` and
+    calls `compute` on it. Row i of every parameter of that module belongs to expert i. A strategy that distributes
+    experts replaces this object by its own, and keeps only some of the rows on each rank.
     """
 
     def compute(self, slots: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:

@@ -75,7 +75,7 @@ class CanonicalState(Generic[X]):
     """State dict of a model and its optimizer by parameter name, independent of the strategy that trained them.
 
     Names are those of the bare model (no wrapper prefixes). Readers ignore unknown keys. When saving, values are whole
-    tensors (identical on every rank) or `Part`s. When loading, they are `SavedTensor`s.
+    tensors (identical on every rank) or `TensorShard`s. When loading, they are `SavedTensor`s.
 
     Attributes:
         model: Parameters and buffers. A tied parameter appears once, under the first of its names.
@@ -103,7 +103,7 @@ class Weights(ABC):
     def shards(self) -> Mapping[str, TensorShard]:
         """Returns this rank's parts of the trained weights, without a copy and without gradients.
 
-        Writing into them changes the weights; call `changed` afterwards.
+        Writing into them changes the weights; call `mark_changed` afterwards.
         """
 
     @abstractmethod

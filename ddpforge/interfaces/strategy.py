@@ -224,7 +224,7 @@ def _nobody_reads(norm: Tensor) -> None:
 class Replica(ABC):
     """Model and optimizer of one rank, distributed over ranks by the strategy.
 
-    By default `passes` runs the micro-batches one after the other, each forward and backward.
+    By default `run_microbatches` runs the micro-batches one after the other, each forward and backward.
     """
 
     module: nn.Module  # called in forward passes

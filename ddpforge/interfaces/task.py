@@ -23,10 +23,10 @@ __all__ = ["Task"]
 class Task(ABC):
     """Base class of tasks: the loss of a batch, and the metrics to report.
 
-    A task with `turns`, e.g. ("discriminator", "generator"), makes alternating updates: several updates per step, one
+    A task with `updates`, e.g. ("discriminator", "generator"), makes alternating updates: several updates per step, one
     after the other, each of its own part of the parameters (`[optimizer.updates.NAME]`). Its loss receives the name of
-    the update: `loss(model, batch, turn)`. The metrics of an update end with its name, as "loss/generator"; the metric
-    "loss" is the sum of the losses of all updates.
+    the update: `loss(model, batch, update)`. The metrics of an update end with its name, as "loss/generator"; the
+    metric "loss" is the sum of the losses of all updates.
     """
 
     updates: Sequence[str] = ()
@@ -44,7 +44,7 @@ class Task(ABC):
     whole_batch: bool = False
     """Set to True if the loss compares the samples of a step with each other, as InfoNCE does. Each rank then computes
     its samples of the step in one forward pass; settings that would split them further are refused before training.
-    `world.data.gather` (see `start`) returns the results of all data-parallel ranks.
+    `world.dp_ranks.all_gather` (see `start`) returns the results of all data-parallel ranks.
     """
 
     by_position: bool = False
@@ -59,9 +59,9 @@ class Task(ABC):
     """
 
     loss_in_model: bool = False
-    """Set to True if the loss is computed within the model's forward pass: `model(inputs, score=function)` returns
-    `function(hidden, weight)` for the hidden states and the weights of the output layer. The model must have
-    `takes_score = True`. Strategies that split forward passes or shard the output layer refuse such a task.
+    """Set to True if the loss is computed within the model's forward pass: `model(inputs, loss_function=f)` returns
+    `f(hidden, weight)` for the hidden states and the weights of the output layer. The model must have
+    `takes_loss_function = True`. Strategies that split forward passes or shard the output layer refuse such a task.
     """
 
     compiles: Sequence[str] = ()
@@ -75,7 +75,7 @@ class Task(ABC):
     """
 
     rng: SampleRNG = SampleRNG()
-    """RNG for the samples of a batch, for use in `loss`: `self.draws.randn(len(images), 32, device=…)`."""
+    """RNG for the samples of a batch, for use in `loss`: `self.rng.randn(len(images), 32, device=…)`."""
 
     def start(self, model: nn.Module, world: World) -> None:
         """Prepares the task; called on every rank before the first step or evaluation, with the bare model.

@@ -137,7 +137,7 @@ def check_layers(built: Built) -> None:
 
 
 def check_parameter_groups(built: Built) -> None:
-    """Raises UsageError for globs of the optimizer that match no parameter, and for parameters in several turns."""
+    """Raises UsageError for globs of the optimizer that match no parameter, and for parameters in several updates."""
     with recipe_faults():
         if built.trains:
             optimizer, blocks = built.recipe.optimizer, built.recipe.train.blocks

@@ -283,7 +283,7 @@ def evaluate(
     beside: Sequence[nn.Module] = (),
     halves: Callable[[], Halves] | None = None,
 ) -> FirstSamples:
-    """Runs one forward pass, or one of each turn, in a copy of model, task and auxiliary modules.
+    """Runs one forward pass, or one of each update, in a copy of model, task and auxiliary modules.
 
     Args:
         use: "training" or "evaluation"; a training loss must be a sum, not a mean.

@@ -87,7 +87,7 @@ def check_device(chosen: Chosen) -> Errors:
 
 
 def check_compile(chosen: Chosen) -> Errors:
-    """Yields errors for CUDA graphs if gradients accumulate over passes, or if turns train different parameters."""
+    """Yields errors for CUDA graphs if gradients accumulate over passes, or if updates train different parameters."""
     train = chosen.recipe.train
     if not train.uses_cuda_graphs or device_of(chosen) != "cuda":
         return
@@ -104,7 +104,7 @@ def check_compile(chosen: Chosen) -> Errors:
         )
     if chosen.trains and chosen.recipe.optimizer.updates:
         yield UsageError(
-            f'train.compile = "{train.compile}" replays CUDA graphs, but each turn trains other parameters',
+            f'train.compile = "{train.compile}" replays CUDA graphs, but each update trains other parameters',
             hints=['set train.compile = "default"'],
             key="train.compile",
         )
@@ -210,7 +210,7 @@ def _small(key: str, component: Component, registry: Registry) -> Optimizer:
 
 
 def check_optimizers(chosen: Chosen) -> Errors:
-    """Yields errors for several optimizers, or turns, under a strategy that supports one optimizer."""
+    """Yields errors for several optimizers, or updates, under a strategy that supports one optimizer."""
     recipe = chosen.recipe
     if not chosen.trains or contract_of(chosen.strategy).optimizers != "one":
         return
@@ -230,17 +230,17 @@ def check_optimizers(chosen: Chosen) -> Errors:
 
 
 def check_turns(chosen: Chosen) -> Errors:
-    """Yields errors for turns of the recipe that the task does not have, and turns of the task without a table."""
+    """Yields errors for updates of the recipe that the task does not have, and updates of the task without a table."""
     turns, given = update_names(chosen.task), chosen.recipe.optimizer.updates
     if turns and not accepts_update(chosen.task):
         raise PluginError(
-            f"{component_name(chosen.task)} has the turns {', '.join(turns)}, but its `loss` does not take the turn",
-            hints=['def loss(self, model, batch, turn: str = "")'],
+            f"{component_name(chosen.task)} has the updates {', '.join(turns)}, but its `loss` takes no update",
+            hints=['def loss(self, model, batch, update: str = "")'],
         )
     there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: remove [optimizer.updates]"]
     for name in given.keys() - set(turns):
         yield UsageError(
-            f"the task `{chosen.recipe.task.use}` has no turn `{name}`",
+            f"the task `{chosen.recipe.task.use}` has no update `{name}`",
             hints=[*did_you_mean(name, turns), *there],
             key=f"optimizer.updates.{name}",
         )
@@ -343,7 +343,7 @@ def check_callbacks(chosen: Chosen) -> Errors:
 
 # ---------------------------------------------------------------------------------------------- [strategy]
 def check_strategy(chosen: Chosen) -> Errors:
-    """Yields the strategy's `refusals` of the recipe as errors."""
+    """Yields the strategy's `unsupported` settings of the recipe as errors."""
 
     def refusals(device: str) -> list[Unsupported]:
         return list(chosen.strategy.unsupported(chosen.recipe.train, chosen.ranks, device))

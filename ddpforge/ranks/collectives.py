@@ -51,7 +51,7 @@ class CollectiveRanks(Ranks):
         return gathered, sum(counts[: self.rank])
 
     def all_gather_equal_autograd(self, rows: Tensor) -> Tensor:
-        """Gathers rows of equal number on all ranks, without counting; gradients flow back as from `gather`."""
+        """Gathers rows of equal number on all ranks, without counting; gradients flow back as from `all_gather`."""
         gathered: Tensor = _Gather.apply(rows, self, [len(rows)] * self.size)
         return gathered
 

@@ -37,7 +37,7 @@ _follower: Callable[[int], None] | None = None
 
 
 class Heartbeat(NamedTuple):
-    """Progress of a rank. `marks` counts its heartbeats; all ranks make the same marks in the same order."""
+    """Progress of a rank. `beats` counts its heartbeats; all ranks make the same marks in the same order."""
 
     phase: int
     step: int

@@ -121,7 +121,7 @@ def limit_waiting(groups: Iterable[dist.ProcessGroup], train: TrainSection) -> N
 
 @contextmanager
 def _ports_named() -> Iterator[None]:
-    """Replaces torch's error by an SetupError if ranks of several nodes cannot reach each other."""
+    """Replaces torch's error by a SetupError if ranks of several nodes cannot reach each other."""
     try:
         yield
     except RuntimeError as error:

@@ -122,7 +122,7 @@ def _options(kind: str, name: str, registry: Registry) -> Schema:
 
 
 def _variations(kind: str) -> Schema:
-    """Returns the schemas of variation tables (groups, turns). Their options depend on the table around them."""
+    """Returns the schemas of variation tables (groups, updates). Their options depend on the table around them."""
     found: Schema = {}
     for path, model in VARIATIONS.items():
         properties = _schema(model, "")["properties"] | {"schedule": {"$ref": "#/$defs/schedule"}}

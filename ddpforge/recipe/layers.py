@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.recipe.report import KeyPath
-from ddpforge.recipe.schema import Component, GroupComponent, TurnComponent
+from ddpforge.recipe.schema import Component, GroupComponent, UpdateComponent
 from ddpforge.recipe.toml import Origin, Source, Table, Value
 
 SLOTS: dict[KeyPath, str] = {path: kind for kind, spec in KINDS.items() for path in spec.tables}
@@ -21,7 +21,7 @@ SETS = ("data", "eval")
 
 VARIATIONS: dict[tuple[str, ...], type[Component]] = {
     ("optimizer", "groups"): GroupComponent,
-    ("optimizer", "updates"): TurnComponent,
+    ("optimizer", "updates"): UpdateComponent,
 }
 """Tables with inner tables that vary the table around them and inherit its keys; with their schemas."""
 

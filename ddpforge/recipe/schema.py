@@ -154,13 +154,13 @@ _Globs = tuple[Annotated[str, Field(min_length=1)], ...]
 _ClipNorm = Annotated[float | None, Field(ge=1e-9, le=1e6)]
 
 
-class TurnComponent(Component):
+class UpdateComponent(Component):
     """One of several alternating updates, of a part of the parameters; [optimizer] is the default for missing keys."""
 
     use: Annotated[str, Resume.FIXED]
     parameters: Annotated[_Globs, Resume.FIXED] = Field(
         default=(),
-        description='Parameters that it trains, as for a group; absent: "NAME.*", with the name of the turn.',
+        description='Parameters that it trains, as for a group; absent: "NAME.*", with the name of the update.',
     )
     n_updates: Annotated[int, Resume.FIXED] = Field(
         default=1, ge=1, le=10_000, description="Updates in every step, one after another."
@@ -173,7 +173,7 @@ class TurnComponent(Component):
         default=None, description="Largest norm of these parameters' gradient; absent: train.clip_norm."
     )
     schedule: Annotated[Component | None, Resume.TUNABLE] = Field(
-        default=None, description="A schedule for this turn only, as a table; absent: [schedule]."
+        default=None, description="A schedule for this update only, as a table; absent: [schedule]."
     )
 
 
@@ -206,8 +206,8 @@ class OptimizerComponent(Component):
     groups: Annotated[dict[str, GroupComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each group of parameters with its own settings, see below."
     )
-    updates: Annotated[dict[str, TurnComponent], Resume.TUNABLE] = Field(
-        default={}, description="A table for each turn (alternating update) of the task, see below."
+    updates: Annotated[dict[str, UpdateComponent], Resume.TUNABLE] = Field(
+        default={}, description="A table for each update (alternating update) of the task, see below."
     )
 
 

@@ -265,7 +265,7 @@ class Mirror(Tracker):
 
     @contextmanager
     def _reaching(self, how: str) -> Iterator[None]:
-        """Turns any exception of a file system into an SetupError."""
+        """Converts any exception of a file system into a SetupError."""
         try:
             yield
         except ForgeError:

@@ -139,7 +139,7 @@ class DDP(Strategy):
     def _wrapped(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Wrapped:
         """Wraps the model in DistributedDataParallel for the parameters in `groups`.
 
-        Each turn has a wrapper with its own buckets, which neither waits for nor sends other turns' gradients.
+        Each update has a wrapper with its own buckets, which neither waits for nor sends other updates' gradients.
         """
         from ddpforge.strategies.comm_hooks import PowerSGD
         from ddpforge.strategies.ddp_replica import Wrapped

@@ -73,7 +73,7 @@ class Wrapped(NamedTuple):
 
 
 class DDPReplica(WholeReplica):
-    """Model in one DistributedDataParallel, or in one per turn; it averages gradients during backward."""
+    """Model in one DistributedDataParallel, or in one per update; it averages gradients during backward."""
 
     def __init__(self, *parts: Any, wrapped: Mapping[str, Wrapped], **options: Any) -> None:
         self._wrapped, self._now = wrapped, next(iter(wrapped.values()))
@@ -84,7 +84,7 @@ class DDPReplica(WholeReplica):
 
     @contextmanager
     def select_update(self, name: str) -> Iterator[None]:
-        """Also runs forward passes through the DistributedDataParallel of the turn."""
+        """Also runs forward passes through the DistributedDataParallel of the update."""
         before = self._now
         self._now = self._wrapped[name]
         self.module = self._now.module

@@ -187,8 +187,8 @@ class ParameterGuard:
                 f"a callback writes into parameter `{name}` of the model, but the optimizer or other ranks hold its "
                 "values elsewhere: the change would be lost",
                 hints=[
-                    "write into `weights.shards()` or `weights.frozen()`, then call `weights.changed()`; `on_start` "
-                    "receives `weights`"
+                    "write into `weights.shards()` or `weights.frozen()`, then call `weights.mark_changed()`; "
+                    "`on_start` receives `weights`"
                 ],
             )
 

@@ -76,7 +76,7 @@ class TorchReplica(Replica):
                 bare,
                 self.world.global_ranks,
                 may_be_unused=may_be_unused,
-                hints=[f"or give it to another turn: optimizer.updates.{name}.parameters", *unused_hints],
+                hints=[f"or give it to another update: optimizer.updates.{name}.parameters", *unused_hints],
                 some=[parameter for group in part.param_groups for parameter in group["params"]],
             )
             for name, part in (optimizer.parts.items() if isinstance(optimizer, AlternatingOptimizer) else ())
@@ -98,7 +98,7 @@ class TorchReplica(Replica):
     # -- one step
     @contextmanager
     def select_update(self, name: str) -> Iterator[None]:
-        """Freezes other turns' parameters within the block; uses this turn's optimizer, gradients and clip norm."""
+        """Freezes other updates' parameters within the block; uses this update's optimizer, gradients and clip norm."""
         whole, everything = cast(AlternatingOptimizer, self.optimizer), self.gradients
         own = self._turns[name]
         others = [parameter for parameter in own.frozen if parameter.requires_grad]
@@ -164,7 +164,7 @@ class TorchReplica(Replica):
         return norm
 
     def perturb(self, optimizer: MultiPassOptimizer) -> Tensor:
-        """Unscales, measures the norm, calls `optimizer.explore` with it if it is finite, and clears."""
+        """Unscales, measures the norm, calls `optimizer.perturb` with it if it is finite, and clears."""
         self.precision.unscale(cast(Optimizer, optimizer))
         norm = self.norm(self.gradients.collect())
         self.precision.leave()

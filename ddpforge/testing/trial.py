@@ -46,7 +46,7 @@ class ComponentTrial:
 
     @property
     def task(self) -> Task:
-        """Returns the task, in the view of its first turn."""
+        """Returns the task, in the view of its first update."""
         return self.turns[0]
 
 

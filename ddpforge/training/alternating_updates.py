@@ -1,4 +1,4 @@
-"""Alternating updates (turns): a task for each of its turns, and the order of the updates in a step."""
+"""Alternating updates: a task for each of its updates, and the order of the updates in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from ddpforge.components.local_code import PREFIX
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import AlternatesUpdates, Metric, Replica, Task, Total
-from ddpforge.recipe.schema import TurnComponent
+from ddpforge.recipe.schema import UpdateComponent
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,18 +39,18 @@ __all__ = [
 
 # ---------------------------------------------------------------------------------------------- the task
 def update_names(task: Task) -> tuple[str, ...]:
-    """Returns the turns that a task declares; raises PluginError for invalid names."""
+    """Returns the updates that a task declares; raises PluginError for invalid names."""
     turns: Any = task.updates
     if isinstance(turns, str) or not all(isinstance(turn, str) and re.fullmatch(r"[\w-]+", turn) for turn in turns):
         raise PluginError(
-            f"{type(task).__name__}.turns is {turns!r}, but must be names of letters, digits, `_` and `-`",
-            hints=['e.g. turns = ("discriminator", "generator")'],
+            f"{type(task).__name__}.updates is {turns!r}, but must be names of letters, digits, `_` and `-`",
+            hints=['e.g. updates = ("discriminator", "generator")'],
         )
     return tuple(turns)
 
 
 def accepts_update(task: Task) -> bool:
-    """True if the loss of a task takes the turn as its third argument."""
+    """True if the loss of a task takes the update as its third argument."""
     try:
         inspect.signature(task.loss).bind(None, None, "")
     except TypeError:
@@ -59,12 +59,12 @@ def accepts_update(task: Task) -> bool:
 
 
 def tasks_by_update(task: Task) -> dict[str, Task]:
-    """Returns the task for each of its turns, by turn; without turns, the task itself as ""."""
+    """Returns the task for each of its updates, by update; without updates, the task itself as ""."""
     return {turn: cast(Task, UpdateTask(task, turn)) for turn in update_names(task)} or {"": task}
 
 
 class UpdateTask:
-    """Task with the loss of one turn; everything else is from `task`."""
+    """Task with the loss of one update; everything else is from `task`."""
 
     def __init__(self, task: Task, turn: str) -> None:
         self.task, self.turn = task, turn
@@ -75,13 +75,13 @@ class UpdateTask:
         return getattr(self.task, name)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Returns the loss of the turn, and its outputs."""
+        """Returns the loss of the update, and its outputs."""
         told: Any = self.task.loss
         pair: tuple[Tensor, Any] = told(model, batch, self.turn)
         return pair
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Finishes the turn's metrics by the task's `finish`, which gets them with the turn appended to their names."""
+        """Calls the task's `finish` with the update's metrics, which have the update appended to their names."""
         return self.task.finish({metric_name(name, self.turn): value for name, value in metrics.items()})
 
 
@@ -94,7 +94,7 @@ def component_name(part: object) -> str:
 
 
 def reported_metrics(task: Task) -> Mapping[str, Metric]:
-    """Returns a task's metrics by the names that all of its turns report."""
+    """Returns a task's metrics by the names that all of its updates report."""
     turns = update_names(task)
     return {metric_name(name, turn): metric for turn in turns for name, metric in task.reports.items()} or task.reports
 
@@ -105,13 +105,13 @@ def finish_metrics(task: Task, means: Mapping[str, float]) -> dict[str, float]:
 
 
 def with_summed_loss(task: Task, means: Mapping[str, float]) -> dict[str, float]:
-    """Returns the means with `loss`, the sum of the losses of all turns, if there are turns."""
+    """Returns the means with `loss`, the sum of the losses of all updates, if there are updates."""
     losses = [means[name] for turn in task.updates if (name := metric_name("loss", turn)) in means]
     return {"loss": sum(losses), **means} if losses else dict(means)
 
 
 def metric_name(name: str, turn: str) -> str:
-    """Returns the name under which a turn reports a metric."""
+    """Returns the name under which an update reports a metric."""
     return f"{name}/{turn}" if turn else name
 
 
@@ -132,20 +132,20 @@ class Update:
     shared: bool  # whether the next update uses the same batch
 
 
-def update_schedule(turns: Mapping[str, TurnComponent]) -> list[Update]:
-    """Returns the updates of a step, in their order; without turns there is one."""
+def update_schedule(turns: Mapping[str, UpdateComponent]) -> list[Update]:
+    """Returns the updates of a step, in their order; without updates there is one."""
     fresh = [(name, turn.new_batch) for name, turn in turns.items() for _ in range(turn.n_updates)] or [("", True)]
     draws = [True, *(own for _, own in fresh[1:]), True]
     return [Update(name, draws[n], shared=not draws[n + 1]) for n, (name, _) in enumerate(fresh)]
 
 
-def batches_per_step(turns: Mapping[str, TurnComponent]) -> int:
+def batches_per_step(turns: Mapping[str, UpdateComponent]) -> int:
     """Returns the number of global batches that a step takes."""
     return sum(update.new_batch for update in update_schedule(turns))
 
 
 def step_function(
-    replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, TurnComponent]
+    replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, UpdateComponent]
 ) -> Callable[..., tuple[dict[str, Total], Tensor]]:
     """Returns the function that takes a step on `draws`: one update, or the updates of all `turns`."""
     if turns:
@@ -160,7 +160,9 @@ class AlternatingUpdates:
     Updates are independent: if the gradient of an update is not finite, only this update is skipped.
     """
 
-    def __init__(self, replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, TurnComponent]) -> None:
+    def __init__(
+        self, replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, UpdateComponent]
+    ) -> None:
         self._steps, self.updates = steps, update_schedule(turns)
         self._replica = cast(AlternatesUpdates, replica)
         if not isinstance(replica, AlternatesUpdates):
@@ -193,7 +195,7 @@ class AlternatingUpdates:
 
 
 def _root_mean_square(norms: Sequence[Tensor]) -> Tensor:
-    """Returns the root mean square of the norms of a turn's updates in one step."""
+    """Returns the root mean square of the norms of an update's updates in one step."""
     if len(norms) == 1:
         return norms[0].double()
     import torch

@@ -168,7 +168,9 @@ class PlacedAuxiliary(Callback):
         except ValueError as error:
             raise StrategyError(
                 f"`{self.name}` cannot follow the model: this strategy shards the two in different ways: {error}",
-                hints=["the strategy's `beside` must shard a module in the same way as `wrap` shards the model"],
+                hints=[
+                    "the strategy's `place_auxiliary` must shard a module in the same way as `wrap` shards the model"
+                ],
             ) from error
         mine = [part.tensor.view(-1) for part in parts.values()]
         if mine:

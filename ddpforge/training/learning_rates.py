@@ -13,7 +13,7 @@ __all__ = ["Rates"]
 
 
 class Rates:
-    """Learning rates of an optimizer's groups at each step; `schedules[""]` is for turns without their own schedule."""
+    """Learning rates of an optimizer's groups at each step; `schedules[""]` is for updates without their own."""
 
     def __init__(self, optimizer: Optimizer, schedules: Mapping[str, Schedule]) -> None:
         self._parts: Mapping[str, Optimizer] = (
@@ -33,7 +33,7 @@ class Rates:
                 group["lr"] = rate * factor
 
     def named(self) -> Mapping[str, float]:
-        """Returns the current rates by name: of turns, and of groups with another rate than the first group.
+        """Returns the current rates by name: of updates, and of groups with another rate than the first group.
 
         With `layer_decay`, the rate of a group is that of its last layer with another rate.
         """

@@ -80,8 +80,9 @@ class Around(Protocol):
 class Trainer:
     """Trainer of one model on one rank, in step with the other ranks.
 
-    A step is one optimizer step, or the alternating updates (turns) of the task; micro-batches are its inner loop.
-    `schedules` has the recipe's schedule as "", and the schedules of turns by name. Every public method is collective.
+    A step is one optimizer step, or the alternating updates of the task; micro-batches are its inner loop.
+    `schedules` has the recipe's schedule as "", and the schedules of updates by name. Every public method is
+    collective.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Trainer:
         self.rows = RowBuilder(world, task, plan, self._rates, len(update_schedule(turns)))
 
     def _stepper_of_turns(self, *, compares: bool, whole: ReferenceCheck | None) -> dict[str, Stepper]:
-        """Returns the stepper of each turn by name; without turns, one stepper as ""."""
+        """Returns the stepper of each update by name; without updates, one stepper as ""."""
         recipe, world, replica, optimizer = self._recipe, self.world, self.replica, self.optimizer
         self._stateful = stateful = modules_with_buffers(replica.unwrapped, self.callbacks.values())
         statistics = BatchNormAverager(stateful) if recipe.train.virtual_ranks else None
@@ -181,7 +182,7 @@ class Trainer:
         }
 
     def _update_functions(self) -> dict[str, StepFunction]:
-        """Returns the function that takes an update step, by turn."""
+        """Returns the function that takes an update step, by update."""
         train = self._recipe.train
         keeps = train.on_nonfinite == "skip" or train.precision == "fp16"
         return {

@@ -1,4 +1,4 @@
-"""Builds the optimizer that a recipe names: one, one for each turn of the task, or several for groups of parameters."""
+"""Builds the optimizer that a recipe names: one, one per update of the task, or several for groups of parameters."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def check_parameters(
 
 def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], turns: Sequence[str]) -> None:
     if turns:
-        raise ValueError("layer_decay does not work with turns; set the `lr` of each of [optimizer.updates]")
+        raise ValueError("layer_decay does not work with updates; set the `lr` of each of [optimizer.updates]")
     if not blocks:
         raise ValueError("layer_decay needs repeated blocks, and the model has none; name classes in train.blocks")
 
 
 def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> list[str]:
-    """Describes each turn or group: its optimizer and the size of its part of `model`; empty if there are none."""
+    """Describes each update or group: its optimizer and the size of its part of `model`; empty if there are none."""
     if turns:
         found: Mapping[str, Sequence[str]] = parameters_by_update(model, _globs(component, turns))
     else:
@@ -142,5 +142,5 @@ def _chosen(component: OptimizerComponent, model: nn.Module) -> Mapping[str, Seq
 
 
 def _globs(component: OptimizerComponent, turns: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """Returns the globs of each turn's parameters."""
+    """Returns the globs of each update's parameters."""
     return {name: component.updates[name].parameters or (f"{name}.*",) for name in turns}

@@ -1,4 +1,4 @@
-"""Chooses the parameters that an optimizer or a turn trains, and those of them without weight decay."""
+"""Chooses the parameters that an optimizer or an update trains, and those of them without weight decay."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
 
 
 def parameters_by_update(model: nn.Module, turns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Returns the names of the trainable parameters of each turn; entries of `turns` are like those of `no_decay`.
+    """Returns the names of the trainable parameters of each update; entries of `turns` are like those of `no_decay`.
 
-    Raises ValueError unless each parameter is in exactly one turn, each turn has one, and each glob matches one.
+    Raises ValueError unless each parameter is in exactly one update, each update has one, and each glob matches one.
     """
     owners = _owners(model, "updates", turns)
     for name, those in owners.items():
         if not those:
-            raise ValueError(f"updates: parameter `{name}` is in no turn; add it to the `parameters` of one turn")
+            raise ValueError(f"updates: parameter `{name}` is in no update; add it to the `parameters` of one update")
     return {turn: [name for name, those in owners.items() if turn in those] for turn in turns}
 
 

@@ -45,7 +45,7 @@ class Predicted:
 
 
 def check_single_update(task: Task) -> None:
-    """Raises UsageError for a task with turns that has no `predict` of its own."""
+    """Raises UsageError for a task with updates that has no `predict` of its own."""
     if task.updates and type(task).predict is Task.predict:
         raise UsageError(
             f"{component_name(task)} makes several updates a step, and has no `predict` of its own",

@@ -10,7 +10,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.interfaces import AuxiliaryModule, BatchSampler, Callback, Schedule, Strategy, Task, Tracker
 from ddpforge.recipe import LoadedRecipe, Recipe
 from ddpforge.recipe.run_plan import BatchPlan, RunPlan
-from ddpforge.recipe.schema import Component, TurnComponent
+from ddpforge.recipe.schema import Component, UpdateComponent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +56,7 @@ class Chosen:
     task: Task
     callbacks: Mapping[str, Callback]
     trackers: Mapping[str, Tracker]
-    updates: Mapping[str, TurnComponent]  # in the order of the task
+    updates: Mapping[str, UpdateComponent]  # in the order of the task
     batch: BatchPlan
     other_layout: str = ""  # why a run is evaluated under another strategy than its own
 
@@ -86,7 +86,7 @@ class Built(Chosen):
     data: Mapping[str, Any]
     order: BatchSampler | None  # of the training data; None for a stream, which has its own
     plan: RunPlan
-    schedules: Mapping[str, Schedule]  # by turn; "" is for turns without their own
+    schedules: Mapping[str, Schedule]  # by update; "" is for updates without their own
     model: nn.Module
     size: ParameterCount
     auxiliary: Mapping[str, AuxiliaryModule]  # the task's auxiliary modules

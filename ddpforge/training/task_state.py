@@ -113,7 +113,8 @@ def check_no_parameters(task: Task, model: nn.Module, beside: Collection[Auxilia
                 hints=[
                     "to train it, make it a parameter of the model, and let forward return it, or a value computed "
                     "with it",
-                    "to keep it fixed: `.requires_grad_(False)`; to move and save a module: return it from `beside`",
+                    "to keep it fixed: `.requires_grad_(False)`",
+                    "to move and save a module: return it in `auxiliary_modules`",
                 ],
             )
 

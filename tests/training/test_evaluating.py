@@ -56,7 +56,7 @@ class Saved:
 
     def __init__(self, parts: Dealt, value: float = 0.0, of: str = "") -> None:
         self.model = {of + name: _Full(torch.full_like(x, value)) for name, x in parts.model.state_dict().items()}
-        self.facts = CheckpointMetadata(
+        self.metadata = CheckpointMetadata(
             step=3, samples=3, strategy="ddp", world_size=1, recipe="", position={}, loop={}
         )
 

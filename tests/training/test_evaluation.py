@@ -181,7 +181,7 @@ def test_the_task_finishes_the_means_of_a_set() -> None:
 
 
 def test_there_is_nothing_to_evaluate_on() -> None:
-    with pytest.raises(UsageError, match=r"the recipe has no \[data.eval\]"):
+    with pytest.raises(UsageError, match=r"the recipe has no evaluation set"):
         evaluator(Plain().holding(Line(), IDLE), sets={}).evaluate(0)
 
 
@@ -273,7 +273,7 @@ def test_the_best_checkpoint_may_be_that_of_one_set() -> None:
     loop.fit()
     metrics, _ = loop.checkpoints.asked_for_best[0]
     assert metrics["eval/many/loss"] == pytest.approx(2.0, rel=0.01)
-    assert {name for name in loop.checkpoints.saved[-1].facts.metrics if name.startswith("eval/")} == {
+    assert {name for name in loop.checkpoints.saved[-1].metadata.metrics if name.startswith("eval/")} == {
         *("eval/few/loss", "eval/few/x", "eval/many/loss", "eval/many/x")
     }
 

@@ -326,7 +326,7 @@ def test_what_has_no_row_is_agreed_on_between_hosts() -> None:
     loop.fit()
     rows = [(name, step) for name, step in said if step in (1, 3, 6, 7)]
     assert {name for name, step in rows if step} == {"reduce_metrics"}
-    assert {name for name, step in said if step in (0, 2, 4, 5)} == {"average"}
+    assert {name for name, step in said if step in (0, 2, 4, 5)} == {"all_reduce_mean"}
 
 
 # ---------------------------------------------------------------------------------------------- the end

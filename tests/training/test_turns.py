@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Task, Total
-from ddpforge.recipe.schema import Component, TurnComponent
+from ddpforge.recipe.schema import Component, UpdateComponent
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer, member_optimizers
 from ddpforge.training.alternating_updates import (
     batches_per_step,
@@ -28,8 +28,8 @@ from ddpforge.training.learning_rates import Rates
 from ddpforge.training.parameter_groups import parameters_by_update
 
 
-def turn(**settings: Any) -> TurnComponent:
-    return TurnComponent.model_validate({"use": "sgd"} | settings)
+def turn(**settings: Any) -> UpdateComponent:
+    return UpdateComponent.model_validate({"use": "sgd"} | settings)
 
 
 class Duel(Task):
@@ -47,7 +47,7 @@ class Noted:
         self.norms, self.now = iter(norms), ""
 
     @contextmanager
-    def turn(self, name: str) -> Iterator[None]:
+    def select_update(self, name: str) -> Iterator[None]:
         self.now = name
         yield
         self.now = "outside"
@@ -66,7 +66,7 @@ def batches(number: int) -> Iterator[tuple[MicroBatch, Iterator[MicroBatch]]]:
         yield two[0], iter(two)
 
 
-def run(turns: dict[str, TurnComponent], norms: Iterable[float] = (3.0, 4.0, 12.0)) -> tuple[Noted, Any]:
+def run(turns: dict[str, UpdateComponent], norms: Iterable[float] = (3.0, 4.0, 12.0)) -> tuple[Noted, Any]:
     noted = Noted(norms)
     functions: Any = dict.fromkeys(turns, noted.train_step)
     step = step_function(noted, functions, turns)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_a_gradient_that_is_not_finite_marks_the_step_and_not_the_other_updates(
         ({"d": turn(n_updates=5, new_batch=True), "g": turn(n_updates=2, new_batch=True)}, 7),
     ],
 )
-def test_a_step_draws_what_its_updates_ask_for(turns: dict[str, TurnComponent], draws: int) -> None:
+def test_a_step_draws_what_its_updates_ask_for(turns: dict[str, UpdateComponent], draws: int) -> None:
     assert batches_per_step(turns) == draws
 
 

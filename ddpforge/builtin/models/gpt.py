@@ -81,20 +81,20 @@ class GPT(nn.Module):
         return Block(*form)
 
     @property
-    def takes_score(self) -> bool:
-        """True if `score` is supported: the output layer is a single product with its weights, without an adapter."""
+    def takes_loss_function(self) -> bool:
+        """True if `loss_function` is supported: the output layer is one product with its weights, without adapter."""
         return self.classes is None and isinstance(self.head, _Tied | _Linear)
 
-    def forward(self, tokens: Tensor, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, loss_function: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Maps [B, T] int64 → [B, T, vocab_size], or [B, classes]; raises ValueError if T exceeds `block_size`.
 
-        With `score` it returns `score(hidden, weight)` instead of logits, for the hidden states [B, T, width] and the
-        weights of the output layer [vocab_size, width].
+        With `loss_function` it returns `loss_function(hidden, weight)` instead of logits, for the hidden states [B, T,
+        width] and the weights of the output layer [vocab_size, width].
         """
         x = self.enter(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.leave(x, score)
+        return self.leave(x, loss_function)
 
     def enter(self, tokens: Tensor) -> Tensor:
         """Maps tokens [B, T] int64 → the input of the first block [B, T, width]."""
@@ -106,15 +106,15 @@ class GPT(nn.Module):
         found: Tensor = self.dropout(x)
         return found
 
-    def leave(self, x: Tensor, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """Maps the output of the last block [B, T, width] → logits, or the result of `score`."""
+    def leave(self, x: Tensor, loss_function: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """Maps the output of the last block [B, T, width] → logits, or the result of `loss_function`."""
         x = self.norm(x)
         if self.classes is not None:
             x = x.mean(dim=1)
         tied = isinstance(self.head, _Tied)
-        if score is not None:
+        if loss_function is not None:
             weight: Any = self.tokens.weight if tied else self.head.weight
-            return score(x, weight)
+            return loss_function(x, weight)
         logits: Tensor = self.head(x, self.tokens.weight) if tied else self.head(x)
         return logits
 

@@ -29,7 +29,7 @@ class MoEGPT(GPT):
     """Model `moe_gpt`; `builders.moe_gpt` documents its options."""
 
     tensor_plan = {}  # noqa: RUF012
-    takes_score = False
+    takes_loss_function = False
 
     def __init__(
         self,

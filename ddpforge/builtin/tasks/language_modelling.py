@@ -26,8 +26,9 @@ class LanguageModelling(Task):
     `perplexity`, the exponential of the loss, and `bits_per_token`, the loss divided by ln 2 (`bits_per_byte` if the
     data has `level = "bytes"`).
 
-    With `loss_chunk` only some of the logits are in memory at a time. The model must have `takes_score = True`; its
-    forward pass calls the loss with the hidden states and the weights of the output layer: `model(tokens, score=…)`.
+    With `loss_chunk` only some of the logits are in memory at a time. The model must have `takes_loss_function = True`;
+    its forward pass calls the loss with the hidden states and the weights of the output layer: `model(tokens,
+    loss_function=…)`.
     """
 
     items = "tokens"
@@ -59,14 +60,14 @@ class LanguageModelling(Task):
         if self.loss_chunk is not None:
             from ddpforge.builtin.tasks.chunked import chunked_cross_entropy  # imports torch
 
-            score = partial(
+            loss_function = partial(
                 chunked_cross_entropy,
                 targets=targets,
                 chunk=self.loss_chunk,
                 ignore_index=self.ignore_index,
                 task="language_modeling",
             )
-            return model(tokens, score=score), None
+            return model(tokens, loss_function=loss_function), None
         logits = one_tensor(model(tokens), "language_modeling")
         return self.cross_entropy(logits, targets), logits
 
@@ -103,12 +104,13 @@ class LanguageModelling(Task):
         return metrics | {"perplexity": perplexity, f"bits_per_{self._unit}": loss / math.log(2)}
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Raises ValueError if the data has more tokens or longer samples than the model, or without `takes_score`."""
-        if self.loss_chunk is not None and not getattr(model, "takes_score", False):
+        """Raises ValueError if the data does not fit the model, or without the model's `takes_loss_function`."""
+        if self.loss_chunk is not None and not getattr(model, "takes_loss_function", False):
             raise ValueError(
                 f"task.loss_chunk = {self.loss_chunk} computes the loss within the model's forward pass, but "
-                f"{type(model).__name__} does not support this: remove loss_chunk, or return score(hidden, weight) "
-                "instead of logits from forward(tokens, score=None) and set takes_score = True in the model"
+                f"{type(model).__name__} does not support this: remove loss_chunk, or return loss_function(hidden, "
+                "weight) instead of logits from forward(tokens, loss_function=None) and set takes_loss_function = True "
+                "in the model"
             )
         for name, noun in (("vocab_size", "different tokens"), ("block_size", "tokens per sample")):
             has, takes = getattr(data, name, None), getattr(model, name, None)

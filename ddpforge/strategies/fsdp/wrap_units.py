@@ -137,7 +137,7 @@ class GradientCoverage:
                 def note(_: Tensor, name: str = name) -> None:
                     self._found.add(name)
 
-                trains = parameter.requires_grad  # False in another turn; a hook needs True
+                trains = parameter.requires_grad  # False in another update; a hook needs True
                 parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(trains)
 

@@ -223,7 +223,7 @@ class TensorParallelGradients:
             for gradient, summed in zip(mine, torch.split(total, [g.numel() for g in mine]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
         new = {name: gradient for name, gradient in gradients.items() if name not in self._compared}
-        if new:  # in the first step, or in the first turn that trains them
+        if new:  # in the first step, or in the first update that trains them
             self._compared |= new.keys()
             self._reject_unlike({name: gradient for name, gradient in new.items() if name not in self._cut})
 

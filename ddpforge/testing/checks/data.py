@@ -172,7 +172,7 @@ def each_sample_once(case: Case, worlds: MultiRankRuns) -> None:
 
 @check("parts", "data")
 def parts(case: Case, worlds: MultiRankRuns) -> None:
-    """Checks that the parts of a ShardedDataset have the lengths in `parts`, and can be opened at any sample."""
+    """Checks that the parts of a ShardedDataset have the lengths in `shard_sizes`, and can be opened at any sample."""
     data = _build(case)
     if not isinstance(data, ShardedDataset):
         return
@@ -181,7 +181,7 @@ def parts(case: Case, worlds: MultiRankRuns) -> None:
         whole = list(map(digest, islice(data.iter_shard(part, epoch=0, skip=0), LOOK + 1)))
         if len(whole) < length or (data.shard_sizes[part] <= LOOK and len(whole) > length):
             raise Breach(
-                f"the {data.shard_sizes[part]} samples that `parts` has for part {part}",
+                f"the {data.shard_sizes[part]} samples that `shard_sizes` has for part {part}",
                 f"`open` yields {len(whole)}",
                 where=source_of(type(data)),
             )

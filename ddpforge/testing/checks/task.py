@@ -89,11 +89,15 @@ def _same_on_two_ranks(case: Case, trial: ComponentTrial) -> None:
     expected, where = "the same on one rank, and summed over two with half of the batch each", _method(case, "loss")
     if not abs(alone - apart) <= 1e-4 * abs(alone) + 1e-6:
         found = f"a loss of {alone:.6g} on one, and of {apart:.6g} on two"
-        hint = "compare with the samples of all ranks (`world.data.gather`), and sum over this rank's own samples"
+        hint = (
+            "compare with the samples of all ranks (`world.dp_ranks.all_gather`), and sum over this rank's own samples"
+        )
         raise Breach(expected, found, where=where, hints=[hint])
     for name, gradient in whole.items():
         if not torch.allclose(gradient, summed[name], rtol=1e-3, atol=1e-5 * float(gradient.abs().max()) + 1e-7):
-            hint = "gradients must flow back to the ranks of the samples: use `world.data.gather`, which does this"
+            hint = (
+                "gradients must flow back to the ranks of the samples: use `world.dp_ranks.all_gather`, which does this"
+            )
             raise Breach(expected, f"another gradient of `{name}` on two", where=where, hints=[hint])
 
 

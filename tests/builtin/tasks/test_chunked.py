@@ -145,7 +145,9 @@ def test_targets_that_are_no_classes_are_named() -> None:
     ids=["linear", "moe", "classes", "lora"],
 )
 def test_a_model_that_does_not_take_the_loss_is_refused(model: Callable[[], nn.Module]) -> None:
-    with pytest.raises(ValueError, match=r"task\.loss_chunk = 4 computes the loss within .* takes_score = True"):
+    with pytest.raises(
+        ValueError, match=r"task\.loss_chunk = 4 computes the loss within .* takes_loss_function = True"
+    ):
         LanguageModelling(loss_chunk=4).check(model(), object())
     LanguageModelling().check(model(), object())
     LanguageModelling(loss_chunk=4).check(lora(base=small(tie_embeddings=False), targets=["qkv"]), object())
