@@ -23,7 +23,7 @@ Save = Callable[[Path, int], object]
 
 
 def save_and_prune(folder: Path, step: int, *, background: bool = False) -> Path:
-    saving = checkpoints(folder, WriterGroup.alone(), background=background, keep={"last": 1})
+    saving = checkpoints(folder, WriterGroup.alone(), async_save=background, keep={"last": 1})
     checkpoint = checkpoint_of(step)
     saving.save(checkpoint, checkpoint.share)
     path = saving.wait()

@@ -50,7 +50,7 @@ def test_a_checkpoint_is_synced_before_its_rename_and_renamed_before_older_ones_
 ) -> None:
     ends = iter(["aaaa", "bbbb"])
     monkeypatch.setattr("secrets.token_hex", lambda count: next(ends))
-    saving = checkpoints(folder, WriterGroup.alone(), background=False, keep={"last": 1})
+    saving = checkpoints(folder, WriterGroup.alone(), async_save=False, keep={"last": 1})
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
     saving.wait()
     calls.clear()

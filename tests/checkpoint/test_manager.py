@@ -179,7 +179,7 @@ def test_each_rank_copies_only_its_share_of_replicated_tensors(folder: Path, wri
 
 
 def test_a_synchronous_save_writes_the_live_tensors_before_it_returns(folder: Path, written: list[Held]) -> None:
-    saving, weight = alone(folder, background=False), torch.ones(4, 5)
+    saving, weight = alone(folder, async_save=False), torch.ones(4, 5)
 
     saving.save(FACTS, RankState.of(CanonicalState({"w": weight}, {})))
 
@@ -194,7 +194,7 @@ def test_a_synchronous_save_writes_the_live_tensors_before_it_returns(folder: Pa
 def test_only_the_full_layout_writes_the_model_as_one_file(folder: Path, background: bool) -> None:
     found = {
         layout: sorted(
-            file.name for file in save(alone(folder, background=background, **settings), checkpoint).iterdir()
+            file.name for file in save(alone(folder, async_save=background, **settings), checkpoint).iterdir()
         )
         for layout, settings, checkpoint in (
             ("full", {"layout": "full"}, checkpoint_of(1)),
@@ -291,7 +291,7 @@ def test_wait_raises_the_failure_of_one_rank_on_all_ranks_and_the_next_save_work
         return caught.value.message, saving.wait()
 
     monkeypatch.setattr(writer, "write_shard", fail)
-    first, second = on_each(folder, act, background=background)
+    first, second = on_each(folder, act, async_save=background)
 
     assert first == second
     message, path = first
@@ -307,7 +307,7 @@ def test_unsupported_state_on_one_rank_fails_the_save_on_all_ranks(folder: Path,
         saving.save(FACTS, RankState(model={}, callbacks={"mine": {"x": TensorShard.whole(torch.ones(2)), "y": bad}}))
         saving.wait()
 
-    for result in on_each(folder, act, background=background):
+    for result in on_each(folder, act, async_save=background):
         assert isinstance(result, CheckpointError)
         assert result.message.startswith("rank 1: y in the state of callback mine cannot be saved: it is not dense")
     assert not list(folder.iterdir())
@@ -416,7 +416,7 @@ def test_only_the_next_save_waits_for_the_removal_of_an_old_checkpoint(
         real(path)
 
     monkeypatch.setattr(disk, "remove", slowly)
-    saving = alone(folder, keep={"last": 1}, background=False)
+    saving = alone(folder, keep={"last": 1}, async_save=False)
     first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
     hidden = folder / f".trash-{first.name}"
 
@@ -770,7 +770,7 @@ def test_all_ranks_give_up_a_rank_whose_disk_hangs_and_name_it(
     checkpoint = checkpoint_of(3)
 
     def act(peers: WriterGroup) -> Path:
-        saving = checkpoints(folder, impatient(peers), background=background)
+        saving = checkpoints(folder, impatient(peers), async_save=background)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
 
@@ -810,7 +810,7 @@ def test_a_save_waits_for_a_slow_disk_as_long_as_it_makes_progress(
             return everyone(value)
 
         peers.ranks.all_gather_object = talk  # type: ignore[method-assign]
-        saving = checkpoints(folder, impatient(peers), background=False)
+        saving = checkpoints(folder, impatient(peers), async_save=False)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
 

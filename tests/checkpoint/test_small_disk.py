@@ -42,7 +42,7 @@ def save(folder: Path, step: int, layout: str) -> list[Any]:
     """Saves and prunes on two ranks; returns the path or the error of each."""
 
     def act(peers: WriterGroup) -> Path:
-        saving = checkpoints(folder, peers, layout=layout, background=False, keep={"last": 1})
+        saving = checkpoints(folder, peers, layout=layout, async_save=False, keep={"last": 1})
         saving.save(larger(step), share_of(larger(step), peers.rank, 2))
         return saving.wait()
 

@@ -178,7 +178,7 @@ def test_reserve_does_nothing_during_a_save_or_for_synchronous_saves(
 ) -> None:
     names, rank_state = named_state()
     cuda = Cuda(monkeypatch, names)
-    checkpoints(folder, WriterGroup.alone(), background=False).reserve(rank_state)
+    checkpoints(folder, WriterGroup.alone(), async_save=False).reserve(rank_state)
     saving = checkpoints(folder, WriterGroup.alone())
     saving.save(FACTS, rank_state)
     saving.reserve(rank_state)
