@@ -221,7 +221,7 @@ def test_a_usage_error_is_printed_once_and_nothing_is_started(
 
 # ---------------------------------------------------------------------------------------------- end to end
 @pytest.mark.full
-def test_the_command_end_to_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_from_end_to_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares strategies with the real launcher; `tests/distributed/test_matrix.py` has real runs that are equal.
 
     In `make test`, the tests of ddpforge-sam run the command with the real launcher.
