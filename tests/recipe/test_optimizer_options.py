@@ -62,7 +62,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(load: Load, registry: Regi
 
 def test_a_component_that_returns_no_optimizer_is_refused(load: Load, registry: Registry) -> None:
     key, message = _problem(load, registry)  # the test double returns None
-    assert (key, message) == ("optimizer.use", 'optimizer "adamw" makes a NoneType, not a torch.optim.Optimizer')
+    assert (key, message) == ("optimizer.use", 'optimizer "adamw" returns a NoneType, not a torch.optim.Optimizer')
 
 
 def test_a_group_cannot_set_an_option_shared_by_all_parameters(load: Load, registry: Registry, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_group_cannot_set_an_option_shared_by_all_parameters(load: Load, regis
     _checked(load(None, *sets, "optimizer.groups.a.lr=0.2"), registry)
     key, message = _problem(load, registry, *sets, "optimizer.groups.a.common=3")
     assert key == "optimizer.groups.a.common"
-    assert message == "`common` of Own is the same for all of its parameters"
+    assert message == "`common` of Own cannot differ between groups of parameters"
 
 
 @pytest.mark.parametrize("table", ["groups.a", "updates.a"])
