@@ -1,4 +1,4 @@
-"""A folder for checkpoints, on a disk that nobody waits for."""
+"""Fixtures: a folder for checkpoints, and an fsync that does nothing."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test waits for the real disk: `doubles.Disk` keeps account of what a missing fsync would lose."""
+    """Makes fsync do nothing, for speed; `doubles.Disk` simulates the loss of unsynced data."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 

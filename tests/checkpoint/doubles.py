@@ -1,4 +1,4 @@
-"""Checkpoints whose every value tells their step, and a disk that dies on demand."""
+"""Test doubles: checkpoints whose values all equal their step, and a disk that fails at a chosen operation."""
 
 import errno
 import json
@@ -32,24 +32,24 @@ OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename",
 
 @dataclass(kw_only=True)
 class Checkpoint(CheckpointMetadata):
-    """A whole checkpoint in memory."""
+    """Complete checkpoint in memory."""
 
     state: CanonicalState[Tensor]
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def share(self) -> RankState:
-        """Of a rank that has everything."""
+        """Returns the state of a rank that holds everything."""
         return RankState.of(self.state, self.callbacks)
 
 
 def write(folder: Path, checkpoint: Checkpoint, *, full: bool = False) -> Path:
-    """The checkpoint on disk, written by one rank."""
+    """Writes the checkpoint as a single rank; returns its path."""
     return writer.write(folder, checkpoint, checkpoint.share, WriterGroup.alone(), full=full)
 
 
 def read(path: Path, *, verify: bool = True) -> Checkpoint:
-    """All of it, every byte verified."""
+    """Reads the whole checkpoint; verifies every byte if `verify` is true."""
     reader = CheckpointReader(path, verify=verify)
     state, callbacks = reader.state(), reader.callbacks()
     checkpoint = Checkpoint(
@@ -71,7 +71,7 @@ def loaded(owners: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 def checkpoint_of(step: int, **changes: Any) -> Checkpoint:
-    """A small checkpoint in which every number is `step`."""
+    """Returns a small checkpoint in which every number is `step`."""
     state = CanonicalState(
         model={
             "layer.weight": torch.full((3, 5), float(step)),
@@ -97,7 +97,7 @@ def checkpoint_of(step: int, **changes: Any) -> Checkpoint:
 
 
 def steps_in(checkpoint: Checkpoint) -> set[float]:
-    """All the numbers in what `checkpoint_of` made; more than one means a mixture."""
+    """Returns all numbers in a checkpoint of `checkpoint_of`; more than one means that it mixes two states."""
     owners: list[Mapping[str, Any]] = [
         checkpoint.state.model,
         *checkpoint.state.optimizer.values(),
@@ -108,11 +108,11 @@ def steps_in(checkpoint: Checkpoint) -> set[float]:
 
 
 def nothing(manifest: dict[str, Any]) -> None:
-    """No further change."""
+    """Changes nothing."""
 
 
 def reseal(path: Path, change: Callable[[dict[str, Any]], object] = nothing) -> None:
-    """Makes all hashes right again, then changes the manifest and seals it, as an attacker or a careless tool would."""
+    """Corrects all hashes, then applies `change` to the manifest and seals it, as an attacker could."""
     manifest = json.loads((path / "manifest.json").read_text())
     begins = {name: _reseal_file((path / name).read_bytes(), entry) for name, entry in manifest["files"].items()}
     for section in manifest["tensors"].values():
@@ -128,7 +128,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], object] = nothing) -> 
 
 
 def _reseal_file(content: bytes, entry: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Corrects a file's entry in the manifest; returns where the tensors are, as far as the header can be read."""
+    """Corrects a file's entry in the manifest; returns the byte span of each tensor if the header can be parsed."""
     entry["bytes"] = len(content)
     if "sha256" in entry:
         entry["sha256"] = sha256(content).hexdigest()
@@ -162,13 +162,13 @@ def tensors_of_every_kind() -> dict[str, Tensor]:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal in type, shape and every bit; NaNs too."""
+    """True if dtype, shape and all bits are equal, including NaNs."""
     bits = [x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 
 
 def state_of(folder: Path) -> float | None:
-    """The one step that everything a resume would load belongs to; None when there is nothing to load."""
+    """Returns the step of the state that a resume would load; None if there is no checkpoint."""
     path, _ = newest(folder)
     if path is None:
         return None
@@ -177,7 +177,7 @@ def state_of(folder: Path) -> float | None:
 
 
 class Bomb:
-    """What a crafted pickle does when somebody loads it."""
+    """Object whose pickle creates the file `marker` when it is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -187,23 +187,23 @@ class Bomb:
 
 
 class Killed(BaseException):
-    """The process is no more; no handler for errors may run."""
+    """Simulated death of the process; a BaseException, so that no `except Exception` handles it."""
 
 
 class Disk:
-    """Stands behind `ddpforge.disk` and fails at the k-th operation.
+    """Replacement for the operations of `ddpforge.disk` that fails at operation `at`.
 
-    `failure` says how. "kill": what was done is there, a write is torn. "power": also, whatever was not fsynced has
-    only its first half. "power, names lost": also, files and renames in folders that were not fsynced are undone.
-    "full": the operation fails with ENOSPC, and so does all writing after it. With `rank`, only the thread that is
-    this rank of a `World`, or writes for it, counts and fails.
+    `failure` is the kind of failure. "kill": completed operations persist, a write is cut in half. "power": also, each
+    file without fsync keeps only its first half. "power, names lost": also, new files and renames in folders without
+    fsync are undone. "full": this and all later writing operations fail with ENOSPC. With `rank`, only threads of
+    this rank of a `World` count operations and fail.
     """
 
     def __init__(self, at: int, failure: str, *, ignores: tuple[str, ...] = (), rank: int | None = None) -> None:
         self.at, self.failure, self.ignores, self.rank = at, failure, ignores, rank
         self.count, self.failed = 0, False
         self._unsynced: set[Path] = set()
-        self._undo: list[tuple[Path, Callable[[], None]]] = []  # by the folder whose fsync makes it last
+        self._undo: list[tuple[Path, Callable[[], None]]] = []  # with the folder whose fsync makes the change durable
         self._real = {name: getattr(disk, name) for name in OPERATIONS}
 
     def install(self, patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for tensors' shapes, regions, and regions that make up a tensor."""
+"""Hypothesis strategies for shapes of tensors, regions, and sets of regions that cover a tensor."""
 
 from math import prod
 
@@ -30,7 +30,7 @@ def several(draw: st.DrawFn, count: int, smallest: int = 0) -> tuple[Shape, list
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[Shape, list[Simple]]:
-    """Regions that cover a tensor exactly: it is cut again and again, along a dimension or anywhere in its order."""
+    """Draws regions that cover a tensor exactly: repeated cuts, along a dimension or anywhere in flat order."""
     shape = draw(shapes(1))
     found: list[Simple] = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
@@ -52,7 +52,7 @@ def tilings(draw: st.DrawFn) -> tuple[Shape, list[Simple]]:
 
 
 def elements(shape: Shape, region: Simple) -> np.ndarray:
-    """The flat positions of a region's elements, in its own shape and order, by numpy's own slicing."""
+    """Returns the flat indices of a region's elements in the region's shape and order, from numpy slicing."""
     line = np.arange(prod(shape))
     if isinstance(region, FlatRange):
         return line[region.start : region.stop]

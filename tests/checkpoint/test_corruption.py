@@ -1,4 +1,4 @@
-"""Every damaged file is found and named, and the newest intact checkpoint is chosen instead."""
+"""Detection of damaged files: the error names the file, and the newest intact checkpoint is used instead."""
 
 import errno
 import os
@@ -42,13 +42,13 @@ a_file_of_each_layout = pytest.mark.parametrize(
 
 @pytest.fixture
 def path(folder: Path, request: pytest.FixtureRequest) -> Path:
-    """A checkpoint of step 20 in the layout that is asked for, beside an older one of step 10."""
+    """Saves step 10, then step 20, in the layout of the parameter; returns the path of step 20."""
     save, _ = LAYOUTS[request.param]
     save(folder, checkpoint_of(10))
     return save(folder, checkpoint_of(20))
 
 
-def assert_refused_and_passed_over(path: Path, name: str) -> None:
+def assert_refused_and_skipped(path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=name):
         read(path)
 
@@ -59,31 +59,31 @@ def assert_refused_and_passed_over(path: Path, name: str) -> None:
 
 
 @each_file
-def test_a_missing_file_is_named(path: Path, name: str) -> None:
+def test_error_names_a_missing_file(path: Path, name: str) -> None:
     (path / name).unlink()
 
-    assert_refused_and_passed_over(path, name)
+    assert_refused_and_skipped(path, name)
 
 
 @each_file
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_truncated_file_is_named(path: Path, name: str, share: float) -> None:
+def test_error_names_a_truncated_file(path: Path, name: str, share: float) -> None:
     content = (path / name).read_bytes()
     (path / name).write_bytes(content[: int(len(content) * share)])
 
-    assert_refused_and_passed_over(path, name)
+    assert_refused_and_skipped(path, name)
 
 
 @each_file
-def test_a_longer_file_is_named(path: Path, name: str) -> None:
+def test_error_names_a_file_with_extra_bytes(path: Path, name: str) -> None:
     with (path / name).open("ab") as file:
         file.write(b"\0")
 
-    assert_refused_and_passed_over(path, name)
+    assert_refused_and_skipped(path, name)
 
 
 @each_layout
-def test_200_flipped_bits_are_all_found(path: Path) -> None:
+def test_each_of_200_flipped_bits_is_detected(path: Path) -> None:
     chance = random.Random(0)
     names = sorted(file.name for file in path.iterdir())
     assert len(names) >= 4
@@ -104,7 +104,7 @@ def test_200_flipped_bits_are_all_found(path: Path) -> None:
 
 
 @a_file_of_each_layout
-def test_a_file_on_a_failing_disk_is_named(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_file_that_cannot_be_read(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
 
     def fail(descriptor: int, buffers: list[memoryview], start: int) -> int:
@@ -114,13 +114,13 @@ def test_a_file_on_a_failing_disk_is_named(path: Path, name: str, monkeypatch: p
 
     monkeypatch.setattr("os.preadv", fail)
 
-    assert_refused_and_passed_over(path, f"{name} is damaged: it cannot be read .Input/output error")
+    assert_refused_and_skipped(path, f"{name} is damaged: it cannot be read .Input/output error")
 
 
 @a_file_of_each_layout
-def test_files_of_another_checkpoint_do_not_pass(path: Path, name: str) -> None:
-    """Half old, half new: every file is intact, the whole is not."""
+def test_a_file_of_another_checkpoint_is_refused(path: Path, name: str) -> None:
+    """Refused although each file is intact."""
     other = next(each for each in path.parent.glob("step-*") if each != path)
     shutil.copy(other / name, path / name)
 
-    assert_refused_and_passed_over(path, name)
+    assert_refused_and_skipped(path, name)

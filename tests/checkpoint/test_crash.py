@@ -1,4 +1,4 @@
-"""A save that is interrupted at any operation leaves all of the old state or all of the new one."""
+"""A save that is interrupted at any disk operation leaves either the complete old state or the complete new one."""
 
 import itertools
 import json
@@ -22,8 +22,8 @@ from ddpforge.ranks.writers import WriterGroup
 Save = Callable[[Path, int], object]
 
 
-def prune_too(folder: Path, step: int, *, background: bool = False) -> Path:
-    saving = checkpoints(folder, WriterGroup.alone(), background=background, keep={"last": 1})
+def save_and_prune(folder: Path, step: int, *, background: bool = False) -> Path:
+    saving = checkpoints(folder, WriterGroup.alone(), async_save=background, keep={"last": 1})
     checkpoint = checkpoint_of(step)
     saving.save(checkpoint, checkpoint.share)
     path = saving.wait()
@@ -35,12 +35,12 @@ def write_only(folder: Path, step: int, *, full: bool = False) -> Path:
     return write(folder, checkpoint_of(step), full=full)
 
 
-SAVES = [(write_only, 0), (write_only, 2), (partial(write_only, full=True), 2), (prune_too, 2)]
-SAVES += [(partial(prune_too, background=True), 2)]
+SAVES = [(write_only, 0), (write_only, 2), (partial(write_only, full=True), 2), (save_and_prune, 2)]
+SAVES += [(partial(save_and_prune, background=True), 2)]
 
 
 def crashes(tmp_path: Path, failure: str, save: Save, *, before: int) -> Iterator[Path]:
-    """A folder with checkpoints of the steps 1 to `before` in which saving the next died, for every operation."""
+    """Yields, for each disk operation of a save, a folder with steps 1 to `before` where the next save died there."""
     for at in itertools.count(1):
         folder = tmp_path / str(at)
         folder.mkdir()
@@ -71,10 +71,10 @@ def test_resume_finds_the_old_or_the_new_state_after_a_crash_at_any_operation(
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_after_any_crash_the_next_start_cleans_up_and_saves_again(tmp_path: Path, failure: str) -> None:
-    for folder in crashes(tmp_path, failure, prune_too, before=2):
+def test_after_a_crash_the_next_start_cleans_up_and_saves(tmp_path: Path, failure: str) -> None:
+    for folder in crashes(tmp_path, failure, save_and_prune, before=2):
         clean(folder)
-        saved = prune_too(folder, 4)
+        saved = save_and_prune(folder, 4)
 
         assert state_of(folder) == 4
         assert {path.name for path in folder.iterdir()} == {saved.name, "latest.json"}
@@ -83,7 +83,7 @@ def test_after_any_crash_the_next_start_cleans_up_and_saves_again(tmp_path: Path
 @pytest.mark.parametrize(
     ("forgotten", "survivor"), [((), 1), (("sync",), None), (("sync_folder",), None)], ids=["real", "files", "folders"]
 )
-def test_a_save_that_has_returned_survives_a_power_cut_thanks_to_its_fsyncs(
+def test_fsync_protects_a_completed_save_from_a_power_cut(
     folder: Path, forgotten: tuple[str, ...], survivor: float | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,7 @@ def test_a_save_that_has_returned_survives_a_power_cut_thanks_to_its_fsyncs(
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, full: bool) -> None:
+def test_a_full_disk_fails_the_save_and_keeps_the_old_checkpoint(tmp_path: Path, full: bool) -> None:
     save = partial(write_only, full=full)
     whole = Disk(0, "full")
     with pytest.MonkeyPatch.context() as patch:
@@ -115,17 +115,17 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, full: bool)
         assert f"could not be written to {folder}: No space left on device" in caught.value.message
         assert "it takes 206 bytes and" in caught.value.message
         assert state_of(folder) in (1, 2)
-        assert not list(folder.glob(".*")), "nothing half-written is left, neither a folder nor a hint"
+        assert not list(folder.glob(".*")), "no temporary folder or hint is left"
 
 
-def test_a_hint_that_a_killed_attempt_left_behind_is_replaced(folder: Path) -> None:
+def test_save_replaces_the_temporary_hint_of_a_killed_attempt(folder: Path) -> None:
     (folder / ".latest.json.tmp").write_text('{"dir": "step-0000')
     path = write(folder, checkpoint_of(5))
     assert json.loads((folder / "latest.json").read_text()) == {"dir": path.name, "step": 5}
     assert {found.name for found in folder.iterdir()} == {path.name, "latest.json"}
 
 
-def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+def test_error_names_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(CheckpointError, match=r"could not be written to .*/file/checkpoints"):
@@ -146,14 +146,14 @@ for step in (1, 2):
     saving.save(checkpoint_of(step), checkpoint_of(step).share)
     if step == 1:
         saving.wait()
-        disk.sync = lambda file: (stuck.set(), threading.Event().wait())  # a disk that never answers
+        disk.sync = lambda file: (stuck.set(), threading.Event().wait())  # a disk that never responds
 stuck.wait()
 raise ZeroDivisionError("training failed")
 """
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_during_a_save_ends_without_it_and_leaves_the_earlier_checkpoint(folder: Path) -> None:
+def test_a_failing_process_does_not_wait_for_a_save_and_keeps_the_earlier_checkpoint(folder: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     process = subprocess.Popen(
         [sys.executable, "-c", FAILING, str(folder)],
@@ -163,10 +163,10 @@ def test_a_process_that_fails_during_a_save_ends_without_it_and_leaves_the_earli
     )
     assert process.stderr is not None
     while "training failed" not in (line := process.stderr.readline()):
-        assert line, "it did not fail as intended"
-    process.communicate(timeout=300)  # its disk answers only after that
+        assert line, "the process ended before it failed"
+    process.communicate(timeout=300)  # the simulated disk never returns
 
-    # 1; or -6, as the interpreter's clean-up now and then aborts in a thread of torch's: `ddpforge run` goes around it.
+    # 1; or -6, because the interpreter's shutdown sometimes aborts in a thread of torch. `ddpforge run` avoids this.
     assert process.returncode in (1, -signal.SIGABRT)
     assert state_of(folder) == 1
     assert len(list(folder.glob(".step-*.tmp"))) == 1
@@ -175,7 +175,7 @@ def test_a_process_that_fails_during_a_save_ends_without_it_and_leaves_the_earli
 
 
 def test_the_first_checkpoint_of_a_new_folder_survives_a_power_cut(tmp_path: Path) -> None:
-    """The folder's own name, too, is only in memory until the folder that it is in is synced."""
+    """Needs an fsync of the parent folder, which has the entry of the new one."""
     double = Disk(at=0, failure="power, names lost")
     with pytest.MonkeyPatch.context() as patch:
         double.install(patch)
@@ -184,7 +184,7 @@ def test_the_first_checkpoint_of_a_new_folder_survives_a_power_cut(tmp_path: Pat
     assert state_of(tmp_path / "checkpoints") == 1
 
 
-def test_a_file_that_was_replaced_holds_the_new_contents_after_a_power_cut(tmp_path: Path) -> None:
+def test_a_replaced_file_holds_the_new_contents_after_a_power_cut(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_bytes(b"old")
     double = Disk(at=0, failure="power, names lost")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What the operations on a disk ask of the operating system, and in which order: everything durable rests on it."""
+"""System calls of `ddpforge.disk` and their order, on which durability depends."""
 
 import hashlib
 import os
@@ -19,9 +19,9 @@ MiB = 1 << 20
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What the operating system is asked for that must not change its order, by the names of files.
+    """Records calls of fsync, rename and rmdir in order, with file names.
 
-    A file is followed by its size when it was synced: what a buffer of Python's still held is not in it.
+    For the fsync of a file also its size at that time: bytes still in a Python buffer are not included.
     """
     found: list[tuple[str, ...]] = []
     rename, rmdir = os.rename, os.rmdir
@@ -44,13 +44,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- one after the other
-def test_a_save_reaches_the_disk_before_it_counts_and_counts_before_older_ones_go(
+# ---------------------------------------------------------------------------------------------- order of calls
+def test_a_checkpoint_is_synced_before_its_rename_and_renamed_before_older_ones_are_removed(
     folder: Path, calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = iter(["aaaa", "bbbb"])
     monkeypatch.setattr("secrets.token_hex", lambda count: next(ends))
-    saving = checkpoints(folder, WriterGroup.alone(), background=False, keep={"last": 1})
+    saving = checkpoints(folder, WriterGroup.alone(), async_save=False, keep={"last": 1})
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
     saving.wait()
     calls.clear()
@@ -81,7 +81,7 @@ def test_a_save_reaches_the_disk_before_it_counts_and_counts_before_older_ones_g
     ]
 
 
-def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
+def test_replace_syncs_the_new_file_before_the_rename(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
     path = tmp_path / "status.json"
     path.write_bytes(b"old")
     (tmp_path / ".status.json.tmp").write_bytes(b"of an attempt that was killed")
@@ -97,9 +97,7 @@ def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path: Path, calls: li
     assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_file_that_need_not_survive_a_power_cut_is_replaced_without_waiting(
-    tmp_path: Path, calls: list[tuple[str, ...]]
-) -> None:
+def test_replace_without_durability_calls_no_fsync(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
     path = tmp_path / "shown.txt"
     (tmp_path / ".shown.txt.tmp").write_bytes(b"of an attempt that was killed")
     disk.replace(path, b"new", waits=False)
@@ -108,7 +106,9 @@ def test_a_file_that_need_not_survive_a_power_cut_is_replaced_without_waiting(
 
 
 @pytest.mark.parametrize("name", ["step-000000001-aaaa", ".step-000000001-aaaa.tmp"])
-def test_a_folder_loses_its_name_before_its_contents(tmp_path: Path, calls: list[tuple[str, ...]], name: str) -> None:
+def test_a_folder_is_renamed_before_its_contents_are_removed(
+    tmp_path: Path, calls: list[tuple[str, ...]], name: str
+) -> None:
     (tmp_path / name / "inner").mkdir(parents=True)
     trash = f".trash-{name.lstrip('.')}"
 
@@ -118,8 +118,8 @@ def test_a_folder_loses_its_name_before_its_contents(tmp_path: Path, calls: list
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_long_file_is_synced_again_and_again(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
-    """Every GiB: as if that were 4 MiB."""
+def test_a_long_file_is_synced_at_intervals(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
+    """Uses an interval of 4 MiB instead of 1 GiB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "_MOST_UNSYNCED", 4 * MiB)
         disk.write_new(tmp_path / "long", [bytes(3 * MiB), bytes(6 * MiB + 5)])
@@ -127,8 +127,8 @@ def test_a_long_file_is_synced_again_and_again(tmp_path: Path, calls: list[tuple
     assert [int(size) for _, _, size in calls] == [4 * MiB, 8 * MiB, 9 * MiB + 5]
 
 
-# ---------------------------------------------------------------------------------------------- one by one
-def test_a_folder_is_synced_and_closed_again_even_when_the_disk_refuses(
+# ---------------------------------------------------------------------------------------------- single operations
+def test_sync_folder_closes_the_folder_even_if_fsync_fails(
     tmp_path: Path, calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.sync_folder(tmp_path)
@@ -149,7 +149,7 @@ def test_a_folder_is_synced_and_closed_again_even_when_the_disk_refuses(
         disk.sync_folder(tmp_path / "file")
 
 
-def test_nothing_that_is_there_is_made_or_written_over(tmp_path: Path) -> None:
+def test_existing_files_and_folders_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"old")
 
     with pytest.raises(FileExistsError):
@@ -162,7 +162,7 @@ def test_nothing_that_is_there_is_made_or_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "there").read_bytes() == b"old"
 
 
-def test_removing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
+def test_removing_a_link_keeps_its_target(tmp_path: Path) -> None:
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to("folder")
     (tmp_path / "lost").symlink_to("nowhere")
@@ -177,7 +177,7 @@ def test_removing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [5, 0, 1], [MiB], [MiB + 1, 2 * MiB, 3]])
-def test_writing_tells_the_size_and_the_hash_of_each_block(tmp_path: Path, sizes: list[int]) -> None:
+def test_write_new_returns_the_size_and_the_hash_of_each_block(tmp_path: Path, sizes: list[int]) -> None:
     blocks = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
 
     size, hashes = disk.write_new(tmp_path / "file", blocks)
@@ -189,7 +189,7 @@ def test_writing_tells_the_size_and_the_hash_of_each_block(tmp_path: Path, sizes
     assert disk.sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
 
-def test_a_hash_of_a_link_is_none(tmp_path: Path) -> None:
+def test_sha256_refuses_a_link(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     (tmp_path / "link").symlink_to("file")
 
@@ -206,7 +206,7 @@ def test_a_hash_of_a_link_is_none(tmp_path: Path) -> None:
     ],
     ids=["write", "sync", "verify"],
 )
-def test_whatever_a_disk_did_is_progress(tmp_path: Path, act: Callable[[Any], None]) -> None:
+def test_every_disk_operation_counts_as_progress(tmp_path: Path, act: Callable[[Any], None]) -> None:
     with disk.create(tmp_path / "file") as file:
         before = disk.progress()
         act(file)
@@ -214,12 +214,12 @@ def test_whatever_a_disk_did_is_progress(tmp_path: Path, act: Callable[[Any], No
 
 
 def test_many_short_blocks_are_synced_once(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
-    """As those of tensors of a few elements are: a sync for every so many blocks would be one for nothing."""
+    """Tensors of a few elements make short blocks: an fsync after a number of blocks would be wasted."""
     disk.write_new(tmp_path / "file", [b"1234"] * 5000)
     assert calls == [("sync", "file", "20000")]
 
 
-# ---------------------------------------------------------------------------------------------- anybody's files
+# ---------------------------------------------------------------------------------------------- untrusted files
 ODD: dict[str, Callable[[Path], object]] = {
     "a link": lambda path: path.symlink_to(__file__),
     "a link to nothing": lambda path: path.symlink_to("nothing"),
@@ -231,7 +231,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("mode", ["rb", "r+b", "ab", "a+b"])
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
-def test_what_is_no_regular_file_is_neither_opened_nor_waited_for(
+def test_open_plain_refuses_anything_but_a_regular_file_without_blocking(
     tmp_path: Path, make: Callable[[Path], object], mode: Any
 ) -> None:
     make(path := tmp_path / "file")
@@ -242,7 +242,7 @@ def test_what_is_no_regular_file_is_neither_opened_nor_waited_for(
 
 
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
-def test_what_takes_a_files_place_after_it_was_looked_at_is_not_opened(
+def test_open_plain_refuses_a_file_that_was_swapped_after_the_check(
     tmp_path: Path, make: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path := tmp_path / "file").write_text("mine")
@@ -258,10 +258,10 @@ def test_what_takes_a_files_place_after_it_was_looked_at_is_not_opened(
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=r"symbolic links|not a regular file"):
         disk.open_plain(path)
-    assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
+    assert len(os.listdir("/proc/self/fd")) == before, "no file descriptor is left open"
 
 
-def test_a_file_is_made_where_it_is_appended_to_and_not_where_it_is_read(tmp_path: Path) -> None:
+def test_open_plain_creates_a_file_for_appending_but_not_for_reading(tmp_path: Path) -> None:
     for mode in ("rb", "r+b"):
         with pytest.raises(FileNotFoundError):
             disk.open_plain(tmp_path / "file", mode)  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ def test_a_file_is_made_where_it_is_appended_to_and_not_where_it_is_read(tmp_pat
         disk.read_plain(tmp_path / "file", 5)
 
 
-def test_folders_on_the_way_to_a_file_are_no_links(tmp_path: Path) -> None:
+def test_read_plain_refuses_linked_folders_in_the_path(tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     for folder in (run / "logs", elsewhere):
         folder.mkdir(parents=True)
@@ -300,7 +300,7 @@ def test_odd_entries_are_found_at_every_depth_or_in_one_folder(tmp_path: Path) -
     assert list(disk.odd_entries(tmp_path / "absent", deep=True)) == []
 
 
-def test_what_a_killed_attempt_left_is_no_hindrance_to_the_next(tmp_path: Path) -> None:
+def test_replace_overwrites_the_temporary_file_of_a_killed_attempt(tmp_path: Path) -> None:
     (tmp_path / ".status.json.tmp").write_text("half")
     disk.replace(tmp_path / "status.json", b"{}")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("status.json", "{}")]

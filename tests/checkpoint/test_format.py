@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit, what cannot come back is refused, and loading cannot do anything else."""
+"""Checkpoint format: bitwise round trips, refusal of unsupported state, and safe loading of untrusted files."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def reload(folder: Path, **changes: Any) -> Checkpoint:
 
 
 # ---------------------------------------------------------------------------------------------- round trips
-def test_tensors_come_back_bit_for_bit_in_order(folder: Path) -> None:
+def test_tensors_are_restored_bit_for_bit_in_order(folder: Path) -> None:
     model = tensors_of_every_kind()
 
     state = CanonicalState(model=model, optimizer={"a/b": {**model}}, aliases={"tied": "nan"})
@@ -65,7 +65,7 @@ def test_tensors_come_back_bit_for_bit_in_order(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_0d_tensors_of_the_optimizer_become_numbers_and_come_back_bit_for_bit(folder: Path, number: Tensor) -> None:
+def test_0d_optimizer_tensors_are_saved_as_numbers_and_restored_bit_for_bit(folder: Path, number: Tensor) -> None:
     state = CanonicalState(model={"w": torch.ones(2)}, optimizer={"w": {"step": number}})
     path = write(folder, checkpoint_of(7, state=state))
 
@@ -73,7 +73,7 @@ def test_0d_tensors_of_the_optimizer_become_numbers_and_come_back_bit_for_bit(fo
     assert same(read(path).state.optimizer["w"]["step"], number)  # type: ignore[arg-type]
 
 
-def test_plain_values_come_back_with_their_types(folder: Path) -> None:
+def test_plain_values_are_restored_with_their_types(folder: Path) -> None:
     plain = {"int": 3, "float": 3.0, "big": 2**80, "tiny": 5e-324, "inf": math.inf, "true": True, "none": None}
     state = CanonicalState(model={"w": torch.ones(2)}, optimizer={"w": dict(plain), "never stepped": {}})
     callbacks = {"early_stopping": {**plain, "text": "é"}, "stateless": {}}
@@ -84,7 +84,7 @@ def test_plain_values_come_back_with_their_types(folder: Path) -> None:
     assert repr(loaded.callbacks) == repr(callbacks)
 
 
-def test_everything_beside_tensors_comes_back(folder: Path) -> None:
+def test_metadata_is_restored(folder: Path) -> None:
     facts: dict[str, Any] = {
         "samples": 2**40,
         "strategy": "ddp",
@@ -100,7 +100,7 @@ def test_everything_beside_tensors_comes_back(folder: Path) -> None:
     assert {name: getattr(loaded, name) for name in facts} == facts
 
 
-def test_a_tensor_may_have_as_many_dimensions_as_torch_allows(folder: Path) -> None:
+def test_tensors_with_64_dimensions_are_restored(folder: Path) -> None:
     state = CanonicalState(model={"w": torch.ones((1,) * 64), "v": torch.ones((1,) * 63)}, optimizer={})
 
     loaded = reload(folder, state=state, callbacks={}).state.model
@@ -108,7 +108,7 @@ def test_a_tensor_may_have_as_many_dimensions_as_torch_allows(folder: Path) -> N
     assert {name: tensor.ndim for name, tensor in loaded.items()} == {"w": 64, "v": 63}
 
 
-def test_a_metric_that_is_not_a_number_does_not_prevent_a_save(folder: Path) -> None:
+def test_metrics_may_be_nan_or_infinite(folder: Path) -> None:
     metrics = reload(folder, metrics={"eval/loss": math.nan, "train/loss": -math.inf, "eval/accuracy": 0.1}).metrics
 
     assert math.isnan(metrics["eval/loss"])
@@ -121,7 +121,7 @@ def test_a_checkpoint_before_the_first_step_has_no_optimizer_state(folder: Path)
     assert (loaded.state.optimizer, loaded.callbacks) == ({}, {})
 
 
-def test_loaded_tensors_do_not_depend_on_the_file(folder: Path) -> None:
+def test_loaded_tensors_do_not_share_memory_with_the_file(folder: Path) -> None:
     path = write(folder, checkpoint_of(7))
     weight = read(path).state.model["layer.weight"]
 
@@ -165,7 +165,7 @@ def test_a_file_holds_its_tensors_aligned(folder: Path) -> None:
     assert header["layer.bias"]["data_offsets"] == [200, 206]
 
 
-def test_the_manifest_is_strict_json_that_says_what_is_where(folder: Path) -> None:
+def test_the_manifest_is_strict_json_with_the_location_of_each_tensor(folder: Path) -> None:
     path = write(folder, checkpoint_of(7, metrics={"eval/loss": math.nan}))
 
     def refuse(constant: str) -> None:
@@ -196,7 +196,7 @@ def test_the_manifest_is_strict_json_that_says_what_is_where(folder: Path) -> No
     assert manifest["tensors"]["model"]["layer.bias"] == {"dtype": "bfloat16", "shape": [3], "chunks": [chunk]}
 
 
-def test_saving_a_step_again_leaves_the_first_alone_and_moves_the_hint(folder: Path) -> None:
+def test_saving_a_step_again_keeps_the_first_checkpoint_and_updates_the_hint(folder: Path) -> None:
     first, second = (write(folder, checkpoint_of(7)) for _ in range(2))
 
     assert first != second
@@ -204,7 +204,7 @@ def test_saving_a_step_again_leaves_the_first_alone_and_moves_the_hint(folder: P
     assert json.loads((folder / "latest.json").read_text()) == {"dir": second.name, "step": 7}
 
 
-def test_a_name_that_another_checkpoint_has_is_not_given_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_never_gets_an_existing_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = iter(["abcd", "abcd", "abcd", "ef01"])
     monkeypatch.setattr("secrets.token_hex", lambda count: next(ends))
 
@@ -224,7 +224,7 @@ def test_files_obey_the_umask(folder: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- refused at saving
 class More(Tensor):
-    """A tensor that says more than its numbers."""
+    """Tensor subclass."""
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ class More(Tensor):
         ({"metrics": {"eval/loss": "low"}}, "the metric eval/loss .* str"),
     ],
 )
-def test_what_could_not_be_read_back_is_refused_by_name_and_nothing_is_written(
+def test_save_refuses_unsupported_values_by_name_and_writes_nothing(
     folder: Path, changes: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(CheckpointError, match=f"(?s){complaint}"):
@@ -258,9 +258,7 @@ def test_what_could_not_be_read_back_is_refused_by_name_and_nothing_is_written(
     assert not list(folder.iterdir())
 
 
-def test_a_manifest_that_would_be_too_large_to_be_read_is_not_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_refuses_a_manifest_that_is_too_large_to_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len((write(folder, checkpoint_of(6)) / "manifest.json").read_bytes())
     monkeypatch.setattr(commit, "MOST_TEXT", size)
     earlier = write(folder, checkpoint_of(7)).name
@@ -352,7 +350,7 @@ def test_a_file_outside_the_folder_is_never_read(folder: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["COMMIT", "manifest.json", SHARD])
-def test_links_are_refused_even_if_what_they_point_to_is_right(folder: Path, name: str) -> None:
+def test_links_are_refused_even_if_their_target_is_valid(folder: Path, name: str) -> None:
     path = write(folder, checkpoint_of(7))
     (path / name).rename(folder / "elsewhere")
     (path / name).symlink_to(folder / "elsewhere")
@@ -374,7 +372,7 @@ HOSTILE_HEADERS = {
 
 
 @pytest.mark.parametrize("header", HOSTILE_HEADERS.values(), ids=HOSTILE_HEADERS.keys())
-def test_a_lying_safetensors_header_is_refused(folder: Path, header: bytes) -> None:
+def test_an_invalid_safetensors_header_is_refused(folder: Path, header: bytes) -> None:
     path = write(folder, checkpoint_of(7))
     content = struct.pack("<Q", len(header)) + header if header.startswith(b"{") else header
     (path / SHARD).write_bytes(content + b"\0" * 300)
@@ -385,7 +383,7 @@ def test_a_lying_safetensors_header_is_refused(folder: Path, header: bytes) -> N
 
 
 @pytest.mark.parametrize("name", ["COMMIT", "manifest.json"])
-def test_json_that_is_longer_than_any_is_not_even_read(
+def test_json_files_above_the_size_limit_are_not_parsed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     path = write(folder, checkpoint_of(7))
@@ -428,7 +426,7 @@ def test_no_file_of_a_checkpoint_can_run_code(folder: Path, name: str, sealed: b
 
 
 def nested(depth: int) -> Any:
-    """Arrays in arrays."""
+    """Returns a list nested `depth` levels deep."""
     value: Any = 1
     for _ in range(depth):
         value = [value]
@@ -458,7 +456,9 @@ def nested(depth: int) -> Any:
         ({"step": 10**40}, "step"),
     ],
 )
-def test_what_no_run_writes_is_damage_and_passed_over(folder: Path, change: dict[str, Any], complaint: str) -> None:
+def test_a_checkpoint_with_values_that_no_run_writes_is_damaged_and_skipped(
+    folder: Path, change: dict[str, Any], complaint: str
+) -> None:
     write(folder, checkpoint_of(5))
     path = write(folder, checkpoint_of(7))
     reseal(path, lambda manifest: manifest.update(change))
@@ -469,7 +469,7 @@ def test_what_no_run_writes_is_damage_and_passed_over(folder: Path, change: dict
     assert chosen != path
 
 
-def test_a_tensor_that_no_memory_holds_is_not_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_refuses_a_tensor_that_exceeds_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [write(folder, checkpoint_of(step)) for step in (5, 7)]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8))
     with pytest.raises(CheckpointError, match=r"cannot be compared: it needs .* bytes of memory, but only 8 are free"):

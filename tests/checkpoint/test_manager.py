@@ -1,5 +1,5 @@
-"""Training goes on while a checkpoint is written, every rank learns how it went, and a run never starts from scratch by
-accident."""
+"""The checkpoint manager: saves in the background, reports failures on all ranks, prunes, and opens the newest intact
+checkpoint."""
 
 import logging
 import threading
@@ -44,7 +44,7 @@ def save(saving: Checkpoints, checkpoint: Checkpoint) -> Path:
 def on_each(
     folder: Path, action: Callable[[Checkpoints, WriterGroup], Any], ranks: int = 2, **settings: Any
 ) -> list[Any]:
-    """What `action` returns or raises on each rank."""
+    """Returns what `action` returns or raises, for each rank."""
     return World(ranks).run(lambda peers: action(checkpoints(folder, peers, **settings), peers))
 
 
@@ -56,7 +56,7 @@ def step_of(saving: Checkpoints, path: Path | None = None) -> int:
 
 @pytest.fixture
 def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A disk that answers nobody until the event is set."""
+    """Blocks the disk until the event is set."""
     answers = threading.Event()
     real = disk.make_folder
 
@@ -71,7 +71,7 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
-    """What was written, as the writer had it."""
+    """Records the state passed to the writer of shards."""
     found: list[Held] = []
     real = writer.write_shard
 
@@ -88,7 +88,7 @@ def addresses(held: Held) -> list[int]:
 
 
 @pytest.fixture
-def aloud(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def ddpforge_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
     return caplog
 
@@ -129,7 +129,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def test_the_thread_that_trains_neither_talks_to_other_ranks_nor_touches_the_disk(
+def test_the_training_thread_neither_communicates_nor_accesses_the_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = threading.current_thread()
@@ -153,10 +153,10 @@ def test_the_thread_that_trains_neither_talks_to_other_ranks_nor_touches_the_dis
 
     assert not busy
     assert step_of(saving) == 3
-    assert busy == ["everyone"], "the thread would have been noticed"
+    assert busy == ["everyone"], "calls of the training thread are recorded"
 
 
-def test_the_copy_is_made_in_the_same_memory_every_time(folder: Path, written: list[Held]) -> None:
+def test_each_save_copies_into_the_same_memory(folder: Path, written: list[Held]) -> None:
     saving, small = alone(folder), checkpoint_of(1, callbacks={})
     for checkpoint in (small, checkpoint_of(2), checkpoint_of(3), small):
         save(saving, checkpoint)
@@ -164,10 +164,10 @@ def test_the_copy_is_made_in_the_same_memory_every_time(folder: Path, written: l
     first, second, third, fourth = map(addresses, written)
     assert len(second) > len(first)
     assert second == third
-    assert set(fourth) < set(third), "less to copy needs no new memory"
+    assert set(fourth) < set(third), "a smaller copy needs no new memory"
 
 
-def test_of_what_all_ranks_hold_each_copies_only_what_it_writes(folder: Path, written: list[Held]) -> None:
+def test_each_rank_copies_only_its_share_of_replicated_tensors(folder: Path, written: list[Held]) -> None:
     model = {f"layer {i}": torch.randn(1 << 18) for i in range(8)}
 
     def act(saving: Checkpoints, peers: WriterGroup) -> int:
@@ -178,10 +178,8 @@ def test_of_what_all_ranks_hold_each_copies_only_what_it_writes(folder: Path, wr
     assert on_each(folder, act, ranks=4) == [2 << 20] * 4
 
 
-def test_without_a_background_the_live_tensors_are_written_before_save_returns(
-    folder: Path, written: list[Held]
-) -> None:
-    saving, weight = alone(folder, background=False), torch.ones(4, 5)
+def test_a_synchronous_save_writes_the_live_tensors_before_it_returns(folder: Path, written: list[Held]) -> None:
+    saving, weight = alone(folder, async_save=False), torch.ones(4, 5)
 
     saving.save(FACTS, RankState.of(CanonicalState({"w": weight}, {})))
 
@@ -193,10 +191,10 @@ def test_without_a_background_the_live_tensors_are_written_before_save_returns(
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_the_whole_model_is_there_as_one_file_where_the_recipe_asks_for_it(folder: Path, background: bool) -> None:
+def test_only_the_full_layout_writes_the_model_as_one_file(folder: Path, background: bool) -> None:
     found = {
         layout: sorted(
-            file.name for file in save(alone(folder, background=background, **settings), checkpoint).iterdir()
+            file.name for file in save(alone(folder, async_save=background, **settings), checkpoint).iterdir()
         )
         for layout, settings, checkpoint in (
             ("full", {"layout": "full"}, checkpoint_of(1)),
@@ -209,7 +207,7 @@ def test_the_whole_model_is_there_as_one_file_where_the_recipe_asks_for_it(folde
     assert found == {"full": sorted([*sharded, "model.safetensors"]), "sharded": sharded, "by default": sharded}
 
 
-def test_ready_says_when_the_writer_is_done(folder: Path, stalled: threading.Event) -> None:
+def test_ready_is_true_once_the_writer_is_done(folder: Path, stalled: threading.Event) -> None:
     saving = alone(folder)
     assert not saving.ready()
 
@@ -222,12 +220,12 @@ def test_ready_says_when_the_writer_is_done(folder: Path, stalled: threading.Eve
     assert steps_in(read(saving.wait())) == {1}
 
 
-def test_there_is_nothing_to_wait_for_without_a_save(folder: Path) -> None:
+def test_wait_without_a_save_is_an_error(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="no checkpoint is being saved"):
         alone(folder).wait()
 
 
-def test_a_wait_that_is_interrupted_has_taken_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_wait_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -247,7 +245,9 @@ def test_a_second_save_waits_for_the_first(
 ) -> None:
     saving = alone(folder)
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
-    monkeypatch.setattr(manager, "wait", lambda futures: (stalled.set(), wait(futures)))  # it answers whoever waits
+    monkeypatch.setattr(
+        manager, "wait", lambda futures: (stalled.set(), wait(futures))
+    )  # the disk unblocks once `wait` is called
 
     saving.save(checkpoint_of(2), checkpoint_of(2).share)
 
@@ -256,7 +256,7 @@ def test_a_second_save_waits_for_the_first(
     assert [steps_in(read(path)) for path, _ in committed(folder)[0]] == [{2}, {1}]
 
 
-def test_opening_waits_for_what_is_being_written_and_does_not_clear_it_away(
+def test_open_waits_for_a_running_save_and_does_not_remove_it(
     folder: Path, stalled: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = alone(folder)
@@ -270,7 +270,7 @@ def test_opening_waits_for_what_is_being_written_and_does_not_clear_it_away(
 # ---------------------------------------------------------------------------------------------- failures
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next_save_works(
+def test_wait_raises_the_failure_of_one_rank_on_all_ranks_and_the_next_save_works(
     folder: Path, rank: int, background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = writer.write_shard
@@ -291,7 +291,7 @@ def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next
         return caught.value.message, saving.wait()
 
     monkeypatch.setattr(writer, "write_shard", fail)
-    first, second = on_each(folder, act, background=background)
+    first, second = on_each(folder, act, async_save=background)
 
     assert first == second
     message, path = first
@@ -301,19 +301,19 @@ def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_state_that_cannot_be_saved_on_one_rank_is_no_surprise_to_the_others(folder: Path, background: bool) -> None:
+def test_unsupported_state_on_one_rank_fails_the_save_on_all_ranks(folder: Path, background: bool) -> None:
     def act(saving: Checkpoints, peers: WriterGroup) -> None:
         bad = torch.ones(2).to_sparse() if peers.rank else torch.ones(2)
         saving.save(FACTS, RankState(model={}, callbacks={"mine": {"x": TensorShard.whole(torch.ones(2)), "y": bad}}))
         saving.wait()
 
-    for result in on_each(folder, act, background=background):
+    for result in on_each(folder, act, async_save=background):
         assert isinstance(result, CheckpointError)
         assert result.message.startswith("rank 1: y in the state of callback mine cannot be saved: it is not dense")
     assert not list(folder.iterdir())
 
 
-def test_a_failure_that_nobody_took_is_raised_by_the_next_save_once(tmp_path: Path) -> None:
+def test_the_next_save_raises_an_unreported_failure_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     saving = alone(tmp_path / "file")
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
@@ -323,7 +323,7 @@ def test_a_failure_that_nobody_took_is_raised_by_the_next_save_once(tmp_path: Pa
     assert not saving.pending
 
 
-def test_too_little_memory_for_a_copy_is_an_error_with_advice_on_every_rank(
+def test_too_little_host_memory_for_a_copy_is_an_error_with_a_hint_on_every_rank(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = torch.empty
@@ -348,7 +348,7 @@ def test_too_little_memory_for_a_copy_is_an_error_with_advice_on_every_rank(
 
 
 # ---------------------------------------------------------------------------------------------- pruning
-def test_saving_keeps_what_the_recipe_says(folder: Path) -> None:
+def test_save_prunes_by_the_keep_section_of_the_recipe(folder: Path) -> None:
     saving = alone(folder, keep={"last": 1, "best": 1, "monitor": "eval/loss"})
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
         save(saving, checkpoint_of(step, metrics={"eval/loss": loss}))
@@ -367,7 +367,7 @@ def test_milestones_are_kept_once_the_length_of_an_epoch_is_known(folder: Path) 
     assert [found.step for _, found in committed(folder)[0]] == [7, 6, 3]
 
 
-def test_all_ranks_save_and_one_prunes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_save_and_only_rank_0_prunes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, pruning = retention.prune, set()
 
     def watch(*arguments: Any, **options: Any) -> list[Path]:
@@ -391,7 +391,7 @@ def test_all_ranks_save_and_one_prunes(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
-    folder: Path, aloud: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, ddpforge_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
@@ -401,12 +401,12 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
 
     first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
 
-    assert f"older checkpoints were not removed: {first} could not be removed: Permission denied" in aloud.text
-    assert "Traceback" not in aloud.text
+    assert f"older checkpoints were not removed: {first} could not be removed: Permission denied" in ddpforge_log.text
+    assert "Traceback" not in ddpforge_log.text
     assert [path for path, _ in committed(folder)[0]] == [second, first]
 
 
-def test_nobody_waits_until_an_old_checkpoint_is_gone_but_the_next_save(
+def test_only_the_next_save_waits_for_the_removal_of_an_old_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, may_go = disk.remove, threading.Event()
@@ -416,7 +416,7 @@ def test_nobody_waits_until_an_old_checkpoint_is_gone_but_the_next_save(
         real(path)
 
     monkeypatch.setattr(disk, "remove", slowly)
-    saving = alone(folder, keep={"last": 1}, background=False)
+    saving = alone(folder, keep={"last": 1}, async_save=False)
     first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
     hidden = folder / f".trash-{first.name}"
 
@@ -429,8 +429,8 @@ def test_nobody_waits_until_an_old_checkpoint_is_gone_but_the_next_save(
     assert {path.name for path in folder.iterdir()} == {third.name, "latest.json"}
 
 
-def test_what_could_not_be_removed_later_is_a_warning(
-    folder: Path, aloud: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_removal_in_the_background_is_a_warning(
+    folder: Path, ddpforge_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = disk.remove
 
@@ -444,12 +444,12 @@ def test_what_could_not_be_removed_later_is_a_warning(
     first, _ = (save(saving, checkpoint_of(step)) for step in (1, 2))
     saving.finish()
 
-    assert "older checkpoints were not removed: [Errno 13] Permission denied" in aloud.text
-    assert f".trash-{first.name}" in aloud.text
+    assert "older checkpoints were not removed: [Errno 13] Permission denied" in ddpforge_log.text
+    assert f".trash-{first.name}" in ddpforge_log.text
 
 
-def test_a_defect_in_pruning_costs_no_checkpoint_and_its_traceback_is_in_the_log(
-    folder: Path, aloud: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_bug_in_pruning_keeps_the_checkpoint_and_logs_its_traceback(
+    folder: Path, ddpforge_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def defective(*arguments: Any, **options: Any) -> None:
         raise ZeroDivisionError("how odd")
@@ -459,12 +459,12 @@ def test_a_defect_in_pruning_costs_no_checkpoint_and_its_traceback_is_in_the_log
     path = save(alone(folder), checkpoint_of(1))
 
     assert path.is_dir()
-    assert "older checkpoints were not removed: how odd" in aloud.text
-    assert "Traceback" in aloud.text
+    assert "older checkpoints were not removed: how odd" in ddpforge_log.text
+    assert "Traceback" in ddpforge_log.text
 
 
-def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
-    folder: Path, aloud: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_pruning_removes_nothing_if_the_new_checkpoint_is_damaged(
+    folder: Path, ddpforge_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = alone(folder, keep={"last": 1})
     first = save(saving, checkpoint_of(1))
@@ -479,12 +479,12 @@ def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
         patch.setattr(disk, "rename", damage)
         save(saving, checkpoint_of(2))
 
-    assert "older checkpoints were not removed" in aloud.text
-    assert "shard-00000-of-00001.safetensors is damaged" in aloud.text
+    assert "older checkpoints were not removed" in ddpforge_log.text
+    assert "shard-00000-of-00001.safetensors is damaged" in ddpforge_log.text
     assert [path for path, _ in committed(folder)[0]] == [first]
 
 
-def test_retention_parses_every_manifest_once_and_still_sees_damage(
+def test_retention_parses_every_manifest_once_and_still_detects_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[str] = []
@@ -504,11 +504,11 @@ def test_retention_parses_every_manifest_once_and_still_sees_damage(
     (paths[2] / "shard-00000-of-00001.safetensors").unlink()
     save(saving, checkpoint_of(4))
     save(saving, checkpoint_of(5))
-    assert {path.name for path in paths} <= {path.name for path in folder.iterdir()}, "damaged ones do not count"
+    assert {path.name for path in paths} <= {path.name for path in folder.iterdir()}, "damaged checkpoints do not count"
     assert len(parsed) == 5
 
 
-def test_a_manifest_that_was_replaced_is_read_again(folder: Path) -> None:
+def test_a_replaced_manifest_is_read_again(folder: Path) -> None:
     saving = alone(folder, keep={"best": 1, "monitor": "eval/loss"})
     path = save(saving, checkpoint_of(5))
     assert saving.is_best({"eval/loss": 3.0})
@@ -518,8 +518,8 @@ def test_a_manifest_that_was_replaced_is_read_again(folder: Path) -> None:
     assert not saving.is_best({"eval/loss": 3.0})
 
 
-# ---------------------------------------------------------------------------------------------- finding
-def test_all_ranks_open_the_same(folder: Path) -> None:
+# ---------------------------------------------------------------------------------------------- opening
+def test_all_ranks_open_the_same_checkpoint(folder: Path) -> None:
     ten = write(folder, checkpoint_of(10))
     write(folder, checkpoint_of(20))
 
@@ -527,11 +527,11 @@ def test_all_ranks_open_the_same(folder: Path) -> None:
     assert on_each(folder, lambda saving, peers: step_of(saving, ten)) == [10, 10]
 
 
-def test_nothing_to_open_is_none_on_every_rank(tmp_path: Path) -> None:
+def test_open_returns_none_on_every_rank_if_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert on_each(tmp_path / "missing", lambda saving, peers: saving.open()) == [None, None]
 
 
-def test_a_failure_on_rank_0_ends_every_rank_and_only_rank_0_has_words(tmp_path: Path) -> None:
+def test_a_failure_to_open_on_rank_0_raises_peer_failed_on_the_others(tmp_path: Path) -> None:
     first, second = on_each(tmp_path, lambda saving, peers: saving.open(Path("nowhere")))
 
     assert isinstance(first, CheckpointError)
@@ -539,16 +539,18 @@ def test_a_failure_on_rank_0_ends_every_rank_and_only_rank_0_has_words(tmp_path:
     assert second.exit_code == first.exit_code == ExitCode.ENVIRONMENT
 
 
-def test_a_damaged_newest_is_passed_over_aloud_on_every_rank(folder: Path, aloud: pytest.LogCaptureFixture) -> None:
+def test_every_rank_skips_a_damaged_newest_checkpoint_with_a_warning(
+    folder: Path, ddpforge_log: pytest.LogCaptureFixture
+) -> None:
     write(folder, checkpoint_of(10))
     (write(folder, checkpoint_of(20)) / "shard-00000-of-00001.safetensors").write_bytes(b"")
 
     assert on_each(folder, lambda saving, peers: step_of(saving)) == [10, 10]
-    assert "shard-00000-of-00001.safetensors is damaged: it has 0 bytes" in aloud.text
+    assert "shard-00000-of-00001.safetensors is damaged: it has 0 bytes" in ddpforge_log.text
 
 
 def test_each_rank_verifies_its_share_of_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are dealt out, not files: one rank may have written all of it."""
+    """Ranks share blocks, not files, because one rank may have written the whole checkpoint."""
     write(folder, checkpoint_of(20))
     seen: dict[str, list[tuple[str, int]]] = defaultdict(list)
     read = manifest.read_block
@@ -568,7 +570,9 @@ def test_each_rank_verifies_its_share_of_a_checkpoint(folder: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("place", [-1, -20, -70, -130])
-def test_what_any_rank_finds_damaged_is_passed_over(folder: Path, aloud: pytest.LogCaptureFixture, place: int) -> None:
+def test_a_checkpoint_that_any_rank_finds_damaged_is_skipped(
+    folder: Path, ddpforge_log: pytest.LogCaptureFixture, place: int
+) -> None:
     write(folder, checkpoint_of(10))
     file = next(write(folder, checkpoint_of(20)).glob("shard*"))
     content = bytearray(file.read_bytes())
@@ -576,20 +580,18 @@ def test_what_any_rank_finds_damaged_is_passed_over(folder: Path, aloud: pytest.
     file.write_bytes(content)
 
     assert on_each(folder, lambda saving, peers: step_of(saving)) == [10, 10]
-    assert aloud.text.count("are not as written") == 1
+    assert ddpforge_log.text.count("are not as written") == 1
 
 
 @pytest.mark.parametrize(("ranks", "seen"), [(2, True), (1, False)])
-def test_each_of_several_ranks_verifies_what_it_reads_for_it_may_see_another_disk(
-    folder: Path, ranks: int, seen: bool
-) -> None:
-    """One rank alone has just verified all of it, and reads without doing so again."""
+def test_each_of_several_ranks_verifies_its_reads(folder: Path, ranks: int, seen: bool) -> None:
+    """Several ranks may see different disks. A single rank has already verified the whole checkpoint in `open`."""
     path = write(folder, checkpoint_of(20))
 
     def act(saving: Checkpoints, peers: WriterGroup) -> float:
         reader = saving.open()
         assert reader is not None
-        peers.ranks.all_gather_object(None)  # all have opened it
+        peers.ranks.all_gather_object(None)  # barrier: all ranks have opened it
         shard = next(path.glob("shard*"))
         content = bytearray(shard.read_bytes())
         if peers.rank == peers.size - 1:
@@ -603,7 +605,7 @@ def test_each_of_several_ranks_verifies_what_it_reads_for_it_may_see_another_dis
         assert isinstance(result, CheckpointError) is seen, result
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(folder: Path) -> None:
+def test_open_raises_if_all_checkpoints_are_damaged(folder: Path) -> None:
     for step in (10, 20):
         (write(folder, checkpoint_of(step)) / "COMMIT").unlink()
 
@@ -621,7 +623,7 @@ def test_a_named_checkpoint_is_never_replaced_by_another(folder: Path) -> None:
         alone(folder).open(path)
 
 
-def test_opening_clears_what_a_killed_process_left(folder: Path) -> None:
+def test_open_removes_temporary_folders_of_a_killed_process(folder: Path) -> None:
     (folder / ".step-000000020-abcd.tmp").mkdir()
 
     assert alone(folder).open() is None
@@ -630,7 +632,7 @@ def test_opening_clears_what_a_killed_process_left(folder: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- ranks and devices
 def test_replicas_of_shards_are_copied_and_written_once(folder: Path) -> None:
-    """HSDP: rank 2 has what rank 0 has, and rank 3 what rank 1 has."""
+    """HSDP: ranks 2 and 3 hold the same shards as ranks 0 and 1."""
     tensor = counted(8, 1 << 18)
 
     def act(saving: Checkpoints, peers: WriterGroup) -> int:
@@ -645,18 +647,18 @@ def test_replicas_of_shards_are_copied_and_written_once(folder: Path) -> None:
     assert on_each(folder, act, ranks=4) == [2 << 20] * 4
 
 
-def test_one_rank_that_writes_needs_no_process_group() -> None:
+def test_a_single_rank_needs_no_process_group() -> None:
     peers = WriterGroup.of(SingleRank(), timedelta(seconds=1))
 
     assert (peers.rank, peers.size, peers.ranks.all_gather_object(4), peers.patience) == (0, 1, [4], 1.0)
 
 
-def test_memory_that_cannot_be_page_locked_is_used_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, aloud: pytest.LogCaptureFixture
+def test_memory_that_cannot_be_page_locked_is_used_unlocked(
+    monkeypatch: pytest.MonkeyPatch, ddpforge_log: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody loses a checkpoint for it, and nobody tries again at every save.
+    """Checks that locking is tried once per allocation, not at every save.
 
-    CUDA's error is taken by something that may fail, so that no kernel of the training gets it.
+    A small CUDA operation clears CUDA's pending error, so that no kernel of the training raises it.
     """
     asked: list[int] = []
     took: list[int] = []
@@ -675,11 +677,11 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(
     assert memory._bytes(80, locked=True).data_ptr() == first.data_ptr()
     assert len(memory._bytes(200, locked=True)) == 200
     assert asked == took == [100, 200]
-    assert "100 bytes of host memory could not be page-locked (CUDA error 2)" in aloud.text
+    assert "100 bytes of host memory could not be page-locked (CUDA error 2)" in ddpforge_log.text
 
 
-def test_memory_is_locked_once_there_is_something_on_a_gpu_and_unlocked_when_it_goes(
-    monkeypatch: pytest.MonkeyPatch, aloud: pytest.LogCaptureFixture
+def test_memory_is_page_locked_for_gpu_tensors_and_unlocked_when_it_is_freed(
+    monkeypatch: pytest.MonkeyPatch, ddpforge_log: pytest.LogCaptureFixture
 ) -> None:
     calls: list[tuple[str, int]] = []
     library = SimpleNamespace(
@@ -699,8 +701,8 @@ def test_memory_is_locked_once_there_is_something_on_a_gpu_and_unlocked_when_it_
     del memory
     assert calls[3:] == [("unlock", large)]
     staging.Staging()._bytes(0, locked=True)
-    assert len(calls) == 4, "nothing is locked of nothing"
-    assert "page-locked" not in aloud.text
+    assert len(calls) == 4, "empty memory is not locked"
+    assert "page-locked" not in ddpforge_log.text
 
 
 @pytest.mark.gpu
@@ -723,42 +725,42 @@ def test_tensors_on_a_gpu_are_copied_to_page_locked_memory(folder: Path, written
 
 
 # ---------------------------------------------------------------------------------------------- slow and dead disks
-class Hours:
-    """A clock on which hours pass only when a test lets them: whoever waits for a processor writes nothing either."""
+class FakeClock:
+    """Clock that a test advances by hours: with the real clock, a rank that waits for a CPU would look like a hang."""
 
     def __init__(self) -> None:
         self.now = 0
         self.runs = False
 
     def __call__(self) -> int:
-        """An hour passes whenever somebody looks, once the clock runs."""
+        """Returns the time; advances it by an hour per call once `runs` is set."""
         self.now += 3600 * self.runs
         return self.now
 
 
 @pytest.fixture
-def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hours]:
-    clock = Hours()
+def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
+    clock = FakeClock()
     with monkeypatch.context() as patch:
         patch.setattr("ddpforge.ranks.writers.time.monotonic", clock)
         yield clock
 
 
-def looking(peers: WriterGroup) -> WriterGroup:
-    """Ranks that look often, and give one up that has written nothing for two of the looks."""
+def impatient(peers: WriterGroup) -> WriterGroup:
+    """Returns a group that polls often, and gives up a rank that has written nothing for two polls."""
     return replace(peers, patience=2.5 * 3600, look=0.001)
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: Hours, background: bool
+def test_all_ranks_give_up_a_rank_whose_disk_hangs_and_name_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: FakeClock, background: bool
 ) -> None:
     answers, real = threading.Event(), disk.write
 
     def hang(file: Any, data: Any) -> None:
         if threading.current_thread().name.endswith("rank-1"):
             for thread in threading.enumerate():
-                if thread.name == "checkpoint work of rank-0":  # it began first
+                if thread.name == "checkpoint work of rank-0":  # rank 0 began first
                     thread.join(HANGS)
             hours.runs = True
             answers.wait(HANGS)
@@ -768,15 +770,15 @@ def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
     checkpoint = checkpoint_of(3)
 
     def act(peers: WriterGroup) -> Path:
-        saving = checkpoints(folder, looking(peers), background=background)
+        saving = checkpoints(folder, impatient(peers), async_save=background)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
 
     results = World(2).run(act)
     stuck = [thread.daemon for thread in threading.enumerate() if thread.name == "checkpoint work of rank-1"]
     answers.set()
-    assert stuck, "the disk hangs"
-    assert all(stuck), "a process that ends does not wait for it"
+    assert stuck, "rank 1 is still blocked in its write"
+    assert all(stuck), "a daemon thread: the process can end without it"
     assert [type(result) for result in results] == [CheckpointError] * 2
     assert str(results[0]).startswith("rank 1: nothing could be written for")
     assert str(results[1]) == str(results[0])
@@ -784,10 +786,10 @@ def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_disk_that_is_slow_however_slow_is_waited_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: Hours, slow: int
+def test_a_save_waits_for_a_slow_disk_as_long_as_it_makes_progress(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: FakeClock, slow: int
 ) -> None:
-    """No more than one write goes through each time that the ranks talk, and each takes an hour."""
+    """Each exchange between the ranks permits one write, and each write takes an hour."""
     permits, real, began = threading.Semaphore(0), disk.write, hours.now
 
     def crawl(file: Any, data: Any) -> None:
@@ -808,17 +810,17 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
             return everyone(value)
 
         peers.ranks.all_gather_object = talk  # type: ignore[method-assign]
-        saving = checkpoints(folder, looking(peers), background=False)
+        saving = checkpoints(folder, impatient(peers), async_save=False)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
 
     results = World(2).run(act)
     assert all(isinstance(result, Path) for result in results), results
-    assert hours.now - began > 4 * 3600, "longer than anybody's patience"
+    assert hours.now - began > 4 * 3600, "longer than `patience`"
     assert steps_in(read(results[0])) == {3}
 
 
-def test_what_a_checkpoint_builds_on_is_on_the_disk_before_it_counts(folder: Path) -> None:
+def test_before_commit_is_called_once_before_the_commit(folder: Path) -> None:
     found: list[list[Path]] = []
     section = CheckpointSection.model_validate({"async_save": False})
 

@@ -1,4 +1,4 @@
-"""A reader reads what it is asked for, checks what it reads, and believes nothing that it has not checked."""
+"""The checkpoint reader: reads only the requested regions, verifies all bytes read, and trusts no unverified file."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ ALONE = "shard-00000-of-00001.safetensors"
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The bytes of a block, as if 64 MiB were that few."""
+    """Reduces the block size from 64 MiB to 64 bytes; returns it."""
     for module in ("safetensors_writer", "manifest", "reader"):
         monkeypatch.setattr(f"ddpforge.checkpoint.{module}.BLOCK", 64)
     return 64
@@ -43,7 +43,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Every read of a file: its name, where it begins, and how many bytes it may take."""
+    """Records every read: file name, offset, and the size of the buffers in bytes."""
     found: list[tuple[str, int, int]] = []
     real = os.preadv
 
@@ -81,7 +81,7 @@ def test_large_tensors_are_read_block_by_block(folder: Path, small_blocks: int, 
         assert torch.equal(target, expected)
 
 
-def test_every_block_is_verified_where_it_lies(folder: Path, small_blocks: int) -> None:
+def test_every_block_is_verified_against_its_own_hash(folder: Path, small_blocks: int) -> None:
     path = saved(folder, [RankState(model={"w": counted(5, 16), "b": counted(3)})])
     read_manifest(path, verify=True)
     file = path / ALONE
@@ -95,9 +95,7 @@ def test_every_block_is_verified_where_it_lies(folder: Path, small_blocks: int) 
             read_manifest(path, verify=True)
 
 
-def test_finishing_looks_at_what_was_not_read_and_at_nothing_where_nobody_verifies(
-    folder: Path, reads: list[tuple[str, int, int]]
-) -> None:
+def test_finish_verifies_unread_files_only_if_verify_is_true(folder: Path, reads: list[tuple[str, int, int]]) -> None:
     path = write_sharded(folder, checkpoint_of(7), full=True)
     careless, careful = CheckpointReader(path, verify=False), CheckpointReader(path)
     reads.clear()
@@ -111,8 +109,8 @@ def test_finishing_looks_at_what_was_not_read_and_at_nothing_where_nobody_verifi
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_every_stretch_of_a_line_can_be_read_by_a_new_reader(folder: Path, *, verify: bool) -> None:
-    """It need not be a block's beginning, nor its end, nor the one that was read before."""
+def test_any_flat_range_can_be_read_by_a_new_or_a_used_reader(folder: Path, *, verify: bool) -> None:
+    """Ranges need not begin or end at a block, nor follow the previous read."""
     path = saved(folder, [RankState(model={"w": part}) for part in cuts(counted(7), 2, "flat")])
     one = CheckpointReader(path, verify=verify)
     for start, stop in itertools.combinations(range(8), 2):
@@ -125,7 +123,7 @@ def test_every_stretch_of_a_line_can_be_read_by_a_new_reader(folder: Path, *, ve
 def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
     folder: Path, small_blocks: int, reads: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saved(folder, [RankState(model={"w": TensorShard.whole(counted(40, 16))})])  # one block a row
+    path = saved(folder, [RankState(model={"w": TensorShard.whole(counted(40, 16))})])  # one block per row
     file = path / "shard-00000-of-00001.safetensors"
     data = file.stat().st_size - 40 * small_blocks
     hashed: list[Any] = []  # blocks; headers are hashed whole
@@ -152,7 +150,7 @@ def test_only_the_blocks_that_a_read_touches_are_read_and_each_is_verified_once(
 
 
 def test_several_threads_read_from_one_reader(folder: Path, small_blocks: int) -> None:
-    """Columns lie in all blocks, each of which goes through the memory that a thread has for it."""
+    """Columns span all blocks; each thread reads a block into memory of its own."""
     tensors = {f"w{number}": counted(64, 16) + number for number in range(8)}
     reader = CheckpointReader(saved(folder, [RankState(model=tensors)]))
     state, targets = reader.state(), {name: torch.zeros(64, 3) for name in tensors}
@@ -163,7 +161,7 @@ def test_several_threads_read_from_one_reader(folder: Path, small_blocks: int) -
     assert all(torch.equal(targets[name], tensor[:, 5:8]) for name, tensor in tensors.items())
 
 
-def test_a_reader_takes_no_more_than_a_block_of_memory(
+def test_a_reader_uses_at_most_one_block_of_memory(
     folder: Path, small_blocks: int, reads: list[tuple[str, int, int]]
 ) -> None:
     path = saved(folder, [RankState(model={"w": parts}) for parts in cuts(counted(64, 64), 2, "flat")])
@@ -177,7 +175,7 @@ def test_a_reader_takes_no_more_than_a_block_of_memory(
     assert len(reader._spare.memory) <= small_blocks
 
 
-def test_the_target_may_be_a_parameter_or_a_part_of_something_larger(folder: Path) -> None:
+def test_the_target_may_be_a_parameter_or_a_view(folder: Path) -> None:
     tensor = counted(4, 6)
     reader = CheckpointReader(saved(folder, [RankState(model={"w": parts}) for parts in cuts(tensor, 2, "rows")]))
     parameter = nn.Parameter(torch.zeros(4, 6))
@@ -208,7 +206,7 @@ def test_names_shapes_and_dtypes(folder: Path) -> None:
     assert not list(folder.glob("*/model.safetensors"))
 
 
-def test_the_whole_state_can_be_had_unread(folder: Path, reads: list[tuple[str, int, int]]) -> None:
+def test_state_is_lazy_and_reads_no_tensor(folder: Path, reads: list[tuple[str, int, int]]) -> None:
     reader = CheckpointReader(write_sharded(folder, checkpoint_of(7)))
     del reads[:]
 
@@ -246,22 +244,20 @@ def test_the_whole_state_can_be_had_unread(folder: Path, reads: list[tuple[str, 
         ),
     ],
 )
-def test_what_cannot_be_read_like_this_is_refused(
-    folder: Path, name: str, region: Any, target: torch.Tensor, complaint: str
-) -> None:
+def test_invalid_reads_are_refused(folder: Path, name: str, region: Any, target: torch.Tensor, complaint: str) -> None:
     reader = CheckpointReader(write(folder, checkpoint_of(7)))
 
     with pytest.raises(CheckpointError, match=complaint):
         reader.read_into("model", name, region, target)
 
 
-# ---------------------------------------------------------------------------------------------- not believing
+# ---------------------------------------------------------------------------------------------- untrusted files
 def weight(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest["tensors"]["model"]["layer.weight"]  # type: ignore[no-any-return]
 
 
 def grow(manifest: dict[str, Any]) -> None:
-    """A terabyte, with as many hashes as it takes."""
+    """Claims a terabyte, with the right number of hashes."""
     entry = weight(manifest)
     entry["shape"] = [1 << 38]
     del entry["chunks"][1:]
@@ -326,7 +322,7 @@ def test_a_crafted_manifest_is_refused(
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a safetensors file's header, and makes all hashes right again."""
+    """Changes the header of a safetensors file, and corrects all hashes."""
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
@@ -364,7 +360,7 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "complaint"), HEADERS)
-def test_a_header_that_lies_is_refused_before_memory_is_taken_on_its_word(
+def test_a_false_header_is_refused_before_memory_is_allocated(
     folder: Path, change: Callable[[dict[str, Any]], object], complaint: str
 ) -> None:
     path = write(folder, checkpoint_of(7))
@@ -375,7 +371,7 @@ def test_a_header_that_lies_is_refused_before_memory_is_taken_on_its_word(
             action(path)
 
 
-def test_bytes_that_no_tensor_claims_are_refused(folder: Path) -> None:
+def test_bytes_that_belong_to_no_tensor_are_refused(folder: Path) -> None:
     path = write(folder, checkpoint_of(7))
     file = path / ALONE
     file.write_bytes(file.read_bytes() + b"more")
@@ -386,7 +382,7 @@ def test_bytes_that_no_tensor_claims_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [SHARD, "rank-00001.json"])
-def test_links_are_refused_even_if_what_they_point_to_is_right(folder: Path, name: str) -> None:
+def test_links_are_refused_even_if_their_target_is_valid(folder: Path, name: str) -> None:
     path = write_sharded(folder, checkpoint_of(7))
     reader = CheckpointReader(path)
     (path / name).rename(folder / "elsewhere")
@@ -398,7 +394,7 @@ def test_links_are_refused_even_if_what_they_point_to_is_right(folder: Path, nam
         reader.finish()
 
 
-def test_a_link_that_takes_a_file_s_place_while_it_is_read_is_refused(folder: Path) -> None:
+def test_a_file_replaced_by_a_link_during_reading_is_refused(folder: Path) -> None:
     path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
     reader = CheckpointReader(path)
     reader.read("model", "x")
@@ -410,7 +406,7 @@ def test_a_link_that_takes_a_file_s_place_while_it_is_read_is_refused(folder: Pa
         reader.read("model", "w")
 
 
-def test_a_file_that_was_opened_is_read_to_its_end_whatever_becomes_of_its_name(folder: Path) -> None:
+def test_an_open_file_can_be_read_after_it_was_deleted(folder: Path) -> None:
     path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
     reader = CheckpointReader(path)
     reader.read("model", "x")
@@ -419,9 +415,7 @@ def test_a_file_that_was_opened_is_read_to_its_end_whatever_becomes_of_its_name(
     assert reader.read("model", "w").equal(counted(100))
 
 
-def test_a_reader_keeps_few_files_open_and_none_once_it_is_finished(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_keeps_few_files_open_and_closes_them_in_finish(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpforge.checkpoint.reader._MOST_OPEN", 2)
     path = saved(folder, [RankState(model={"w": parts}) for parts in cuts(counted(12), 4, "flat")])
 
@@ -438,8 +432,8 @@ def test_a_reader_keeps_few_files_open_and_none_once_it_is_finished(
     assert still_open() == 0
 
 
-def test_tensors_lie_in_the_order_in_which_they_are_read(folder: Path, reads: list[tuple[str, int, int]]) -> None:
-    """A file that is read from its begin to its end is read ahead: the model, then what the optimizer keeps of it."""
+def test_tensors_are_stored_in_the_order_of_reading(folder: Path, reads: list[tuple[str, int, int]]) -> None:
+    """Model first, then optimizer state: the system reads ahead in a file that is read sequentially."""
     names = [f"layers.{number}.weight" for number in (2, 10, 1)]
     model = {name: counted(5, 5) for name in names}
     optimizer = {name: {"exp_avg": counted(5, 5), "exp_avg_sq": counted(5, 5)} for name in names}
@@ -457,7 +451,7 @@ def test_tensors_lie_in_the_order_in_which_they_are_read(folder: Path, reads: li
 
 
 @pytest.mark.parametrize("name", ["COMMIT", "manifest.json", ALONE])
-def test_a_pipe_in_a_file_s_place_is_refused_and_not_waited_for(folder: Path, name: str) -> None:
+def test_a_pipe_instead_of_a_file_is_refused_without_blocking(folder: Path, name: str) -> None:
     path = write(folder, checkpoint_of(7))
     reader = CheckpointReader(path)
     (path / name).unlink()
@@ -480,7 +474,7 @@ def test_no_file_of_a_sharded_checkpoint_can_run_code(folder: Path, name: str, s
         reseal(path)
 
     for action in (read, lambda each: read_manifest(each, verify=True)):
-        if sealed and name == "rank-00001.json":  # nobody reads it any more
+        if sealed and name == "rank-00001.json":  # no code reads this file any more
             action(path)
             continue
         with pytest.raises(CheckpointError, match=name):
@@ -488,7 +482,7 @@ def test_no_file_of_a_sharded_checkpoint_can_run_code(folder: Path, name: str, s
     assert not (folder / "marker").exists()
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
+def test_error_names_a_file_that_shrinks_during_reading(folder: Path) -> None:
     path = saved(folder, [RankState(model={"w": counted(100), "x": counted(3)})])
     reader = CheckpointReader(path)
     reader.read("model", "x")
@@ -501,7 +495,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------- formats
 @pytest.fixture
 def early(folder: Path, request: pytest.FixtureRequest) -> Path:
-    """A checkpoint as earlier versions of ddpforge wrote it: in format 1, or in format 2 with a file a section."""
+    """Copies a checkpoint of an earlier ddpforge: format 1, or format 2 with one file per section."""
     (source,) = (GOLDEN / request.param).glob("step-*")
     return Path(copytree(source, folder / source.name))
 
@@ -510,7 +504,7 @@ each_early_format = pytest.mark.parametrize("early", ["format-1", "format-2-by-s
 
 
 @each_early_format
-def test_early_formats_are_read_like_today_s(early: Path, tmp_path: Path) -> None:
+def test_early_formats_are_read_like_the_current_one(early: Path, tmp_path: Path) -> None:
     assert json.loads((early / "manifest.json").read_text())["version"] == int(early.name[-1])
     assert newest(early.parent) == (early, [])
 
@@ -536,7 +530,7 @@ def test_early_formats_are_verified_by_their_hashes(early: Path, name: str) -> N
             action(early)
 
 
-def test_one_rank_and_several_write_the_same(folder: Path, tmp_path: Path) -> None:
+def test_one_rank_and_several_ranks_write_equal_checkpoints(folder: Path, tmp_path: Path) -> None:
     one, three = write(folder, checkpoint_of(7)), write_sharded(folder, checkpoint_of(7), 3)
 
     assert repr(read(one)) == repr(read(three))
@@ -545,7 +539,7 @@ def test_one_rank_and_several_write_the_same(folder: Path, tmp_path: Path) -> No
     assert (tmp_path / "one").read_bytes() == (tmp_path / "three").read_bytes()
 
 
-def test_a_tensor_without_elements_is_still_there(folder: Path) -> None:
+def test_a_tensor_without_elements_is_restored(folder: Path) -> None:
     state = CanonicalState(model={"none": torch.empty(0, 3), "w": torch.ones(2)}, optimizer={})
     shares = [
         RankState(model={"none": state.model["none"], "w": TensorShard.whole(torch.ones(2))}),
@@ -556,8 +550,8 @@ def test_a_tensor_without_elements_is_still_there(folder: Path) -> None:
         assert read(path).state.model["none"].shape == (0, 3)
 
 
-def test_a_tensor_of_which_a_chunk_is_gone_is_not_half_read(folder: Path) -> None:
-    """As after an error in what makes sure that a manifest's chunks are the whole tensor."""
+def test_a_tensor_with_a_missing_chunk_is_refused(folder: Path) -> None:
+    """Simulates a bug in the check that chunks cover the whole tensor."""
     reader = CheckpointReader(write(folder, checkpoint_of(7)))
     found: Any = reader.manifest.tensors["model"]
     found["layer.weight"] = found["layer.weight"].model_copy(update={"chunks": ()})

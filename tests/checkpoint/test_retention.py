@@ -1,4 +1,4 @@
-"""Newest means the latest step that is complete, and pruning costs neither the newest nor the best."""
+"""Retention: `newest` finds the highest intact step, and `prune` keeps the last and the best checkpoints."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from ddpforge.recipe.schema import KeepSection
 
 
 def save(folder: Path, steps: Iterable[int], **metrics: Iterable[float]) -> list[Path]:
-    """Checkpoints of `steps`; `loss=[…]` gives each its metric "eval/loss"."""
+    """Saves checkpoints of `steps`; `loss=[…]` is the metric "eval/loss" of each."""
     rows = zip(*metrics.values(), strict=True) if metrics else ((),) * len(list(steps))
     named = [{f"eval/{name}": value for name, value in zip(metrics, row, strict=True)} for row in rows]
     return [write(folder, checkpoint_of(step, metrics=row)) for step, row in zip(steps, named, strict=True)]
@@ -26,8 +26,8 @@ def steps(folder: Path) -> list[int]:
     return sorted(read_manifest(path).step for path in folder.glob("step-*"))
 
 
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The checkpoints whose manifests are read from now on."""
+def record_manifest_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the names of checkpoints whose manifests are read from now on."""
     found: list[str] = []
 
     def noted(path: Path) -> tuple[bytearray, str]:
@@ -44,7 +44,7 @@ def test_an_empty_or_missing_folder_has_no_newest(folder: Path) -> None:
     assert newest(folder / "missing") == (None, [])
 
 
-def test_a_folder_that_cannot_be_looked_into_is_not_an_empty_one(folder: Path) -> None:
+def test_newest_raises_if_the_folder_cannot_be_listed(folder: Path) -> None:
     (folder / "file").touch()
     (folder / "link").symlink_to("not-mounted")
     with pytest.raises(CheckpointError, match="file: Not a directory"):
@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_looked_into_is_not_an_empty_one(folder: Path) -
         newest(folder / "link")
 
 
-def test_newest_goes_by_step_whatever_the_files_times_and_names_say(folder: Path) -> None:
+def test_newest_compares_steps_not_modification_times(folder: Path) -> None:
     ten, twenty, thirty = save(folder, [10, 20, 30])
     for age, path in enumerate((thirty, twenty, ten)):
         os.utime(path, (1000 + age, 1000 + age))
@@ -61,19 +61,19 @@ def test_newest_goes_by_step_whatever_the_files_times_and_names_say(folder: Path
     assert newest(folder) == (thirty, [])
 
 
-def test_steps_are_numbers_not_text(folder: Path) -> None:
+def test_steps_are_compared_as_numbers(folder: Path) -> None:
     _, later = save(folder, [999_999_999, 1_000_000_000])
 
     assert newest(folder) == (later, [])
 
 
-def test_of_one_step_the_one_written_last_counts(folder: Path) -> None:
-    for _ in range(5):  # names are random: five in the right order by chance are one in 120
+def test_newest_of_equal_steps_is_the_one_written_last(folder: Path) -> None:
+    for _ in range(5):  # names are random: five in the right order by chance have a probability of 1 in 120
         (last,) = save(folder, [10])
         assert newest(folder)[0] == last
 
 
-def test_an_incomplete_checkpoint_is_passed_over_with_its_reason(folder: Path) -> None:
+def test_newest_skips_an_incomplete_checkpoint_and_returns_the_reason(folder: Path) -> None:
     ten, twenty = save(folder, [10, 20])
     (folder / "step-000000030-abcd").mkdir()
     shutil.rmtree(twenty)
@@ -86,20 +86,20 @@ def test_an_incomplete_checkpoint_is_passed_over_with_its_reason(folder: Path) -
     assert all("COMMIT is damaged: it cannot be read" in reason for _, reason in skipped)
 
 
-def test_broken_checkpoints_older_than_the_chosen_one_are_not_worth_a_word(folder: Path) -> None:
+def test_newest_does_not_report_broken_checkpoints_older_than_the_chosen_one(folder: Path) -> None:
     ten, twenty = save(folder, [10, 20])
     (ten / "COMMIT").unlink()
 
     assert newest(folder) == (twenty, [])
 
 
-def test_what_is_passed_over_comes_newest_first_and_back_to_the_chosen_step(folder: Path) -> None:
+def test_newest_lists_skipped_checkpoints_from_new_to_old_down_to_the_chosen_step(folder: Path) -> None:
     ten, twenty, thirty, forty = save(folder, [10, 20, 30, 40])
     (again,) = save(folder, [20])
     for path in (ten, twenty, forty):
         (path / "COMMIT").unlink()
     shard = thirty / "shard-00000-of-00001.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")  # only a look at its contents tells
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")  # detected only from the file's contents
     strange = folder / "step-by-step"
     strange.mkdir()
 
@@ -110,32 +110,28 @@ def test_what_is_passed_over_comes_newest_first_and_back_to_the_chosen_step(fold
 
 
 @pytest.mark.parametrize("count", [3, 30])
-def test_the_newest_of_many_is_found_without_opening_those_that_are_older(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
+def test_newest_does_not_open_older_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     *_, before, last = save(folder, range(10, 10 * count + 10, 10))
     (last / "COMMIT").unlink()
-    looked_at = opened(monkeypatch)
+    looked_at = record_manifest_reads(monkeypatch)
 
     assert newest(folder)[0] == before
     assert looked_at == [last.name, before.name]
 
 
-def test_of_many_checkpoints_in_a_list_no_tensor_stays_in_memory(folder: Path) -> None:
+def test_listed_checkpoints_keep_no_tensor_entries_in_memory(folder: Path) -> None:
     save(folder, [10, 20])
     assert [dict(each.manifest.tensors) for each in committed(folder)[0]] == [{}, {}]
 
 
-def test_a_manifest_that_was_read_to_prove_a_save_is_not_parsed_again_for_pruning(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_does_not_parse_a_known_manifest_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known, (ten,) = Known(), save(folder, [10])
     assert known.read(ten) == read_manifest(ten)
     monkeypatch.setattr("ddpforge.checkpoint.retention.parse_manifest", None)
     assert prune(folder, KeepSection(last=1), known=known) == []
 
 
-def test_a_checkpoint_under_another_name_or_behind_a_link_is_not_trusted(folder: Path) -> None:
+def test_newest_skips_renamed_and_linked_checkpoints(folder: Path) -> None:
     ten, twenty = save(folder, [10, 20])
     twenty.rename(folder / "step-000000030-abcd")
     (folder / "step-000000040-abcd").symlink_to(ten)
@@ -149,14 +145,14 @@ def test_a_checkpoint_under_another_name_or_behind_a_link_is_not_trusted(folder:
 
 
 # ---------------------------------------------------------------------------------------------- pruning
-def test_the_last_ones_stay(folder: Path) -> None:
+def test_prune_keeps_the_last_checkpoints(folder: Path) -> None:
     paths = save(folder, [10, 20, 30, 40])
 
     assert set(prune(folder, KeepSection(last=2))) == set(paths[:2])
     assert steps(folder) == [30, 40]
 
 
-def test_the_best_stay_besides_the_last(folder: Path) -> None:
+def test_prune_keeps_the_best_checkpoints_in_addition_to_the_last(folder: Path) -> None:
     save(folder, [10, 20, 30, 40, 50], loss=[3.0, 1.0, 2.0, math.nan, 5.0])
 
     prune(folder, KeepSection(last=1, best=2, monitor="eval/loss"))
@@ -177,7 +173,7 @@ def test_the_best_stay_besides_the_last(folder: Path) -> None:
         ("eval/accuracy", "min", 10),
     ],
 )
-def test_less_is_better_for_losses_and_more_for_the_rest_unless_the_recipe_says_so(
+def test_lower_is_better_for_losses_and_higher_for_other_metrics_unless_mode_is_set(
     folder: Path, by: str, mode: str | None, kept: int
 ) -> None:
     save(folder, [10, 20, 30, 40], **{by.removeprefix("eval/"): [1.0, 2.0, 3.0, math.nan]})
@@ -187,7 +183,7 @@ def test_less_is_better_for_losses_and_more_for_the_rest_unless_the_recipe_says_
     assert steps(folder) == [kept, 40]
 
 
-def test_of_equally_good_ones_the_newer_stays(folder: Path) -> None:
+def test_prune_keeps_the_newer_of_equally_good_checkpoints(folder: Path) -> None:
     save(folder, [10, 20, 30], loss=[1.0, 1.0, 2.0])
 
     prune(folder, KeepSection(last=1, best=1, monitor="eval/loss"))
@@ -196,7 +192,7 @@ def test_of_equally_good_ones_the_newer_stays(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_what_is_not_a_finite_number_is_never_best(folder: Path, odd: float) -> None:
+def test_a_checkpoint_with_a_nonfinite_metric_is_never_best(folder: Path, odd: float) -> None:
     save(folder, [10, 20], loss=[odd, odd])
     keep = KeepSection(last=1, best=5, monitor="eval/loss")
     found, _ = committed(folder)
@@ -207,7 +203,7 @@ def test_what_is_not_a_finite_number_is_never_best(folder: Path, odd: float) -> 
     assert is_best({"eval/loss": 1e9}, keep, found)
 
 
-def test_nothing_is_best_where_nothing_tells_what_is_better(folder: Path) -> None:
+def test_no_checkpoint_is_best_if_the_direction_of_the_metric_is_unknown(folder: Path) -> None:
     save(folder, [10, 20], wobble=[2.0, 1.0])
     keep = KeepSection(last=1, best=1, monitor="eval/wobble")
     found, _ = committed(folder)
@@ -221,21 +217,19 @@ def test_nothing_is_best_where_nothing_tells_what_is_better(folder: Path) -> Non
         assert not is_best({"eval/wobble": 1.5}, keep, found)
 
 
-def test_best_means_better_than_all_that_are_kept(folder: Path) -> None:
+def test_is_best_compares_with_all_kept_checkpoints(folder: Path) -> None:
     save(folder, [10, 20], loss=[2.0, 1.0])
     keep = KeepSection(best=1, monitor="eval/loss")
     found, _ = committed(folder)
 
     assert [is_best({"eval/loss": value}, keep, found) for value in (0.9, 1.0, 1.5)] == [True, False, False]
-    assert not is_best({"eval/loss": 0.9}, KeepSection(monitor="eval/loss"), found), "no best one is to be kept"
-    assert not is_best({"eval/loss": 0.9}, KeepSection(best=1), found), "nothing says what best means"
+    assert not is_best({"eval/loss": 0.9}, KeepSection(monitor="eval/loss"), found), "`best` is not set"
+    assert not is_best({"eval/loss": 0.9}, KeepSection(best=1), found), "`monitor` is not set"
 
 
 @pytest.mark.parametrize("known", [None, Known()], ids=["anew", "with a memory"])
 @pytest.mark.parametrize("seen", [False, True], ids=["broken at first", "broken later"])
-def test_a_broken_checkpoint_does_not_count_as_kept_and_is_left_alone(
-    folder: Path, known: Known | None, *, seen: bool
-) -> None:
+def test_prune_neither_counts_nor_removes_a_broken_checkpoint(folder: Path, known: Known | None, *, seen: bool) -> None:
     _, twenty, thirty = save(folder, [10, 20, 30])
     if seen:
         assert len(committed(folder, known)[0]) == 3
@@ -246,8 +240,8 @@ def test_a_broken_checkpoint_does_not_count_as_kept_and_is_left_alone(
     assert {path.name for path in folder.glob("step-*")} == {twenty.name, thirty.name}
 
 
-def test_what_the_hint_names_is_never_removed(folder: Path) -> None:
-    save(folder, [30, 10])  # a run that went back to an earlier step
+def test_prune_never_removes_the_checkpoint_of_the_hint(folder: Path) -> None:
+    save(folder, [30, 10])  # a run that returned to an earlier step
 
     prune(folder, KeepSection(last=1))
 
@@ -255,7 +249,7 @@ def test_what_the_hint_names_is_never_removed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("hint", [None, "", "[]", "{}", '{"dir": "../.."}'])
-def test_a_useless_hint_does_no_harm(folder: Path, hint: str | None) -> None:
+def test_prune_ignores_an_invalid_hint(folder: Path, hint: str | None) -> None:
     save(folder, [10, 20])
     (folder / "latest.json").unlink()
     if hint is not None:
@@ -266,7 +260,7 @@ def test_a_useless_hint_does_no_harm(folder: Path, hint: str | None) -> None:
     assert steps(folder) == [20]
 
 
-def test_a_checkpoint_that_cannot_be_removed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_checkpoint_that_cannot_be_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ten, _ = save(folder, [10, 20])
 
     def refuse(path: Path) -> None:
@@ -278,7 +272,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_named(folder: Path, monkeypatch:
         prune(folder, KeepSection(last=1))
 
 
-def test_garbage_that_cannot_be_removed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_garbage_that_cannot_be_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trash = folder / ".trash-step-000000005-abcd"
     trash.mkdir()
 
@@ -291,7 +285,7 @@ def test_garbage_that_cannot_be_removed_is_named(folder: Path, monkeypatch: pyte
         clean(folder)
 
 
-def test_cleaning_removes_garbage_and_nothing_else(folder: Path) -> None:
+def test_clean_removes_only_garbage(folder: Path) -> None:
     (path,) = save(folder, [10])
     (folder / ".step-000000020-abcd.tmp").mkdir()
     (folder / ".step-000000020-abcd.tmp" / "model.safetensors").write_bytes(b"half")

@@ -1,4 +1,4 @@
-"""Saves to a file system that is really full: a small tmpfs with every possible number of free pages."""
+"""Saves to a file system that is really full: a small tmpfs, with each possible number of free pages."""
 
 import os
 import shutil
@@ -17,7 +17,11 @@ from ddpforge.errors import CheckpointError
 from ddpforge.ranks.writers import WriterGroup
 
 TESTS = Path(__file__).parents[1]
-MOUNTS = ["unshare", "--map-root-user", "--mount"]  # what is mounted inside is seen by nobody else, and goes by itself
+MOUNTS = [
+    "unshare",
+    "--map-root-user",
+    "--mount",
+]  # no other process sees mounts in this namespace, and they end with it
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PAGES = 128
 
@@ -25,7 +29,7 @@ cannot_mount = shutil.which("unshare") is None or subprocess.run([*MOUNTS, "true
 
 
 def larger(step: int) -> Checkpoint:
-    """Every number is `step`; some pages of weights, momentum and averages."""
+    """Returns a checkpoint of several pages in which every number is `step`."""
     checkpoint = checkpoint_of(step)
     weight = torch.full((64, 128), float(step))
     model = {**checkpoint.state.model, "layer.weight": weight}
@@ -35,10 +39,10 @@ def larger(step: int) -> Checkpoint:
 
 
 def save(folder: Path, step: int, layout: str) -> list[Any]:
-    """What saving and pruning returns or raises on each of two ranks."""
+    """Saves and prunes on two ranks; returns the path or the error of each."""
 
     def act(peers: WriterGroup) -> Path:
-        saving = checkpoints(folder, peers, layout=layout, background=False, keep={"last": 1})
+        saving = checkpoints(folder, peers, layout=layout, async_save=False, keep={"last": 1})
         saving.save(larger(step), share_of(larger(step), peers.rank, 2))
         return saving.wait()
 
@@ -46,7 +50,7 @@ def save(folder: Path, step: int, layout: str) -> list[Any]:
 
 
 def run_full(disk: Path, layout: str) -> None:
-    """Leaves one page more free each time, until a save goes through."""
+    """Saves with one more free page each time, until a save succeeds."""
     folder, ballast = disk / "checkpoints", disk / "ballast"
     before = 1
     assert all(isinstance(result, Path) for result in save(folder, before, layout))
@@ -64,14 +68,14 @@ def run_full(disk: Path, layout: str) -> None:
         assert all(isinstance(result, CheckpointError) for result in results), results
         assert "No space left on device" in str(results[0]), results[0]
         assert state_of(folder) == before, "the old checkpoint is whole"
-        assert not list(folder.glob(".*")), "nothing is left behind"
-    raise AssertionError("no save went through")
+        assert not list(folder.glob(".*")), "no temporary file is left"
+    raise AssertionError("no save succeeded")
 
 
 @pytest.mark.skipif(cannot_mount, reason="unshare --mount is not allowed here")
 @pytest.mark.parametrize("layout", [pytest.param("sharded", marks=pytest.mark.full), "full"])
-def test_a_file_system_that_runs_full_at_any_page_of_a_save_costs_that_save_alone(tmp_path: Path, layout: str) -> None:
-    """Where the model is written in one file, shards are written first: `make test-all` writes them alone."""
+def test_a_full_file_system_at_any_page_fails_only_that_save(tmp_path: Path, layout: str) -> None:
+    """Full layout: shards first, then one file of the model. `make test-all` also tests shards alone."""
     mount = (
         f"mount -t tmpfs -o size={PAGES * PAGE} none {tmp_path} && exec {sys.executable} {__file__} {tmp_path} {layout}"
     )

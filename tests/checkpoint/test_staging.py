@@ -1,4 +1,4 @@
-"""Copies for checkpoints beside what GPUs compute: what is asked of CUDA, which is not here, in which order."""
+"""Copies of the state for checkpoints, concurrent with training: order of CUDA calls, with a fake CUDA."""
 
 import threading
 from pathlib import Path
@@ -20,11 +20,11 @@ GPU = torch.device("cuda", 0)
 
 
 class Cuda:
-    """Streams that note what they are asked for; every tensor counts as one on a GPU."""
+    """Fake CUDA streams that record their calls; every tensor counts as a GPU tensor."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, names: dict[str, Tensor]) -> None:
         self.said: list[str] = []
-        self.locked: list[tuple[int, str]] = []  # how many bytes, by which thread
+        self.locked: list[tuple[int, str]] = []  # bytes, name of the thread
         known = {tensor.data_ptr(): name for name, tensor in names.items()}
         real = Tensor.copy_
 
@@ -67,8 +67,8 @@ class Stream(SimpleNamespace):
         self.say(f"off {self.name}")
 
 
-def state(*, of_weights: bool = True) -> tuple[dict[str, Tensor], RankState]:
-    """Tensors by a name of the test, and the state made of them."""
+def named_state(*, of_weights: bool = True) -> tuple[dict[str, Tensor], RankState]:
+    """Returns tensors by the test's names for them, and a state with these tensors."""
     names = ["weight", "mean", "momentum", "memory", "ema"]
     t = {name: torch.full((5,), float(number)) for number, name in enumerate(names)}
     model = {"layer.weight": t["weight"], "norm.mean": t["mean"]}
@@ -77,10 +77,10 @@ def state(*, of_weights: bool = True) -> tuple[dict[str, Tensor], RankState]:
     return t, RankState.of(CanonicalState(model, optimizer, extra_state=shared), {"ema": {"layer.weight": t["ema"]}})
 
 
-def test_what_only_updates_change_is_copied_under_the_next_passes_and_all_else_before_them(
+def test_weights_and_optimizer_state_are_copied_during_the_next_passes_and_the_rest_before_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names, rank_state = state()
+    names, rank_state = named_state()
     held = flatten(rank_state, rank=0, ranks=1).held
     cuda, copies = Cuda(monkeypatch, names), Staging()
     copied = copies.copy(held)
@@ -105,8 +105,8 @@ def test_what_only_updates_change_is_copied_under_the_next_passes_and_all_else_b
                 assert torch.equal(part.tensor, copy.tensor), name
 
 
-def test_the_host_copies_weights_in_a_thread_for_which_an_update_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, rank_state = state()
+def test_an_update_waits_for_the_thread_that_copies_weights_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, rank_state = named_state()
     held, copies, gate = flatten(rank_state, rank=0, ranks=1).held, Staging(), threading.Event()
     real, later = Tensor.copy_, {names[name].data_ptr() for name in ("weight", "momentum")}
 
@@ -116,7 +116,7 @@ def test_the_host_copies_weights_in_a_thread_for_which_an_update_waits(monkeypat
 
     monkeypatch.setattr(Tensor, "copy_", copy)
     copied = copies.copy(held)
-    for name in ("mean", "memory", "ema"):  # what passes and callbacks change
+    for name in ("mean", "memory", "ema"):  # changed by forward passes and callbacks
         names[name].fill_(99.0)
     threading.Timer(0.1, gate.set).start()
     copies.before_update()
@@ -127,20 +127,18 @@ def test_the_host_copies_weights_in_a_thread_for_which_an_update_waits(monkeypat
     assert found == {0.0, 1.0, 2.0, 3.0, 4.0}
 
 
-def test_weights_of_which_the_optimizer_knows_nothing_are_copied_before_the_next_passes(
+def test_weights_without_optimizer_state_are_copied_before_the_next_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody says which of them are buffers."""
-    names, rank_state = state(of_weights=False)
+    """They could be buffers, which a forward pass changes."""
+    names, rank_state = named_state(of_weights=False)
     cuda = Cuda(monkeypatch, names)
     Staging().copy(flatten(rank_state, rank=0, ranks=1).held)
     assert cuda.said.index("copy weight") < cuda.said.index("here waits for aside")
 
 
-def test_the_thread_that_writes_waits_for_the_copy_and_the_one_that_trains_does_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names, rank_state = state()
+def test_only_the_writing_thread_waits_for_the_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, rank_state = named_state()
     cuda, real = Cuda(monkeypatch, names), writer.write_shard
     threads: list[threading.Thread] = []
 
@@ -163,10 +161,10 @@ def test_the_thread_that_writes_waits_for_the_copy_and_the_one_that_trains_does_
 
 
 # ---------------------------------------------------------------------------------------------- memory
-def test_memory_is_locked_by_a_thread_before_the_first_save_which_takes_no_other(
+def test_reserve_page_locks_memory_in_a_thread_and_the_first_save_uses_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, rank_state = state()
+    names, rank_state = named_state()
     cuda, saving = Cuda(monkeypatch, names), checkpoints(folder, WriterGroup.alone())
     saving.reserve(rank_state)
     saving.save(FACTS, rank_state)
@@ -175,12 +173,12 @@ def test_memory_is_locked_by_a_thread_before_the_first_save_which_takes_no_other
     assert "copy weight" in cuda.said
 
 
-def test_nothing_is_reserved_while_a_copy_is_used_nor_where_there_are_none(
+def test_reserve_does_nothing_during_a_save_or_for_synchronous_saves(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, rank_state = state()
+    names, rank_state = named_state()
     cuda = Cuda(monkeypatch, names)
-    checkpoints(folder, WriterGroup.alone(), background=False).reserve(rank_state)
+    checkpoints(folder, WriterGroup.alone(), async_save=False).reserve(rank_state)
     saving = checkpoints(folder, WriterGroup.alone())
     saving.save(FACTS, rank_state)
     saving.reserve(rank_state)
@@ -188,10 +186,10 @@ def test_nothing_is_reserved_while_a_copy_is_used_nor_where_there_are_none(
     assert len(cuda.locked) == 1
 
 
-def test_memory_of_a_copy_that_nobody_waited_for_is_given_back_once_it_is_whole(
+def test_a_second_copy_waits_for_the_first_before_its_memory_is_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names, rank_state = state()
+    names, rank_state = named_state()
     held = flatten(rank_state, rank=0, ranks=1).held
     cuda, copies = Cuda(monkeypatch, names), Staging()
     copies.copy({**held, "callbacks": {}})
@@ -202,8 +200,8 @@ def test_memory_of_a_copy_that_nobody_waited_for_is_given_back_once_it_is_whole(
 
 
 # ---------------------------------------------------------------------------------------------- numbers
-def test_numbers_on_a_device_come_to_the_host_in_one_copy_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused Adam counts the steps of every weight on the GPU."""
+def test_0d_tensors_on_a_device_are_copied_to_the_host_once_per_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused Adam keeps a step count per weight on the GPU."""
     stacked: list[int] = []
     real = torch.stack
 

@@ -1,5 +1,5 @@
-"""Whatever ranks hold of whatever tensors, all of it comes back on any number of ranks, or no rank believes that it
-was saved."""
+"""The checkpoint writer with several ranks: any sharding is restored on any number of ranks, or all ranks raise an
+error."""
 
 import json
 import logging
@@ -37,9 +37,9 @@ from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.writers import WriterGroup
 
 
-# ---------------------------------------------------------------------------------------------- there and back
+# ---------------------------------------------------------------------------------------------- round trips
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_tensors_that_all_ranks_hold_come_back_bit_for_bit(folder: Path, ranks: int) -> None:
+def test_replicated_tensors_are_restored_bit_for_bit(folder: Path, ranks: int) -> None:
     model = tensors_of_every_kind()
     share = RankState(model=model, optimizer={"a/b": {**model, "step": 3}}, callbacks={"ema": {**model, "n": "é"}})
 
@@ -55,7 +55,7 @@ def test_tensors_that_all_ranks_hold_come_back_bit_for_bit(folder: Path, ranks: 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(tilings(), st.integers(1, 3), st.data())
-def test_any_regions_of_any_ranks_make_up_a_tensor_of_which_any_region_can_be_read(
+def test_any_region_can_be_read_from_any_sharding(
     tmp_path_factory: pytest.TempPathFactory,
     case: tuple[Shape, list[Simple]],
     ranks: int,
@@ -93,10 +93,10 @@ def part_of(tensor: Tensor, region: Simple) -> Tensor:
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([(), (2,), (3, 2)]))
-def test_a_fused_weight_is_split_by_heads_and_comes_back_under_any_split(
+def test_a_fused_weight_sharded_by_heads_is_restored_under_any_sharding(
     tmp_path_factory: pytest.TempPathFactory, ranks: int, fused: int, rows: int, rest: tuple[int, ...]
 ) -> None:
-    """Queries, keys and values lie one below the other; each rank has some rows of each, as one tensor."""
+    """Queries, keys and values are stacked; each rank holds some rows of each as one tensor."""
     tensor = counted(fused * ranks * rows, *rest)
 
     def heads(rank: int, of: int) -> TensorShard:
@@ -123,10 +123,10 @@ LAYOUTS = [("flat", 2), ("flat", 5), ("rows", 2), ("rows", 4), ("columns", 3), (
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 @pytest.mark.parametrize("target", LAYOUTS, ids=str)
-def test_there_and_back_again_is_bit_for_bit_the_same(
+def test_resharding_and_back_is_bitwise_identical(
     folder: Path, source: tuple[str, int], target: tuple[str, int]
 ) -> None:
-    """A → B → A: saved under one layout, loaded and saved again under another, loaded under the first."""
+    """Saves under layout A, loads and saves under layout B, then loads under layout A."""
     torch.manual_seed(0)
     model = {"w": torch.randn(7, 10), "b": torch.randn(13), "conv": torch.randn(3, 4, 5, 2), "one": torch.randn(1)}
     model["bits"] = torch.randint(0, 2**15, (6, 9), dtype=torch.int16).view(torch.bfloat16)
@@ -138,7 +138,7 @@ def test_there_and_back_again_is_bit_for_bit_the_same(
         return [RankState(model={name: parts[rank] for name, parts in dealt.items()}) for rank in range(ranks)]
 
     def load(path: Path, how: str, ranks: int) -> list[RankState]:
-        """Every rank reads what it would hold into memory of its own."""
+        """Reads each rank's shards into new memory."""
         readers = [CheckpointReader(path) for _ in range(ranks)]
         shares = split({name: torch.full_like(x, 99) for name, x in model.items()}, how, ranks)
         for reader, share in zip(readers, shares, strict=True):
@@ -155,7 +155,7 @@ def test_there_and_back_again_is_bit_for_bit_the_same(
         assert all(same(CheckpointReader(path).read("model", name), x) for name, x in model.items())
 
 
-def test_everything_beside_tensors_comes_back(folder: Path) -> None:
+def test_metadata_is_restored(folder: Path) -> None:
     changes: dict[str, Any] = {
         "recipe": 'name = "digits"\n',
         "lineage": [{"step": 0, "recipe": "ab"}],
@@ -174,8 +174,8 @@ def test_everything_beside_tensors_comes_back(folder: Path) -> None:
     assert repr(loaded.state.optimizer) == repr(original.state.optimizer)
 
 
-def test_numbers_and_tensors_that_only_some_ranks_know_are_all_there(folder: Path) -> None:
-    """ZeRO: a rank knows the optimizer state of the parameters that it has a part of."""
+def test_state_that_only_some_ranks_hold_is_restored(folder: Path) -> None:
+    """ZeRO: a rank holds the optimizer state only of its own parameters."""
     shares = [
         RankState(
             model={"a": TensorShard.whole(counted(3))}, optimizer={"a": {"step": 1, "m": TensorShard.whole(counted(3))}}
@@ -194,7 +194,7 @@ def test_numbers_and_tensors_that_only_some_ranks_know_are_all_there(folder: Pat
 
 
 # ---------------------------------------------------------------------------------------------- on disk
-def test_every_rank_writes_one_shard_and_other_tools_can_read_it(folder: Path) -> None:
+def test_each_rank_writes_one_shard_that_safetensors_can_read(folder: Path) -> None:
     whole, half = counted(4, 5), counted(6)
     shares = [
         RankState(model={"mine": TensorShard.whole(whole), "ours": TensorShard(half[:2], (6,), FlatRange(0, 2))}),
@@ -219,7 +219,7 @@ def test_every_rank_writes_one_shard_and_other_tools_can_read_it(folder: Path) -
     assert json.loads((folder / "latest.json").read_text()) == {"dir": path.name, "step": 7}
 
 
-def test_a_rank_that_holds_nothing_of_a_tensor_writes_nothing_of_it(folder: Path) -> None:
+def test_a_rank_with_an_empty_shard_writes_no_entry(folder: Path) -> None:
     shares = [
         RankState(model={"w": TensorShard(counted(6), (6,), FlatRange(0, 6)), "none": torch.zeros(0, 3)}),
         RankState(model={"w": TensorShard(torch.zeros(0), (6,), FlatRange(6, 6)), "none": torch.zeros(0, 3)}),
@@ -234,7 +234,7 @@ def test_a_rank_that_holds_nothing_of_a_tensor_writes_nothing_of_it(folder: Path
     assert loaded["none"].shape == (0, 3)
 
 
-def test_names_that_meet_in_one_file_are_kept_apart(folder: Path) -> None:
+def test_equal_names_in_one_file_are_made_unique(folder: Path) -> None:
     share = RankState(
         model={
             "a/b": counted(2),
@@ -258,7 +258,7 @@ def test_names_that_meet_in_one_file_are_kept_apart(folder: Path) -> None:
     }
 
 
-def test_ranks_share_the_work_of_writing_what_all_of_them_hold(folder: Path) -> None:
+def test_ranks_divide_the_writing_of_replicated_tensors(folder: Path) -> None:
     model = {f"layer {i}": torch.randn(1 << 18) for i in range(6)} | {"embedding": torch.randn(9, 1 << 18)}
 
     path = saved(folder, [RankState(model=model)] * 3)
@@ -271,12 +271,12 @@ def test_ranks_share_the_work_of_writing_what_all_of_them_hold(folder: Path) -> 
 
 
 def replicated(tensor: Tensor, how: str) -> list[TensorShard]:
-    """What each of four ranks holds: two shards, each of them twice (HSDP)."""
+    """Returns the shard of each of four ranks: two shards, two replicas of each (HSDP)."""
     return [replace(part, replica=replica, replicas=2) for replica in range(2) for (part,) in cuts(tensor, 2, how)]
 
 
 @pytest.mark.parametrize("how", ["flat", "rows", "columns"])
-def test_replicas_of_shards_share_the_work_too(folder: Path, how: str) -> None:
+def test_replicas_of_shards_divide_the_writing(folder: Path, how: str) -> None:
     tensor, buffer = torch.randn(64, 1 << 17), torch.randn(1 << 20)
     state = [CanonicalState({"w": part, "mean": buffer}, {"w": {"m": part}}) for part in replicated(tensor, how)]
 
@@ -287,12 +287,12 @@ def test_replicas_of_shards_share_the_work_too(folder: Path, how: str) -> None:
     assert torch.equal(found.model["mean"], buffer)
     assert torch.equal(found.optimizer["w"]["m"], tensor)
     sizes = [shard.stat().st_size for shard in sorted(path.glob("shard-*"))]
-    assert sum(sizes) < (64 + 4 + 0.1) * (1 << 20), "every element is there once"
-    assert max(sizes) - min(sizes) < 4 << 20, "everyone writes about as much"
+    assert sum(sizes) < (64 + 4 + 0.1) * (1 << 20), "each element is written once"
+    assert max(sizes) - min(sizes) < 4 << 20, "all ranks write about the same amount"
 
 
-def test_groups_of_one_size_that_share_a_rank_each_write_what_they_hold(folder: Path) -> None:
-    """As tied weights of stages: one of ranks 0 and 1, and another of ranks 0 and 2."""
+def test_overlapping_replica_groups_of_equal_size_write_all_tensors(folder: Path) -> None:
+    """As with tied weights of pipeline stages: one tensor on ranks 0 and 1, another on ranks 0 and 2."""
     one, other = torch.randn(6, 1 << 17), torch.randn(6, 1 << 17)
     first = {name: [TensorShard.whole(x, replica=n, replicas=2, among=name) for n in range(2)] for name, x in
              (("01", one), ("02", other))}  # fmt: skip
@@ -305,7 +305,7 @@ def test_groups_of_one_size_that_share_a_rank_each_write_what_they_hold(folder: 
     assert torch.equal(found["other"], other)
 
 
-def test_replicas_that_do_not_hold_the_same_are_found_out(folder: Path) -> None:
+def test_save_fails_if_replicas_hold_different_tensors(folder: Path) -> None:
     tensor = counted(6, 1 << 18)
     first, second = (TensorShard.whole(tensor, replica=replica, replicas=2) for replica in range(2))
     shares = [RankState(model={"a": first, "b": first}), RankState(model={"b": second})]
@@ -357,7 +357,7 @@ def test_the_whole_model_is_written_one_tensor_at_a_time(folder: Path, monkeypat
     assert 1 <= most <= 2
 
 
-def test_a_shard_that_is_damaged_before_the_whole_model_is_made_of_it_fails_the_save(folder: Path) -> None:
+def test_a_shard_damaged_before_the_model_file_is_written_fails_the_save(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         real = disk.sync_folder
 
@@ -444,7 +444,7 @@ OVERLAP = (
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_on_every_rank(
+def test_inconsistent_state_is_refused_on_every_rank(
     folder: Path, first: RankState, second: RankState, complaint: str
 ) -> None:
     earlier = write(folder, checkpoint_of(5))
@@ -456,8 +456,8 @@ def test_what_does_not_fit_together_is_refused_on_every_rank(
     assert {path.name for path in folder.iterdir()} == {earlier.name, "latest.json"}
 
 
-def test_of_what_ranks_say_of_the_run_that_of_the_first_counts(folder: Path) -> None:
-    """The others may know less, or nothing that could be saved."""
+def test_metadata_of_rank_0_is_saved(folder: Path) -> None:
+    """Metadata of the other ranks is ignored, even if it could not be saved."""
     facts = [
         CheckpointMetadata(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": x}) for x in (1, {1, 2})
     ]  # type: ignore[dict-item]
@@ -471,7 +471,7 @@ def test_of_what_ranks_say_of_the_run_that_of_the_first_counts(folder: Path) -> 
     assert read(first).position == {"epoch": 1}
 
 
-def test_json_that_cannot_be_saved_is_refused_before_anything_is_written(folder: Path) -> None:
+def test_unsupported_metadata_is_refused_before_anything_is_written(folder: Path) -> None:
     facts = CheckpointMetadata(step=7, samples=7, strategy="fsdp", world_size=2, position={"epoch": {1, 2}})  # type: ignore[dict-item]
 
     results = save(folder, [RankState(model={})] * 2, facts)
@@ -483,9 +483,7 @@ def test_json_that_cannot_be_saved_is_refused_before_anything_is_written(folder:
 # ---------------------------------------------------------------------------------------------- failing ranks
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_on_one_rank_fails_all_of_them_with_its_words(
-    folder: Path, rank: int, order: Sequence[int]
-) -> None:
+def test_a_full_disk_on_one_rank_raises_its_error_on_all_ranks(folder: Path, rank: int, order: Sequence[int]) -> None:
     write_sharded(folder, checkpoint_of(10))
     whole = Disk(0, "full", rank=rank)
     with pytest.MonkeyPatch.context() as patch:
@@ -508,13 +506,13 @@ def test_a_full_disk_on_one_rank_fails_all_of_them_with_its_words(
         chosen, _ = newest(folder)
         assert chosen is not None
         (found,) = steps_in(read(chosen))
-        complete.add(found == step)  # when only the hint could not be written
+        complete.add(found == step)  # True if only the hint could not be written
     assert complete == ({True, False} if rank == 0 else {False})
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_while_it_writes_leaves_an_error_to_the_other_and_the_earlier_checkpoint(
+def test_the_death_of_a_writing_rank_is_an_error_on_the_other_and_keeps_the_earlier_checkpoint(
     folder: Path, rank: int, order: Sequence[int]
 ) -> None:
     write_sharded(folder, checkpoint_of(10))
@@ -536,8 +534,8 @@ def test_a_rank_that_dies_while_it_writes_leaves_an_error_to_the_other_and_the_e
     assert (steps_in(read(chosen)), skipped) == ({10}, [])
 
 
-def test_a_rank_that_is_gone_when_all_is_written_costs_nothing(folder: Path) -> None:
-    """Rank 1 dies after its part, before it hears of the result."""
+def test_a_checkpoint_is_complete_even_if_a_rank_dies_after_its_part(folder: Path) -> None:
+    """Rank 1 dies after it wrote its shard, before it receives the result."""
     told = 0
 
     def die(value: Any) -> Any:
@@ -556,7 +554,7 @@ def test_a_rank_that_is_gone_when_all_is_written_costs_nothing(folder: Path) -> 
     assert [manifest.step for _, manifest in committed(folder)[0]] == [7]
 
 
-def test_a_rank_that_knows_why_says_so_even_if_it_can_tell_nobody(folder: Path) -> None:
+def test_a_rank_raises_its_own_error_even_if_the_connection_is_lost(folder: Path) -> None:
     def gone(value: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
 
@@ -565,7 +563,7 @@ def test_a_rank_that_knows_why_says_so_even_if_it_can_tell_nobody(folder: Path) 
         writer.write(folder, FACTS, RankState(model={"w": 3}), peers)  # type: ignore[dict-item]
 
 
-def test_a_defect_fails_the_save_everywhere_and_its_traceback_is_in_the_log(
+def test_a_bug_fails_the_save_on_all_ranks_and_logs_its_traceback(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def break_down(path: Path) -> None:
@@ -580,7 +578,7 @@ def test_a_defect_fails_the_save_everywhere_and_its_traceback_is_in_the_log(
     assert "in break_down" in caplog.text
 
 
-def test_a_folder_that_ranks_do_not_share_is_named(folder: Path, tmp_path: Path) -> None:
+def test_error_names_a_folder_that_ranks_do_not_share(folder: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
 
     def write_somewhere(peers: WriterGroup) -> Path:
@@ -593,8 +591,8 @@ def test_a_folder_that_ranks_do_not_share_is_named(folder: Path, tmp_path: Path)
     assert not list(folder.iterdir())
 
 
-def test_a_shard_that_rank_0_cannot_see_is_no_part_of_a_checkpoint(folder: Path) -> None:
-    """Both have a folder of that name: another machine's disk."""
+def test_save_fails_if_rank_0_does_not_see_a_shard(folder: Path) -> None:
+    """Both ranks have a folder of this name, on the disks of two machines."""
 
     with pytest.MonkeyPatch.context() as patch:
         real = disk.sync_folder
@@ -614,7 +612,7 @@ def test_a_shard_that_rank_0_cannot_see_is_no_part_of_a_checkpoint(folder: Path)
 
 
 # ---------------------------------------------------------------------------------------------- no code
-def test_neither_writing_nor_reading_touches_a_pickle_or_runs_anything(folder: Path) -> None:
+def test_writing_and_reading_use_no_pickle_and_run_no_code(folder: Path) -> None:
     events: list[str] = []
     watching = False
 
@@ -633,7 +631,7 @@ def test_neither_writing_nor_reading_touches_a_pickle_or_runs_anything(folder: P
         read(early)
 
     (early,) = (Path(__file__).parent / "golden" / "format-1").glob("step-*")
-    there_and_back()  # what is imported lazily is imported by now
+    there_and_back()  # completes lazy imports
     sys.addaudithook(watch)
     watching = True
     there_and_back()

@@ -1,7 +1,7 @@
-"""A save by two ranks that is interrupted at any operation leaves all of the old state or all of the new one.
+"""A save by two ranks that is interrupted at any operation leaves the complete old state or the complete new one.
 
-Everything dies at once, as when a machine does, or one rank alone, and then the other learns of it. Ranks take turns
-(see `worlds`): every operation is tried in both orders.
+Either both ranks die at once, as when a machine fails, or one rank dies and the other receives an error. Ranks run one
+at a time (see `worlds`); tests use both orders.
 """
 
 import itertools
@@ -31,7 +31,7 @@ SETTINGS = {"sharded": SHARDED, "full": {"async_save": False, "layout": "full"},
 
 
 def save(folder: Path, step: int, order: tuple[int, ...] = (0, 1), settings: dict[str, Any] = SHARDED) -> list[Any]:
-    """What saving and pruning returns or raises on each of two ranks."""
+    """Saves and prunes on two ranks; returns the path or the error of each."""
     checkpoint = checkpoint_of(step)
 
     def act(peers: WriterGroup) -> Path:
@@ -52,7 +52,7 @@ def crashes(
     before: int,
     settings: dict[str, Any] = SHARDED,
 ) -> Iterator[tuple[Path, list[Any]]]:
-    """A folder in which saving died, and what each rank saw of it, for every operation; `before` steps were saved."""
+    """Yields, for each operation, a folder where a save died after `before` saved steps, and each rank's result."""
     base = tmp_path / "base"
     base.mkdir()
     for step in range(1, before + 1):
@@ -90,19 +90,19 @@ def test_resume_finds_the_old_or_the_new_state_after_a_crash_of_the_machine_at_a
 @pytest.mark.parametrize("order", [ORDERS[0], pytest.param(ORDERS[1], marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_one_rank_dies_at_any_operation_the_other_learns_of_it_and_the_run_goes_on(
+def test_the_death_of_one_rank_at_any_operation_is_an_error_on_the_other_and_the_run_can_resume(
     tmp_path: Path, order: tuple[int, ...], rank: int, settings: str
 ) -> None:
     found = set()
     dying = crashes(tmp_path, order, lambda at: Disk(at, "kill", rank=rank), before=2, settings=SETTINGS[settings])
     for folder, results in dying:
         assert isinstance(results[rank], Killed)
-        pruning = rank == 0 and state_of(folder) == 3  # after all are told
+        pruning = rank == 0 and state_of(folder) == 3  # after rank 0 has sent the result
         assert isinstance(results[1 - rank], (CheckpointError, Path) if pruning else CheckpointError), results
         found.add(state_of(folder))
         if rank == 1:
             assert re.search(r"was not saved: no connection to (rank 1|a rank)", str(results[0]))
-            assert not list(folder.glob(".step-*")), "the surviving rank 0 cleans up"
+            assert not list(folder.glob(".step-*")), "rank 0 survives and cleans up"
 
         clean(folder)
         (path, _) = save(folder, 4)
@@ -114,7 +114,7 @@ def test_when_one_rank_dies_at_any_operation_the_other_learns_of_it_and_the_run_
 @pytest.mark.parametrize(
     ("forgotten", "survivor"), [((), 1), (("sync",), None), (("sync_folder",), None)], ids=["real", "files", "folders"]
 )
-def test_a_save_that_has_returned_survives_a_power_cut_thanks_to_its_fsyncs(
+def test_fsync_protects_a_completed_save_from_a_power_cut(
     folder: Path, forgotten: tuple[str, ...], survivor: float | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -126,8 +126,8 @@ def test_a_save_that_has_returned_survives_a_power_cut_thanks_to_its_fsyncs(
     assert state_of(folder) == survivor
 
 
-def test_what_another_machine_wrote_is_on_its_disk_before_the_checkpoint_counts(folder: Path) -> None:
-    """The names too: that rank 0 syncs the folder does nothing for the disk of rank 1."""
+def test_each_rank_syncs_its_files_before_the_commit(folder: Path) -> None:
+    """Also the folder entries: an fsync of the folder by rank 0 has no effect on the disk of rank 1."""
     double, checkpoint = Disk(0, "power, names lost", rank=1), checkpoint_of(1)
 
     def act(peers: WriterGroup) -> Path:
@@ -166,7 +166,7 @@ def save(step):
     checkpoint = checkpoint_of(step)
     saving.save(checkpoint, share_of(checkpoint, rank, 2))
     if step == 1:
-        for _ in range(300):  # training goes on meanwhile, in the default group
+        for _ in range(300):  # training continues in the default group
             dist.all_reduce(torch.ones(1))
     return saving.wait()
 
@@ -182,8 +182,8 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_an_error_in_the_others_and_costs_no_checkpoint(tmp_path: Path) -> None:
-    """Two real processes over gloo, the second killed while it writes its shard."""
+def test_a_killed_process_is_an_error_in_the_other_and_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
+    """Runs two processes over gloo; kills the second while it writes its shard."""
     here = Path(__file__).parents[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
     processes = [

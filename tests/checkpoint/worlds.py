@@ -1,4 +1,4 @@
-"""Ranks as threads that take turns, so that what happens in which order is the same every time."""
+"""Simulated ranks: threads that run one at a time, so that the order of events is deterministic."""
 
 import pickle
 import threading
@@ -18,12 +18,12 @@ from ddpforge.ranks.collectives import CollectiveRanks
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe.schema import CheckpointSection
 
-HANGS = 300.0  # seconds that nothing takes, on however busy a machine, unless it hangs
+HANGS = 300.0  # seconds; on a busy machine, too, only a hang takes longer
 FACTS = CheckpointMetadata(step=7, samples=7, strategy="fsdp", world_size=2)
 
 
 class Turns(CollectiveRanks):
-    """A rank that only tells the others small objects."""
+    """Rank that supports only the exchange of small objects."""
 
     def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> None:
         super().__init__(rank, size)
@@ -32,14 +32,14 @@ class Turns(CollectiveRanks):
     def all_gather_object(self, value: Any) -> list[Any]:
         raise AssertionError
 
-    all_reduce_sum = broadcast_bytes = barrier = split = everyone  # type: ignore[assignment]
+    all_reduce_sum = broadcast_bytes = barrier = split = all_gather_object  # type: ignore[assignment]
 
 
 class World:
     """Runs an action on every rank: one rank at a time, until it waits for the others; then the next of `order`.
 
-    What ranks tell each other is pickled, as between processes. When one has died and all others wait, these get the
-    error that gloo raises.
+    Objects that ranks exchange are pickled, as between processes. If a rank has died and all others wait, these get
+    the error that gloo raises.
     """
 
     def __init__(self, size: int, order: Sequence[int] | None = None) -> None:
@@ -47,13 +47,13 @@ class World:
         self._order = list(order or range(size))
         self._condition = threading.Condition()
         self._running: int | None = None
-        self._waiting: dict[int, Any] = {}  # by rank: what it tells the others
+        self._waiting: dict[int, Any] = {}  # by rank: the object that it sends
         self._ready = set(range(size))
         self._values: dict[int, bytes] = {}
         self._broken = False
 
     def run(self, action: Callable[[WriterGroup], Any]) -> list[Any]:
-        """What `action` returns or raises on each rank."""
+        """Returns what `action` returns or raises, for each rank."""
         results: list[Any] = [None] * self.size
 
         def work(rank: int) -> None:
@@ -92,7 +92,7 @@ class World:
             assert self._condition.wait_for(lambda: self._running == rank, timeout=HANGS)
 
     def _pass_on(self) -> None:
-        """Lets the next rank run; when none can, ends the exchange that all are waiting for."""
+        """Starts the next rank; if none is ready, completes the exchange that all are waiting for."""
         if not self._ready and self._waiting:
             self._broken = self._broken or len(self._waiting) < self.size
             self._values = dict(self._waiting)
@@ -105,7 +105,7 @@ class World:
 
 # ---------------------------------------------------------------------------------------------- saving
 def checkpoints(folder: Path, peers: WriterGroup, **settings: Any) -> Checkpoints:
-    """A run's checkpoints as one rank sees them; settings as in a recipe."""
+    """Returns the checkpoint manager of one rank; `settings` are keys of [checkpoint]."""
     section = CheckpointSection.model_validate(settings)
     return Checkpoints(folder, section, peers=peers, ranks=peers.ranks)
 
@@ -113,7 +113,7 @@ def checkpoints(folder: Path, peers: WriterGroup, **settings: Any) -> Checkpoint
 def save(
     folder: Path, shares: Sequence[RankState], facts: CheckpointMetadata = FACTS, *, full: bool = False, **world: Any
 ) -> list[Any]:
-    """What writing a checkpoint returns or raises on each rank."""
+    """Writes a checkpoint; returns the path or the error of each rank."""
 
     def write(peers: WriterGroup) -> Path:
         return writer.write(folder, facts, shares[peers.rank], peers, full=full)
@@ -122,7 +122,7 @@ def save(
 
 
 def saved(folder: Path, shares: Sequence[RankState], **world: Any) -> Path:
-    """The checkpoint; fails the test with what went wrong."""
+    """Writes a checkpoint and returns its path; fails the test if a rank failed."""
     results = save(folder, shares, **world)
     assert all(isinstance(result, Path) for result in results), results
     (path,) = set(results)
@@ -130,9 +130,9 @@ def saved(folder: Path, shares: Sequence[RankState], **world: Any) -> Path:
 
 
 def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> RankState:
-    """What one of several ranks has of a checkpoint: weights as rows, momentum as columns, averages as ranges.
+    """Returns one rank's share of a checkpoint: weights as rows, momentum as columns, averages as flat ranges.
 
-    Everything else is held alike by all ranks.
+    Everything else is replicated on all ranks.
     """
 
     def rows(tensor: Tensor) -> TensorShard:
@@ -164,7 +164,7 @@ def share_of(checkpoint: Checkpoint, rank: int, ranks: int) -> RankState:
 
 
 def write_sharded(folder: Path, checkpoint: Checkpoint, ranks: int = 2, *, full: bool = False, **world: Any) -> Path:
-    """Writes a checkpoint from several ranks, each with its `share_of` it."""
+    """Writes a checkpoint from several ranks, each with its `share_of` the state."""
 
     def save(peers: WriterGroup) -> Path:
         return writer.write(folder, checkpoint, share_of(checkpoint, peers.rank, ranks), peers, full=full)
@@ -179,12 +179,12 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, ranks: int = 2, *, full:
 
 # ---------------------------------------------------------------------------------------------- tensors
 def counted(*shape: int) -> Tensor:
-    """A tensor whose every element tells where it is."""
+    """Returns a tensor whose elements are their flat indices."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
 def cuts(tensor: Tensor, ranks: int, how: str) -> list[list[TensorShard]]:
-    """What each of several ranks holds of a tensor, as strategies split it; the last ranks may hold nothing."""
+    """Returns the shards of each rank, split as strategies do; the last ranks may hold nothing."""
     shape = tuple(tensor.shape)
     if how == "flat":  # ZeRO
         size = -(-tensor.numel() // ranks)

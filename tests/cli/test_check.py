@@ -1,4 +1,4 @@
-"""`ddpforge check`: says what is wrong, on stderr for people and on stdout for machines, and starts nothing."""
+"""`ddpforge check`: reports problems of a recipe, as text on stderr or as JSON on stdout, and trains nothing."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from ddpforge.cli import main
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of `digits` in the folder, as `make run` leaves one, would go on with its own weights."""
+    """Uses an empty folder: `check` would resume a run of `digits` in the working directory, e.g. of `make run`."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -23,7 +23,7 @@ def _check(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["check", *arguments])
 
 
-def test_a_valid_recipe_is_ok_and_its_batch_is_spelled_out() -> None:
+def test_a_valid_recipe_is_ok_and_its_batch_is_printed() -> None:
     result = _check("digits", "--ranks", "2", "--set", "train.micro_batch=8")
     assert result.exit_code == 0
     assert result.stdout == "digits: ok, 64 per step = 8 per forward pass × 4 accumulation × 2 ranks\n"
@@ -58,7 +58,7 @@ def test_json_is_one_object_on_stdout() -> None:
     }
 
 
-def test_the_batch_must_divide_by_the_ranks_that_the_launcher_or_the_option_says(
+def test_the_batch_must_divide_by_the_ranks_of_the_launcher_or_of_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -66,14 +66,14 @@ def test_the_batch_must_divide_by_the_ranks_that_the_launcher_or_the_option_says
     assert _check("digits", "--ranks", "4").exit_code == 0
 
 
-def test_an_optimizer_that_refuses_its_options_is_found() -> None:
+def test_check_finds_options_that_the_optimizer_refuses() -> None:
     result = _check("digits", "--set", "optimizer.use=torch.optim:SGD", "--set", "optimizer.lr=-1")
     assert result.exit_code == 2
     assert "Invalid learning rate: -1.0" in result.stderr
 
 
 def problems(*arguments: str) -> dict[str, str]:
-    """What `check --json` finds: the messages by key."""
+    """Returns the messages of `check --json` by key."""
     result = _check("digits", "--json", *arguments)
     assert result.exit_code == 2, result.output
     return {problem["key"]: problem["message"] for problem in json.loads(result.stdout)["problems"]}
@@ -96,14 +96,14 @@ def problems(*arguments: str) -> dict[str, str]:
         ),
     ],
 )
-def test_what_needs_neither_data_nor_model_is_found(sets: list[str], key: str, said: str) -> None:
+def test_check_finds_problems_that_need_neither_data_nor_model(sets: list[str], key: str, said: str) -> None:
     arguments = [word for text in sets for word in ("--set", text)]
     found = problems("--ranks", "2", "--device", "cpu", *arguments)
     assert list(found) == [key]
     assert said in found[key]
 
 
-def test_a_device_that_is_not_here_may_be_asked_about() -> None:
+def test_check_accepts_a_device_that_this_machine_lacks() -> None:
     assert _check("digits", "--device", "cuda", "--set", "train.sync_batchnorm=true").exit_code == 0
 
 
@@ -113,7 +113,7 @@ WRONG = (
 )
 
 
-def test_build_finds_what_only_data_and_model_tell_and_all_of_it_at_once() -> None:
+def test_build_reports_all_problems_of_data_and_model_at_once() -> None:
     assert _check("digits", *WRONG).exit_code == 0
     found = problems("--build", "--set", "train.sync_batchnorm=true", "--device", "cpu", *WRONG)
     assert found.keys() == {
@@ -124,7 +124,7 @@ def test_build_finds_what_only_data_and_model_tell_and_all_of_it_at_once() -> No
     assert "the data has 10 classes and the model 5 outputs" in found["model.classes"]
 
 
-def test_build_finds_empty_evaluation_data_where_the_recipe_names_it() -> None:
+def test_build_finds_empty_evaluation_data_and_its_place_in_the_recipe() -> None:
     Path("parts.py").write_text("class Empty(list):\n    pass\n")
     result = _check("digits", "--build", "--set", "data.eval={use = './parts.py:Empty'}")
     assert result.exit_code == 3
@@ -141,7 +141,7 @@ def test_build_finds_metrics_that_no_evaluation_reports() -> None:
     assert found["callbacks.early_stopping.metric"] == "no evaluation reports eval/acuracy"
 
 
-def test_build_says_what_the_recipe_amounts_to() -> None:
+def test_build_prints_parameters_steps_and_batches() -> None:
     lines = _check("digits", "--build").stdout.split("\n")
     assert lines[1].endswith("of them trainable")
     assert lines[2].endswith(" steps")
@@ -149,7 +149,7 @@ def test_build_says_what_the_recipe_amounts_to() -> None:
     assert lines[4].startswith("  [data.eval] gives a tuple (float32 [8, 1, 8, 8], int64 [8]), loss 2.")
 
 
-def test_build_counts_what_is_in_each_group_of_parameters() -> None:
+def test_build_counts_the_tensors_of_each_parameter_group() -> None:
     groups = (
         "optimizer.groups={matrices={parameters=['2d'], use='muon', lr=0.02}, head={parameters=['*.bias'], lr=0.1}}"
     )
@@ -161,14 +161,14 @@ def test_build_counts_what_is_in_each_group_of_parameters() -> None:
     ]
 
 
-def test_build_finds_an_optimizer_that_does_not_take_the_parameters() -> None:
+def test_build_finds_an_optimizer_that_refuses_the_parameters() -> None:
     result = _check("digits", "--build", "optimizer={use='torch.optim:Muon', lr=1e-3}")
     assert result.exit_code == 2
     assert "Muon only supports 2D parameters" in result.stderr
     assert "--set:1:11" in result.stderr
 
 
-def test_code_that_is_not_to_run_is_not_imported() -> None:
+def test_no_import_imports_no_component() -> None:
     Path("evil.py").write_text('open("ran", "w").close()\ndef Net(width: int): ...\ndef ddp(): ...\n')
     sets = ("--set", "model={use='./evil.py:Net', wide=3}", "--set", "strategy.use=./evil.py:ddp")
     shown = _check("digits", "--no-import", *sets)
@@ -184,7 +184,7 @@ def test_code_that_is_not_to_run_is_not_imported() -> None:
     assert Path("ran").exists()
 
 
-def test_a_file_that_is_not_there_is_a_problem_like_others() -> None:
+def test_a_missing_recipe_is_a_problem_in_json() -> None:
     result = _check("nowhere.toml", "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout)["problems"][0]["message"] == "no such recipe: `nowhere.toml`"
@@ -216,7 +216,7 @@ class Counted(Plain):
         ("digits", set()),
     ],
 )
-def test_a_class_of_streams_is_met_with_all_that_needs_epochs_and_an_order(use: str, keys: set[str]) -> None:
+def test_keys_that_need_epochs_or_a_sampler_are_refused_for_an_iterable_dataset(use: str, keys: set[str]) -> None:
     Path("streams.py").write_text(STREAMS)
     sets = [f'data.train={{use="{use}"}}', "data.sampler.use=sequential", "schedule.warmup=1st", "train.length=3ep"]
     found = json.loads(_check("digits", "--json", *sets).stdout)["problems"]
@@ -224,7 +224,7 @@ def test_a_class_of_streams_is_met_with_all_that_needs_epochs_and_an_order(use: 
     assert len(found) == len(keys)
 
 
-def test_a_stream_that_comes_with_ddpforge_is_met_so_too() -> None:
+def test_keys_that_need_epochs_or_a_sampler_are_refused_for_a_bundled_stream() -> None:
     sets = ['data.train={use="text_stream", path="."}', "data.sampler.use=sequential", "checkpoint.every=1ep"]
     found = json.loads(_check("stdlib-lm", "--json", *sets).stdout)["problems"]
     assert {problem["key"] for problem in found} == {"checkpoint.every", "data.sampler"}
@@ -244,8 +244,8 @@ LONG = 100_000
 
 
 @contextmanager
-def soon(seconds: int = 15) -> Iterator[None]:
-    """Fails what takes longer."""
+def time_limit(seconds: int = 15) -> Iterator[None]:
+    """Raises AssertionError if the block takes longer than `seconds`."""
 
     def late(_: int, __: FrameType | None) -> None:
         raise AssertionError("it takes too long")
@@ -276,17 +276,17 @@ def soon(seconds: int = 15) -> Iterator[None]:
         ("name =", f"{' ' * LONG}x\nname ="),
     ],
 )
-def test_a_recipe_with_something_very_long_in_it_is_refused_soon(old: str, new: str) -> None:
+def test_a_recipe_with_a_very_long_token_is_refused_quickly(old: str, new: str) -> None:
     Path("tiny.toml").write_text(TINY.replace(old, new, 1))
-    with soon():
+    with time_limit():
         assert _check("tiny.toml").exit_code == 2
 
 
-def test_a_recipe_that_extends_one_file_twice_at_sixteen_levels_is_refused_soon() -> None:
+def test_a_recipe_that_extends_one_file_twice_at_sixteen_levels_is_refused_quickly() -> None:
     Path("base0.toml").write_text(TINY)
     for level in range(1, 17):
         Path(f"base{level}.toml").write_text(f'extends = ["base{level - 1}.toml", "base{level - 1}.toml"]\n')
-    with soon():
+    with time_limit():
         refused = _check("base16.toml")
     assert refused.exit_code == 2
     assert "extends more than 256 files" in refused.stderr
@@ -294,19 +294,19 @@ def test_a_recipe_that_extends_one_file_twice_at_sixteen_levels_is_refused_soon(
     assert _check("base5.toml").exit_code == 0
 
 
-def test_a_variable_cannot_make_a_recipe_endless() -> None:
+def test_a_variable_that_expands_to_too_much_text_is_refused() -> None:
     text = f'[vars]\nx = "{"y" * LONG}"\n'
     Path("tiny.toml").write_text(TINY.replace('"tiny"', f'"{"${vars.x}" * 10_000}"') + text)
-    with soon():
+    with time_limit():
         refused = _check("tiny.toml")
     assert refused.exit_code == 2
     assert "`name` would be longer than 4,194,304 characters" in refused.stderr
 
 
-def test_a_range_in_the_path_of_tar_files_is_not_expanded_for_ever() -> None:
+def test_a_huge_range_in_the_path_of_tar_files_is_refused() -> None:
     data = 'data.train = { use = "tar", path = "x-{0..99999999999}.tar", fields = ["cls"] }'
     Path("tiny.toml").write_text(TINY.replace('data.train = { use = "digits", split = "test" }', data))
-    with soon():
+    with time_limit():
         refused = _check("tiny.toml", "--build")
     assert refused.exit_code == 2
     assert "names more than 100,000 files" in refused.stderr
@@ -319,7 +319,7 @@ def test_two_billion_updates_a_step_are_refused() -> None:
     assert "`optimizer.updates.a.n_updates` must be at most 10000" in refused.stderr
 
 
-# ---------------------------------------------------------------------------------------------- how a model is cut
+# ---------------------------------------------------------------------------------------------- sharding the model
 GPT = """\
 recipe = 2
 name = "tiny"
@@ -348,10 +348,8 @@ train = { length = "2st", global_batch = 8, device = "cpu" }
         ('{ use = "pipeline", schedule = "Interleaved1F1B", stages = 4 }', "too few for 8 parts"),
     ],
 )
-def test_a_model_that_the_strategy_cannot_cut_is_a_mistake_of_the_recipe_and_needs_no_data(
-    strategy: str, said: str
-) -> None:
-    """Exit code 2, so that no launcher tries it again."""
+def test_a_model_that_the_strategy_cannot_shard_is_a_recipe_error_found_without_data(strategy: str, said: str) -> None:
+    """Exits with 2, so that no launcher restarts it."""
     Path("tiny.toml").write_text(f"{GPT}strategy = {strategy}\n")
     refused = _check("tiny.toml", "--ranks", "4")
     assert refused.exit_code == 2, refused.stderr
@@ -359,6 +357,6 @@ def test_a_model_that_the_strategy_cannot_cut_is_a_mistake_of_the_recipe_and_nee
     assert "there_is_no_such_file" not in refused.stderr
 
 
-def test_a_model_that_the_strategy_can_cut_is_ok_without_data() -> None:
+def test_a_model_that_the_strategy_can_shard_is_ok_without_data() -> None:
     Path("tiny.toml").write_text(f'{GPT}strategy = {{ use = "pipeline", stages = 2, tensor = 2 }}\n')
     assert _check("tiny.toml", "--ranks", "4").exit_code == 0

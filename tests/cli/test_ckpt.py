@@ -1,4 +1,4 @@
-"""`ddpforge ckpt`: what is in checkpoints, whether they are intact, how they differ, and what other programs wrote."""
+"""`ddpforge ckpt`: lists, inspects, verifies and compares checkpoints, and imports those of other programs."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ checkpoint = { every = "2st", keep = { last = 9 } }
 
 @pytest.fixture(autouse=True)
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run called digits, in ./runs, with checkpoints of steps 1 to 3 whose weights tell their step; 2 is the best."""
+    """Makes the run runs/digits with checkpoints of steps 1 to 3, whose weights equal their step; 2 is the best."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     folder = RunFolder(Path("runs/digits"))
@@ -67,14 +67,14 @@ def save(folder: Path, step: int, metrics: Mapping[str, float] = MappingProxyTyp
 
 
 def call(*arguments: str, code: int = 0) -> Result:
-    """Fails the test unless the command ends with this code, and in words."""
+    """Runs `ddpforge ckpt`; fails the test unless it exits with `code` and without a traceback."""
     result = CliRunner().invoke(main, ["ckpt", *arguments], prog_name="ddpforge")
     assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result
 
 
-def said(*arguments: str, code: int = 0) -> Any:
+def json_of(*arguments: str, code: int = 0) -> Any:
     return json.loads(call(*arguments, "--json", code=code).stdout)
 
 
@@ -90,8 +90,8 @@ def flip(file: Path, at: int = -1) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- ls
-def test_a_list_is_newest_first_and_marks_latest_and_best(run: RunFolder) -> None:
-    rows = said("ls", "digits")["checkpoints"]
+def test_ls_sorts_by_step_and_marks_latest_and_best(run: RunFolder) -> None:
+    rows = json_of("ls", "digits")["checkpoints"]
 
     assert [row["step"] for row in rows] == [3, 2, 1]
     assert [(row["latest"], row["best"]) for row in rows] == [(True, False), (False, True), (False, False)]
@@ -116,11 +116,11 @@ def test_a_list_is_newest_first_and_marks_latest_and_best(run: RunFolder) -> Non
     assert second.split()[-2:] == ["1", "best"]
 
 
-def test_broken_checkpoints_are_listed_with_the_reason(run: RunFolder) -> None:
+def test_ls_lists_broken_checkpoints_with_the_reason(run: RunFolder) -> None:
     (path_of(run, 3) / "COMMIT").unlink()
     (path_of(run, 1) / "shard-00000-of-00001.safetensors").write_bytes(b"")
 
-    rows = said("ls", "digits")["checkpoints"]
+    rows = json_of("ls", "digits")["checkpoints"]
 
     assert [(row["step"], row["problem"] is None) for row in rows] == [(2, True), (None, False), (None, False)]
     assert rows[0]["latest"]
@@ -130,25 +130,25 @@ def test_broken_checkpoints_are_listed_with_the_reason(run: RunFolder) -> None:
     assert "it has 0 bytes; the manifest lists" in text
 
 
-def test_a_folder_of_checkpoints_needs_no_run(tmp_path: Path) -> None:
+def test_commands_accept_a_folder_of_checkpoints_without_a_run(tmp_path: Path) -> None:
     save(tmp_path / "alone", 5)
 
-    assert [row["step"] for row in said("ls", "alone")["checkpoints"]] == [5]
+    assert [row["step"] for row in json_of("ls", "alone")["checkpoints"]] == [5]
     call("inspect", "alone", "--step", "5")
     assert "folder of checkpoints without" in call("--help").stdout
     assert "is not a run" in call("inspect", "alone", "--best", code=2).stderr
 
 
-def test_a_run_without_checkpoints_has_an_empty_list() -> None:
+def test_a_run_without_checkpoints_is_listed_as_empty() -> None:
     RunFolder(Path("runs/new")).create(text="", resolved=RESOLVED, local_files={})
 
     assert call("ls", "new").stdout == "runs/new/checkpoints: no checkpoints\n"
-    assert said("ls", "new")["checkpoints"] == []
+    assert json_of("ls", "new")["checkpoints"] == []
     assert "it has checkpoints of step none" in call("inspect", "new", code=2).stderr
     assert "has no checkpoint" in call("verify", "new", code=2).stderr
 
 
-def test_names_cannot_steer_the_terminal() -> None:
+def test_control_characters_in_names_are_escaped() -> None:
     name = "w\x1b[2J\r\nx"
     save_file({name: torch.ones(2, 2), "module.y": torch.ones(2, 2)}, "x.safetensors")
 
@@ -161,7 +161,7 @@ def test_names_cannot_steer_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_the_layout_tells_whether_the_model_is_there_as_one_file(*, full: bool) -> None:
+def test_ls_shows_the_full_layout_only_for_a_checkpoint_with_a_model_file(*, full: bool) -> None:
     writer.write(
         Path("x"),
         CheckpointMetadata(step=1, samples=1, strategy="", world_size=1),
@@ -170,19 +170,19 @@ def test_the_layout_tells_whether_the_model_is_there_as_one_file(*, full: bool) 
         full=full,
     )
 
-    (row,) = said("ls", "x")["checkpoints"]
+    (row,) = json_of("ls", "x")["checkpoints"]
     assert row["layout"] == ("full" if full else "sharded")
-    assert said("verify", "x")["checkpoints"][0]["intact"]
+    assert json_of("verify", "x")["checkpoints"][0]["intact"]
 
 
-def test_a_recipe_that_cannot_be_read_is_an_error_in_words(run: RunFolder) -> None:
+def test_an_unreadable_recipe_is_an_error_without_a_traceback(run: RunFolder) -> None:
     run.resolved.write_text("[checkpoint.keep]\nlast = -1\n")
 
     assert "checkpoint.keep in runs/digits/recipe.resolved.toml cannot be read" in call("ls", "digits", code=3).stderr
 
 
 @pytest.mark.parametrize("command", [["ls", "digits"], ["inspect", "digits", "--tensors"], ["verify", "digits"]])
-def test_looking_needs_no_torch(command: list[str]) -> None:
+def test_ls_inspect_and_verify_import_no_torch(command: list[str]) -> None:
     script = f"""
 import sys
 from contextlib import suppress
@@ -197,8 +197,8 @@ print(*{{"torch", "numpy", "accelerate", "safetensors"}} & set(sys.modules), fil
 
 
 # ---------------------------------------------------------------------------------------------- inspect
-def test_inspect_tells_what_the_manifest_says(run: RunFolder) -> None:
-    facts = said("inspect", "digits", "--best")
+def test_inspect_prints_the_manifest(run: RunFolder) -> None:
+    facts = json_of("inspect", "digits", "--best")
 
     assert (facts["step"], facts["samples"], facts["strategy"], facts["world_size"]) == (2, 20, "fsdp", 4)
     assert facts["path"] == str(path_of(run, 2))
@@ -219,7 +219,7 @@ def test_inspect_tells_what_the_manifest_says(run: RunFolder) -> None:
 
 
 def test_inspect_counts_the_parts_of_a_tensor(run: RunFolder) -> None:
-    (tensor, *_) = [each for each in said("inspect", "digits", "--tensors")["tensors"] if each["name"] == "w"]
+    (tensor, *_) = [each for each in json_of("inspect", "digits", "--tensors")["tensors"] if each["name"] == "w"]
     assert tensor == {"section": "model", "name": "w", "shape": [2, 3], "dtype": "float32", "parts": 1, "bytes": 24}
 
 
@@ -239,21 +239,21 @@ def test_inspect_counts_the_parts_of_a_tensor(run: RunFolder) -> None:
         (["import", "runs"], "Missing option '-o'"),
     ],
 )
-def test_mistakes_end_with_2_and_a_way_out(arguments: list[str], complaint: str) -> None:
+def test_usage_errors_exit_with_2_and_a_hint(arguments: list[str], complaint: str) -> None:
     assert complaint in call(*arguments, code=2).stderr
 
 
-def test_a_damaged_manifest_is_an_error_in_words(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_manifest_is_an_error_without_a_traceback(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
     flip(path_of(run, 3) / "manifest.json")
 
     stderr = call("inspect", str(path_of(run, 3)), code=3).stderr
 
     assert "manifest.json is damaged: its sha256 is not the one in COMMIT" in stderr
-    assert said("inspect", "digits")["step"] == 2, "the newest that can be read"
+    assert json_of("inspect", "digits")["step"] == 2, "the newest readable checkpoint"
     assert "passed over: the checkpoint file" in caplog.text
 
 
-def test_a_broken_newest_checkpoint_is_never_silently_compared_as_another(run: RunFolder) -> None:
+def test_diff_fails_if_the_newest_checkpoint_is_broken(run: RunFolder) -> None:
     (path_of(run, 3) / "COMMIT").unlink()
 
     stderr = call("diff", "digits:2", "digits", code=3).stderr
@@ -263,7 +263,7 @@ def test_a_broken_newest_checkpoint_is_never_silently_compared_as_another(run: R
     assert call("diff", "digits:2", "digits:2").stdout.endswith("equal\n")
 
 
-def test_checkpoints_that_cannot_be_looked_into_are_not_none(run: RunFolder) -> None:
+def test_an_unreadable_folder_of_checkpoints_is_an_error(run: RunFolder) -> None:
     shutil.rmtree(run.checkpoints)
     run.checkpoints.symlink_to("not-mounted")
 
@@ -272,20 +272,20 @@ def test_checkpoints_that_cannot_be_looked_into_are_not_none(run: RunFolder) -> 
 
 
 # ---------------------------------------------------------------------------------------------- verify
-def test_what_is_intact_is_said_to_be_so(run: RunFolder) -> None:
-    facts = said("verify", "digits", "--all")
+def test_verify_reports_intact_checkpoints(run: RunFolder) -> None:
+    facts = json_of("verify", "digits", "--all")
 
     assert [each["intact"] for each in facts["checkpoints"]] == [True] * 3
     assert facts["resumes"] == str(path_of(run, 3))
     assert call("verify", str(path_of(run, 1))).stdout == f"{path_of(run, 1)}: intact\n"
 
 
-def test_every_damaged_file_is_named_and_what_a_run_would_take(run: RunFolder) -> None:
+def test_verify_names_damaged_files_and_the_checkpoint_to_resume_from(run: RunFolder) -> None:
     shard = path_of(run, 3) / "shard-00000-of-00001.safetensors"
     flip(shard)
     (path_of(run, 3) / "rank-00000.json").unlink()
 
-    facts = said("verify", "digits", code=1)
+    facts = json_of("verify", "digits", code=1)
 
     (checkpoint,) = facts["checkpoints"]
     assert [damage["file"] for damage in checkpoint["damages"]] == [shard.name, "rank-00000.json"]
@@ -299,29 +299,29 @@ def test_every_damaged_file_is_named_and_what_a_run_would_take(run: RunFolder) -
 
 @pytest.mark.parametrize("content", [None, "{}"])
 @pytest.mark.parametrize("file", ["COMMIT", "manifest.json"])
-def test_a_checkpoint_that_was_not_committed_is_the_newest_all_the_same(
+def test_verify_checks_the_newest_checkpoint_even_if_it_was_not_committed(
     run: RunFolder, file: str, content: str | None
 ) -> None:
     (path_of(run, 3) / file).unlink()
     if content is not None:
         (path_of(run, 3) / file).write_text(content)
 
-    (checkpoint,) = said("verify", "digits", code=1)["checkpoints"]
+    (checkpoint,) = json_of("verify", "digits", code=1)["checkpoints"]
 
     assert [damage["file"] for damage in checkpoint["damages"]] == [file]
 
 
-def test_when_nothing_is_intact_that_is_said(run: RunFolder) -> None:
+def test_verify_reports_that_no_checkpoint_is_intact(run: RunFolder) -> None:
     for path in run.checkpoints.glob("step-*"):
         (path / "COMMIT").write_text("{}")
 
-    assert said("verify", "digits", code=1)["resumes"] is None
+    assert json_of("verify", "digits", code=1)["resumes"] is None
     assert "a run could not resume: none is intact" in call("verify", "digits", code=1).stdout
 
 
 # ---------------------------------------------------------------------------------------------- diff
 def test_a_checkpoint_equals_itself(run: RunFolder) -> None:
-    facts = said("diff", "digits:2", "digits:best")
+    facts = json_of("diff", "digits:2", "digits:best")
 
     assert facts["equal"]
     assert facts["compared"] == {"model": 2, "optimizer": 1, "callbacks": 1}
@@ -329,7 +329,7 @@ def test_a_checkpoint_equals_itself(run: RunFolder) -> None:
 
 
 def test_differences_are_measured_for_each_tensor() -> None:
-    facts = said("diff", "digits:1", "digits:3", code=1)
+    facts = json_of("diff", "digits:1", "digits:3", code=1)
 
     tensors = {(each["section"], each["name"]): each for each in facts["tensors"]}
     assert tensors.keys() == {("model", "w"), ("model", "steps"), ("callbacks", "ema/w")}
@@ -350,8 +350,8 @@ def test_differences_are_measured_for_each_tensor() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"strategy": "ddp", "world_size": 1}, 0),  # the same state, saved by others
-        ({"recipe": 'name = "y"\n[optimizer]\nlr = 4.0\n'}, 0),  # a free key
+        ({"strategy": "ddp", "world_size": 1}, 0),  # the same state, saved by another strategy and world size
+        ({"recipe": 'name = "y"\n[optimizer]\nlr = 4.0\n'}, 0),  # the name may change freely
         ({"recipe": 'name = "x"\n[optimizer]\nlr = 5.0\n'}, 1),
         ({"loop": {"scale": 2.0}}, 1),
         ({"position": {"seconds": 5.0}}, 0),
@@ -365,47 +365,47 @@ def test_differences_are_measured_for_each_tensor() -> None:
         ({"model": {"w": torch.full((2, 3), 4.0), "steps": torch.tensor([4]), "new": torch.ones(1)}}, 1),
     ],
 )
-def test_what_counts_as_a_difference(change: dict[str, Any], expected: int) -> None:
+def test_diff_exits_with_1_for_differences_of_state_and_recipe(change: dict[str, Any], expected: int) -> None:
     one, other = save(Path("one"), 4), save(Path("other"), 4, **change)
 
     call("diff", str(one), str(other), code=expected)
     call("diff", str(other), str(one), code=expected)
-    assert said("diff", "one", "other", code=expected)["equal"] == (not expected)
+    assert json_of("diff", "one", "other", code=expected)["equal"] == (not expected)
 
 
-def test_odd_numbers_are_compared_as_what_they_are() -> None:
+def test_diff_compares_nan_infinity_and_large_integers_exactly() -> None:
     odd = torch.tensor([float("nan"), float("inf"), 1.0])
     one = save(Path("one"), 4, model={"w": odd, "n": torch.tensor([2**60])})
     same = save(Path("same"), 4, model={"w": odd.clone(), "n": torch.tensor([2**60])})
     other = save(Path("other"), 4, model={"w": torch.tensor([0.0, float("inf"), 1.0]), "n": torch.tensor([2**60 + 1])})
 
     call("diff", str(one), str(same))
-    tensors = {each["name"]: each for each in said("diff", str(one), str(other), code=1)["tensors"]}
+    tensors = {each["name"]: each for each in json_of("diff", str(one), str(other), code=1)["tensors"]}
     assert (tensors["w"]["elements"], tensors["w"]["absolute"]) == (1, "nan")
-    assert tensors["n"]["elements"] == 1, "though float64 could not tell"
+    assert tensors["n"]["elements"] == 1, "equal in float64"
 
 
-def test_a_damaged_side_is_no_difference_but_an_error(run: RunFolder) -> None:
+def test_diff_with_a_damaged_checkpoint_is_an_error(run: RunFolder) -> None:
     flip(path_of(run, 3) / "shard-00000-of-00001.safetensors")
 
     assert "is damaged" in call("diff", "digits:2", "digits:3", code=3).stderr
 
 
 # ---------------------------------------------------------------------------------------------- export, import
-def test_an_export_comes_back_as_it_was(run: RunFolder) -> None:
+def test_an_imported_export_equals_the_original(run: RunFolder) -> None:
     call("export", "digits", "-o", "hf/", "--max-shard-size", "30")
     assert len(load_file("hf/model-00001-of-00002.safetensors")) == 1
 
-    facts = said("import", "hf", "-o", "back", "--step", "3")
+    facts = json_of("import", "hf", "-o", "back", "--step", "3")
 
     reader = CheckpointReader(Path(facts["path"]))
     assert torch.equal(reader.read("model", "w"), torch.full((2, 3), 3.0))
     assert reader.aliases == {"tied": "w"}
     assert (facts["kind"], facts["tensors"], facts["optimizer"]) == ("safetensors", 2, 0)
-    assert said("verify", "back")["resumes"] == facts["path"]
+    assert json_of("verify", "back")["resumes"] == facts["path"]
 
 
-def test_a_report_says_what_became_of_the_source() -> None:
+def test_import_reports_imported_and_skipped_parts() -> None:
     model = {"module.a": torch.ones(2), "module.b": torch.ones(2, dtype=torch.bfloat16)}
     torch.save({"model": model, "optimizer": {"state": {}, "param_groups": []}}, "x.pt")
 
@@ -415,25 +415,26 @@ def test_a_report_says_what_became_of_the_source() -> None:
     assert "optimizer  none" in text
     assert "skipped    optimizer: optimizer state by number" in text
     assert r"--map '^module\.='" in text
-    assert said("import", "x.pt", "-o", "out", "--map", r"^module\.=")["hints"] == []
+    assert json_of("import", "x.pt", "-o", "out", "--map", r"^module\.=")["hints"] == []
 
 
-def test_a_checkpoint_imported_into_a_run_is_one_of_its_own(run: RunFolder) -> None:
+def test_import_adds_a_checkpoint_to_a_run(run: RunFolder) -> None:
     save_file({"w": torch.ones(2, 3)}, "x.safetensors")
 
-    facts = said("import", "x.safetensors", "-o", "digits")
+    facts = json_of("import", "x.safetensors", "-o", "digits")
 
     assert Path(facts["path"]).parent == run.checkpoints
     assert "the run resumes from step 3, which is newer" in facts["hints"][0]
-    assert not said("import", "x.safetensors", "-o", "runs/digits", "--step", "9")["hints"]
+    assert not json_of("import", "x.safetensors", "-o", "runs/digits", "--step", "9")["hints"]
     assert (
-        said("ls", "digits")["checkpoints"][0].items() >= {"step": 9, "strategy": "imported from safetensors"}.items()
+        json_of("ls", "digits")["checkpoints"][0].items()
+        >= {"step": 9, "strategy": "imported from safetensors"}.items()
     )
 
 
 @pytest.mark.parametrize("out", ["runs/new", "./runs/new/", "elsewhere/new"])
-def test_a_checkpoint_is_not_imported_to_where_a_run_would_have_its_folder(run: RunFolder, out: str) -> None:
-    """A run of that name could not begin there: the folder would be no run's."""
+def test_import_refuses_a_future_run_folder(run: RunFolder, out: str) -> None:
+    """Refused because a run of that name could not start in a folder that is not a run."""
     save_file({"w": torch.ones(2, 3)}, "x.safetensors")
     shutil.copytree(run.path, "elsewhere/digits")
     refused = call("import", "x.safetensors", "-o", out, code=2).stderr
@@ -442,7 +443,7 @@ def test_a_checkpoint_is_not_imported_to_where_a_run_would_have_its_folder(run: 
     assert not Path(out).exists()
 
 
-def test_a_pickle_is_refused_with_2_and_what_to_do() -> None:
+def test_a_pickle_is_refused_with_2_and_a_hint() -> None:
     class Odd: ...
 
     sys.modules["odd"] = type(sys)("odd")
@@ -460,17 +461,17 @@ def test_a_pickle_is_refused_with_2_and_what_to_do() -> None:
 
 @pytest.fixture(scope="module")
 def trained(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of six steps, saved at every other one."""
+    """Trains a run of six steps, saved every two steps; returns the folder."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "tiny.toml").write_text(RECIPE)
     zygote.run(["run", "tiny.toml"], nproc=1, cwd=folder).check()
     return folder
 
 
-def test_a_run_goes_on_from_what_another_program_saved(
+def test_a_run_resumes_from_an_imported_checkpoint(
     trained: Path, tmp_path: Path, ddpforge: Callable[..., Ranks]
 ) -> None:
-    """The state of step 4 goes through torch.distributed.checkpoint; the last steps come out bit by bit the same."""
+    """Saves step 4 with torch.distributed.checkpoint and imports it; the last steps are bitwise identical."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     whole = Path("runs/tiny").rename("runs/whole")
     shutil.copytree(whole, "runs/tiny", ignore=shutil.ignore_patterns("step-*", "status.json", "latest.json"))
@@ -485,18 +486,18 @@ def test_a_run_goes_on_from_what_another_program_saved(
     call("import", "dcp", "-o", "tiny", "--trust", "--step", "4", "--samples", "256")
     ddpforge("run", "tiny.toml")
 
-    assert [row["step"] for row in said("ls", "tiny")["checkpoints"]] == [6, 4]
+    assert [row["step"] for row in json_of("ls", "tiny")["checkpoints"]] == [6, 4]
     assert call("diff", "whole:6", "tiny:6").stdout.endswith("equal\n")
 
 
-def test_a_run_begins_with_imported_weights(trained: Path, tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_a_run_starts_from_imported_weights(trained: Path, tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
     (source,) = trained.glob("runs/tiny/checkpoints/step-000000006-*")
     torch.save({name: saved.read() for name, saved in CheckpointReader(source).state().model.items()}, "weights.pt")
-    path = said("import", "weights.pt", "-o", "start")["path"]
+    path = json_of("import", "weights.pt", "-o", "start")["path"]
     (tmp_path / "next.toml").write_text(RECIPE.replace('"2st"', f'"2st", at_start = true, init_from = "{path}"'))
 
     ddpforge("run", "next.toml", "--set", "name=next")
 
-    facts = said("diff", path, "next:0", code=1)
-    assert not facts["tensors"], "all weights are those that were imported"
+    facts = json_of("diff", path, "next:0", code=1)
+    assert not facts["tensors"], "all weights equal the imported ones"
     assert not facts["missing"]["model"]

@@ -1,4 +1,4 @@
-"""`ddpforge completion`: the script, and what a shell gets when it asks."""
+"""`ddpforge completion`: the script for a shell, and its proposals."""
 
 import os
 import subprocess
@@ -12,20 +12,20 @@ from ddpforge.cli import main
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_asks_ddpforge_itself(shell: str) -> None:
+def test_the_script_calls_ddpforge_for_proposals(shell: str) -> None:
     result = CliRunner().invoke(main, ["completion", shell])
     assert result.exit_code == 0
     assert f"_DDPFORGE_COMPLETE={shell}_complete" in result.stdout
 
 
-def test_shells_that_are_not_known_are_refused() -> None:
+def test_unknown_shells_are_refused() -> None:
     result = CliRunner().invoke(main, ["completion", "tcsh"])
     assert result.exit_code == 2
     assert "'bash', 'zsh', 'fish'" in result.stderr
 
 
 def complete(words: str) -> list[str]:
-    """What bash is told when somebody presses the tab key after `words`: "kind,word" for each proposal."""
+    """Returns the proposals for bash after `words` and the tab key: "kind,word" for each."""
     asked = {"_DDPFORGE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     command = [str(Path(sys.executable).with_name("ddpforge"))]
     return subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True).stdout.split()

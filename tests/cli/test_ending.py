@@ -1,4 +1,4 @@
-"""Every process of ddpforge ends with the exit code that says how it went."""
+"""Exit codes of ddpforge, and its output on errors."""
 
 import json
 import os
@@ -28,10 +28,8 @@ with ending(status=True):
         ("Diverged('no')", ExitCode.DIVERGED, "error: no"),
     ],
 )
-def test_a_command_that_did_not_come_to_its_end_leaves_with_the_code_that_says_why(
-    error: str, code: ExitCode, said: str
-) -> None:
-    """130 after Ctrl-C, as of a shell; a run that has saved ends with 75 instead, which no exception does."""
+def test_a_failed_command_exits_with_the_code_of_its_error(error: str, code: ExitCode, said: str) -> None:
+    """Ctrl-C gives 130, as in a shell. A run that saved and stopped exits with 75, which no exception gives."""
     ended = subprocess.run([sys.executable, "-c", SCRIPT.format(error=error)], capture_output=True, text=True)
     assert ended.returncode == code
     status = json.loads(ended.stdout)
@@ -40,7 +38,7 @@ def test_a_command_that_did_not_come_to_its_end_leaves_with_the_code_that_says_w
     assert bool(ended.stderr) is bool(said)
 
 
-def test_a_traceback_begins_where_the_users_code_does(tmp_path: Path) -> None:
+def test_a_traceback_begins_at_the_users_code(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def count(x):\n    return len(x)\n")
     script = SCRIPT.replace("raise {error}", "import mine; mine.count(1)")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
@@ -49,7 +47,7 @@ def test_a_traceback_begins_where_the_users_code_does(tmp_path: Path) -> None:
     assert "TypeError: object of type 'int' has no len()" in trace
 
 
-# ---------------------------------------------------------------------------------------------- output that goes away
+# ---------------------------------------------------------------------------------------------- lost output
 RECIPE = """\
 recipe = 2
 name = "tiny"
@@ -74,10 +72,8 @@ RUN = f"{sys.executable} -P -m ddpforge run tiny.toml"
     ],
     ids=["a pipe after a line", "a pipe at once", "a full disk", "closed", "launched"],
 )
-def test_output_that_goes_away_does_not_end_a_run_and_the_exit_code_is_that_of_its_status(
-    tmp_path: Path, command: str
-) -> None:
-    """Files of the run do not come to stand where its output was, either. A random.py beside the recipe is no harm."""
+def test_a_run_continues_after_its_output_is_closed(tmp_path: Path, command: str) -> None:
+    """Checks also that no file of the run gets the descriptor of stdout, and that a local random.py is not imported."""
     (tmp_path / "tiny.toml").write_text(RECIPE)
     for name in ("random.py", "types.py", "json.py"):
         (tmp_path / name).write_text("open('imported', 'w'); raise SystemExit('not that of the standard library')\n")
@@ -90,7 +86,7 @@ def test_output_that_goes_away_does_not_end_a_run_and_the_exit_code_is_that_of_i
     assert not (tmp_path / "imported").exists()
 
 
-def test_components_in_files_and_modules_of_the_current_folder_are_found_behind_the_standard_library(
+def test_components_in_the_current_folder_do_not_shadow_the_standard_library(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('not that of the standard library')\n")
@@ -103,7 +99,7 @@ def test_components_in_files_and_modules_of_the_current_folder_are_found_behind_
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
 
 
-def test_a_folder_whose_name_is_no_text_or_not_ascii_under_a_c_locale_is_as_good_as_any(tmp_path: Path) -> None:
+def test_folder_names_may_be_non_utf8_or_non_ascii_under_a_c_locale(tmp_path: Path) -> None:
     for name in (os.fsdecode(b"caf\xe9"), "caf\u00e9"):
         place = tmp_path / name
         place.mkdir()
@@ -131,7 +127,7 @@ def test_a_folder_whose_name_is_no_text_or_not_ascii_under_a_c_locale_is_as_good
         ("1", "0", "2", PeerFailed(ExitCode.FAILED, "no", launcher_says=True), ""),
     ],
 )
-def test_every_node_shows_the_error_once(
+def test_each_node_prints_the_error_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     group: str,
@@ -140,7 +136,7 @@ def test_every_node_shows_the_error_once(
     error: ForgeError,
     said: str,
 ) -> None:
-    """People look at the output of any node; on one of them rank 0 writes."""
+    """Prints on each node, because users read the output of any node; rank 0 prints on its own node."""
     for name, value in (("GROUP_RANK", group), ("LOCAL_RANK", local), ("RANK", rank)):
         monkeypatch.setenv(name, value)
     complain(error)

@@ -1,4 +1,4 @@
-"""`ddpforge eval`: the number that training reported, again."""
+"""`ddpforge eval`: reproduces the metrics that training reported."""
 
 import json
 import os
@@ -31,7 +31,7 @@ checkpoint = { every = "2st", keep = { last = 3, best = 1, monitor = "eval/accur
 
 @pytest.fixture(scope="module")
 def trained(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of six steps, evaluated and saved at every other one."""
+    """Trains a run of six steps, evaluated and saved every two steps; returns the folder."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "tiny.toml").write_text(RECIPE)
     zygote.run(["run", "tiny.toml"], nproc=2, cwd=folder).check()
@@ -46,7 +46,7 @@ def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def reported() -> dict[int, dict[str, float]]:
-    """What training said of its evaluations, by step."""
+    """Returns the evaluation metrics that training logged, by step."""
     rows = map(json.loads, Path("runs/tiny/metrics.jsonl").read_text().splitlines())
     return {
         row["step"]: {name: value for name, value in row.items() if name.startswith("eval/")}
@@ -66,7 +66,7 @@ def found(ranks: Ranks) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3])  # three do not divide the training batch
-def test_any_number_of_ranks_finds_what_training_reported(ddpforge: Callable[..., Ranks], nproc: int) -> None:
+def test_any_number_of_ranks_reproduces_the_metrics_of_training(ddpforge: Callable[..., Ranks], nproc: int) -> None:
     step, metrics = found(ddpforge("eval", "tiny", "--json", nproc=nproc))
     assert step == 6
     assert reported()[6] == metrics
@@ -82,7 +82,7 @@ def test_a_checkpoint_can_be_chosen(ddpforge: Callable[..., Ranks]) -> None:
     assert reported()[step] == metrics
 
 
-def test_people_get_a_line_with_every_metric(ddpforge: Callable[..., Ranks]) -> None:
+def test_text_output_is_one_line_with_every_metric(ddpforge: Callable[..., Ranks]) -> None:
     metrics = reported()[6]
     ranks = ddpforge("eval", "tiny")
     said = ranks.stdout
@@ -92,21 +92,21 @@ def test_people_get_a_line_with_every_metric(ddpforge: Callable[..., Ranks]) -> 
     assert "on 360 samples" in " ".join(ranks.stderr.split())
 
 
-def test_other_data_can_be_named_and_nothing_is_written(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_other_data_can_be_evaluated_and_nothing_is_written(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/*")}
     _, metrics = found(ddpforge("eval", "tiny", "--json", "--set", "data.eval.split=train"))
     assert reported()[6] != metrics
     assert {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/*")} == before
 
 
-def test_a_damaged_checkpoint_is_passed_over_aloud(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     next(folder.glob("runs/tiny/checkpoints/step-000000006-*/COMMIT")).unlink()
     said = ddpforge("eval", "tiny", "--json", nproc=2)
     assert json.loads(said.stdout)["step"] == 4
     assert "passed over" in said.stderr
 
 
-def test_weights_that_are_asked_for_must_be_whole(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_a_damaged_checkpoint_chosen_by_step_is_an_error(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     weights = next(folder.glob("runs/tiny/checkpoints/step-000000006-*/shard-00000-*"))
     data = bytearray(weights.read_bytes())
     data[8 + int.from_bytes(data[:8], "little")] ^= 1  # of the first tensor
@@ -119,7 +119,7 @@ def test_weights_that_are_asked_for_must_be_whole(folder: Path, ddpforge: Callab
     assert refused.stdout == ""
 
 
-# ---------------------------------------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("arguments", "complaint", "hint"),
     [
@@ -130,7 +130,7 @@ def test_weights_that_are_asked_for_must_be_whole(folder: Path, ddpforge: Callab
         (["tiny", "--setp", "2"], "No such option '--setp'", "Did you mean"),
     ],
 )
-def test_mistakes_are_told_on_stderr_with_a_way_out(
+def test_usage_errors_are_printed_on_stderr_with_a_hint(
     ddpforge: Callable[..., Ranks], arguments: list[str], complaint: str, hint: str
 ) -> None:
     result = ddpforge("eval", *arguments, fails=True)
@@ -141,8 +141,8 @@ def test_mistakes_are_told_on_stderr_with_a_way_out(
     assert result.stdout == ""
 
 
-def test_one_rank_alone_chooses_for_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To choose is to read all of a checkpoint."""
+def test_only_rank_0_chooses_the_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Avoids that all ranks read the whole checkpoint to verify it."""
 
     def noted(*run: Any, **how: Any) -> Path:
         with Path("chose").open("a") as file:
@@ -154,9 +154,7 @@ def test_one_rank_alone_chooses_for_all(folder: Path, monkeypatch: pytest.Monkey
     assert (found, Path("chose").read_text()) == ([6, 6], "0")
 
 
-def test_a_run_without_an_intact_checkpoint_has_nothing_to_evaluate(
-    folder: Path, ddpforge: Callable[..., Ranks]
-) -> None:
+def test_a_run_without_an_intact_checkpoint_is_a_usage_error(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     for committed in folder.glob("runs/tiny/checkpoints/step-*/COMMIT"):
         committed.unlink()
     result = ddpforge("eval", "tiny", nproc=2, fails=True)
@@ -164,7 +162,7 @@ def test_a_run_without_an_intact_checkpoint_has_nothing_to_evaluate(
     assert result.stderr.count("runs/tiny has no intact checkpoint") == 1
 
 
-def test_a_recipe_without_evaluation_data_is_a_mistake(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_a_recipe_without_evaluation_data_is_a_usage_error(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     plain = RECIPE.replace('"tiny"', '"plain"').replace(', eval_every = "2st"', "")
     lines = [line for line in plain.splitlines() if not line.startswith(("data.eval", "checkpoint"))]
     Path("plain.toml").write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""`ddpforge export`, from a run's folder to a file that other programs read."""
+"""`ddpforge export`: writes the weights of a run to a safetensors file."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ RESOLVED = '[checkpoint.keep]\nlast = 9\nbest = 1\nmonitor = "eval/loss"\n'
 
 @pytest.fixture(autouse=True)
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run called digits, in ./runs, whose weights tell their step; step 2 is the best."""
+    """Makes the run runs/digits, whose weights equal their step; step 2 is the best."""
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(Path("runs/digits"))
     folder.create(text="", resolved=RESOLVED, local_files={})
@@ -57,7 +57,9 @@ def weight(file: str) -> float:
         (["digits", "--weights", "ema", "--max-shard-size", "1KB"], "digits-ema/model.safetensors", 3.5),
     ],
 )
-def test_the_right_weights_land_in_the_right_file(arguments: list[str], file: str, expected: float) -> None:
+def test_export_writes_the_chosen_weights_to_the_expected_file(
+    arguments: list[str], file: str, expected: float
+) -> None:
     result = call(*arguments)
 
     assert result.exit_code == 0
@@ -71,14 +73,14 @@ def test_the_dtype_can_be_chosen() -> None:
     assert load_file("digits.safetensors")["w"].dtype == torch.bfloat16
 
 
-def test_json_says_what_was_written() -> None:
+def test_json_describes_the_written_file() -> None:
     said = json.loads(call("digits", "--json").stdout)
 
     assert (said["file"], said["step"], said["tensors"]) == ("digits.safetensors", 3, 1)
     assert said["bytes"] == Path("digits.safetensors").stat().st_size
 
 
-def test_a_damaged_checkpoint_is_passed_over_aloud(
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
@@ -101,14 +103,14 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
         (["digits", "--weights", "emma"], "contains no weights called 'emma'", "callbacks that saved tensors: ema"),
     ],
 )
-def test_mistakes_are_usage_errors_with_a_way_out(arguments: list[str], complaint: str, hint: str) -> None:
+def test_invalid_choices_are_usage_errors_with_a_hint(arguments: list[str], complaint: str, hint: str) -> None:
     with pytest.raises(UsageError, match=complaint) as caught:
         call(*arguments)
     assert caught.value.hints == (hint,)
     assert not list(Path().glob("*.safetensors"))
 
 
-def test_best_needs_a_metric_that_says_what_best_is(run: RunFolder) -> None:
+def test_best_needs_a_metric_in_the_recipe(run: RunFolder) -> None:
     run.resolved.write_text("[checkpoint.keep]\nlast = 2\n")
 
     with pytest.raises(UsageError, match=r"no metric ranks the checkpoints"):
@@ -124,7 +126,7 @@ def test_an_existing_file_is_replaced_only_on_request() -> None:
     assert weight("digits.safetensors") == 3.0
 
 
-def test_a_checkpoints_folder_can_be_named(run: RunFolder) -> None:
+def test_a_single_checkpoint_can_be_exported(run: RunFolder) -> None:
     (checkpoint,) = run.checkpoints.glob("step-000000002-*")
 
     assert call(str(checkpoint)).exit_code == 0
@@ -133,7 +135,7 @@ def test_a_checkpoints_folder_can_be_named(run: RunFolder) -> None:
         call(str(checkpoint), "--best")
 
 
-def test_it_is_one_command_under_two_names() -> None:
+def test_ckpt_export_is_the_same_command() -> None:
     assert ckpt.commands["export"] is export
 
 
@@ -143,7 +145,7 @@ def test_sizes_have_units(size: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["", "0", "-1", "GB", "5 apples", "0.1"])
-def test_a_size_that_is_none_is_a_usage_error(size: str) -> None:
+def test_an_invalid_size_is_a_usage_error(size: str) -> None:
     result = call("digits", "--max-shard-size", size)
 
     assert result.exit_code == 2
@@ -151,7 +153,7 @@ def test_a_size_that_is_none_is_a_usage_error(size: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["model.pt", "model.pth", "model.bin", "model.ckpt"])
-def test_what_torch_load_would_read_is_not_promised(file: str) -> None:
+def test_file_names_of_torch_formats_are_refused(file: str) -> None:
     with pytest.raises(UsageError, match="the file would be safetensors"):
         call("digits", "--out", file)
     assert not Path(file).exists()

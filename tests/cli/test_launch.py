@@ -1,4 +1,4 @@
-"""`ddpforge launch`: what it starts, and when it starts nothing. tests/launchers really starts processes."""
+"""`ddpforge launch`: its command lines, errors and status, with a fake launcher; tests/launchers starts processes."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ from ddpforge.runs.folder import RunFolder, Status
 
 
 class Launcher:
-    """Stands in for `ddpforge.launchers.process.start`; every run that it starts is stopped."""
+    """Fake of `ddpforge.launchers.process.start` that records calls and returns `ended`, by default a preempted run."""
 
     def __init__(self) -> None:
         self.started: list[tuple[list[str], int]] = []
@@ -49,7 +49,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["launch", *arguments])
 
 
-def test_what_the_ranks_are_told_is_what_launch_was_told(launcher: Launcher) -> None:
+def test_launch_passes_its_options_to_the_ranks_and_to_torchrun(launcher: Launcher) -> None:
     options = ["-s", "train.seed=1", "--set=train.eval_batch=8", "--out", "here", "--fresh", "--json"]
     changes = ["--allow-change", "train.seed", "--allow-change", "data"]
     result = invoke("digits", "-n", "2", "name=b", *options, *changes, "--", "--max-restarts=3", "--role", "scientist")
@@ -69,7 +69,7 @@ def test_what_the_ranks_are_told_is_what_launch_was_told(launcher: Launcher) -> 
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, 1), (4, 4)])
-def test_there_is_one_process_per_gpu_or_one(
+def test_launch_starts_one_process_per_gpu_or_one_without_gpus(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, gpus: int, expected: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -88,7 +88,7 @@ def test_there_is_one_process_per_gpu_or_one(
         (["digits", "cnn"], "Got unexpected extra argument (cnn)"),
     ],
 )
-def test_a_mistake_is_told_once_and_nothing_is_started(
+def test_a_usage_error_is_printed_once_and_nothing_is_started(
     launcher: Launcher, arguments: list[str], complaint: str
 ) -> None:
     result = invoke(*arguments)
@@ -99,13 +99,13 @@ def test_a_mistake_is_told_once_and_nothing_is_started(
     assert not list(Path().iterdir())
 
 
-def test_a_mistake_is_told_as_json_too_where_that_is_asked_for() -> None:
+def test_json_also_reports_a_usage_error() -> None:
     said = json.loads(invoke("digits", "--json", "--nproc", "3").stdout)
     assert (said["state"], said["exit_code"]) == ("failed", ExitCode.USAGE)
     assert "cannot be divided evenly among 3 ranks" in said["error"]
 
 
-def test_ranks_are_told_what_to_profile(launcher: Launcher) -> None:
+def test_launch_passes_the_profiled_steps_to_the_ranks(launcher: Launcher) -> None:
     invoke("digits", "--profile", "20..25,all")
     ((command, _),) = launcher.started
     assert command[-1] == "--profile=20..25,all"
@@ -116,7 +116,7 @@ def test_ranks_are_told_what_to_profile(launcher: Launcher) -> None:
 # ---------------------------------------------------------------------------------------------- after the end
 @pytest.fixture
 def folder() -> RunFolder:
-    """That of a run whose first rank said only that it lost touch with the second."""
+    """Makes the folder of a failed run whose rank 0 reported only that rank 1 ended."""
     folder = RunFolder(Path("runs/digits"))
     folder.create(text="", resolved="", local_files={})
     status = {
@@ -135,7 +135,7 @@ def status(folder: RunFolder) -> Any:
 KILLED = LaunchExit(1, RankDeath(1, 9), frozenset({0}))
 
 
-def test_a_rank_that_a_signal_ended_is_named_with_the_signal(launcher: Launcher, folder: RunFolder) -> None:
+def test_the_error_names_a_killed_rank_and_the_signal(launcher: Launcher, folder: RunFolder) -> None:
     launcher.ended = KILLED
     result = invoke("digits", "--nproc", "2")
     assert result.exit_code == 1
@@ -145,7 +145,7 @@ def test_a_rank_that_a_signal_ended_is_named_with_the_signal(launcher: Launcher,
     assert (status(folder)["step"], status(folder)["metrics"]) == (7, {"train/loss": 1.0})
 
 
-def test_what_a_rank_has_said_itself_counts_more_than_how_the_launcher_saw_it_end(
+def test_a_failure_report_of_the_rank_overrides_the_signal_seen_by_the_launcher(
     launcher: Launcher, folder: RunFolder
 ) -> None:
     report = {"token": "x", "rank": 1, "error": "KeyError: 'x'", "exit_code": 1, "symptom": False}
@@ -157,9 +157,7 @@ def test_what_a_rank_has_said_itself_counts_more_than_how_the_launcher_saw_it_en
 
 
 @pytest.mark.parametrize("spoke", [True, False])
-def test_json_is_told_by_the_launcher_where_the_first_rank_could_not(
-    launcher: Launcher, folder: RunFolder, spoke: bool
-) -> None:
+def test_the_launcher_prints_json_only_if_rank_0_did_not(launcher: Launcher, folder: RunFolder, spoke: bool) -> None:
     launcher.ended = LaunchExit(1, RankDeath(0, 11), frozenset({0, 1} if spoke else {1}))
     said = invoke("digits", "--nproc", "2", "--json").stdout
     assert status(folder)["error"] == "rank 0 was ended by signal 11 (SIGSEGV)"
@@ -170,7 +168,7 @@ def test_json_is_told_by_the_launcher_where_the_first_rank_could_not(
 NODES = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "node01"]
 
 
-def test_several_machines_and_restarts_are_flags_of_torchrun(
+def test_options_for_nodes_and_restarts_become_flags_of_torchrun(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpforge.launchers.nodes.local_address", lambda *_, **__: "10.0.0.7")
@@ -182,17 +180,15 @@ def test_several_machines_and_restarts_are_flags_of_torchrun(
         "--max-restarts=3",
     ]
     assert launcher.nodes == {"DDPFORGE_NODES": "2", "DDPFORGE_ENDPOINT": "node01:29500"}
-    assert launcher.patience == 615.0  # the other machine may take its time to meet again
+    assert launcher.patience == 615.0  # leaves time for the rendezvous after a restart
     invoke("digits", "-n", "2", *NODES)
     assert launcher.patience == 15.0
     (run_id,) = [word for word in launcher.started[1][0] if word.startswith("--rdzv-id=digits-")]
     assert run_id
 
 
-def test_what_other_engines_say_is_taken_where_an_option_is_left_out(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ddpforge.app.local_launch.refuse_held_ports", lambda endpoint: None)
+def test_options_default_to_the_environment_of_torchrun(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpforge.app.local_launch.reject_held_ports", lambda endpoint: None)
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NPROC_PER_NODE": "2"}.items():
         monkeypatch.setenv(f"PET_{name}", value)
     invoke("digits", "-n", "4", "--rdzv-endpoint", "b:7")
@@ -203,7 +199,7 @@ def test_what_other_engines_say_is_taken_where_an_option_is_left_out(
     assert launcher.nodes == {"DDPFORGE_NODES": "2"}
 
 
-def test_an_endpoint_whose_port_is_held_is_refused_before_ranks_are_started(launcher: Launcher) -> None:
+def test_an_endpoint_with_a_port_in_use_is_refused_before_ranks_start(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         result = invoke("digits", "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", f"127.0.0.1:{port}")
@@ -229,7 +225,7 @@ def test_an_endpoint_whose_port_is_held_is_refused_before_ranks_are_started(laun
         (["--max-time", "5ep"], "--max-time 5ep is no wall time"),
     ],
 )
-def test_what_cannot_work_on_any_machine_is_refused_on_each(
+def test_invalid_options_for_several_nodes_are_refused(
     launcher: Launcher, arguments: list[str], complaint: str
 ) -> None:
     result = invoke("digits", *arguments)
@@ -238,8 +234,8 @@ def test_what_cannot_work_on_any_machine_is_refused_on_each(
     assert not launcher.started
 
 
-def test_a_dry_run_leaves_the_status_of_the_run_alone(launcher: Launcher, folder: RunFolder) -> None:
-    """Also where a rank was killed, which would be the run's failure otherwise."""
+def test_a_dry_run_does_not_change_the_status_of_the_run(launcher: Launcher, folder: RunFolder) -> None:
+    """Holds also if a rank was killed, which otherwise sets the status to failed."""
     before = folder.status()
     launcher.ended = KILLED
     result = invoke("digits", "--nproc", "2", "--dry-run", "3")
@@ -249,7 +245,7 @@ def test_a_dry_run_leaves_the_status_of_the_run_alone(launcher: Launcher, folder
     assert folder.status() == before
 
 
-def test_the_command_is_printed_as_a_shell_can_run_it(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_prints_a_command_that_a_shell_can_run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     result = invoke("digits", "-n", "2", *NODES, "--max-time", "4h", "--out", "a b", "--dry-run")
     words = shlex.split(result.stdout)
@@ -258,10 +254,10 @@ def test_the_command_is_printed_as_a_shell_can_run_it(launcher: Launcher, monkey
     assert not launcher.started
 
 
-def test_what_ranks_refuse_after_a_restart_is_the_status_of_the_run(
+def test_a_usage_error_of_the_ranks_after_a_restart_sets_the_status_to_failed(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine has joined, and their number no longer divides the batch: before, they had stopped, to start again."""
+    """Ranks stop to restart with one more node; then their number does not divide the batch."""
     told = LaunchExit(2, told=True, error="RecipeError: cannot be divided evenly among 3 ranks")
 
     def start(*_: Any, **__: Any) -> LaunchExit:
@@ -274,7 +270,7 @@ def test_what_ranks_refuse_after_a_restart_is_the_status_of_the_run(
     assert (found["state"], found["exit_code"], found["step"], found["error"]) == ("failed", 2, 8, told.error)
 
 
-def test_how_a_batch_divides_among_several_nodes_is_left_to_their_ranks(launcher: Launcher) -> None:
+def test_the_division_of_the_batch_is_not_checked_with_nnodes_of_torchrun(launcher: Launcher) -> None:
     assert invoke("digits", "--nproc", "3", "--", "--nnodes=64").exit_code == ExitCode.PREEMPTED
     assert launcher.nodes == {"DDPFORGE_NODES": "64"}  # fewer are refused
     assert len(launcher.started) == 1

@@ -1,4 +1,4 @@
-"""`ddpforge parity`: its table, its JSON, its exit codes, and once all of it with the real launcher."""
+"""`ddpforge parity`: table, JSON and exit codes with a fake comparison, and one test with the real launcher."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def invoke(*arguments: str) -> Result:
 
 
 class Comparison:
-    """Stands in for `ddpforge.tools.parity.runs.parity`: notes what it was asked for, and answers or fails as told."""
+    """Fake of `ddpforge.tools.parity.runs.parity`: records its arguments, and returns or raises `answer`."""
 
     def __init__(self) -> None:
         self.answer: ParityReport | Exception = report()
@@ -62,12 +62,12 @@ def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
 
 
 def curve(name: str, tolerance: float, *points: tuple[float, float]) -> Quantity:
-    """A quantity with these pairs of a value and the reference's."""
+    """Returns a quantity with these pairs of value and reference value."""
     return Quantity(name, tolerance, tuple(Point(n, abs(a - b) / b, a, b) for n, (a, b) in enumerate(points, start=1)))
 
 
 def report(*drifting: Quantity, ranks: int = 2) -> ParityReport:
-    """One run like the reference, and one with these quantities."""
+    """Returns a report with a run equal to the reference and, if given, one with drifting quantities."""
     loss, weights = curve("train/loss", 1e-5, (2.0, 2.0), (1.0000012, 1.0)), Quantity("weights", 1e-3, (Point(2, 0.0),))
     verdicts = [
         Verdict(Spec("single@1", "single", (), 1), "1-single-1", 2, []),
@@ -80,7 +80,7 @@ def report(*drifting: Quantity, ranks: int = 2) -> ParityReport:
 
 
 # ---------------------------------------------------------------------------------------------- the table
-def test_runs_that_are_the_same_end_with_zero(comparison: Comparison) -> None:
+def test_equal_runs_exit_with_0(comparison: Comparison) -> None:
     result = invoke("tiny.toml", "--strategies", "single@1,ddp")
     assert result.exit_code == 0
     assert result.stdout == (
@@ -95,7 +95,7 @@ def test_runs_that_are_the_same_end_with_zero(comparison: Comparison) -> None:
     assert result.stderr == "ddp: training\n"
 
 
-def test_a_table_without_gradient_norms_says_why(comparison: Comparison) -> None:
+def test_a_table_without_gradient_norms_gives_the_reason(comparison: Comparison) -> None:
     comparison.answer = replace(report(), verdicts=[replace(each, averages="weights") for each in report().verdicts])
     result = invoke("tiny.toml", "--strategies", "single@1,ddp")
     assert "If ranks average weights instead of gradients, there is no gradient norm to compare." in result.stdout
@@ -117,7 +117,7 @@ def test_a_table_without_gradient_norms_says_why(comparison: Comparison) -> None
         (Quantity("initial weights", 1e-6, (Point(0, math.inf),), "w"), "initial weights at step 0, mostly in w"),
     ],
 )
-def test_a_drift_is_told_with_its_first_step_and_both_values(
+def test_a_drift_is_shown_with_its_first_step_and_both_values(
     comparison: Comparison, quantity: Quantity, says: str
 ) -> None:
     comparison.answer = report(quantity, ranks=1)
@@ -128,13 +128,13 @@ def test_a_drift_is_told_with_its_first_step_and_both_values(
     assert "Dropout" not in result.stdout
 
 
-def test_other_numbers_of_ranks_are_mentioned_where_runs_drift(comparison: Comparison) -> None:
+def test_a_drift_between_different_world_sizes_gets_a_note(comparison: Comparison) -> None:
     comparison.answer = report(curve("train/loss", 1e-5, (2.0, 1.0)))
     assert "Dropout and BatchNorm depend on the number of ranks" in invoke("x", "--strategies", "x").stdout
 
 
 # ---------------------------------------------------------------------------------------------- options
-def test_what_is_asked_for_is_what_is_compared(comparison: Comparison, folder: Path) -> None:
+def test_options_are_passed_to_the_comparison(comparison: Comparison, folder: Path) -> None:
     sets = ["--set", "train.seed=1", "-s", "train.precision=bf16"]
     invoke("tiny.toml", "--strategies", "a,b", "--strategies", "c", "-n", "3", "--steps", "7", *sets, "--out", "kept")
     say = comparison.asked.pop("say")
@@ -150,11 +150,11 @@ def test_what_is_asked_for_is_what_is_compared(comparison: Comparison, folder: P
     }
     invoke("tiny.toml", "--strategies", "a,b", "--tolerance", "1e-3")
     assert (comparison.asked["tolerance"], comparison.asked["steps"]) == (1e-3, 20)
-    assert not comparison.asked["out"].exists()  # it was temporary
+    assert not comparison.asked["out"].exists()  # the default folder is temporary
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, 2), (1, 2), (8, 8)])
-def test_there_is_one_process_per_gpu_and_at_least_two(
+def test_parity_uses_one_process_per_gpu_and_at_least_two(
     comparison: Comparison, monkeypatch: pytest.MonkeyPatch, gpus: int, expected: int
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
@@ -187,7 +187,7 @@ def test_json_holds_every_value_and_no_nan(comparison: Comparison) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- failures
-def test_a_run_that_failed_lends_its_words_and_its_exit_code(comparison: Comparison) -> None:
+def test_a_failed_run_gives_its_output_and_its_exit_code(comparison: Comparison) -> None:
     comparison.answer = RunFailed(Spec("mine", "mine", (), 2), 137, "one\ntwo\n")
     result = invoke("tiny.toml", "--strategies", "a,b", "--json")
     assert (result.exit_code, result.stdout) == (137, "")
@@ -208,7 +208,7 @@ def test_a_run_that_failed_lends_its_words_and_its_exit_code(comparison: Compari
         (["tiny.toml", "--strategies", "ddp,single", "--steps", "0"], "0 is not in the range"),
     ],
 )
-def test_a_mistake_is_told_once_and_nothing_is_started(
+def test_a_usage_error_is_printed_once_and_nothing_is_started(
     monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: list[str], complaint: str
 ) -> None:
     monkeypatch.setattr("ddpforge.launchers.process.launch", None)
@@ -219,12 +219,12 @@ def test_a_mistake_is_told_once_and_nothing_is_started(
     assert [path.name for path in folder.iterdir()] == ["tiny.toml"]
 
 
-# ---------------------------------------------------------------------------------------------- all of it
+# ---------------------------------------------------------------------------------------------- end to end
 @pytest.mark.full
 def test_the_command_from_end_to_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real launcher; real runs that are the same are in `tests/distributed/test_matrix.py`.
+    """Compares strategies with the real launcher; `tests/distributed/test_matrix.py` has real runs that are equal.
 
-    `make test` has the command with real launches in the tests of ddpforge-sam.
+    In `make test`, the tests of ddpforge-sam run the command with the real launcher.
     """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     copy(SUPPORT / "wrong_strategies.py", folder)
@@ -235,4 +235,4 @@ def test_the_command_from_end_to_end(folder: Path, monkeypatch: pytest.MonkeyPat
     lines = result.stdout.splitlines()
     assert lines[1].endswith("reference")
     assert "drifts: train/grad_norm at step 1 (" in lines[2]
-    assert len(result.stderr.splitlines()) == 2  # nothing of what the ranks said
+    assert len(result.stderr.splitlines()) == 2  # no output of the ranks

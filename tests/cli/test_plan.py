@@ -1,4 +1,4 @@
-"""`ddpforge plan`: a table, and JSON; the largest micro-batch that fits, written into a recipe."""
+"""`ddpforge plan`: table and JSON, and the search for the largest micro-batch that fits."""
 
 import json
 from pathlib import Path
@@ -45,16 +45,16 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "recipe.toml"
 
 
-class Said(NamedTuple):
+class Output(NamedTuple):
     exit_code: int
     stdout: str
     output: str
 
 
-def _plan(*arguments: str) -> Said:
-    def said() -> Said:
+def _plan(*arguments: str) -> Output:
+    def said() -> Output:
         done = CliRunner().invoke(main, ["plan", *arguments])
-        return Said(int(done.exit_code), done.stdout, done.output)
+        return Output(int(done.exit_code), done.stdout, done.output)
 
     return apart(said)
 
@@ -71,12 +71,12 @@ def test_a_table_has_a_row_for_every_strategy(recipe: str) -> None:
     assert "sends per step, all_reduce over 2 ranks: 340.0 kB" in said  # 85,002 × 4 bytes × 2 · (2 - 1) / 2
 
 
-def test_json_has_the_same_in_bytes(recipe: str) -> None:
+def test_json_has_the_sizes_in_bytes(recipe: str) -> None:
     (one,) = _json(recipe, "--ranks=2", "--strategies=ddp")
     weights = 85_002 * 4
     assert one["state"]["weights"] == weights
     assert one["state"]["gradients"] == pytest.approx(weights, abs=64)
-    assert one["state"]["optimizer state"] == pytest.approx(2 * weights, abs=64)  # and the steps
+    assert one["state"]["optimizer state"] == pytest.approx(2 * weights, abs=64)  # and the step counts
     assert one["wire"] == {"all_reduce over 2": weights}
     assert one["batch"] == {"global_batch": 256, "micro_batch": 128, "accumulation": 1, "data_ranks": 2}
     assert sum(one["kinds"].values()) == one["peak"] == one["needs"]
@@ -87,14 +87,14 @@ def test_the_recipes_own_strategy_is_planned_by_default(recipe: str) -> None:
     assert (one["strategy"], one["ranks"]) == ("fsdp", 4)
 
 
-def test_what_does_not_fit_ends_with_1(recipe: str) -> None:
+def test_a_plan_that_does_not_fit_exits_with_1(recipe: str) -> None:
     assert _plan(recipe, "--memory=100MB").exit_code == 0
     too_much = _plan(recipe, "--memory=1MB")
     assert too_much.exit_code == 1
     assert "too much" in too_much.stdout
 
 
-def test_a_device_has_an_allowance_and_a_time_that_say_where_they_come_from(recipe: str) -> None:
+def test_a_plan_for_a_device_gives_the_source_of_its_overhead_and_speed(recipe: str) -> None:
     said = _plan(recipe, "--device=h100").stdout
     assert "not measured" in said
     assert "published speeds of h100 (https://www.nvidia.com" in said
@@ -102,7 +102,7 @@ def test_a_device_has_an_allowance_and_a_time_that_say_where_they_come_from(reci
     assert one["needs"] == int(one["peak"] * 1.1 + 1.5 * 2**30)
 
 
-def test_the_largest_tensors_are_listed_where_they_are_asked_for(recipe: str) -> None:
+def test_explain_lists_the_largest_tensors(recipe: str) -> None:
     said = _plan(recipe, "--explain").stdout
     assert "the largest tensors at the peak:\n" in said
     assert "256×256 float32" in said
@@ -111,7 +111,7 @@ def test_the_largest_tensors_are_listed_where_they_are_asked_for(recipe: str) ->
 @pytest.mark.parametrize("budget", [1_800_000, 2_000_000])
 def test_auto_finds_the_largest_micro_batch_that_fits(recipe: str, budget: int) -> None:
     found = _json(recipe, "--auto", "--strategies=single", f"--memory={budget}B")
-    (plain,) = found["choices"]  # of an MLP, which has no blocks to recompute
+    (plain,) = found["choices"]  # one choice: an MLP has no blocks to recompute
     size = plain["micro_batch"]
     assert 1 < size < 256
     assert plain["forecast"]["peak"] <= budget
@@ -119,7 +119,7 @@ def test_auto_finds_the_largest_micro_batch_that_fits(recipe: str, budget: int) 
     assert more["peak"] > budget
 
 
-def test_auto_writes_the_best_into_the_recipe_and_leaves_the_rest_as_it_is(recipe: str) -> None:
+def test_auto_writes_the_best_choice_into_the_recipe_and_keeps_the_rest(recipe: str) -> None:
     done = _plan(recipe, "--auto", "--strategies=single", "--memory=2MB", "--write")
     assert done.exit_code == 0, done.output
     text = Path(recipe).read_text(encoding="utf-8")
@@ -151,21 +151,21 @@ def test_auto_tries_every_kind_of_activation_checkpointing_on_a_model_with_block
     assert written.activation_checkpointing == answer["best"]["activation_checkpointing"]
 
 
-def test_another_strategy_takes_the_options_of_the_one_before_with_it(recipe: str) -> None:
+def test_writing_another_strategy_removes_the_options_of_the_old_one(recipe: str) -> None:
     with_options = '\n[strategy]\nuse = "ddp"\nbucket_cap_mb = 10\n'
     Path(recipe).write_text(RECIPE + with_options, encoding="utf-8")
     assert _plan(recipe, "--auto", "--strategies=single", "--memory=2MB", "--write").exit_code == 0
     assert load_recipe(recipe).recipe.strategy.options == {}
 
 
-def test_a_mistake_in_the_recipe_is_shown_where_it_is(recipe: str) -> None:
+def test_a_recipe_error_is_shown_with_its_line(recipe: str) -> None:
     Path(recipe).write_text(RECIPE.replace("global_batch = 256", "global_batch = 255"), encoding="utf-8")
     done = _plan(recipe, "--ranks=2")
     assert done.exit_code == 2
     assert "recipe.toml:23" in done.output
 
 
-def test_auto_says_where_nothing_fits(recipe: str) -> None:
+def test_auto_reports_that_nothing_fits(recipe: str) -> None:
     done = _plan(recipe, "--auto", "--strategies=single", "--memory=1MB")
     assert done.exit_code == 1
     assert "none fits" in done.stdout
@@ -180,13 +180,13 @@ def test_auto_says_where_nothing_fits(recipe: str) -> None:
         (["--memory=much"], "not a size"),
     ],
 )
-def test_a_mistake_on_the_command_line_ends_with_2(recipe: str, arguments: list[str], said: str) -> None:
+def test_a_usage_error_exits_with_2(recipe: str, arguments: list[str], said: str) -> None:
     done = _plan(recipe, *arguments)
     assert done.exit_code == 2
     assert said in done.output
 
 
-def test_nothing_can_be_written_into_a_bundled_recipe(recipe: str) -> None:
+def test_write_refuses_a_bundled_recipe(recipe: str) -> None:
     done = _plan("digits", "--auto", "--strategies=single", "--memory=1GB", "--write")
     assert "ddpforge recipes cp digits" in done.output
     assert done.exit_code == 2

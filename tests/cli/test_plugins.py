@@ -1,4 +1,4 @@
-"""`ddpforge plugins list` and `plugins show`, as people and scripts read them."""
+"""`ddpforge plugins list` and `plugins show`, as text and as JSON."""
 
 import json
 import subprocess
@@ -65,7 +65,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def call(*arguments: str) -> Result:
-    # As `main` gives them: click keeps a command's help option from its first call.
+    # The same names as in `main`: click caches a command's help option at its first call.
     result = CliRunner().invoke(plugins, arguments, help_option_names=["-h", "--help"])
     if isinstance(result.exception, PluginError | UsageError):
         raise result.exception
@@ -91,7 +91,7 @@ def test_list_shows_kind_name_distribution_and_target_and_imports_nothing(site: 
     assert len(starts) == 1  # aligned
 
 
-def test_list_of_one_kind(site: Path) -> None:
+def test_list_shows_one_kind(site: Path) -> None:
     lines = printed("list", "callback").splitlines()
 
     assert {line.split()[0] for line in lines[1:]} == {"callback"}
@@ -107,7 +107,7 @@ def test_list_marks_names_that_two_distributions_provide(site: Path) -> None:
     ]
 
 
-def test_list_as_json(site: Path) -> None:
+def test_list_prints_json(site: Path) -> None:
     listed = json.loads(printed("list", "model", "--json"))
 
     assert listed["schema_version"] == 1
@@ -125,7 +125,7 @@ def test_list_as_json(site: Path) -> None:
     assert [row["clash"] for (name, _), row in mine.items() if name == "twice"] == [True, True]
 
 
-def test_listing_is_light() -> None:
+def test_list_imports_nothing_heavy() -> None:
     code = (
         "import sys; from ddpforge.cli.plugins import plugins; plugins(['list'], standalone_mode=False);"
         "print({'torch', 'pydantic', 'rich'} & set(sys.modules), file=sys.stderr)"
@@ -151,7 +151,7 @@ def test_show_documents_a_component_and_its_options(site: Path) -> None:
     )
 
 
-def test_show_as_json(site: Path) -> None:
+def test_show_prints_json(site: Path) -> None:
     shown = json.loads(printed("show", "widenet", "--json"))
 
     assert shown["entry"]["target"] == "wide_nets:WideNet"
@@ -184,11 +184,11 @@ def test_the_example_is_a_part_of_a_recipe(site: Path, arguments: list[str], exa
     assert tomllib.loads(json.loads(printed("show", *arguments, "--json"))["example"]) == example
 
 
-def test_show_says_when_any_option_is_passed_on(site: Path) -> None:
+def test_show_reports_a_component_that_accepts_any_option(site: Path) -> None:
     assert "Other options are passed to the component unchecked.\n" in printed("show", "open", "--kind", "model")
 
 
-def test_show_takes_unregistered_code_and_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_accepts_unregistered_code_and_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("def net(width: int = 3): 'Mine.'\n")
     monkeypatch.chdir(tmp_path)
 
@@ -199,7 +199,7 @@ def test_show_takes_unregistered_code_and_local_files(tmp_path: Path, monkeypatc
     assert 'use = "./mine.py:net"' in shown
 
 
-def test_show_of_an_unknown_name_suggests(site: Path) -> None:
+def test_show_of_an_unknown_name_suggests_a_similar_one(site: Path) -> None:
     for arguments in (["widnet"], ["widnet", "--kind", "model"]):
         with pytest.raises(UsageError) as caught:
             call("show", *arguments)
@@ -214,7 +214,7 @@ def test_show_of_a_distribution_names_its_components(site: Path) -> None:
     assert caught.value.hints[0] == "`other-nets` is a distribution with `twice`"
 
 
-def test_show_asks_for_the_kind_where_the_name_does_not_say(site: Path) -> None:
+def test_show_needs_the_kind_if_the_name_is_ambiguous(site: Path) -> None:
     with pytest.raises(UsageError) as caught:
         call("show", "open")
     assert caught.value.hints == (
@@ -227,14 +227,14 @@ def test_show_asks_for_the_kind_where_the_name_does_not_say(site: Path) -> None:
     assert "optimizer" in caught.value.hints[0]
 
 
-def test_show_of_broken_and_ambiguous_components_says_why(site: Path) -> None:
+def test_show_of_broken_and_ambiguous_components_is_an_error(site: Path) -> None:
     with pytest.raises(BrokenComponent, match="no_such_requirement"):
         call("show", "broken")
     with pytest.raises(AmbiguousComponent):
         call("show", "twice")
 
 
-def test_on_a_terminal_tables_are_drawn_and_brackets_stay(
+def test_tables_on_a_terminal_have_lines_and_keep_brackets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -251,7 +251,7 @@ def test_on_a_terminal_tables_are_drawn_and_brackets_stay(
     ("kind", "name"),
     [(entry.kind, entry.name) for entry in Registry.installed().entries() if entry.distribution == "ddpforge"],
 )
-def test_every_built_in_component_documents_itself_and_all_its_options(kind: str, name: str) -> None:
+def test_every_builtin_component_documents_itself_and_all_options(kind: str, name: str) -> None:
     shown = json.loads(printed("show", name, "--kind", kind, "--json"))
 
     assert shown["documentation"]

@@ -1,4 +1,4 @@
-"""`ddpforge predict`: every sample once, in the order of the data, whatever the ranks; what it refuses."""
+"""`ddpforge predict`: each sample once, in the order of the dataset, on any number of ranks; and its errors."""
 
 import json
 from collections.abc import Callable
@@ -81,7 +81,7 @@ class Own(Regression):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of six steps, and one with data and a task of its own."""
+    """Trains a classifier, a custom task with a sharded dataset, and a language model; returns the folder."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "tiny.toml").write_text(RECIPE)
     (folder / "points.toml").write_text(POINTS)
@@ -102,19 +102,19 @@ def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def predicted(ranks: int = 1, run: str = "tiny", out: str = "out.jsonl", **choice: Any) -> list[dict[str, Any]]:
-    """The rows that so many ranks write."""
+    """Returns the rows that `ranks` ranks write."""
     in_ranks(ranks, lambda _: ddpforge.predict(run, out, force=True, **choice).samples)
     return [json.loads(line) for line in Path(out).read_text().splitlines()]
 
 
 def complaint(run: str = "tiny", out: str = "other.jsonl", kind: type[ForgeError] = UsageError, **choice: Any) -> str:
-    """What one rank says when it refuses."""
+    """Returns the error message of a single rank."""
     (said,) = in_ranks(1, lambda _: refused(kind, lambda: ddpforge.predict(run, out, **choice)))
     return str(said)
 
 
 def by_hand(weights: str = "model", checkpoint: Any = "newest", run: str = "tiny") -> list[dict[str, Any]]:
-    """What the module itself predicts of the test data, one sample after the other."""
+    """Returns the predictions of the module itself for the test data, one sample at a time."""
     loaded = ddpforge.load(f"runs/{run}", checkpoint=checkpoint, weights=weights)
     model, rows = loaded.model(), []
     for place, (image, digit) in enumerate(loaded.data("eval.test")):
@@ -135,17 +135,17 @@ def by_hand(weights: str = "model", checkpoint: Any = "newest", run: str = "tiny
     ("ranks", "sets"),
     [
         (1, []),
-        (3, ["train.eval_batch=7"]),  # 360 = 17 * 21 + 3: one sample a rank in the end
+        (3, ["train.eval_batch=7"]),  # 360 = 17 * 21 + 3: one sample per rank in the last step
         (2, ["train.eval_batch=359", "strategy.use=fsdp"]),  # a rank with 180, in one step
         (4, ["strategy.use=fsdp", "data.workers=2", "train.eval_batch=120"]),  # the last step is empty on no rank
     ],
 )
-def test_every_sample_once_in_order_on_any_number_of_ranks(ranks: int, sets: list[str]) -> None:
+def test_each_sample_is_predicted_once_in_order_on_any_number_of_ranks(ranks: int, sets: list[str]) -> None:
     assert predicted(ranks, data=["eval.test"], sets=sets) == by_hand()
 
 
-def test_weights_and_checkpoints_are_chosen() -> None:
-    """Each is another model; `ema`, which this recipe does not evaluate with, among them."""
+def test_weights_and_checkpoint_can_be_chosen() -> None:
+    """Predicts with the model, with the EMA, which this recipe does not evaluate, and with an earlier checkpoint."""
     found = [
         predicted(data=["eval.test"]),
         predicted(2, data=["eval.test"], weights="ema", sets=["strategy.use=fsdp"]),
@@ -154,14 +154,14 @@ def test_weights_and_checkpoints_are_chosen() -> None:
     assert found[1] == by_hand("ema")
     assert found[2] == by_hand(checkpoint=2)
     assert len({json.dumps(rows) for rows in found}) == 3
-    # Where evaluations use the averages, so do predictions, unless other weights are named.
+    # If evaluations use the averages, predictions do, too, unless other weights are named.
     evaluates = {"data": ["eval.test"], "sets": ["callbacks.ema.evaluate=true"]}
     assert predicted(**evaluates) == found[1]
     assert predicted(weights="model", **evaluates) == found[0]
     assert "no weights called 'eam'" in complaint(data=["eval.test"], weights="eam")
 
 
-def test_what_is_predicted_is_chosen() -> None:
+def test_the_dataset_and_a_limit_can_be_chosen() -> None:
     seen = predicted(data=["eval.seen"], limit=100)
     assert [row["index"] for row in seen] == [*range(100)]
     assert predicted(data=["train"], limit=100) == seen
@@ -175,7 +175,7 @@ def test_what_is_predicted_is_chosen() -> None:
     assert "splt" in complaint(data=["eval.test", "splt=train"], kind=ForgeError)
 
 
-def test_parquet_has_the_same_rows_typed() -> None:
+def test_parquet_has_the_same_rows_with_types() -> None:
     lines = predicted(2, data=["eval.test"])
     in_ranks(2, lambda _: ddpforge.predict("tiny", "out.parquet", data=["eval.test"]).samples)
     table = pq.read_table("out.parquet")
@@ -194,8 +194,8 @@ def test_parquet_has_the_same_rows_typed() -> None:
     ],
     ids=lambda sets: "-".join(word.rpartition("=")[2] for word in sets),
 )
-def test_ranks_that_share_a_model_predict_each_sample_once(strategy: list[str]) -> None:
-    """Of 11 samples, 3 at a time."""
+def test_ranks_that_shard_a_model_predict_each_sample_once(strategy: list[str]) -> None:
+    """Predicts 11 samples in batches of 3."""
     alone = predicted(1, "language", sets=["strategy.use=single", "train.eval_batch=3"])
     together = predicted(2, "language", sets=["train.eval_batch=3", *strategy])
     assert together == [
@@ -206,15 +206,15 @@ def test_ranks_that_share_a_model_predict_each_sample_once(strategy: list[str]) 
 
 
 @pytest.mark.full
-def test_ranks_that_cut_samples_are_refused() -> None:
+def test_context_parallelism_is_refused() -> None:
     sets = ["strategy.use=fsdp", "strategy.context=2"]
     said = in_ranks(2, lambda _: refused(UsageError, lambda: ddpforge.predict("language", "other.jsonl", sets=sets)))
     assert said[0].startswith("the strategy splits the positions of every sample over ranks")
     assert not Path("other.jsonl").exists()
 
 
-def test_data_in_parts_and_a_task_of_ones_own(folder: Path) -> None:
-    """Read from the first sample to the last by three ranks, though training reads it at several places at once."""
+def test_a_sharded_dataset_and_a_custom_task_are_predicted_in_order(folder: Path) -> None:
+    """Reads sequentially on three ranks, although training reads several shards at once."""
     rows = predicted(3, "points", sets=["train.eval_batch=2"])
     assert [row["index"] for row in rows] == [*range(23)]
     assert [row["x"][0] for row in rows] == [*range(23)]
@@ -237,7 +237,7 @@ def test_data_in_parts_and_a_task_of_ones_own(folder: Path) -> None:
         ("{'a': [object()] * 8}", "JSON cannot represent a prediction"),
     ],
 )
-def test_what_a_task_may_not_return_is_told(folder: Path, columns: str, said: str) -> None:
+def test_invalid_return_values_of_a_task_are_errors(folder: Path, columns: str, said: str) -> None:
     own = folder / "runs/points/code"
     (file,) = own.rglob("own.py")
     file.write_text(file.read_text() + f"\n    def predict(self, model, batch):\n        return {columns}\n")
@@ -246,7 +246,7 @@ def test_what_a_task_may_not_return_is_told(folder: Path, columns: str, said: st
 
 
 # ---------------------------------------------------------------------------------------------- files
-def test_nothing_is_there_before_all_is_there(folder: Path) -> None:
+def test_the_file_appears_only_when_it_is_complete(folder: Path) -> None:
     def fill() -> None:
         with writing(folder / "out.jsonl") as table:
             table.add({"a": [1]})
@@ -258,7 +258,7 @@ def test_nothing_is_there_before_all_is_there(folder: Path) -> None:
     assert list(folder.glob("*out.jsonl*")) == []
 
 
-def test_files_that_are_there_stay(folder: Path) -> None:
+def test_an_existing_file_is_not_overwritten(folder: Path) -> None:
     (folder / "out.jsonl").write_text("mine")
     said = complaint(out="out.jsonl", data=["eval.test"])
     assert said == "out.jsonl exists | choose another file with --out, or replace it with --force"
@@ -267,8 +267,8 @@ def test_files_that_are_there_stay(folder: Path) -> None:
     assert "there is no folder nowhere" in complaint(out="nowhere/out.jsonl", data=["eval.test"])
 
 
-def test_the_command(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
-    """What a component prints is no result; without --out the file is named after the run."""
+def test_the_command_prints_json(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+    """Prints only JSON on stdout; without --out the file is named after the run."""
     ranks = ddpforge("predict", "tiny", "--data", "eval.test", "--limit", "40", "--json", nproc=2)
     assert json.loads(ranks.stdout) == {"file": "tiny-predictions.jsonl", "samples": 40, "step": 6}
     assert len((folder / "tiny-predictions.jsonl").read_text().splitlines()) == 40

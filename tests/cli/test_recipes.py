@@ -1,4 +1,4 @@
-"""`ddpforge recipes`: what comes with ddpforge, and a copy of it to edit."""
+"""`ddpforge recipes`: lists and copies bundled recipes, and upgrades recipe files."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["recipes", *arguments])
 
 
-def test_every_bundled_recipe_is_listed_with_what_it_trains() -> None:
+def test_ls_lists_every_bundled_recipe_with_its_title() -> None:
     lines = invoke("ls").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(bundled())
     assert any(line.startswith("digits") and "Handwritten digits" in line for line in lines)
@@ -34,7 +34,7 @@ def test_every_bundled_recipe_is_listed_with_what_it_trains() -> None:
 @pytest.mark.parametrize(
     ("target", "expected"), [([], "digits.toml"), (["mine.toml"], "mine.toml"), (["sub"], "sub/digits.toml")]
 )
-def test_a_copy_is_the_same_below_its_schema_and_its_path_is_printed(target: list[str], expected: str) -> None:
+def test_cp_adds_a_schema_line_and_prints_the_path(target: list[str], expected: str) -> None:
     Path("sub").mkdir()
     result = invoke("cp", "digits", *target)
     assert (result.exit_code, result.stdout) == (0, f"{expected}\n")
@@ -45,13 +45,13 @@ def test_a_copy_is_the_same_below_its_schema_and_its_path_is_printed(target: lis
     assert {"model", "train"} < schema["properties"].keys()
 
 
-def test_a_schema_that_is_there_is_left_alone() -> None:
+def test_cp_keeps_an_existing_schema() -> None:
     Path("recipe.schema.json").write_text("mine")
     assert invoke("cp", "digits").exit_code == 0
     assert Path("recipe.schema.json").read_text() == "mine"
 
 
-def test_an_existing_file_is_not_overwritten() -> None:
+def test_cp_does_not_overwrite_a_file() -> None:
     Path("digits.toml").write_text("mine")
     result = invoke("cp", "digits")
     assert result.exit_code == ExitCode.USAGE
@@ -66,7 +66,7 @@ def test_an_existing_file_is_not_overwritten() -> None:
         (["digits", "no/such/folder.toml"], "cannot write no/such/folder.toml: No such file or directory"),
     ],
 )
-def test_mistakes_are_told_on_stderr(arguments: list[str], complaint: str) -> None:
+def test_usage_errors_are_printed_on_stderr(arguments: list[str], complaint: str) -> None:
     result = invoke("cp", *arguments)
     assert result.exit_code == ExitCode.USAGE
     assert result.stdout == ""
@@ -83,7 +83,7 @@ SAID = """\
 """
 
 
-def test_files_are_upgraded_in_place_and_each_change_is_printed() -> None:
+def test_upgrade_changes_files_in_place_and_prints_each_change() -> None:
     Path("old.toml").write_text(OLD)
     Path("new.toml").write_text(NEW)
     done = invoke("upgrade", "old.toml", "new.toml")
@@ -92,7 +92,7 @@ def test_files_are_upgraded_in_place_and_each_change_is_printed() -> None:
     assert Path("old.toml").read_text() == Path("new.toml").read_text() == NEW
 
 
-def test_a_check_writes_nothing_and_fails_if_a_file_would_change() -> None:
+def test_upgrade_check_writes_nothing_and_fails_if_a_file_would_change() -> None:
     Path("old.toml").write_text(OLD)
     done = invoke("upgrade", "--check", "old.toml")
     assert (done.exit_code, done.stdout) == (1, f"old.toml: would be upgraded\n{SAID}")
@@ -101,7 +101,7 @@ def test_a_check_writes_nothing_and_fails_if_a_file_would_change() -> None:
     assert invoke("upgrade", "--check", "old.toml").exit_code == 0
 
 
-def test_what_cannot_be_upgraded_is_reported_and_left_and_the_others_are_upgraded() -> None:
+def test_upgrade_reports_invalid_files_and_upgrades_the_others() -> None:
     Path("bad.toml").write_text(OLD.replace("drop", "dorp"))
     Path("other.toml").write_text("[tool]\n")
     Path("old.toml").write_text(OLD)

@@ -1,4 +1,4 @@
-"""`ddpforge report`: the file that it writes, and the page that it serves."""
+"""`ddpforge report`: writes an HTML file, or serves the page."""
 
 import re
 import signal
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_one_file_tells_of_runs() -> None:
+def test_one_file_reports_several_runs() -> None:
     made(Path("runs/b"), rows=ROWS)
     said = CliRunner().invoke(main, ["report", "a", "b", "a", "-o", "both.html"])
     assert re.fullmatch(r"both\.html: 0\.\d\d MB\n", said.stdout), said.output
@@ -41,7 +41,7 @@ def test_one_file_tells_of_runs() -> None:
         ([], "Missing argument 'RUN...'"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments: list[str], said: str) -> None:
+def test_usage_errors_are_printed_on_stderr(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(main, ["report", *arguments])
     assert result.exit_code == ExitCode.USAGE
     assert said in result.stderr

@@ -1,4 +1,4 @@
-"""`ddpforge run`: what it says, what it leaves behind, how it goes on, and how it refuses."""
+"""`ddpforge run`: output, files, resume and errors."""
 
 import json
 import re
@@ -49,8 +49,8 @@ def attempts() -> int:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- going on
-def test_a_run_ends_with_one_sentence_and_a_finished_run_is_left_alone(
+# ---------------------------------------------------------------------------------------------- resume
+def test_a_finished_run_prints_its_result_and_is_not_trained_again(
     ddpforge: Callable[..., Ranks],
 ) -> None:
     first = ddpforge("run", "tiny.toml")
@@ -63,7 +63,7 @@ def test_a_run_ends_with_one_sentence_and_a_finished_run_is_left_alone(
     assert attempts() == 1
 
 
-def test_a_longer_run_goes_on_where_it_stood(ddpforge: Callable[..., Ranks]) -> None:
+def test_a_finished_run_resumes_with_a_longer_length(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     longer = ddpforge("run", "tiny.toml", "--set", "train.length=4st")
     assert longer.stdout == "runs/tiny: done at step 4\n"
@@ -88,10 +88,8 @@ class Mine(MLP):
         (["--set", "checkpoint.init_from=elsewhere"], 'checkpoint.init_from: absent → "elsewhere"'),
     ],
 )
-def test_a_changed_recipe_of_a_finished_run_is_never_answered_with_the_old_result(
-    ddpforge: Callable[..., Ranks], change: list[str], named: str
-) -> None:
-    """As in `for lr in 0.1 0.2; do ddpforge run tiny.toml --set optimizer.lr=$lr; done`."""
+def test_a_finished_run_refuses_a_changed_recipe(ddpforge: Callable[..., Ranks], change: list[str], named: str) -> None:
+    """Prevents that `for lr in 0.1 0.2; do ddpforge run tiny.toml --set optimizer.lr=$lr; done` repeats one result."""
     ddpforge("run", "tiny.toml")
     refused = ddpforge("run", "tiny.toml", *change, nproc=2, fails=True)
     assert refused.codes == [ExitCode.USAGE] * 2
@@ -103,7 +101,7 @@ def test_a_changed_recipe_of_a_finished_run_is_never_answered_with_the_old_resul
     assert (status()["state"], attempts()) == ("done", 1)
 
 
-def test_json_does_not_answer_a_changed_recipe_with_the_old_result_either(ddpforge: Callable[..., Ranks]) -> None:
+def test_json_reports_the_refusal_of_a_changed_recipe(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     refused = ddpforge("run", "tiny.toml", "--json", "--set", "optimizer.lr=0.2", fails=True)
     said = json.loads(refused.stdout)
@@ -112,7 +110,7 @@ def test_json_does_not_answer_a_changed_recipe_with_the_old_result_either(ddpfor
     assert status()["state"] == "done"
 
 
-def test_edited_code_is_a_changed_recipe(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_a_finished_run_refuses_edited_local_code(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     Path("tiny.toml").write_text(RECIPE.replace('use = "mlp"', 'use = "./mine.py:Mine"'))
     Path("mine.py").write_text(LOCAL)
     ddpforge("run", "tiny.toml")
@@ -122,7 +120,7 @@ def test_edited_code_is_a_changed_recipe(folder: Path, ddpforge: Callable[..., R
     assert "the code in mine.py" in refused.stderr
 
 
-def test_what_does_not_matter_for_the_result_may_change_after_the_end(ddpforge: Callable[..., Ranks]) -> None:
+def test_a_finished_run_accepts_changes_that_do_not_affect_the_result(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     sets = ["--set", "track.every=2st", "--set", "data.workers=1", "--set", "checkpoint.keep.last=1"]
     again = ddpforge("run", "tiny.toml", *sets, "--set", "train.collective_timeout=1m")
@@ -130,7 +128,7 @@ def test_what_does_not_matter_for_the_result_may_change_after_the_end(ddpforge: 
 
 
 @pytest.mark.parametrize("length", ["1st", "0.001ep"])
-def test_a_length_that_was_passed_already_is_refused(ddpforge: Callable[..., Ranks], length: str) -> None:
+def test_a_length_before_the_current_step_is_refused(ddpforge: Callable[..., Ranks], length: str) -> None:
     ddpforge("run", "tiny.toml", "--set", "train.length=4st")
     refused = ddpforge("run", "tiny.toml", "--set", f"train.length={length}", nproc=2, fails=True)
     assert refused.codes == [ExitCode.USAGE] * 2
@@ -150,7 +148,7 @@ class Fails:
 """
 
 
-def test_a_run_that_has_not_trained_yet_takes_the_mended_recipe(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_a_run_without_a_checkpoint_accepts_any_new_recipe(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     Path("fails.py").write_text(FAILS)
     Path("broken.toml").write_text(RECIPE.replace('use = "digits", split = "test"', 'use = "./fails.py:Fails"'))
     ddpforge("run", "broken.toml", "--set", "train.seed=1", fails=True)
@@ -162,8 +160,8 @@ def test_a_run_that_has_not_trained_yet_takes_the_mended_recipe(folder: Path, dd
     assert tomllib.loads(Path("runs/tiny/recipe.resolved.toml").read_text())["train"]["seed"] == 0
 
 
-def test_a_run_that_is_stopped_names_one_step(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
-    """The one that it was saved at, not that of its last row."""
+def test_a_stopped_run_prints_only_its_saved_step(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+    """Prints the step of the checkpoint, not of the last logged row."""
     copy(SUPPORT / "parts.py", folder)
     stop = ["--set=callbacks.stop.use=./parts.py:StopAt", "--set=callbacks.stop.step=6", "--set=callbacks.stop.rank=0"]
     said = ddpforge("run", "tiny.toml", *stop, "--set=train.length=90st", "--set=track.every=4st", fails=True)
@@ -172,14 +170,14 @@ def test_a_run_that_is_stopped_names_one_step(folder: Path, ddpforge: Callable[.
     assert set(re.findall(r"at step (\d+)", said.stdout + said.stderr)) == {str(status()["step"])}
 
 
-def test_fresh_keeps_the_earlier_run_under_another_name(ddpforge: Callable[..., Ranks]) -> None:
+def test_fresh_renames_the_earlier_run(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     ddpforge("run", "tiny.toml", "--fresh", "--set", "train.length=1st")
     ddpforge("run", "tiny.toml", "--fresh", "--set", "train.length=3st")
     assert [status(f"runs/{name}")["step"] for name in ("tiny.1", "tiny.2", "tiny")] == [2, 1, 3]
 
 
-def test_a_recipe_that_describes_another_run_is_refused_with_what_changed(ddpforge: Callable[..., Ranks]) -> None:
+def test_resume_refuses_fixed_changes_and_lists_them(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     other = ["run", "tiny.toml", "--set", "train.seed=1", "--set", "model.hidden=[16]", "--set", "train.length=4st"]
 
@@ -189,11 +187,11 @@ def test_a_recipe_that_describes_another_run_is_refused_with_what_changed(ddpfor
     assert "model.hidden: [8] → [16]" in refused.stderr
     assert "train.seed: 0 → 1" in refused.stderr
     assert "--allow-change model.hidden --allow-change train.seed" in refused.stderr.replace("\n" + " " * 9, " ")
-    assert refused.stderr.count("this recipe cannot resume the run") == 1  # one rank speaks
+    assert refused.stderr.count("this recipe cannot resume the run") == 1  # only one rank prints it
     assert (steps(), attempts()) == ([1, 2], 1)
 
 
-def test_a_change_that_is_allowed_takes_effect(ddpforge: Callable[..., Ranks]) -> None:
+def test_an_allowed_change_takes_effect(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     change = ["--set", "train.seed=1", "--set", "train.length=4st", "--allow-change", "train.seed"]
     ddpforge("run", "tiny.toml", *change)
@@ -202,7 +200,7 @@ def test_a_change_that_is_allowed_takes_effect(ddpforge: Callable[..., Ranks]) -
 
 
 # ---------------------------------------------------------------------------------------------- output
-def test_json_is_the_status_in_one_object(ddpforge: Callable[..., Ranks]) -> None:
+def test_json_prints_the_status_as_one_object(ddpforge: Callable[..., Ranks]) -> None:
     said = ddpforge("run", "tiny.toml", "--json", nproc=2).stdout
     assert json.loads(said) == status()
     assert json.loads(ddpforge("run", "tiny.toml", "--json").stdout) == status()  # also of a finished run
@@ -220,7 +218,7 @@ class Loud(Callback):
 """
 
 
-def test_json_is_one_object_also_when_a_run_fails_and_components_print(
+def test_json_prints_one_object_even_if_the_run_fails_and_components_print(
     folder: Path, ddpforge: Callable[..., Ranks]
 ) -> None:
     Path("loud.py").write_text(LOUD)
@@ -246,7 +244,7 @@ class Leaves(Callback):
 
 
 @pytest.mark.parametrize("at", ["build", "step"])
-def test_a_component_that_leaves_the_process_has_failed(folder: Path, ddpforge: Callable[..., Ranks], at: str) -> None:
+def test_sys_exit_in_a_component_is_a_failure(folder: Path, ddpforge: Callable[..., Ranks], at: str) -> None:
     Path("leaves.py").write_text(LEAVES)
     sets = ("--set", "callbacks.leaves.use=./leaves.py:Leaves", "--set", f"callbacks.leaves.at={at}")
     said = ddpforge("run", "tiny.toml", "--json", *sets, fails=True)
@@ -254,17 +252,17 @@ def test_a_component_that_leaves_the_process_has_failed(folder: Path, ddpforge: 
     code = ExitCode.ENVIRONMENT if at == "build" else ExitCode.FAILED
     assert (told["state"], told["exit_code"], said.codes) == ("failed", code, [code])
     assert "SystemExit" in told["error"] or "sys.exit(0)" in told["error"]
-    assert "leaves.py" in said.stderr  # where
+    assert "leaves.py" in said.stderr  # the file of the call
 
 
-def test_json_is_one_object_also_when_the_recipe_is_wrong() -> None:
+def test_json_prints_one_object_for_a_recipe_error() -> None:
     result = invoke("tiny.toml", "--json", "--set", "train.lenght=1ep")
     said = json.loads(result.stdout)
     assert (said["state"], said["exit_code"], said["step"]) == ("failed", ExitCode.USAGE, 0)
     assert "unknown key `lenght`" in said["error"]
 
 
-def test_json_has_no_word_for_what_is_not_a_number(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_json_has_null_for_nan(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
@@ -296,9 +294,9 @@ def test_out_replaces_the_output_folder(ddpforge: Callable[..., Ranks]) -> None:
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
     ],
-    ids=["nothing said", "said", "said by the older name"],
+    ids=["unset", "set", "set by the older name"],
 )
-def test_the_segments_of_the_allocator_may_grow_unless_the_environment_says_otherwise(
+def test_the_allocator_uses_expandable_segments_unless_the_environment_configures_it(
     ddpforge: Callable[..., Ranks], said: dict[str, str], expected: dict[str, str]
 ) -> None:
     ddpforge("run", "tiny.toml", env=said)
@@ -306,7 +304,7 @@ def test_the_segments_of_the_allocator_may_grow_unless_the_environment_says_othe
     assert {name: value for name, value in found.items() if "ALLOC_CONF" in name} == expected
 
 
-def test_a_run_folder_holds_what_a_run_is(ddpforge: Callable[..., Ranks]) -> None:
+def test_a_run_folder_has_the_expected_files(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml", nproc=2)
     assert {path.name for path in Path("runs/tiny").iterdir()} == {
         *("recipe.toml", "recipe.resolved.toml", "env.json", "run.json", "status.json", "metrics.jsonl"),
@@ -321,7 +319,7 @@ def test_a_run_folder_holds_what_a_run_is(ddpforge: Callable[..., Ranks]) -> Non
     }
 
 
-# ---------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------- errors
 def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["run", *arguments])
 
@@ -339,7 +337,7 @@ def invoke(*arguments: str) -> Result:
         ([], "Missing argument 'RECIPE'.\n  = help: ddpforge run cifar10"),
     ],
 )
-def test_mistakes_are_told_on_stderr_before_anything_is_started(arguments: list[str], complaint: str) -> None:
+def test_usage_errors_are_printed_on_stderr_before_training(arguments: list[str], complaint: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == ExitCode.USAGE
     assert result.stdout == ""
@@ -348,8 +346,8 @@ def test_mistakes_are_told_on_stderr_before_anything_is_started(arguments: list[
     assert not Path("runs").exists()
 
 
-def test_a_mistake_in_a_models_forward_is_shown_down_to_the_operation(ddpforge: Callable[..., Ranks]) -> None:
-    """The frames of what looks at operations in a first pass are left to the log."""
+def test_an_error_in_a_models_forward_is_shown_with_its_line(ddpforge: Callable[..., Ranks]) -> None:
+    """Leaves the frames of ddpforge's tracing of the first pass to the log."""
     code = "import torch\n\n\nclass Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
     code += "        self.head = torch.nn.Linear(5, 10)\n\n    def forward(self, x):\n"
     Path("mine.py").write_text(code + "        return self.head(x.flatten(1))\n")
@@ -366,18 +364,18 @@ def broken(folder: Path) -> Result:
     return invoke("tiny.toml", "--set", "model.use=./broken.py:Model")
 
 
-def test_local_code_that_fails_when_it_is_imported_is_named_with_its_line(broken: Result) -> None:
+def test_an_import_error_in_local_code_is_shown_with_its_line(broken: Result) -> None:
     assert "RuntimeError: no licence" in broken.stderr
     assert "broken.py:3" in broken.stderr
     assert "Traceback" not in broken.stderr
     assert broken.stdout == ""
 
 
-def test_local_code_that_fails_when_it_is_imported_is_found_before_anything_starts(broken: Result) -> None:
+def test_an_import_error_in_local_code_is_a_usage_error(broken: Result) -> None:
     assert broken.exit_code == ExitCode.USAGE
 
 
-def test_a_file_where_the_folder_should_be_is_an_environment_problem(ddpforge: Callable[..., Ranks]) -> None:
+def test_a_file_instead_of_the_output_folder_is_an_environment_error(ddpforge: Callable[..., Ranks]) -> None:
     Path("taken").write_text("")
     refused = ddpforge("run", "tiny.toml", "--out", "taken/below", nproc=2, fails=True)
     assert refused.codes == [ExitCode.ENVIRONMENT] * 2
@@ -385,7 +383,7 @@ def test_a_file_where_the_folder_should_be_is_an_environment_problem(ddpforge: C
     assert "Traceback" not in refused.stderr
 
 
-def test_another_folder_of_that_name_is_not_touched(ddpforge: Callable[..., Ranks]) -> None:
+def test_a_folder_that_is_not_a_run_is_not_touched(ddpforge: Callable[..., Ranks]) -> None:
     Path("runs/tiny").mkdir(parents=True)
     Path("runs/tiny/thesis.tex").write_text("precious")
     for fresh in ([], ["--fresh"]):
@@ -395,7 +393,7 @@ def test_another_folder_of_that_name_is_not_touched(ddpforge: Callable[..., Rank
     assert [path.name for path in Path("runs/tiny").iterdir()] == ["thesis.tex"]
 
 
-def test_damaged_checkpoints_are_never_trained_over(ddpforge: Callable[..., Ranks]) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_an_error(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml")
     for committed in Path("runs/tiny/checkpoints").glob("step-*/COMMIT"):
         committed.unlink()

@@ -1,4 +1,4 @@
-"""`ddpforge runs` and `ddpforge status`: what they print, what they delete, and how a run is resumed."""
+"""`ddpforge runs` (ls, compare, rm, resume) and `ddpforge status`."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def invoke(*arguments: str, answer: str | None = None) -> Result:
 
 
 # ---------------------------------------------------------------------------------------------- ls
-def test_runs_are_listed_with_what_tells_them_apart() -> None:
+def test_ls_lists_runs_with_their_differences() -> None:
     for name, lr, loss in (("a", 0.1, 0.5), ("b", 0.01, 0.25)):
         made(Path("runs") / name, recipe={"optimizer": {"lr": lr}}, metrics={"eval/loss": loss})
     header, *rows = (line.split() for line in invoke("runs", "ls", "--sort", "eval/loss").stdout.splitlines())
@@ -39,14 +39,14 @@ def test_runs_are_listed_with_what_tells_them_apart() -> None:
     assert [(run["run"], run["metrics"], run["difference"]) for run in told] == [("runs/a", {"eval/loss": 0.5}, {})]
 
 
-def test_a_value_that_a_run_lacks_is_told_as_the_command_line_takes_it_out() -> None:
+def test_ls_shows_a_missing_value_as_an_unset_on_the_command_line() -> None:
     made(Path("runs/a"), recipe={"callbacks": {"ema": {"decay": 0.9}}})
     made(Path("runs/b"))
     rows = invoke("runs", "ls", "--sort", "name").stdout.splitlines()[1:]
     assert [row.split()[-1] for row in rows] == ["callbacks.ema.decay=0.9", "~callbacks.ema.decay"]
 
 
-def test_nothing_to_list_is_no_error() -> None:
+def test_ls_without_runs_is_not_an_error() -> None:
     assert invoke("runs", "ls").stdout == "runs/: no runs\n"
     made(Path("runs/a"))
     assert invoke("runs", "ls", "--state", "failed").stdout == "runs/: no runs like that among 1\n"
@@ -98,7 +98,7 @@ def test_curves_are_drawn_in_the_terminal_and_as_a_picture() -> None:
 
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize(("library", "option"), [("plotext", "--curve=lr"), ("matplotlib", "--picture=x.png")])
-def test_a_drawing_library_that_is_missing_is_named_with_its_extra(
+def test_the_error_names_a_missing_plotting_library_and_its_extra(
     monkeypatch: pytest.MonkeyPatch, library: str, option: str
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
@@ -108,7 +108,7 @@ def test_a_drawing_library_that_is_missing_is_named_with_its_extra(
     assert "pip install 'ddpforge[plot]'" in refused.stderr
 
 
-def test_one_run_alone_is_not_compared() -> None:
+def test_compare_needs_two_runs() -> None:
     made(Path("runs/a"))
     refused = invoke("runs", "compare", "a", "runs/a")
     assert refused.exit_code == ExitCode.USAGE
@@ -116,7 +116,7 @@ def test_one_run_alone_is_not_compared() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- rm
-def test_a_run_is_deleted_after_a_question_with_all_that_it_has() -> None:
+def test_rm_deletes_runs_only_after_confirmation() -> None:
     for name in ("a", "b", "c"):
         made(Path("runs") / name)
     refused = invoke("runs", "rm", "a", "b", answer="n\n")
@@ -132,7 +132,7 @@ def test_a_run_is_deleted_after_a_question_with_all_that_it_has() -> None:
     assert not list(Path("runs").iterdir())
 
 
-def test_a_run_in_use_is_not_deleted_nor_are_those_named_beside_it() -> None:
+def test_rm_deletes_nothing_if_one_run_is_in_use() -> None:
     made(Path("runs/a"))
     with trained(made(Path("runs/b"), state="running")):
         refused = invoke("runs", "rm", "a", "b", "--yes")
@@ -141,7 +141,7 @@ def test_a_run_in_use_is_not_deleted_nor_are_those_named_beside_it() -> None:
     assert sorted(path.name for path in Path("runs").iterdir()) == ["a", "b"]
 
 
-def test_what_is_no_run_is_not_deleted() -> None:
+def test_rm_refuses_a_folder_that_is_not_a_run() -> None:
     Path("thesis").mkdir()
     refused = invoke("runs", "rm", "thesis", "--yes")
     assert refused.exit_code == ExitCode.USAGE
@@ -152,7 +152,7 @@ def test_what_is_no_run_is_not_deleted() -> None:
 # ---------------------------------------------------------------------------------------------- resume
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The command lines that `ddpforge launch` was given."""
+    """Records the arguments passed to `ddpforge launch`."""
     from ddpforge.cli.launch import launch
 
     given: list[list[str]] = []
@@ -164,8 +164,8 @@ def environment(run: Path, **variables: str) -> None:
     (run / "env.json").write_text(json.dumps({"environment": variables}))
 
 
-def test_a_run_is_resumed_where_it_is_with_as_many_processes(launched: list[list[str]]) -> None:
-    """Also where it was trained with --out, or has been renamed."""
+def test_resume_uses_the_folder_and_the_number_of_processes_of_the_run(launched: list[list[str]]) -> None:
+    """Holds also if the run was trained with --out, or was renamed."""
     environment(made(Path("runs/sweep/a")).path, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     Path("runs/sweep/a").rename("runs/sweep/b")
     invoke("runs", "resume", "runs/sweep/b", "train.length=20st", "--set", "track.every=5st", "--json")
@@ -174,7 +174,7 @@ def test_a_run_is_resumed_where_it_is_with_as_many_processes(launched: list[list
     assert launched == [[recipe, "--nproc=2", "--out=runs/sweep", *sets, "--json"]]
 
 
-def test_a_run_of_several_machines_is_not_resumed_with_fewer_processes_unasked(launched: list[list[str]]) -> None:
+def test_resume_of_a_multi_node_run_needs_nproc(launched: list[list[str]]) -> None:
     environment(made(Path("runs/a")).path, WORLD_SIZE="16", LOCAL_WORLD_SIZE="8")
     refused = invoke("runs", "resume", "a")
     assert refused.exit_code == ExitCode.USAGE
@@ -184,7 +184,7 @@ def test_a_run_of_several_machines_is_not_resumed_with_fewer_processes_unasked(l
 
 
 # ---------------------------------------------------------------------------------------------- status
-def test_status_is_a_page_or_an_object() -> None:
+def test_status_prints_text_or_json() -> None:
     rows = [{"step": 4, "train/loss": 0.5}, {"step": 6, "train/loss": 0.25}]
     run = made(Path("runs/a"), state="running", step=0, rows=rows)
     with trained(run):
@@ -197,7 +197,7 @@ def test_status_is_a_page_or_an_object() -> None:
     assert invoke("status", "a").stdout.startswith("runs/a: killed at step 6 of 10")
 
 
-def test_watching_tells_what_changes_until_the_run_ends() -> None:
+def test_watch_yields_changes_until_the_run_ends() -> None:
     def seen(state: str, step: int) -> RunSummary:
         return RunSummary(folder=made(Path(f"runs/{state}-{step}")), state=state, step=step)
 
@@ -209,7 +209,7 @@ def test_watching_tells_what_changes_until_the_run_ends() -> None:
     assert len(waits) == 4
 
 
-def test_watching_a_run_that_has_ended_is_one_line() -> None:
+def test_watch_prints_one_line_for_a_finished_run() -> None:
     speeds = {"train/tokens_per_second": 12345.0, "train/time/data": 0.25, "train/time/optimizer": 0.5}
     run = made(Path("runs/a"), metrics={"eval/loss": 0.5, "lr": 0.1, **speeds})
     assert summarize(run).state == "done"
@@ -221,7 +221,7 @@ def test_watching_a_run_that_has_ended_is_one_line() -> None:
 @pytest.mark.parametrize(
     "arguments", [["runs", "ls"], ["runs", "compare", "a", "b"], ["status", "a"], ["runs", "rm", "a", "--yes"]]
 )
-def test_looking_at_runs_imports_no_torch(arguments: list[str]) -> None:
+def test_runs_and_status_import_no_torch(arguments: list[str]) -> None:
     made(Path("runs/a"), recipe={"optimizer": {"lr": 0.1}})
     made(Path("runs/b"))
     code = f"""

@@ -1,4 +1,4 @@
-"""`ddpforge show`: the resolved recipe with origins, which is itself a recipe, and what it amounts to."""
+"""`ddpforge show`: prints the resolved recipe with origins, its batch sizes, and the strategy's contract."""
 
 import json
 from pathlib import Path
@@ -42,12 +42,12 @@ def test_every_value_is_followed_by_its_origin(recipe: str) -> None:
     assert len({line.index("  # ") for line in lines if "  # " in line}) == 1
 
 
-def test_the_output_is_a_recipe_that_amounts_to_the_same(recipe: str) -> None:
+def test_the_output_loads_as_an_equal_recipe(recipe: str) -> None:
     Path("shown.toml").write_text(_show(recipe).stdout, encoding="utf-8")
     assert load_recipe("shown.toml").recipe == load_recipe(recipe).recipe
 
 
-def test_batch_and_contract_are_spelled_out(recipe: str) -> None:
+def test_show_prints_the_batch_and_the_contract(recipe: str) -> None:
     lines = _show(recipe, "--ranks", "2").stdout.split("\n")
     assert "# batch: 64 per step = 8 per forward pass × 4 accumulation × 2 ranks" in lines
     assert any(line.startswith("# ddp shards: nothing") for line in lines)
@@ -56,7 +56,7 @@ def test_batch_and_contract_are_spelled_out(recipe: str) -> None:
     assert "# ddp gradients are reduced in: float32" in lines
 
 
-def test_what_is_generated_for_another_library_is_shown(recipe: str) -> None:
+def test_show_prints_the_config_generated_for_another_library(recipe: str) -> None:
     Path("telling.py").write_text(
         "from ddpforge.strategies.ddp import DDP\n\n"
         "class Telling(DDP):\n"
@@ -83,7 +83,7 @@ def test_replicas_that_do_not_divide_the_ranks_are_an_error(recipe: str) -> None
     assert "strategy.replicas = 3 does not divide the 2 ranks" in result.stderr
 
 
-def test_json_holds_the_same(recipe: str) -> None:
+def test_json_has_recipe_origins_batch_and_contract(recipe: str) -> None:
     shown = json.loads(_show(recipe, "--ranks", "2", "--json").stdout)
     assert shown["recipe"]["train"]["global_batch"] == 64
     assert shown["origins"]["train.global_batch"] == "small.toml:7"
@@ -91,7 +91,7 @@ def test_json_holds_the_same(recipe: str) -> None:
     assert shown["contract"]["shards"] == []
 
 
-def test_what_is_shown_of_groups_of_parameters_loads_again(recipe: str) -> None:
+def test_shown_parameter_groups_load_as_an_equal_recipe(recipe: str) -> None:
     groups = (
         "optimizer.groups={matrices={parameters=['2d'], use='muon', lr=0.02}, head={parameters=['*.bias'], lr=0.1}}"
     )
@@ -99,7 +99,7 @@ def test_what_is_shown_of_groups_of_parameters_loads_again(recipe: str) -> None:
     assert load_recipe("shown.toml").recipe == load_recipe(recipe, sets=[groups]).recipe
 
 
-def test_values_are_set_with_and_without_the_option_and_in_any_order(recipe: str) -> None:
+def test_values_are_set_with_or_without_the_option_in_any_order(recipe: str) -> None:
     shown = json.loads(
         _show(recipe, "train.seed=7", "--set", "train.length=3ep", "name=b", "~task.metrics", "--json").stdout
     )

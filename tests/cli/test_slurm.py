@@ -1,4 +1,4 @@
-"""`ddpforge slurm`: the script that it writes. tests/launchers/test_slurm.py gives it to a real Slurm."""
+"""`ddpforge slurm`: the generated batch script; tests/launchers/test_slurm.py submits it to a real Slurm."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def invoke(*arguments: str) -> Result:
 
 
 def written(*arguments: str) -> str:
-    """The script, which is one in bash's eyes too."""
+    """Returns the script, after a syntax check by bash."""
     result = invoke(*arguments)
     assert result.exit_code == 0, result.stderr
     subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
@@ -34,13 +34,13 @@ def directives(script: str) -> list[str]:
 
 
 def command(script: str) -> str:
-    """The line that starts ddpforge, without the path of the interpreter."""
+    """Returns the line that starts ddpforge, without the path of the interpreter."""
     text = script.replace("\\\n", " ")
     (found,) = re.findall(r"^ +exec .*?-m (ddpforge .*)$", text, re.MULTILINE)
     return " ".join(found.split())
 
 
-def test_a_job_of_several_nodes_has_a_launcher_on_each() -> None:
+def test_a_job_of_several_nodes_starts_a_launcher_on_each() -> None:
     script = written(
         *("digits", "--nodes=2", "--gpus-per-node=4", "--time=4:00:00", "--signal=300", "--set=data.workers=3"),
         *("--out=my runs", "--sbatch", "account=me", "--sbatch=exclusive", "--", "--max-restarts=3"),
@@ -62,7 +62,7 @@ def test_srun_can_start_every_rank() -> None:
     assert command(script) == "ddpforge run digits"
 
 
-def test_the_environment_that_setup_enters_has_a_ddpforge_of_its_own(tmp_path: Path) -> None:
+def test_a_setup_script_runs_first_and_provides_the_ddpforge_command(tmp_path: Path) -> None:
     (tmp_path / "setup.sh").write_text("module load cuda\nsource env/bin/activate\n")
     script = written("digits", "--setup", "setup.sh")
     assert "\n    exec ddpforge launch digits --nproc=1\n" in script
@@ -78,13 +78,13 @@ def test_the_environment_that_setup_enters_has_a_ddpforge_of_its_own(tmp_path: P
         ("x${env:SLURM_ARRAY_TASK_ID}", "x"),
     ],
 )
-def test_an_array_has_no_name_of_its_first_job(name: str, shown: str) -> None:
+def test_the_job_name_of_an_array_has_no_task_id(name: str, shown: str) -> None:
     assert f"job-name={shown}" in directives(written("digits", "--array=10-11", "--set", f"name={name}"))
 
 
 @pytest.mark.parametrize("first", [4999, 15000, 123456])
 def test_jobs_with_neighbouring_numbers_do_not_share_a_port(first: int) -> None:
-    """A launch takes the endpoint's port and the next one, and a job of one task for each rank has others."""
+    """Each launch uses the endpoint's port and the next one."""
     (line,) = [line for line in written("digits", "--nodes=2").splitlines() if line.startswith("export head=")]
 
     def ports(job: int) -> set[int]:
@@ -99,7 +99,7 @@ def test_jobs_with_neighbouring_numbers_do_not_share_a_port(first: int) -> None:
     assert all(10_000 <= port < 20_000 for port in taken)
 
 
-def test_jobs_of_an_array_train_runs_of_their_own() -> None:
+def test_jobs_of_an_array_need_different_run_names() -> None:
     name = "name=digits-${env:SLURM_ARRAY_TASK_ID}"
     script = written("digits", "--array=2-6:2%1", "--set", name)
     assert {"array=2-6:2%1", "output=%x-%A_%a.out", "job-name=digits"} <= {*directives(script)}
@@ -129,14 +129,14 @@ def test_jobs_of_an_array_train_runs_of_their_own() -> None:
         (["cnn"], "Got unexpected extra argument (cnn)"),
     ],
 )
-def test_what_could_not_work_is_refused(arguments: list[str], complaint: str) -> None:
+def test_invalid_options_are_refused(arguments: list[str], complaint: str) -> None:
     result = invoke("digits", *arguments)
     assert result.exit_code == ExitCode.USAGE
     assert complaint in result.stderr
     assert result.stdout == ""
 
 
-def test_a_script_goes_to_a_file_and_to_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_is_written_to_a_file_and_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sbatch = tmp_path / "bin/sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text("#!/bin/bash\ncat > submitted.sh\necho Submitted batch job 7\n")
@@ -158,7 +158,7 @@ def test_a_script_goes_to_a_file_and_to_sbatch(tmp_path: Path, monkeypatch: pyte
     ("time", "expected"),
     [("90", 5400), ("90:30", 5430), ("1:00:01", 3601), ("1-12", 129600), ("1-1:1", 90060), ("1-0:0:1", 86401)],
 )
-def test_times_as_slurm_writes_them(time: str, expected: int) -> None:
+def test_slurm_times_are_parsed(time: str, expected: int) -> None:
     assert seconds(time) == expected
     assert seconds("UNLIMITED") is None
 
@@ -166,5 +166,5 @@ def test_times_as_slurm_writes_them(time: str, expected: int) -> None:
 @pytest.mark.parametrize(
     ("array", "expected"), [("0-3", [0, 1, 2, 3]), ("1,5", [1, 5]), ("0-7:4%2", [0, 4]), ("3", [3])]
 )
-def test_indices_of_an_array(array: str, expected: list[int]) -> None:
+def test_slurm_array_indices_are_parsed(array: str, expected: list[int]) -> None:
     assert indices(array) == expected

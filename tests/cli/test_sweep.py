@@ -1,4 +1,4 @@
-"""`ddpforge sweep`: what it refuses, what it prints, and that it goes on where it was stopped."""
+"""`ddpforge sweep`: errors, output, and resume of a sweep."""
 
 import json
 from pathlib import Path
@@ -65,19 +65,19 @@ def sweep(*words: str) -> Result:
         ),
     ],
 )
-def test_mistakes_are_told_before_anything_is_trained(words: list[str], complaint: str) -> None:
+def test_usage_errors_are_printed_before_training(words: list[str], complaint: str) -> None:
     refused = sweep(*words)
     assert refused.exit_code == ExitCode.USAGE
     assert complaint in refused.stderr
     assert not Path("runs").exists()
 
 
-def test_a_sweep_in_a_launchers_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_inside_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     assert "a sweep starts the processes of its runs" in sweep("train.seed=0,1").stderr
 
 
-def test_more_runs_at_a_time_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_concurrent_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     refused = sweep("train.seed=0,1", "--jobs=2", "--nproc=2")
     assert refused.exit_code == ExitCode.USAGE
@@ -85,8 +85,8 @@ def test_more_runs_at_a_time_than_gpus_are_refused(monkeypatch: pytest.MonkeyPat
     assert "--jobs 1" in refused.stderr
 
 
-def test_a_sweep_ends_with_a_table_and_failures_apart_and_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real runs, two at a time; the second time nothing is left to do but the one that failed."""
+def test_a_sweep_prints_a_table_and_failures_and_repeats_only_failed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains real runs, two at a time; the second sweep repeats only the failed run."""
     first = sweep("optimizer.lr=0.1", "callbacks.fails.at=9,3", "train.device=cpu", "--jobs=2")
     assert first.exit_code == ExitCode.FAILED
     header, *rows = (line.split() for line in first.stdout.splitlines())

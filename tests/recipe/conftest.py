@@ -1,4 +1,4 @@
-"""A registry with a few torch-free components, and a way to write and load small recipes."""
+"""Fixtures: a registry with a few components without torch, and a function that writes and loads small recipes."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ micro_batch = 32
 
 
 class CachingRegistry(Registry):
-    """Makes each options model once: thousands of recipes are loaded in one process here."""
+    """Registry that caches options models, because tests load thousands of recipes in one process."""
 
     @cache  # noqa: B019
     def options_model(self, kind: str, use: str, base: Path = Path()) -> type[BaseModel]:
@@ -74,15 +74,15 @@ def registry() -> Iterator[Registry]:
 
 @pytest.fixture
 def valid() -> str:
-    """The text of a recipe without a mistake."""
+    """Returns the text of a valid recipe."""
     return VALID
 
 
 @pytest.fixture
 def load(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LoadedRecipe]:
-    """`load(text, *sets, **files)` writes recipe.toml and, for each keyword, a file NAME.toml, and loads the first.
+    """Returns `load(text, *sets, **files)`: writes recipe.toml and NAME.toml for each keyword; loads the first.
 
-    Without a text it is the valid recipe; the working directory is empty otherwise.
+    Without `text` it writes the valid recipe. The working directory is empty otherwise.
     """
     monkeypatch.chdir(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Components for recipe tests: one or two of each kind, small, typed like real ones, none of them importing torch."""
+"""Components for recipe tests: one or two small ones of each kind, with typed options, without torch."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""Finding a recipe: bare names are bundled recipes, everything with a separator or `.toml` is a path."""
+"""Finding a recipe: a bare name is a bundled recipe; text with a separator or `.toml` is a path."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("plain").write_text("")
 
 
-def test_names_and_paths() -> None:
+def test_find_recipe_accepts_names_and_paths() -> None:
     assert find_recipe("digits") == bundled()["digits"]
     assert find_recipe("mine.toml") == Path("mine.toml")
     assert find_recipe("./plain") == Path("plain")
@@ -42,7 +42,7 @@ def test_names_and_paths() -> None:
         ("x" * 5000 + ".toml", "no such recipe"),
     ],
 )
-def test_what_is_not_there_is_refused_with_the_nearest(name: str, said: str) -> None:
+def test_a_missing_recipe_is_an_error_with_a_similar_name(name: str, said: str) -> None:
     assert said in _refusal(name)
 
 

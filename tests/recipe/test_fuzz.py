@@ -1,4 +1,4 @@
-"""Two thousand damaged recipes: each is loaded or refused, never a traceback, and a refusal names what was damaged."""
+"""Loads thousands of damaged recipes: each gives a recipe or a RecipeError that names the damaged key."""
 
 import random
 from collections.abc import Callable
@@ -127,7 +127,7 @@ def _noise(random: random.Random) -> tuple[str, list[str]]:
         ),
     ],
 )
-def test_damage_is_refused_by_name(
+def test_the_error_names_the_damaged_key(
     load: Load, damage: Callable[[random.Random], tuple[str, list[str]]], count: int
 ) -> None:
     load("\n".join(RECIPE))
@@ -141,7 +141,7 @@ def test_damage_is_refused_by_name(
 
         text = render(refusal)
         assert refusal.problems
-        if damage is not _noise:  # which is anywhere
+        if damage is not _noise:  # noise may be anywhere
             assert named in text
             assert any(named in f"{one.key} {one.message}" or not one.key for one in refusal.problems)
         assert "\0" not in text

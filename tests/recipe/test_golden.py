@@ -1,5 +1,5 @@
-"""What people read when a recipe is wrong, to the letter: each `golden/*.toml` says on its first line how it is
-checked, and the text beside it is the answer."""
+"""Exact error messages for invalid recipes: the first line of each `golden/*.toml` has the command, and the .txt file
+of the same name has the expected output."""
 
 import shlex
 from pathlib import Path
@@ -14,12 +14,12 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.txt")))
-def test_errors_read_as_written_down(name: str, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_messages_match_the_golden_files(name: str, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(GOLDEN)
-    assert _answer(name, registry) == Path(f"{name}.txt").read_text(encoding="utf-8")
+    assert _rendered_error(name, registry) == Path(f"{name}.txt").read_text(encoding="utf-8")
 
 
-def _answer(name: str, registry: Registry) -> str:
+def _rendered_error(name: str, registry: Registry) -> str:
     _, _, file, *options = shlex.split(Path(f"{name}.toml").read_text(encoding="utf-8").split("\n")[0][1:])
     given = list(zip(options[::2], options[1::2], strict=True))
     sets = [value for option, value in given if option == "--set"]

@@ -1,4 +1,4 @@
-"""The JSON Schema accepts what ddpforge accepts, and marks what it refuses; checked by a small draft-7 validator."""
+"""The JSON Schema accepts valid recipes and marks invalid keys; checked by a small draft-7 validator."""
 
 import re
 import tomllib
@@ -19,7 +19,7 @@ TYPES: dict[str, Any] = {
 
 
 def _errors(schema: Any, value: Any, root: dict[str, Any], at: str = "") -> list[str]:
-    """Paths in `value` that break `schema`; knows the keywords that a recipe's schema uses."""
+    """Returns paths in `value` that violate `schema`; supports the keywords of a recipe's schema."""
     if schema is True or schema == {}:
         return []
     found: list[str] = []
@@ -74,7 +74,7 @@ def _marked(registry: Registry, text: str) -> set[str]:
     return {path.removeprefix(".") for path in _errors(schema, tomllib.loads(text), schema)}
 
 
-def test_valid_recipes_pass_whole_and_in_part(registry: Registry, load: Load, valid: str) -> None:
+def test_valid_recipes_and_partial_recipes_pass(registry: Registry, load: Load, valid: str) -> None:
     text = valid + "[track.wandb]\nproject = 'p'\n[callbacks.ema]\n[callbacks.slow]\nuse = 'ema'\ndecay = 0.5\n"
     assert _marked(registry, text) == set()
     assert _marked(registry, load(text).dumps()) == set()
@@ -107,18 +107,18 @@ def test_valid_recipes_pass_whole_and_in_part(registry: Registry, load: Load, va
         ("vars.x = [1]", "vars.x"),
     ],
 )
-def test_mistakes_are_marked_where_they_are(registry: Registry, line: str, path: str) -> None:
+def test_an_invalid_key_is_marked_at_its_path(registry: Registry, line: str, path: str) -> None:
     assert _marked(registry, line) == {path}
 
 
-def test_a_component_that_cannot_be_loaded_leaves_its_table_open(valid: str) -> None:
+def test_a_component_that_cannot_be_imported_accepts_any_options(valid: str) -> None:
     broken = Registry([Entry("model", "cnn", "parts", "1.0", "no_such_module:CNN")])
     schema = recipe_schema(broken)
     assert "cannot be imported" in schema["$defs"]["model.cnn"]["description"]
     assert _marked(broken, 'model = { use = "cnn", whatever = 3 }') == set()
 
 
-def test_descriptions_and_defaults_reach_the_editor(registry: Registry) -> None:
+def test_the_schema_has_descriptions_and_defaults(registry: Registry) -> None:
     schema = recipe_schema(registry)
     train = schema["properties"]["train"]["properties"]
     assert train["eval_every"]["default"] == "1ep"
@@ -127,7 +127,7 @@ def test_descriptions_and_defaults_reach_the_editor(registry: Registry) -> None:
     assert "required" not in schema
 
 
-def test_a_turn_of_the_optimizer_has_its_own_keys_and_any_options() -> None:
+def test_alternating_updates_have_their_own_keys_and_any_options() -> None:
     turns = recipe_schema(Registry.installed())["$defs"]["optimizer.adamw"]["properties"]["updates"]
     turn = turns["additionalProperties"]
     assert {"use", "parameters", "n_updates", "new_batch", "clip_norm", "schedule"} == set(turn["properties"])

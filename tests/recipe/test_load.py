@@ -1,4 +1,4 @@
-"""How a recipe comes together: files, what they extend, `--set`, variables, and where each value came from."""
+"""Loading a recipe: files and `extends`, `--set`, variables, origins of values, `unset`, and updates and groups."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def _messages(load: Load, *arguments: str | None, **files: str) -> list[str]:
     return [problem.message for problem in caught.value.problems]
 
 
-# ---------------------------------------------------------------------------------------------- what comes out
+# ---------------------------------------------------------------------------------------------- results
 def test_a_recipe_is_typed_and_complete(load: Load) -> None:
     recipe = load().recipe
     assert recipe.name == "digits"
@@ -33,7 +33,7 @@ def test_a_recipe_is_typed_and_complete(load: Load) -> None:
     assert recipe.optimizer.no_decay == ()
 
 
-def test_trackers_and_callbacks_are_named_by_their_key_unless_use_says_otherwise(load: Load, valid: str) -> None:
+def test_trackers_and_callbacks_use_their_key_as_component_unless_use_is_set(load: Load, valid: str) -> None:
     text = valid + '[track.wandb]\nproject = "p"\n[callbacks.ema]\n[callbacks.slow]\nuse = "ema"\ndecay = 0.9999\n'
     recipe = load(text).recipe
     assert recipe.track.trackers["wandb"].options == {"project": "p", "tags": []}
@@ -41,7 +41,7 @@ def test_trackers_and_callbacks_are_named_by_their_key_unless_use_says_otherwise
     assert recipe.callbacks["slow"].options == {"decay": 0.9999}
 
 
-def test_the_resolved_recipe_loads_to_an_equal_one(load: Load, valid: str, registry: Registry) -> None:
+def test_the_resolved_recipe_loads_as_an_equal_recipe(load: Load, valid: str, registry: Registry) -> None:
     text = valid.replace(
         "[task]", '[vars]\nrate = 0.5\n\n[task]\nmetrics = ["accuracy", { use = "accuracy", top = 5 }]'
     )
@@ -58,14 +58,16 @@ def test_the_resolved_recipe_loads_to_an_equal_one(load: Load, valid: str, regis
     assert second.recipe.optimizer.no_decay == ("a ${b}",)
 
 
-def test_a_default_that_would_have_no_effect_is_not_written_out(load: Load, valid: str, registry: Registry) -> None:
+def test_the_resolved_recipe_omits_defaults_without_effect(load: Load, valid: str, registry: Registry) -> None:
     first = load(valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', ""))
     Path("resolved.toml").write_text(first.dumps(), encoding="utf-8")
     assert load_recipe("resolved.toml", registry=registry).recipe == first.recipe
     assert "eval_every" not in first.dumps()
 
 
-def test_local_code_is_found_beside_the_file_that_names_it(load: Load, valid: str, registry: Registry) -> None:
+def test_local_code_is_found_in_the_folder_of_the_file_that_names_it(
+    load: Load, valid: str, registry: Registry
+) -> None:
     Path("nets").mkdir()
     Path("nets/my.py").write_text("def Net(*, depth: int = 2) -> None: ...\n", encoding="utf-8")
     Path("nets/base.toml").write_text('[model]\nuse = "./my.py:Net"\n', encoding="utf-8")
@@ -82,7 +84,7 @@ def test_local_code_is_found_beside_the_file_that_names_it(load: Load, valid: st
     assert load_recipe("resolved.toml", registry=registry).local_files() == [file]
 
 
-def test_code_that_is_not_beside_its_recipe_is_not_looked_for_elsewhere(load: Load, valid: str) -> None:
+def test_local_code_is_not_searched_in_other_folders(load: Load, valid: str) -> None:
     Path("deep").mkdir()
     Path("my.py").write_text("def Net() -> None: ...\n", encoding="utf-8")
     Path("deep/base.toml").write_text('[model]\nuse = "./my.py:Net"\n', encoding="utf-8")
@@ -92,9 +94,7 @@ def test_code_that_is_not_beside_its_recipe_is_not_looked_for_elsewhere(load: Lo
 
 
 # ---------------------------------------------------------------------------------------------- extends
-def test_a_recipe_that_comes_with_ddpforge_is_extended_by_its_name_unless_a_file_has_it(
-    load: Load, registry: Registry
-) -> None:
+def test_a_bundled_recipe_is_extended_by_its_name(load: Load, registry: Registry) -> None:
     child = 'recipe = 2\nextends = ["digits"]\nname = "mine"\ntrain.seed = 3\n'
     loaded = load(child)
     ours = load_recipe("digits", registry=registry)
@@ -117,7 +117,7 @@ def test_later_layers_win_tables_merge_and_arrays_are_replaced(load: Load, valid
     assert loaded.text == child
 
 
-def test_another_component_drops_the_options_of_the_old_one_but_not_the_frameworks(load: Load, valid: str) -> None:
+def test_another_component_drops_options_of_the_old_one_but_keeps_framework_keys(load: Load, valid: str) -> None:
     base = valid.replace("lr = 1e-3", 'lr = 1e-3\nweight_decay = 0.5\nno_decay = ["bias"]')
     recipe = load('extends = "base.toml"\n[optimizer]\nuse = "sgd"\nlr = 0.1\n', base=base).recipe
     assert recipe.optimizer.options == {"lr": 0.1, "momentum": 0.0, "nesterov": False}
@@ -127,7 +127,7 @@ def test_another_component_drops_the_options_of_the_old_one_but_not_the_framewor
     assert same.optimizer.options["weight_decay"] == 0.5
 
 
-def test_options_without_a_component_wait_for_the_child_to_name_one(load: Load, valid: str) -> None:
+def test_a_base_may_have_options_whose_component_the_child_names(load: Load, valid: str) -> None:
     base = valid.replace('use = "cnn"\n', "width = 8\n")
     assert load('extends = "base.toml"\nmodel.use = "cnn"\n', base=base).recipe.model.options["width"] == 8
 
@@ -138,7 +138,7 @@ def test_a_file_may_be_extended_twice_but_not_by_itself(load: Load, valid: str) 
     assert _messages(load, 'extends = "recipe.toml"\n') == ["`extends` is circular"]
 
 
-def test_missing_and_mistyped_bases_are_all_told(load: Load) -> None:
+def test_all_missing_and_mistyped_bases_are_reported(load: Load) -> None:
     with pytest.raises(RecipeError) as caught:
         load('extends = ["bse.toml", 3, "no/where.toml", "."]\n', base="")
     text = render(caught.value)
@@ -162,7 +162,7 @@ def test_set_takes_toml_values_and_bare_words(load: Load) -> None:
     assert recipe.train.precision == "bf16"
 
 
-def test_later_sets_win_and_no_set_undoes_another_whatever_their_order(load: Load) -> None:
+def test_later_sets_win_and_the_order_of_use_and_options_does_not_matter(load: Load) -> None:
     assert load(None, "train.seed=1", "train.seed=2").recipe.train.seed == 2
     for sets in (["optimizer.lr=0.5", "optimizer.use=sgd"], ["optimizer.use=sgd", "optimizer.lr=0.5"]):
         optimizer = load(None, *sets).recipe.optimizer
@@ -171,7 +171,7 @@ def test_later_sets_win_and_no_set_undoes_another_whatever_their_order(load: Loa
 
 
 @pytest.mark.parametrize("sets", [["decay=0.9", "use=ema"], ["use=ema", "decay=0.9"]], ids=str)
-def test_options_may_be_set_before_the_component_that_has_them(load: Load, sets: list[str]) -> None:
+def test_options_may_be_set_before_their_component(load: Load, sets: list[str]) -> None:
     found = load(None, *(f"callbacks.mine.{one}" for one in sets)).recipe.callbacks["mine"]
     assert (found.use, found.options["decay"]) == ("ema", 0.9)
 
@@ -188,7 +188,9 @@ def test_a_set_that_assigns_nothing_is_refused(load: Load, text: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- variables
-def test_a_whole_reference_keeps_the_variables_type(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_that_is_the_whole_value_keeps_the_variables_type(
+    load: Load, valid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WHERE", "here")
     monkeypatch.setenv("EMPTY", "")
     text = valid.replace("256", '"${vars.batch}"').replace('name = "digits"', 'name = "x-${vars.batch}-${env:WHERE}"')
@@ -201,7 +203,7 @@ def test_a_whole_reference_keeps_the_variables_type(load: Load, valid: str, monk
     assert load(text, "vars.batch=32").recipe.train.global_batch == 32
 
 
-def test_a_variable_that_is_true_or_false_is_written_in_text_as_toml_writes_it(load: Load, valid: str) -> None:
+def test_a_boolean_variable_in_text_is_written_as_in_toml(load: Load, valid: str) -> None:
     text = valid.replace('name = "digits"', 'name = "x-${vars.flag}-${vars.other}"')
     assert load(text + "[vars]\nflag = true\nother = false\n").recipe.name == "x-true-false"
 
@@ -214,14 +216,14 @@ def test_an_environment_variable_with_control_characters_is_refused(
     assert "`name`: the environment variable NAME is not plain text" in _messages(load, text)
 
 
-def test_what_the_framework_reads_in_a_components_table_is_no_secret(load: Load, valid: str) -> None:
+def test_framework_keys_in_a_components_table_cannot_be_secrets(load: Load, valid: str) -> None:
     text = valid.replace("[train]", 'no_decay = ["${secret:HOME}"]\n[train]')
     (message,) = _messages(load, text)
     assert message.startswith("`optimizer.no_decay")
     assert message.endswith("cannot be a secret: only options of components can")
 
 
-def test_what_cannot_be_filled_in_is_told_once(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_unresolvable_reference_is_reported_once(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOWHERE", raising=False)
     text = valid.replace("256", '"${vars.batch}"').replace("1e-3", '"${env:NOWHERE}"').replace("= 32", '= "${ 32"')
     text += '[vars]\nbatch = "${env:NOWHERE}"\nother = "${vars.batch}"\nlist = [1]\n'
@@ -234,12 +236,12 @@ def test_what_cannot_be_filled_in_is_told_once(load: Load, valid: str, monkeypat
     ]
 
 
-def test_a_variable_counts_as_used_where_a_later_layer_replaced_its_use(load: Load, valid: str) -> None:
+def test_a_variable_counts_as_used_even_if_a_later_layer_replaces_the_reference(load: Load, valid: str) -> None:
     text = valid.replace("= 32", '= "${vars.micro}"') + "[vars]\nmicro = 32\n"
     assert load(text, "train.micro_batch=64").recipe.train.micro_batch == 64
 
 
-def test_an_environment_variable_is_text_and_the_error_says_so(
+def test_an_environment_variable_as_a_number_is_an_error_with_a_hint(
     load: Load, valid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATCH", "256")
@@ -251,7 +253,7 @@ def test_an_environment_variable_is_text_and_the_error_says_so(
 
 
 # ---------------------------------------------------------------------------------------------- origins
-def test_every_value_knows_where_it_comes_from(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_has_an_origin(load: Load, valid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEED_NAME", "x")
     child = 'extends = "base.toml"\n[train]\nglobal_batch = "${vars.batch}"\n'
     base = valid + "[track.wandb]\nproject = '${env:SEED_NAME}'\n[vars]\nbatch = 128\n"
@@ -289,7 +291,7 @@ def test_every_value_knows_where_it_comes_from(load: Load, valid: str, monkeypat
         (b"x = [1, 2", ":1:10", "is a closing bracket or quote missing?"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused_where_it_goes_wrong(
+def test_an_invalid_file_is_refused_with_the_place_of_the_error(
     data: bytes, line: str, said: str, tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -302,18 +304,18 @@ def test_a_file_that_is_no_recipe_is_refused_where_it_goes_wrong(
     assert max(map(len, text.split("\n"))) < 200
 
 
-def test_windows_line_ends_and_a_byte_order_mark_do_no_harm(load: Load, valid: str, registry: Registry) -> None:
+def test_windows_line_ends_and_a_byte_order_mark_are_accepted(load: Load, valid: str, registry: Registry) -> None:
     load()
     Path("w.toml").write_bytes(b"\xef\xbb\xbf" + valid.replace("\n", "\r\n").encode())
     assert load_recipe("w.toml", registry=registry).recipe == load_recipe("recipe.toml", registry=registry).recipe
 
 
-# ---------------------------------------------------------------------------------------------- taking out
+# ---------------------------------------------------------------------------------------------- unset
 BASE = "\n[callbacks.ema]\ndecay = 0.9\n"
 
 
 @pytest.mark.parametrize("gone", ["callbacks.ema", "callbacks"])
-def test_a_recipe_takes_a_table_of_its_base_out(load: Load, valid: str, gone: str) -> None:
+def test_unset_removes_a_table_of_the_base(load: Load, valid: str, gone: str) -> None:
     child = f'extends = "base.toml"\nunset = ["{gone}", "train.micro_batch"]\n'
     loaded = load(child, base=valid + BASE)
     assert loaded.recipe.callbacks == {}
@@ -321,12 +323,12 @@ def test_a_recipe_takes_a_table_of_its_base_out(load: Load, valid: str, gone: st
     assert "unset" not in loaded.tables
 
 
-def test_what_is_taken_out_can_be_written_anew(load: Load, valid: str) -> None:
+def test_a_removed_table_can_be_written_again(load: Load, valid: str) -> None:
     child = 'extends = "base.toml"\nunset = "callbacks"\n[callbacks.ema]\n'
     assert load(child, base=valid + BASE).tables["callbacks"]["ema"] != {"use": "ema", "decay": 0.9}
 
 
-def test_the_command_line_takes_out_before_it_sets(load: Load, valid: str) -> None:
+def test_the_command_line_removes_keys_before_it_sets_values(load: Load, valid: str) -> None:
     loaded = load(valid + BASE, "train.seed=3", "~callbacks.ema", "~data.eval", "~train.micro_batch")
     assert (loaded.recipe.callbacks, loaded.recipe.data.eval, loaded.recipe.train.seed) == ({}, None, 3)
 
@@ -340,12 +342,12 @@ def test_the_command_line_takes_out_before_it_sets(load: Load, valid: str) -> No
         ('unset=["callbacks"]', "`unset` can be set only in a file"),
     ],
 )
-def test_what_is_not_there_cannot_be_taken_out(load: Load, valid: str, sets: str, said: str) -> None:
+def test_unset_of_a_missing_key_is_an_error(load: Load, valid: str, sets: str, said: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(said)):
         load(valid + BASE, sets)
 
 
-def test_an_empty_table_over_a_full_one_is_an_error(load: Load, valid: str) -> None:
+def test_an_empty_table_over_a_nonempty_one_is_an_error(load: Load, valid: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load('extends = "base.toml"\ncallbacks = {}\n', base=valid + BASE)
     (problem,) = caught.value.problems
@@ -354,15 +356,15 @@ def test_an_empty_table_over_a_full_one_is_an_error(load: Load, valid: str) -> N
     assert load('extends = "base.toml"\ntrack = {}\n', base=valid).recipe.track.trackers == {}
 
 
-def test_unset_must_be_keys(load: Load, valid: str) -> None:
+def test_unset_must_be_an_array_of_keys(load: Load, valid: str) -> None:
     with pytest.raises(RecipeError, match="`unset` must be an array of keys"):
         load("unset = 3\n" + valid)
 
 
-# ---------------------------------------------------------------------------------------------- places
+# ---------------------------------------------------------------------------------------------- paths and names
 @pytest.mark.parametrize("key", ["output_dir"])
 @pytest.mark.parametrize("value", ["s3://bucket/x", "gs://b", "file:/x", "a\\nb", "a\\u0000b", "a\\u007fb"])
-def test_a_folder_is_one_of_a_file_system(load: Load, valid: str, key: str, value: str) -> None:
+def test_the_output_folder_must_be_a_local_path(load: Load, valid: str, key: str, value: str) -> None:
     with pytest.raises(RecipeError, match=f"`{key}` cannot be"):
         load(f'{key} = "{value}"\n{valid}')
 
@@ -374,19 +376,19 @@ def test_a_folder_is_one_of_a_file_system(load: Load, valid: str, key: str, valu
         *["eval_every=0st", "micro_batch=0", "virtual_ranks=true"],
     ],
 )
-def test_absurd_magnitudes_and_other_types_are_refused(load: Load, text: str) -> None:
+def test_absurd_values_and_wrong_types_are_refused(load: Load, text: str) -> None:
     with pytest.raises(RecipeError):
         load(None, f"train.{text}")
 
 
-def test_a_metric_has_a_name_on_one_line(load: Load) -> None:
+def test_the_name_of_a_metric_must_be_one_line(load: Load) -> None:
     with pytest.raises(RecipeError, match="must not contain control characters"):
         load(None, "checkpoint.keep.best=1", 'checkpoint.keep.monitor="eval/\\nloss"')
 
 
 @pytest.mark.parametrize("table", ["callbacks", "track"])
 @pytest.mark.parametrize("name", ["a\\nb", "a\\u0000", "\\u001b[31m", "a\\u007fb"])
-def test_a_callback_or_tracker_has_a_name_on_one_line(load: Load, valid: str, table: str, name: str) -> None:
+def test_the_name_of_a_callback_or_tracker_must_be_one_line(load: Load, valid: str, table: str, name: str) -> None:
     use = {"callbacks": "ema", "track": "wandb"}[table]
     more = 'project = "p"\n' if table == "track" else ""
     with pytest.raises(RecipeError, match="must not contain control characters, such as newlines") as caught:
@@ -400,7 +402,7 @@ def test_a_callback_or_tracker_has_a_name_on_one_line(load: Load, valid: str, ta
 
 
 @pytest.mark.parametrize("value", ["runs/a\\nb", "a\\u0000b", "a\\u007fb"])
-def test_initial_weights_have_a_path_on_one_line(load: Load, value: str) -> None:
+def test_the_path_of_initial_weights_must_be_one_line(load: Load, value: str) -> None:
     with pytest.raises(RecipeError, match=r"`checkpoint\.init_from` cannot be .*must not contain control characters"):
         load(None, f'checkpoint.init_from="{value}"')
     with pytest.raises(RecipeError, match=r"`checkpoint\.init_from` must be"):
@@ -408,8 +410,8 @@ def test_initial_weights_have_a_path_on_one_line(load: Load, value: str) -> None
     assert load(None, "checkpoint.init_from=runs/Größe 2").recipe.checkpoint.init_from == "runs/Größe 2"
 
 
-# ---------------------------------------------------------------------------------------------- turns
-def test_a_turn_takes_over_what_it_does_not_say(load: Load, valid: str) -> None:
+# ------------------------------------------------------------------------------------ alternating updates, groups
+def test_an_update_inherits_options_that_it_does_not_set(load: Load, valid: str) -> None:
     text = f"""{valid}
 [optimizer.updates.d]
 lr = 0.5
@@ -426,7 +428,7 @@ schedule = {{ use = "cosine" }}
     assert turns["g"].options == loaded.recipe.optimizer.options
     assert turns["h"].options == {"lr": 0.25, "momentum": 0.0, "nesterov": False}
     assert ("optimizer", "updates", "h", "schedule") in loaded.recipe.components()
-    # Written out, a turn says what it said, so that a change of [optimizer] still reaches it.
+    # The resolved recipe has only the update's own keys, so that it still inherits a change of [optimizer].
     assert loaded.tables["optimizer"]["updates"]["g"] == {"parameters": [], "n_updates": 1, "new_batch": False}
     again = load(loaded.dumps(), "optimizer.betas=[0.7, 0.8]").recipe.optimizer.updates
     assert [again[name].options.get("betas") for name in "dgh"] == [(0.7, 0.8), (0.7, 0.8), None]
@@ -445,14 +447,14 @@ schedule = {{ use = "cosine" }}
         ('use = "sgdd"', "there is no optimizer named `sgdd`"),
     ],
 )
-def test_what_is_wrong_with_a_turn_is_said_at_its_place(load: Load, valid: str, line: str, said: str) -> None:
+def test_an_error_in_an_update_has_its_key(load: Load, valid: str, line: str, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load(f"{valid}\n[optimizer.updates.d]\n{line}\n")
     assert said in caught.value.problems[0].message
     assert caught.value.problems[0].key.startswith("optimizer.updates.d")
 
 
-def test_a_group_takes_over_what_it_does_not_say(load: Load, valid: str) -> None:
+def test_a_group_inherits_options_that_it_does_not_set(load: Load, valid: str) -> None:
     text = f"{valid}\n[optimizer.groups.head]\nparameters = ['head.*', '!*.bias']\nlr = 0.5\n"
     loaded = load(text, "optimizer.betas=[0.5, 0.6]")
     group = loaded.recipe.optimizer.groups["head"]
@@ -460,17 +462,17 @@ def test_a_group_takes_over_what_it_does_not_say(load: Load, valid: str) -> None
     assert loaded.tables["optimizer"]["groups"]["head"] == {"parameters": ["head.*", "!*.bias"], "lr": 0.5}
 
 
-def test_groups_and_turns_are_not_for_one_recipe(load: Load, valid: str) -> None:
+def test_groups_and_updates_cannot_be_combined(load: Load, valid: str) -> None:
     with pytest.raises(RecipeError, match="cannot be used together"):
         load(f"{valid}\n[optimizer.updates.d]\n[optimizer.groups.head]\nparameters = ['head.*']\n")
 
 
-def test_a_group_must_say_what_is_in_it(load: Load, valid: str) -> None:
+def test_a_group_needs_parameters(load: Load, valid: str) -> None:
     with pytest.raises(RecipeError, match=r"missing key `parameters` in \[optimizer.groups.head\]"):
         load(f"{valid}\n[optimizer.groups.head]\nlr = 0.5\n")
 
 
-def test_settings_in_one_string_are_refused_and_not_read_letter_by_letter() -> None:
+def test_sets_as_a_single_string_is_refused() -> None:
     with pytest.raises(UsageError, match=r"sets is the string 'train.seed=1', but must be a list") as told:
         load_recipe("digits", sets="train.seed=1")
     assert told.value.hints == ("sets = ['train.seed=1']",)

@@ -1,4 +1,4 @@
-"""Optimizers that cannot train are found by building them over one small parameter."""
+"""Checks of optimizer options, which build the optimizer over one small parameter."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,13 +43,13 @@ def test_a_usable_optimizer_passes(load: Load, registry: Registry) -> None:
     _checked(load(None, "optimizer.use=torch.optim:AdamW", "optimizer.lr=0.1"), registry)
 
 
-def test_the_optimizers_own_refusal_becomes_a_problem_of_its_table(load: Load, registry: Registry) -> None:
+def test_an_error_of_the_optimizers_constructor_is_a_problem_of_its_table(load: Load, registry: Registry) -> None:
     key, message = _problem(load, registry, "optimizer.use=torch.optim:SGD", "optimizer.lr=-1.0")
     assert key == "optimizer"
     assert "Invalid learning rate: -1.0" in message
 
 
-def test_a_learning_rate_of_nothing_trains_nothing(load: Load, registry: Registry) -> None:
+def test_a_learning_rate_of_zero_is_refused(load: Load, registry: Registry) -> None:
     key, message = _problem(load, registry, "optimizer.use=torch.optim:SGD", "optimizer.lr=0")
     assert (key, message) == ("optimizer.lr", "`optimizer.lr` must be more than 0, not 0.0")
 
@@ -60,24 +60,22 @@ def test_an_optimizer_that_needs_a_closure_is_refused(load: Load, registry: Regi
     assert "computes the loss itself" in message
 
 
-def test_what_makes_no_optimizer_is_refused(load: Load, registry: Registry) -> None:
+def test_a_component_that_returns_no_optimizer_is_refused(load: Load, registry: Registry) -> None:
     key, message = _problem(load, registry)  # the test double returns None
-    assert (key, message) == ("optimizer.use", 'optimizer "adamw" makes a NoneType, not a torch.optim.Optimizer')
+    assert (key, message) == ("optimizer.use", 'optimizer "adamw" returns a NoneType, not a torch.optim.Optimizer')
 
 
-def test_a_setting_that_the_optimizer_has_for_all_parameters_alike_is_no_groups(
-    load: Load, registry: Registry, tmp_path: Path
-) -> None:
+def test_a_group_cannot_set_an_option_shared_by_all_parameters(load: Load, registry: Registry, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     sets = ["optimizer.use=./own.py:Own", "optimizer.lr=0.1", "optimizer.groups.a.parameters=['*']"]
     _checked(load(None, *sets, "optimizer.groups.a.lr=0.2"), registry)
     key, message = _problem(load, registry, *sets, "optimizer.groups.a.common=3")
     assert key == "optimizer.groups.a.common"
-    assert message == "`common` of Own is the same for all of its parameters"
+    assert message == "`common` of Own cannot differ between groups of parameters"
 
 
 @pytest.mark.parametrize("table", ["groups.a", "updates.a"])
-def test_optimizers_of_groups_and_turns_are_tried_too(load: Load, registry: Registry, table: str) -> None:
+def test_optimizers_of_groups_and_updates_are_checked(load: Load, registry: Registry, table: str) -> None:
     sets = ["optimizer.use=torch.optim:SGD", "optimizer.lr=0.1", f"optimizer.{table}.parameters=['*']"]
     key, _ = _problem(load, registry, *sets, f"optimizer.{table}.use=torch.optim:Adam", f"optimizer.{table}.lr=-1.0")
     assert key == f"optimizer.{table}"

@@ -1,4 +1,4 @@
-"""How problems are printed: a caret under what is meant, one line for each thing, nothing that upsets a terminal."""
+"""Rendering of problems: a caret under the key or value, one line each, no control characters."""
 
 from ddpforge.errors import RecipeError, UsageError
 from ddpforge.recipe import Diagnostic, SourceSpan, render
@@ -9,7 +9,7 @@ def _lines(place: SourceSpan) -> list[str]:
     return render(Diagnostic("m", place=place)).split("\n")
 
 
-def test_the_caret_stands_under_what_is_meant() -> None:
+def test_the_caret_is_under_the_span() -> None:
     assert _lines(SourceSpan("r.toml", 12, 3, 2, "a bc d")) == [
         "error: m",
         "  --> r.toml:12:3",
@@ -24,7 +24,7 @@ def test_wide_characters_and_tabs_do_not_shift_the_caret() -> None:
     assert (line, caret) == ("1 |  名=ab", "  |     ^^")
 
 
-def test_of_an_endless_line_the_part_that_matters_is_shown() -> None:
+def test_a_long_line_is_cut_around_the_span() -> None:
     *_, line, caret = _lines(SourceSpan("r.toml", 1, 5001, 3, "x" * 5000 + "abc" + "y" * 5000))
     assert len(line) < 200
     assert line[caret.index("^") :].startswith("abcy")
@@ -41,13 +41,13 @@ def test_control_characters_never_reach_the_terminal() -> None:
     assert "\x07" not in render(problem)
 
 
-def test_long_hints_are_wrapped_under_themselves() -> None:
+def test_long_hints_are_wrapped_with_an_indent() -> None:
     first, second = render(Diagnostic("m", hints=("word " * 25,))).split("\n")[1:]
     assert first.startswith("  = help: word word")
     assert second == "          " + "word " * 4 + "word"
 
 
-def test_several_problems_are_counted_and_other_errors_have_their_hints() -> None:
+def test_problems_are_counted_and_other_errors_have_their_hints() -> None:
     assert render(RecipeError([Diagnostic("a"), Diagnostic("b")])) == (
         "error: a\n\nerror: b\n\n2 errors in the recipe; nothing was started."
     )

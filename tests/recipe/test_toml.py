@@ -1,4 +1,4 @@
-"""Positions: every key and value of a TOML text is found, whatever way it is written."""
+"""Positions of all keys and values in a TOML text, for every notation of TOML."""
 
 import pytest
 
@@ -42,7 +42,7 @@ numbers = [
         (("list", 1, "sub", "numbers", 1), 14, 3, 2),
     ],
 )
-def test_every_value_has_a_place(path: KeyPath, line: int, column: int, width: int) -> None:
+def test_every_value_has_a_position(path: KeyPath, line: int, column: int, width: int) -> None:
     place = Source("r.toml", TEXT).place(path)
     assert (place.line, place.column, place.width) == (line, column, width)
     assert place.text == TEXT.split("\n")[line - 1]
@@ -58,19 +58,19 @@ def test_every_value_has_a_place(path: KeyPath, line: int, column: int, width: i
         (("data", "train", "keep", "best"), 7, 20, 4),
     ],
 )
-def test_every_key_has_a_place(path: KeyPath, line: int, column: int, width: int) -> None:
+def test_every_key_has_a_position(path: KeyPath, line: int, column: int, width: int) -> None:
     place = Source("r.toml", TEXT).place(path, key=True)
     assert (place.line, place.column, place.width) == (line, column, width)
 
 
-def test_what_is_not_there_is_placed_at_the_nearest_table() -> None:
+def test_a_missing_key_has_the_position_of_the_nearest_table() -> None:
     source = Source("r.toml", TEXT)
     assert str(source.place(("data", "train", "absent"))) == "r.toml:4:2"
     assert str(source.place(("list", 1, "sub", "numbers", 9))) == "r.toml:12:11"
     assert str(source.place(("absent", "too"))) == "r.toml"
 
 
-def test_an_origin_tells_file_line_and_what_was_filled_in() -> None:
+def test_an_origin_shows_file_line_and_variables() -> None:
     source = Source("r.toml", TEXT)
     variable = Origin(Source("base.toml", TEXT), ("top",))
     assert str(Origin()) == "default"

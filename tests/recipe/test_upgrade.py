@@ -1,4 +1,4 @@
-"""Recipes of version 1 become recipes of version 2, and nothing but renamed words changes in them."""
+"""Upgrade of recipes from version 1 to version 2, which changes only renamed keys, values and components."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from ddpforge.recipe.toml import Source
 from ddpforge.recipe.upgrade import upgrade_file, upgrade_tables, upgrade_text
 
 Load = Callable[..., LoadedRecipe]
-RELEASED = Path(__file__).parent / "data/v1"  # the recipes of 0.4, and in resolved/ what 0.4 resolved them to
+RELEASED = Path(__file__).parent / "data/v1"  # the recipes of 0.4, and in resolved/ their resolved form by 0.4
 EVERY_KIND = {  # a table for each kind of component
     "data": "data.train",
     "sampler": "data.order",
@@ -49,13 +49,13 @@ def at(tables: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- every row
+# ---------------------------------------------------------------------------------------------- all renames
 def _named(row: Renamed) -> str:
     return f"{'|'.join(row.of)} {'.'.join(map(str, row.old))}".strip()
 
 
 @pytest.mark.parametrize("row", keys(), ids=_named)
-def test_every_key_has_its_new_name_and_value(row: Renamed) -> None:
+def test_every_renamed_key_gets_its_new_name_and_value(row: Renamed) -> None:
     old, new = (tuple(part if part != "*" else "some" for part in path) for path in (row.old, row.new))
     for value, changed in (row.values or {"5m": "5m"}).items():
         text = f'recipe = 1\n{".".join(old)} = "{value}"  # as it is\n'
@@ -67,7 +67,7 @@ def test_every_key_has_its_new_name_and_value(row: Renamed) -> None:
 
 
 @pytest.mark.parametrize("row", options(), ids=_named)
-def test_every_option_has_its_new_name_and_value_in_its_components_alone(row: Renamed) -> None:
+def test_every_renamed_option_gets_its_new_name_only_in_its_components(row: Renamed) -> None:
     old, new = (".".join("some" if part == "*" else str(part) for part in path) for path in (row.old, row.new))
     table = EVERY_KIND[row.kind]
     for use in row.of:
@@ -81,7 +81,7 @@ def test_every_option_has_its_new_name_and_value_in_its_components_alone(row: Re
 
 
 @pytest.mark.parametrize(("kind", "old"), components())
-def test_every_component_has_its_new_name(kind: str, old: str) -> None:
+def test_every_renamed_component_gets_its_new_name(kind: str, old: str) -> None:
     new = components()[kind, old]
     for prefix in ("", "ddpforge:"):
         found = upgraded(f"[{EVERY_KIND[kind]}]\nuse = '{prefix}{old}'\n")
@@ -98,7 +98,7 @@ def test_every_new_option_is_an_option_of_its_components(row: Renamed) -> None:
         assert row.old[0] == row.new[0] or row.old[0] not in model.model_fields
 
 
-# ---------------------------------------------------------------------------------------------- what stays
+# ---------------------------------------------------------------------------------------------- unchanged text
 ODD = """\
 #:schema recipe.schema.json
 recipe   =   1\t\t# the version
@@ -158,7 +158,7 @@ keep = { last = 1,   best = 1, by = "eval/loss", }
 ODD = ODD.replace(', by = "eval/loss", }', ', by = "eval/loss" }')
 
 
-def test_comments_order_blanks_quotes_and_the_names_of_others_stay_byte_for_byte() -> None:
+def test_comments_order_blanks_quotes_and_other_names_are_unchanged() -> None:
     renamed = {
         "recipe   =   1": "recipe   =   2",
         '"train.stall", \'optimizer.turns."a b".fresh\', "schedule.final"': '"train.hang_timeout", '
@@ -190,7 +190,7 @@ def test_comments_order_blanks_quotes_and_the_names_of_others_stay_byte_for_byte
 
 @pytest.mark.parametrize("marks", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_a_file_keeps_its_ends_of_lines_its_mark_and_its_mode(tmp_path: Path, marks: bytes, end: bytes) -> None:
+def test_a_file_keeps_its_line_ends_byte_order_mark_and_mode(tmp_path: Path, marks: bytes, end: bytes) -> None:
     file = tmp_path / "recipe.toml"
     file.write_bytes(marks + b'recipe = 1\ntrain.stall = "5m" # \xc3\xa9\n'.replace(b"\n", end))
     file.chmod(0o640)
@@ -202,7 +202,7 @@ def test_a_file_keeps_its_ends_of_lines_its_mark_and_its_mode(tmp_path: Path, ma
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.toml", "recipe.toml"]
 
 
-def test_with_check_nothing_is_written_and_twice_is_as_once(tmp_path: Path) -> None:
+def test_check_writes_nothing_and_upgrade_is_idempotent(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(ODD)
     assert upgrade_file(file, check=True).changes
@@ -216,13 +216,13 @@ def test_with_check_nothing_is_written_and_twice_is_as_once(tmp_path: Path) -> N
     assert file.read_text() == text
 
 
-def test_a_recipe_of_version_2_is_left_alone_whatever_is_in_it() -> None:
+def test_a_recipe_of_version_2_is_not_changed() -> None:
     text = 'recipe = 2\n[train]\nstall = "5m"\n'
     assert upgraded(text) == text
 
 
-# ---------------------------------------------------------------------------------------------- files that extend
-def test_the_component_of_an_option_is_found_in_the_files_that_a_recipe_extends(tmp_path: Path) -> None:
+# ---------------------------------------------------------------------------------------------- extends
+def test_the_component_of_an_option_is_found_in_base_files(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('[schedule]\nuse = "cosine"\n[task]\nuse = "./mine.py:Task"\n')
     (tmp_path / "middle.toml").write_text('extends = "base.toml"\n[train]\nseed = 1\n')
     child = tmp_path / "child.toml"
@@ -233,20 +233,20 @@ def test_the_component_of_an_option_is_found_in_the_files_that_a_recipe_extends(
     assert "final" not in (tmp_path / "middle.toml").read_text()
 
 
-def test_an_option_whose_component_is_nowhere_named_has_the_new_name_of_its_kind(tmp_path: Path) -> None:
+def test_an_option_of_an_unknown_component_gets_the_new_name_of_its_kind(tmp_path: Path) -> None:
     (tmp_path / "child.toml").write_text('recipe = 1\nextends = "absent.toml"\n[schedule]\nfinal = 0.1\n')
     upgrade_file(tmp_path / "child.toml")
     assert "min_lr_ratio = 0.1" in (tmp_path / "child.toml").read_text()
 
 
-def test_files_that_extend_each_other_are_upgraded_one_by_one(tmp_path: Path) -> None:
+def test_files_that_extend_each_other_can_be_upgraded(tmp_path: Path) -> None:
     for name, other in (("a", "b"), ("b", "a")):
         (tmp_path / f"{name}.toml").write_text(f'extends = "{other}.toml"\n[schedule]\nfinal = 0.1\n')
     upgrade_file(tmp_path / "a.toml")
     assert (tmp_path / "a.toml").read_text() == 'extends = "b.toml"\n[schedule]\nmin_lr_ratio = 0.1\n'
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -278,13 +278,13 @@ def test_files_that_extend_each_other_are_upgraded_one_by_one(tmp_path: Path) ->
         ),
     ],
 )
-def test_what_cannot_be_upgraded_is_said_with_its_place(text: str, said: str) -> None:
+def test_an_error_of_an_upgrade_has_its_place(text: str, said: str) -> None:
     message = refused(text)
     assert said in message
     assert "recipe.toml" in message
 
 
-def test_a_file_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_refused_file_is_not_changed(tmp_path: Path) -> None:
     (file := tmp_path / "recipe.toml").write_text('recipe = 1\n[train]\nstall = "5m"\nlast_batch = "dorp"\n')
     with pytest.raises(RecipeError):
         upgrade_file(file)
@@ -301,7 +301,7 @@ def failed(load: Load, text: str, *sets: str, **others: str) -> str:
     return render(caught.value)
 
 
-def test_an_old_key_in_a_recipe_of_version_2_is_an_error_that_says_the_new_one(load: Load, valid: str) -> None:
+def test_an_old_key_in_a_recipe_of_version_2_is_an_error_with_the_new_name(load: Load, valid: str) -> None:
     assert (
         failed(load, valid + 'stall = "5m"\n')
         == """\
@@ -334,14 +334,14 @@ def test_each_old_name_is_one_error(load: Load, valid: str, more: str, said: lis
     assert "1 error in the recipe" in message
 
 
-def test_an_old_name_in_a_set_is_the_same_error(load: Load, valid: str) -> None:
+def test_an_old_name_in_set_is_the_same_error(load: Load, valid: str) -> None:
     message = failed(load, valid, "train.elastic_shards=2")
     assert "`elastic_shards` is now `virtual_ranks`" in message
     assert "--> --set" in message
     assert "recipes upgrade" not in message
 
 
-def test_an_old_component_names_the_new_one(tmp_path: Path) -> None:
+def test_an_old_component_is_an_error_with_the_new_name(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(bundled()["stdlib-lm"].read_text().replace('"language_modeling"', '"language_modelling"'))
     with pytest.raises(RecipeError) as caught:
@@ -353,12 +353,12 @@ def test_an_old_component_names_the_new_one(tmp_path: Path) -> None:
     assert [problem.message for problem in caught.value.problems] == ["`growing` is now `batch_size_warmup`"]
 
 
-def test_an_old_word_of_a_tensor_plan_names_the_new_one() -> None:
+def test_an_old_word_of_a_tensor_plan_is_an_error_with_the_new_word() -> None:
     assert list(renamed_plan_word("columns:3")) == ["`columns:3` is now `colwise:3`"]
     assert list(renamed_plan_word("colwise")) == []
 
 
-def test_a_recipe_of_version_1_is_one_error_that_names_the_command(load: Load, valid: str) -> None:
+def test_a_recipe_of_version_1_is_one_error_with_the_upgrade_command(load: Load, valid: str) -> None:
     old = valid.replace("recipe = 2", "recipe = 1") + 'stall = "5m"\nnonsense = 3\n'
     assert (
         failed(load, old)
@@ -375,7 +375,7 @@ error: this recipe is of version 1, and this ddpforge reads version 2
     )
 
 
-def test_each_old_file_of_a_chain_is_named_and_so_is_one_without_a_version(load: Load, valid: str) -> None:
+def test_the_error_names_each_old_file_and_files_without_a_version(load: Load, valid: str) -> None:
     old = valid.replace("recipe = 2", "recipe = 1")
     message = failed(load, 'recipe = 1\nextends = ["base.toml"]\n', base=old)
     assert "ddpforge recipes upgrade recipe.toml" in message
@@ -391,7 +391,7 @@ def test_each_old_file_of_a_chain_is_named_and_so_is_one_without_a_version(load:
 
 # ---------------------------------------------------------------------------------------------- the last release
 @pytest.mark.parametrize("name", sorted(path.stem for path in RELEASED.glob("*.toml")))
-def test_a_recipe_of_the_last_release_becomes_what_it_is_now(name: str, tmp_path: Path) -> None:
+def test_an_upgraded_recipe_of_the_last_release_equals_todays(name: str, tmp_path: Path) -> None:
     for file in RELEASED.glob("*.toml"):  # one extends another
         (tmp_path / file.name).write_bytes(file.read_bytes())
     file = tmp_path / f"{name}.toml"

@@ -1,4 +1,4 @@
-"""Keys that people bring along from other tools are met with what ddpforge calls them."""
+"""Hints for keys of other tools: they give ddpforge's name of the key."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ Load = Callable[..., LoadedRecipe]
         ("model.type", "keys of [model]: use"),
     ],
 )
-def test_the_hint_says_what_it_is_called_here(load: Load, key: str, said: str) -> None:
+def test_the_hint_for_a_foreign_key_has_ddpforges_name(load: Load, key: str, said: str) -> None:
     sets = ["strategy.use=ddp"] if key.startswith("strategy") else []
     with pytest.raises(RecipeError) as caught:
         load(None, f"{key}=1", *sets)
@@ -79,7 +79,7 @@ def test_the_hint_says_what_it_is_called_here(load: Load, key: str, said: str) -
         ("report_to=wandb", "each tracker is a table"),
     ],
 )
-def test_the_answer_has_the_users_own_value(load: Load, assigned: str, said: str) -> None:
+def test_the_hint_has_the_users_value(load: Load, assigned: str, said: str) -> None:
     sets = ["schedule.use=constant"] if assigned.startswith("schedule") else []
     with pytest.raises(RecipeError) as caught:
         load(None, assigned, *sets)
@@ -108,7 +108,7 @@ def test_the_answer_has_the_users_own_value(load: Load, assigned: str, said: str
         ("track.tensorboard.x=1", "no tracker for tensorboard is installed", "never"),
     ],
 )
-def test_a_hint_can_be_followed(load: Load, assigned: str, said: str, unsaid: str) -> None:
+def test_the_hint_is_a_valid_setting(load: Load, assigned: str, said: str, unsaid: str) -> None:
     sets = ["schedule.use=cosine"] if assigned.startswith("schedule") else []
     text = 'model = { class_path = "my.Net" }\n' if "class_path" in assigned else None
     with pytest.raises(RecipeError) as caught:
@@ -118,7 +118,7 @@ def test_a_hint_can_be_followed(load: Load, assigned: str, said: str, unsaid: st
     assert not any(unsaid in hint for hint in hints), hints
 
 
-def test_an_option_that_went_with_its_component_is_remembered(load: Load, valid: str) -> None:
+def test_the_hint_names_an_option_that_was_removed_with_its_component(load: Load, valid: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load('extends = "base.toml"\n[optimizer]\nuse = "sgd"\n', base=valid)
     (problem,) = caught.value.problems
@@ -135,7 +135,7 @@ def test_a_foreign_name_for_a_required_key_is_one_problem(load: Load, valid: str
     ]
 
 
-def test_every_hint_points_at_something_that_exists() -> None:
+def test_every_hint_names_an_existing_key_or_section() -> None:
     vocabulary = Vocabulary()
     for alias, foreign in foreign_keys().items():
         table = foreign.path[:-1]

@@ -1,4 +1,4 @@
-"""Which changed recipes may go on in a run."""
+"""Policies for changed recipe keys when a run resumes."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def keys(section: type[BaseModel], at: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of a recipe that holds a value or names components."""
+    """Yields every key of a recipe that has a value or names components."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from keys(field.annotation, f"{at}{name}.")
@@ -43,7 +43,7 @@ def keys(section: type[BaseModel], at: str = "") -> Iterator[tuple[str, FieldInf
 
 
 @pytest.mark.parametrize(("path", "field"), [*keys(Recipe)])
-def test_every_key_of_a_recipe_says_whether_a_run_may_go_on_with_another_value(path: str, field: FieldInfo) -> None:
+def test_every_recipe_key_declares_a_resume_policy(path: str, field: FieldInfo) -> None:
     assert declared(field) is not None, f"declare `{path}` in recipe/schema.py: Annotated[…, Resume.…]"
     assert resume_policy(path) is declared(field)
 
@@ -63,7 +63,7 @@ def test_every_key_of_a_recipe_says_whether_a_run_may_go_on_with_another_value(p
         ("long_gone.key", Resume.TUNABLE),
     ],
 )
-def test_an_option_is_judged_as_its_components_table(path: str, policy: Resume) -> None:
+def test_an_option_has_the_policy_of_its_components_table(path: str, policy: Resume) -> None:
     assert resume_policy(path) is policy
 
 
@@ -112,7 +112,7 @@ def test_equal_recipes_have_no_changes() -> None:
     assert recipe_changes(OLD, json.loads(json.dumps(OLD))) == []
 
 
-def test_a_fixed_change_is_refused_with_the_difference_and_the_way_out() -> None:
+def test_a_fixed_change_is_refused_with_the_difference_and_a_hint() -> None:
     new = changed("model.depth", 6) | {"name": "other", "task": {"use": "regression"}}
 
     with pytest.raises(UsageError) as caught:
@@ -133,7 +133,7 @@ def test_a_fixed_change_may_be_allowed_by_key_or_by_table(allowed: str) -> None:
         reject_fixed(changes, ["model.dep"])
 
 
-def test_a_finished_run_is_another_where_what_it_computes_or_how_has_changed_and_not_where_it_ran(
+def test_a_finished_run_refuses_changes_that_affect_its_result(
     tmp_path: Path,
 ) -> None:
     reject_finished(tmp_path, recipe_changes(OLD, changed("data.workers", 5)), [])

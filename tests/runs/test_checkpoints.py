@@ -1,4 +1,4 @@
-"""What is said of checkpoints without reading their tensors, which one is meant, and what is wrong with one."""
+"""Finding, listing, describing and verifying the checkpoints of a run."""
 
 import logging
 import math
@@ -40,7 +40,7 @@ def steps_in(paths: list[Path]) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run called digits, in ./runs, with checkpoints of steps 1 to 4: 2 is the best, 3 has no finite metric."""
+    """Makes the run runs/digits with checkpoints of steps 1 to 4: 2 is the best, 3 has no finite metric."""
     monkeypatch.chdir(tmp_path)
     return made("digits", {1: 3.0, 2: 1.0, 3: math.nan, 4: 2.0})
 
@@ -59,14 +59,14 @@ def path_of(run: RunFolder, step: int) -> Path:
 
 
 def broken(run: RunFolder, step: int) -> Path:
-    """The checkpoint of a step, with a shard of another size."""
+    """Truncates the shard of a checkpoint; returns the checkpoint's path."""
     path = path_of(run, step)
     (path / SHARD).write_bytes(b"")
     return path
 
 
 def damaged(run: RunFolder, step: int) -> Path:
-    """The checkpoint of a step, with a bit in a tensor that is not the one that was written."""
+    """Flips a bit in a tensor of a checkpoint; returns the checkpoint's path."""
     path = path_of(run, step)
     content = bytearray((path / SHARD).read_bytes())
     content[-1] ^= 1
@@ -75,27 +75,27 @@ def damaged(run: RunFolder, step: int) -> Path:
 
 
 @pytest.fixture
-def aloud(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def ddpforge_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
     return caplog
 
 
 # ---------------------------------------------------------------------------------------------- choosing
-def test_a_run_s_checkpoint_is_chosen_by_step_as_the_best_or_as_the_newest_intact_one(
-    run: RunFolder, aloud: pytest.LogCaptureFixture
+def test_choose_returns_the_checkpoint_by_step_the_best_or_the_newest_intact_one(
+    run: RunFolder, ddpforge_log: pytest.LogCaptureFixture
 ) -> None:
     assert choose(run) == path_of(run, 4)
     assert choose(run, step=3) == path_of(run, 3)
     assert choose(run, best=True) == path_of(run, 2)
-    assert aloud.text == ""
+    assert ddpforge_log.text == ""
 
     damaged(run, 4)
     assert choose(run) == path_of(run, 3)
-    assert "passed over: the checkpoint file" in aloud.text
-    assert choose(run, step=4) == path_of(run, 4), "whoever names one means it"
+    assert "passed over: the checkpoint file" in ddpforge_log.text
+    assert choose(run, step=4) == path_of(run, 4), "an explicit step is not verified"
 
 
-def test_what_cannot_be_chosen_is_refused_with_what_there_is(run: RunFolder) -> None:
+def test_choose_refuses_a_missing_checkpoint_and_lists_the_steps(run: RunFolder) -> None:
     empty, nameless = made("empty", {}), made("nameless", {5: 1.0, 6: 2.0}, resolved="")
     odd = made("odd", {7: math.inf})
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_chosen_is_refused_with_what_there_is(run: RunFolder) -> 
         assert caught.value.hints[0].startswith(hint)
 
 
-def test_where_every_checkpoint_is_damaged_there_is_no_intact_one(run: RunFolder) -> None:
+def test_choose_raises_if_every_checkpoint_is_damaged(run: RunFolder) -> None:
     for step in (1, 2, 3, 4):
         damaged(run, step)
 
@@ -122,7 +122,7 @@ def test_where_every_checkpoint_is_damaged_there_is_no_intact_one(run: RunFolder
         choose(run)
 
 
-def test_what_a_recipe_says_of_keeping_is_read_or_refused_by_its_file(run: RunFolder) -> None:
+def test_keep_of_reads_the_keep_section_or_names_the_invalid_file(run: RunFolder) -> None:
     assert keep_of(run) == KeepSection(last=9, best=1, monitor="eval/loss")
     assert keep_of(made("plain", {}, resolved="")) == KeepSection()
     odd = made("odd", {}, resolved="[checkpoint.keep]\nlast = -1\n")
@@ -131,7 +131,7 @@ def test_what_a_recipe_says_of_keeping_is_read_or_refused_by_its_file(run: RunFo
 
 
 # ---------------------------------------------------------------------------------------------- finding
-def test_a_place_is_a_run_s_or_a_folder_of_checkpoints(run: RunFolder) -> None:
+def test_find_accepts_a_run_or_a_folder_of_checkpoints(run: RunFolder) -> None:
     alone = Path("alone")
     write(alone, checkpoint_of(7))
 
@@ -146,13 +146,13 @@ def test_a_place_is_a_run_s_or_a_folder_of_checkpoints(run: RunFolder) -> None:
             CheckpointFolder.find(source)
 
 
-def test_a_run_whose_folder_looks_like_one_of_checkpoints_is_a_run(run: RunFolder) -> None:
+def test_a_run_folder_with_an_entry_like_a_checkpoint_is_a_run(run: RunFolder) -> None:
     (run.path / "step-of-my-notes").mkdir()
 
     assert CheckpointFolder.find("runs/digits").folder == run.checkpoints
 
 
-def test_the_newest_is_meant_unless_another_is_named(run: RunFolder, aloud: pytest.LogCaptureFixture) -> None:
+def test_the_newest_checkpoint_is_the_default(run: RunFolder, ddpforge_log: pytest.LogCaptureFixture) -> None:
     place = CheckpointFolder.find("digits")
 
     assert place.choose() == path_of(run, 4)
@@ -160,35 +160,37 @@ def test_the_newest_is_meant_unless_another_is_named(run: RunFolder, aloud: pyte
     assert place.choose(step=1) == path_of(run, 1)
     assert place.choose(best=True) == path_of(run, 2)
     damaged(run, 4)
-    assert place.choose() == path_of(run, 4), "nothing is read"
-    assert aloud.text == ""
+    assert place.choose() == path_of(run, 4), "no tensor is read"
+    assert ddpforge_log.text == ""
     assert place.choose(intact=True) == path_of(run, 3)
 
 
-def test_a_broken_one_is_passed_over_aloud_only_if_it_is_newer(run: RunFolder, aloud: pytest.LogCaptureFixture) -> None:
+def test_a_broken_checkpoint_is_skipped_with_a_warning_only_if_it_is_newer(
+    run: RunFolder, ddpforge_log: pytest.LogCaptureFixture
+) -> None:
     place = CheckpointFolder.find("digits")
     broken(run, 1)
     assert place.choose(strict=True) == path_of(run, 4)
-    assert aloud.text == ""
+    assert ddpforge_log.text == ""
 
     broken(run, 4)
     assert place.choose() == path_of(run, 3)
-    assert aloud.text.count("passed over: ") == 1
+    assert ddpforge_log.text.count("passed over: ") == 1
     with pytest.raises(CheckpointError, match=f"{SHARD} is damaged") as caught:
         place.choose(strict=True)
     assert caught.value.hints == ("choose one with --step: the newest unbroken one is of step 3",)
-    assert place.choose(step=2, strict=True) == path_of(run, 2), "a step that is named has nothing newer"
-    assert aloud.text.count("passed over: ") == 1
+    assert place.choose(step=2, strict=True) == path_of(run, 2), "an explicit step ignores newer ones"
+    assert ddpforge_log.text.count("passed over: ") == 1
 
 
-def test_a_folder_that_only_sounds_like_a_checkpoint_is_not_newer_than_the_first() -> None:
+def test_a_folder_with_a_name_like_a_checkpoint_does_not_count_as_newer() -> None:
     path = write(Path("alone"), checkpoint_of(0))
     Path("alone/step-by-step").mkdir()
 
     assert CheckpointFolder.find("alone").choose(strict=True) == path
 
 
-def test_a_folder_has_no_best_and_says_what_it_has() -> None:
+def test_a_folder_without_a_run_has_no_best_and_the_error_lists_its_steps() -> None:
     paths = [write(Path("alone"), checkpoint_of(step)) for step in (5, 6, 7, 8, 9)]
     for path in paths[:4]:
         (path / "COMMIT").unlink()
@@ -201,14 +203,16 @@ def test_a_folder_has_no_best_and_says_what_it_has() -> None:
     with pytest.raises(UsageError, match="alone has no checkpoint of step 5") as caught:
         place.choose(step=5)
     assert caught.value.hints[0] == "it has checkpoints of step 9"
-    assert [hint[:8] for hint in caught.value.hints[1:]] == ["broken: "] * 3, "three are enough to see what is wrong"
+    assert [hint[:8] for hint in caught.value.hints[1:]] == ["broken: "] * 3, (
+        "at most three broken checkpoints are listed"
+    )
     (paths[4] / "COMMIT").unlink()
     with pytest.raises(UsageError, match=r"alone has no checkpoint$") as caught:
         place.choose()
     assert caught.value.hints[0] == "it has checkpoints of step none"
 
 
-def test_a_checkpoint_is_named_by_itself_or_by_its_run_and_step(run: RunFolder) -> None:
+def test_a_checkpoint_is_found_by_path_or_by_run_and_step(run: RunFolder) -> None:
     path = path_of(run, 3)
 
     assert find(str(path)) == parse(str(path)) == path
@@ -232,13 +236,13 @@ def test_a_checkpoint_is_named_by_itself_or_by_its_run_and_step(run: RunFolder) 
 
 
 @pytest.mark.parametrize("gone", [["COMMIT"], ["manifest.json"], ["COMMIT", "manifest.json"]])
-def test_a_broken_checkpoint_is_one_all_the_same(run: RunFolder, gone: list[str]) -> None:
+def test_a_broken_checkpoint_is_found_by_its_path(run: RunFolder, gone: list[str]) -> None:
     path = path_of(run, 3)
     for name in gone:
         (path / name).unlink()
 
     assert find(str(path)) == path
-    if len(gone) == 1:  # and if it is called something else, too
+    if len(gone) == 1:  # also after a rename
         assert find(str(path.rename("mine"))) == Path("mine")
     else:
         with pytest.raises(UsageError, match="there is no run 'mine'"):
@@ -248,7 +252,7 @@ def test_a_broken_checkpoint_is_one_all_the_same(run: RunFolder, gone: list[str]
         find("step-000000009-abcd")
 
 
-def test_a_folder_with_a_colon_in_its_name_is_that_folder() -> None:
+def test_a_path_with_a_colon_is_accepted() -> None:
     path = write(Path("a:3"), checkpoint_of(7))
 
     assert parse("a:3") == path
@@ -256,7 +260,7 @@ def test_a_folder_with_a_colon_in_its_name_is_that_folder() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- listing
-def test_rows_tell_what_manifests_say_newest_first_and_then_what_is_broken(run: RunFolder) -> None:
+def test_rows_list_intact_checkpoints_newest_first_then_broken_ones(run: RunFolder) -> None:
     paths = {step: path_of(run, step) for step in (1, 2, 3, 4)}
     (paths[1] / "COMMIT").unlink()
     (paths[3] / "COMMIT").unlink()
@@ -268,7 +272,7 @@ def test_rows_tell_what_manifests_say_newest_first_and_then_what_is_broken(run: 
     assert [row.path for row in found[:2]] == [paths[4], paths[2]]
     assert [row.path.name[:14] for row in found[2:]] == [f"step-00000000{step}" for step in (9, 8, 3, 1)]
     assert [(row.latest, row.best) for row in found] == [(True, False), (False, True), *[(False, False)] * 4]
-    assert [row.bytes for row in found[2:4]] == [0, 4], "a link has no bytes, wherever it leads"
+    assert [row.bytes for row in found[2:4]] == [0, 4], "a link counts as 0 bytes"
     manifest = read_manifest(paths[4])
     size = sum(file.stat().st_size for file in paths[4].iterdir())
     assert vars_of(found[0]) == {
@@ -292,7 +296,7 @@ def vars_of(row: Any) -> dict[str, Any]:
     return {name: getattr(row, name) for name in row.__dataclass_fields__}
 
 
-def test_resuming_would_try_the_newest_first_whatever_can_be_read_of_it(run: RunFolder) -> None:
+def test_newest_first_sorts_all_checkpoints_including_broken_ones(run: RunFolder) -> None:
     first = path_of(run, 4)
     second = write(run.checkpoints, checkpoint_of(4))
     (path_of(run, 3) / "COMMIT").unlink()
@@ -304,7 +308,7 @@ def test_resuming_would_try_the_newest_first_whatever_can_be_read_of_it(run: Run
     assert found == [strange, second, first, *(path_of(run, step) for step in (3, 2, 1))]
 
 
-def test_a_list_has_room_for_three_metrics_the_deciding_one_first() -> None:
+def test_at_most_three_metrics_are_listed_with_the_monitor_first() -> None:
     values = {f"eval/{name}": 1.0 for name in ("a", "b", "c", "d")} | {"train/loss": 2.0}
     for step in (1, 2):
         write(Path("alone"), checkpoint_of(step, metrics=values if step == 1 else {"eval/z": math.inf}))
@@ -318,8 +322,8 @@ def test_a_list_has_room_for_three_metrics_the_deciding_one_first() -> None:
     assert notable([], KeepSection(monitor="eval/none", mode="min")) == []
 
 
-# ---------------------------------------------------------------------------------------------- what is in one
-def test_tensors_are_listed_by_section_in_the_order_of_a_reader_and_counted() -> None:
+# ---------------------------------------------------------------------------------------------- contents
+def test_tensors_are_listed_by_section_in_reading_order_and_counted() -> None:
     model = {f"layers.{n}.w": torch.zeros(2, 3) for n in (10, 9, 1)} | {"b": torch.zeros(5, dtype=torch.bfloat16)}
     state = CanonicalState(model=model, optimizer={"b": {"exp_avg": torch.zeros(5)}})
     path = write(Path("alone"), checkpoint_of(3, state=state, callbacks={}))
@@ -342,7 +346,7 @@ def test_tensors_are_listed_by_section_in_the_order_of_a_reader_and_counted() ->
     }
 
 
-def test_the_bytes_of_every_dtype_are_those_in_memory() -> None:
+def test_the_bytes_of_every_dtype_equal_those_in_memory() -> None:
     state = CanonicalState(model=tensors_of_every_kind(), optimizer={})
     manifest = read_manifest(write(Path("alone"), checkpoint_of(3, state=state, callbacks={})))
 
@@ -351,7 +355,7 @@ def test_the_bytes_of_every_dtype_are_those_in_memory() -> None:
     }
 
 
-def test_parts_are_counted_and_a_description_says_everything_on_a_page() -> None:
+def test_describe_returns_all_facts_of_a_checkpoint() -> None:
     checkpoint = checkpoint_of(
         7,
         metrics={"eval/loss": math.nan},
@@ -387,8 +391,8 @@ def test_parts_are_counted_and_a_description_says_everything_on_a_page() -> None
     }
 
 
-# ---------------------------------------------------------------------------------------------- what is wrong
-def test_every_damaged_file_is_named_with_its_own_reason() -> None:
+# ---------------------------------------------------------------------------------------------- damage
+def test_damages_names_every_damaged_file_with_its_reason() -> None:
     path = write_sharded(Path("alone"), checkpoint_of(7), full=True)
     assert damages(path) == []
     (path / "rank-00000.json").unlink()
@@ -424,9 +428,7 @@ def test_every_damaged_file_is_named_with_its_own_reason() -> None:
         (lambda m: m.update(position={"skipped": -1}), "position.skipped holds a value that no run writes"),
     ],
 )
-def test_a_manifest_that_contradicts_itself_is_the_damage(
-    change: Callable[[dict[str, Any]], object], problem: str
-) -> None:
+def test_a_contradictory_manifest_is_the_only_damage(change: Callable[[dict[str, Any]], object], problem: str) -> None:
     path = write(Path("alone"), checkpoint_of(7))
     reseal(path, change)
 
@@ -441,7 +443,7 @@ def weight(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("file", "problem"), [("COMMIT", "it cannot be read"), ("manifest.json", "its sha256 is not")])
-def test_without_a_manifest_that_can_be_trusted_nothing_else_is_said(file: str, problem: str) -> None:
+def test_an_invalid_manifest_is_the_only_damage(file: str, problem: str) -> None:
     path = write(Path("alone"), checkpoint_of(7))
     (path / SHARD).unlink()
     if file == "COMMIT":

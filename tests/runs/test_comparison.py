@@ -1,4 +1,4 @@
-"""What differs between runs, and their curves."""
+"""Comparison of runs: differences, metrics and curves."""
 
 import json
 import math
@@ -41,12 +41,12 @@ def test_recipes_code_environments_and_metrics_are_compared(tmp_path: Path) -> N
     json.dumps(found.as_dict())
 
 
-def test_a_run_that_has_not_begun_lacks_everything_and_is_compared(tmp_path: Path) -> None:
+def test_runs_that_have_not_started_can_be_compared(tmp_path: Path) -> None:
     found = compare([made(tmp_path / "a", state=None), made(tmp_path / "b", state=None)])
     assert (found.recipe, found.code, found.environment, found.metrics) == ({}, {}, {}, {})
 
 
-def test_curves_are_what_is_finite_of_the_runs_that_have_them(tmp_path: Path) -> None:
+def test_curves_have_the_finite_points_of_the_runs_with_the_metric(tmp_path: Path) -> None:
     rows = [{"step": 1, "x": 1.0}, {"step": 2, "x": None, "nonfinite": ["x"]}, {"step": 3, "y": 1.0}]
     a, b = made(tmp_path / "a", rows=rows), made(tmp_path / "b", rows=[{"step": 1, "y": 2.0}])
     assert curves([a, b], ["x", "y"]) == {
@@ -57,7 +57,7 @@ def test_curves_are_what_is_finite_of_the_runs_that_have_them(tmp_path: Path) ->
         curves([a, b], ["z"])
 
 
-def test_a_long_curve_is_thinned_without_losing_a_spike() -> None:
+def test_a_thinned_curve_keeps_spikes() -> None:
     points = [(step, math.sin(step / 1000)) for step in range(100_000)]
     points[77_777] = (77_777, 50.0)
     points[33_333] = (33_333, -50.0)

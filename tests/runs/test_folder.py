@@ -1,4 +1,4 @@
-"""The run's folder: what is in it, and what survives a crash."""
+"""The run folder: its files, attempts, status and environment, also after crashes."""
 
 import errno
 import itertools
@@ -62,7 +62,7 @@ def test_a_new_folder_holds_the_recipe_as_given_and_as_resolved(folder: RunFolde
     assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
 
 
-def test_local_code_is_copied_to_where_the_resolved_recipe_looks_for_it(tmp_path: Path) -> None:
+def test_local_code_is_copied_to_the_path_in_the_resolved_recipe(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "digits")
 
     folder.create(text=TEXT, resolved=RESOLVED, local_files={"./code/my_models.py": b"class Net: ..."})
@@ -71,7 +71,7 @@ def test_local_code_is_copied_to_where_the_resolved_recipe_looks_for_it(tmp_path
 
 
 def test_copies_of_local_code_keep_their_names_when_a_recipe_names_another_file(tmp_path: Path) -> None:
-    """Their paths stand in the resolved recipe, which a resume compares with the one before."""
+    """Needed because a resume compares resolved recipes, and these have the paths of the copies."""
     for name in ("a/parts.py", "b/model.py", "c/parts.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)
@@ -80,8 +80,8 @@ def test_copies_of_local_code_keep_their_names_when_a_recipe_names_another_file(
     assert copies == {"code/parts.py": b"a/parts.py", "code/model.py": b"b/model.py", "code/1/parts.py": b"c/parts.py"}
 
 
-def test_copies_have_the_neighbours_beside_them_that_their_files_import(tmp_path: Path) -> None:
-    """What is imported through others and by packages, too; c/parts.py would find the layers of a/parts.py."""
+def test_modules_imported_by_local_code_are_copied_to_the_same_folder(tmp_path: Path) -> None:
+    """Includes indirect imports and packages. c/model.py gets a folder of its own, or it would import a/layers.py."""
     files = {
         "a/parts.py": "from .layers import X",
         "a/layers.py": "def f():\n    from .deep import blocks",
@@ -119,7 +119,7 @@ def test_local_code_is_never_written_outside_the_folder(tmp_path: Path, name: st
     assert not folder.exists()
 
 
-def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+def test_create_refuses_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "recipe.toml").write_text("precious")
 
@@ -128,9 +128,7 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "digits" / "recipe.toml").read_text() == "precious"
 
 
-def test_a_process_killed_while_creating_leaves_nothing_in_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_create_works_after_a_process_was_killed_during_create(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
 
@@ -148,16 +146,16 @@ def test_a_process_killed_while_creating_leaves_nothing_in_the_way(
     assert [path.name for path in folder.path.parent.iterdir()] == ["digits"]
 
 
-def test_of_two_first_starts_at_one_moment_one_lays_the_folder_down_and_the_other_sees_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second begins at each of the moments at which the first changes the disk."""
-    assert not any(_meets(tmp_path, moment, monkeypatch) for moment in range(25, 30)), "there are fewer moments"
-    assert all(_meets(tmp_path, moment, monkeypatch) for moment in range(15))
+def test_only_one_of_two_concurrent_starts_creates_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts the second before each disk operation of the first."""
+    assert not any(_second_start_interrupts(tmp_path, moment, monkeypatch) for moment in range(25, 30)), (
+        "create has fewer than 25 disk operations"
+    )
+    assert all(_second_start_interrupts(tmp_path, moment, monkeypatch) for moment in range(15))
 
 
-def _meets(tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the other start came in between; what is left then is one run, whole."""
+def _second_start_interrupts(tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """True if the other start ran before disk operation `moment`; asserts that one complete run is left."""
     folder, other = (RunFolder(tmp_path / str(moment) / "digits") for _ in range(2))
     laid_down: list[bool] = []
     moments = itertools.count()
@@ -166,7 +164,7 @@ def _meets(tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> bool
         def operation(*arguments: Any) -> Any:
             if next(moments) == moment:
                 with monkeypatch.context() as patch:
-                    patch.setattr("os.getpid", lambda: 1)  # another process, which is alive
+                    patch.setattr("os.getpid", lambda: 1)  # another live process
                     laid_down.append(other.create(text="other", resolved=RESOLVED, local_files={}))
             return real(*arguments)
 
@@ -184,8 +182,8 @@ def _meets(tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> bool
     return bool(laid_down)
 
 
-def test_a_folder_is_claimed_before_anybody_can_see_it(tmp_path: Path) -> None:
-    """From another process: locks of one process do not keep itself out."""
+def test_a_new_folder_is_claimed_before_it_is_visible(tmp_path: Path) -> None:
+    """Tries to claim it from another process, because file locks do not exclude the process that holds them."""
     folder = RunFolder(tmp_path / "runs" / "digits")
     script = """
 import sys
@@ -200,7 +198,7 @@ with RunFolder(Path(sys.argv[1])).claim():
     assert "another training already uses" in tried.stderr
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_unwritable_run_folder(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
 
     with pytest.raises(SetupError, match=r"the run's folder .*/runs/digits cannot be written"):
@@ -213,14 +211,14 @@ def test_attempts_are_counted(folder: RunFolder) -> None:
     assert folder.attempts() == 3
 
 
-def test_an_attempt_stores_the_recipe_it_follows(folder: RunFolder) -> None:
+def test_an_attempt_stores_its_recipe(folder: RunFolder) -> None:
     folder.begin_attempt(step=10, text="# new\n", resolved="recipe = 2\nx = 2\n", local_files={})
 
     assert folder.recipe.read_text() == "# new\n"
     assert folder.tables() == {"recipe": 2, "x": 2}
 
 
-def test_the_lineage_tells_from_which_step_each_recipe_applied(folder: RunFolder) -> None:
+def test_the_lineage_has_the_first_step_of_each_recipe(folder: RunFolder) -> None:
     a, b, c = "lr = 1\n", "lr = 2\n", "lr = 3\n"
     for step, resolved in ((0, a), (10, a), (20, b), (30, c)):
         begin(folder, step, resolved)
@@ -230,14 +228,14 @@ def test_the_lineage_tells_from_which_step_each_recipe_applied(folder: RunFolder
 
     assert folder.lineage() == [entry(0, a), entry(20, b), entry(30, c)]
 
-    begin(folder, 25, a)  # back to before c: c never trained a step that counts
+    begin(folder, 25, a)  # before the first step of c: no kept step was trained with c
     assert folder.lineage() == [entry(0, a), entry(20, b), entry(25, a)]
 
     begin(folder, 0, b)
     assert folder.lineage() == [entry(0, b)]
 
 
-def test_retiring_renames_to_the_first_free_number_and_loses_nothing(folder: RunFolder) -> None:
+def test_retire_renames_the_folder_to_the_first_free_number(folder: RunFolder) -> None:
     first = folder.retire()
     folder.create(text="second", resolved=RESOLVED, local_files={})
     second = folder.retire()
@@ -249,7 +247,7 @@ def test_retiring_renames_to_the_first_free_number_and_loses_nothing(folder: Run
 
 
 # ---------------------------------------------------------------------------------------------- status
-def test_the_status_has_exactly_the_keys_that_scripts_rely_on(folder: RunFolder) -> None:
+def test_the_status_has_exactly_the_documented_keys(folder: RunFolder) -> None:
     folder.write_status(status_of())
 
     assert json.loads((folder.path / "status.json").read_text()) == status_of()
@@ -268,7 +266,7 @@ def test_the_status_is_strict_json_even_after_divergence(folder: RunFolder) -> N
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
-def test_a_status_that_cannot_be_written_leaves_the_last_one(
+def test_a_failed_write_keeps_the_last_status(
     folder: RunFolder, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
@@ -282,10 +280,10 @@ def test_a_status_that_cannot_be_written_leaves_the_last_one(
     assert folder.status() == status_of()
 
 
-def test_on_a_full_disk_the_status_is_written_where_the_old_one_is(
+def test_on_a_full_disk_the_status_file_is_overwritten_in_place(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not stay at "running" because of the very thing that the run failed of."""
+    """Otherwise the status would stay "running" after a run that failed because of the full disk."""
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -306,7 +304,7 @@ def test_on_a_full_disk_the_status_is_written_where_the_old_one_is(
 @pytest.mark.parametrize(
     ("state", "amended"), [("running", True), ("failed", True), ("done", False), ("preempted", False)]
 )
-def test_a_failure_is_amended_and_nothing_else(folder: RunFolder, state: str, amended: bool) -> None:
+def test_amend_failure_changes_only_running_and_failed_runs(folder: RunFolder, state: str, amended: bool) -> None:
     before = status_of(state=state)
     folder.write_status(before)
     folder.amend_failure("rank 1 was ended by signal 9 (SIGKILL)", 1)
@@ -314,12 +312,10 @@ def test_a_failure_is_amended_and_nothing_else(folder: RunFolder, state: str, am
     assert folder.status() == (before | failed if amended else before)
 
 
-def test_what_metrics_are_written_so_far_is_on_the_disk_when_synced(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_metrics_syncs_the_file_and_the_folder(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
-    folder.sync_metrics()  # without a file there is nothing to lose
+    folder.sync_metrics()  # no file, no fsync
     assert synced == []
     folder.metrics.write_text("{}\n")
     folder.sync_metrics()
@@ -327,7 +323,7 @@ def test_what_metrics_are_written_so_far_is_on_the_disk_when_synced(
 
 
 @pytest.mark.parametrize("text", ["{", "3", '{"state": "done"}'])
-def test_a_status_that_somebody_broke_is_named(folder: RunFolder, text: str) -> None:
+def test_an_invalid_status_file_is_an_error(folder: RunFolder, text: str) -> None:
     (folder.path / "status.json").write_text(text)
 
     with pytest.raises(SetupError, match=r"status\.json cannot be read"):
@@ -345,9 +341,7 @@ def test_a_run_is_found_by_folder_or_by_name(folder: RunFolder, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("wanted", "hint"), [("digit", "did you mean digits?"), ("zzz", "runs there: digits"), ("", "runs there: digits")]
 )
-def test_a_run_that_is_not_there_is_a_usage_error_with_the_nearest_name(
-    folder: RunFolder, wanted: str, hint: str
-) -> None:
+def test_a_missing_run_is_a_usage_error_with_a_similar_name(folder: RunFolder, wanted: str, hint: str) -> None:
     with pytest.raises(UsageError, match=f"there is no run '{wanted}'") as caught:
         RunFolder.find(wanted, folder.path.parent)
     assert caught.value.hints == (hint,)
@@ -370,7 +364,7 @@ def test_the_environment_is_recorded_without_secrets(folder: RunFolder, monkeypa
     assert recorded["command"] == sys.argv
 
 
-def test_the_environment_knows_the_gpus_and_what_drives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_has_the_gpus_and_their_software_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = describe_environment()
     assert found["cpus"] == len(os.sched_getaffinity(0))
     assert found["cuda"] is None
@@ -394,7 +388,7 @@ def test_the_environment_knows_the_gpus_and_what_drives_them(monkeypatch: pytest
     }
 
 
-def test_the_environment_knows_the_commit_and_whether_it_was_changed(
+def test_the_environment_has_the_commit_and_whether_it_is_dirty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def git(*arguments: str) -> str:
@@ -418,7 +412,7 @@ def test_the_environment_knows_the_commit_and_whether_it_was_changed(
     assert describe_environment()["git"] is None
 
 
-def test_where_files_cannot_be_locked_a_warning_says_so(
+def test_claim_warns_if_files_cannot_be_locked(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -452,9 +446,7 @@ def test_links_and_pipes_in_a_folder_are_refused_by_name_before_training(
         folder.reject_odd()
 
 
-def test_checkpoints_may_be_on_another_disk_and_trackers_may_link_in_their_own_folders(
-    folder: RunFolder, tmp_path: Path
-) -> None:
+def test_linked_checkpoints_and_links_in_tracker_folders_are_accepted(folder: RunFolder, tmp_path: Path) -> None:
     folder.checkpoints.rmdir()
     (tmp_path / "large").mkdir()
     folder.checkpoints.symlink_to(tmp_path / "large")
@@ -464,9 +456,7 @@ def test_checkpoints_may_be_on_another_disk_and_trackers_may_link_in_their_own_f
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "zeros", "dangling"])
-def test_a_lock_that_is_a_link_or_a_pipe_is_neither_written_nor_waited_for(
-    folder: RunFolder, tmp_path: Path, kind: str
-) -> None:
+def test_a_lock_file_that_is_a_link_or_a_pipe_is_refused(folder: RunFolder, tmp_path: Path, kind: str) -> None:
     lock = folder.logs / "lock"
     lock.unlink()
     target = tmp_path / "target"
@@ -482,6 +472,6 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_neither_written_nor_waited_for(
     assert (target.read_text() if target.exists() else None) == ("mine" if kind == "link" else None)
 
 
-def test_a_status_of_a_later_version_may_hold_more(folder: RunFolder) -> None:
+def test_a_status_with_unknown_keys_is_accepted(folder: RunFolder) -> None:
     (folder.path / "status.json").write_text(json.dumps({**status_of(), "more": [1]}))
     assert cast(dict[str, Any], folder.status())["more"] == [1]

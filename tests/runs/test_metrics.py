@@ -1,4 +1,4 @@
-"""`metrics.jsonl` is the truth about a run: every row once, in its newest version, whatever happened."""
+"""`metrics.jsonl`: each step once, in its newest version, also after resumes, crashes and damage."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def test_a_row_is_on_disk_when_log_returns(tmp_path: Path) -> None:
     assert row == {"step": 10, "samples": 2560, "attempt": 1, "train/loss": 0.5, "lr": 1e-3}
 
 
-def test_what_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
+def test_nonfinite_values_are_null_and_listed(tmp_path: Path) -> None:
     started(tmp_path).log(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "lr": 0.1})
     (row,) = lines(tmp_path / "metrics.jsonl")
     assert (row["train/loss"], row["train/grad_norm"], row["lr"]) == (None, None, 0.1)
@@ -47,7 +47,7 @@ def test_what_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
     assert "nonfinite" not in read
 
 
-def test_a_reader_sees_training_and_evaluation_of_a_step_as_one_row(tmp_path: Path) -> None:
+def test_read_metrics_merges_training_and_evaluation_of_a_step(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     tracker.log(1, {"samples": 8, "train/loss": 3.0})
     tracker.log(2, {"samples": 16, "train/loss": 2.0})
@@ -70,7 +70,7 @@ def test_a_resume_supersedes_the_rows_after_its_checkpoint(tmp_path: Path) -> No
     assert [row["step"] for row in lines(tmp_path / "metrics.superseded.jsonl")] == [6, 7, 8, 9]
 
 
-def test_training_from_scratch_supersedes_everything_and_is_another_attempt(tmp_path: Path) -> None:
+def test_training_from_scratch_supersedes_all_rows_and_counts_as_an_attempt(tmp_path: Path) -> None:
     started(tmp_path).log(0, {"train/loss": 1.0})
     started(tmp_path)
     assert read_metrics(tmp_path) == []
@@ -78,7 +78,7 @@ def test_training_from_scratch_supersedes_everything_and_is_another_attempt(tmp_
     assert [row["attempt"] for row in lines(tmp_path / "metrics.jsonl")] == [2]
 
 
-def test_going_back_within_a_run_supersedes_too(tmp_path: Path) -> None:
+def test_a_rewind_supersedes_later_rows(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": float(step)})
@@ -98,7 +98,7 @@ def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
     assert losses(tmp_path) == {1: 1.0, 3: 3.0}
 
 
-def test_damage_elsewhere_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "attempt": 1}\n{"step": \n{"step": 3, "attempt": 1}\n')
     with pytest.raises(SetupError, match=r"metrics\.jsonl, line 2"):
         read_metrics(tmp_path)
@@ -112,14 +112,14 @@ def test_a_folder_without_metrics_is_not_a_run(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def ddpforge_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
     return caplog
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_somebody_removed_is_written_again_with_all_its_rows(
-    tmp_path: Path, heard: pytest.LogCaptureFixture, replaced: bool
+def test_a_removed_file_is_written_again_with_all_rows(
+    tmp_path: Path, ddpforge_log: pytest.LogCaptureFixture, replaced: bool
 ) -> None:
     tracker = started(tmp_path)
     for step in (1, 2):
@@ -129,24 +129,22 @@ def test_a_file_that_somebody_removed_is_written_again_with_all_its_rows(
         (tmp_path / "metrics.jsonl").write_text("")
     tracker.log(3, {"train/loss": 3.0})
     assert losses(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0}
-    assert "metrics.jsonl was removed or replaced during training: all its rows were written again" in heard.text
+    assert "metrics.jsonl was removed or replaced during training: all its rows were written again" in ddpforge_log.text
     tracker.log(4, {"train/loss": 4.0})
     assert losses(tmp_path)[4] == 4.0
-    assert heard.text.count("metrics.jsonl") == 1
+    assert ddpforge_log.text.count("metrics.jsonl") == 1
 
 
-def test_a_file_that_somebody_removed_is_noticed_at_the_end_too(
-    tmp_path: Path, heard: pytest.LogCaptureFixture
-) -> None:
+def test_a_removed_file_is_written_again_at_the_end(tmp_path: Path, ddpforge_log: pytest.LogCaptureFixture) -> None:
     tracker = started(tmp_path)
     tracker.log(1, {"train/loss": 1.0})
     (tmp_path / "metrics.jsonl").unlink()
     tracker.finish(state="done", summary={})
     assert losses(tmp_path) == {1: 1.0}
-    assert "was removed or replaced" in heard.text
+    assert "was removed or replaced" in ddpforge_log.text
 
 
-def test_what_somebody_put_in_its_place_is_not_lost_either(tmp_path: Path) -> None:
+def test_a_file_that_replaced_the_metrics_is_kept_under_another_name(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").write_text("theirs")
@@ -154,17 +152,17 @@ def test_what_somebody_put_in_its_place_is_not_lost_either(tmp_path: Path) -> No
     assert (tmp_path / "metrics.replaced.jsonl").read_text() == "theirs"
 
 
-def test_a_file_that_somebody_cut_is_named(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+def test_a_truncated_file_is_a_warning(tmp_path: Path, ddpforge_log: pytest.LogCaptureFixture) -> None:
     tracker = started(tmp_path)
     tracker.log(1, {"train/loss": 1.0})
     (tmp_path / "metrics.jsonl").write_text("")
     tracker.log(2, {"train/loss": 2.0})
     assert losses(tmp_path) == {2: 2.0}
-    assert "rows were removed from" in heard.text
+    assert "rows were removed from" in ddpforge_log.text
 
 
-def test_a_page_of_zeros_costs_the_rows_in_it_and_no_more(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
-    """What a file system may leave of blocks that it had not written when the power failed, wherever rows begin."""
+def test_a_page_of_zeros_loses_only_the_rows_in_it(tmp_path: Path, ddpforge_log: pytest.LogCaptureFixture) -> None:
+    """After a power failure, a file system may leave zeros in unwritten blocks. Tests every offset within a row."""
     rows = [f'{{"step": {step}, "attempt": 1, "train/loss": {step / 8}}}'.encode() for step in range(100, 300)]
     content = b"".join(row + b"\n" for row in rows)
     for begin in range(4000, 4000 + 2 * len(rows[0])):
@@ -178,10 +176,10 @@ def test_a_page_of_zeros_costs_the_rows_in_it_and_no_more(tmp_path: Path, heard:
     tracker.log(301, {"train/loss": 301.0})
     assert list(losses(tmp_path)) == [*kept, 301]
     assert b"\0" not in (tmp_path / "metrics.jsonl").read_bytes()
-    assert "metrics.jsonl contains zero bytes" in heard.text
+    assert "metrics.jsonl contains zero bytes" in ddpforge_log.text
 
 
-def test_a_page_of_zeros_at_the_end_is_no_error(tmp_path: Path) -> None:
+def test_a_page_of_zeros_at_the_end_is_ignored(tmp_path: Path) -> None:
     started(tmp_path).log(1, {"train/loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(bytes(4096))
@@ -190,8 +188,8 @@ def test_a_page_of_zeros_at_the_end_is_no_error(tmp_path: Path) -> None:
     assert losses(tmp_path) == {1: 1.0, 2: 2.0}
 
 
-def test_the_attempt_is_the_runs_own(tmp_path: Path) -> None:
-    """An attempt that ended before its first row counts too, as in `run.json`."""
+def test_the_attempt_number_is_taken_from_the_config(tmp_path: Path) -> None:
+    """Attempts without a row count, too, as in `run.json`."""
     tracker = JSONLTracker()
     tracker.start(name="run", folder=tmp_path, config={"run": {"attempt": 3}}, resumed_at=None)
     tracker.log(1, {"train/loss": 1.0})
@@ -206,7 +204,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         tracker.log(1, {"train/loss": 1.0})
 
 
-def test_a_crash_while_rows_are_moved_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_during_superseding_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = started(tmp_path)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": float(step)})
@@ -225,7 +223,7 @@ def test_a_crash_while_rows_are_moved_loses_none(tmp_path: Path, monkeypatch: py
     assert losses(tmp_path) == {1: 1.0}
 
 
-def test_a_crash_while_superseded_rows_are_written_loses_no_other(tmp_path: Path) -> None:
+def test_an_incomplete_superseded_row_is_dropped_and_others_are_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics.superseded.jsonl").write_text('{"step": 7, "attempt": 1}\n{"step": 8, "att')
     tracker = started(tmp_path)
     tracker.log(1, {"train/loss": 1.0})
@@ -233,8 +231,8 @@ def test_a_crash_while_superseded_rows_are_written_loses_no_other(tmp_path: Path
     assert [row["step"] for row in lines(tmp_path / "metrics.superseded.jsonl")] == [7, 1]
 
 
-class Sips:
-    """A file that takes seven bytes at a time, as the system may."""
+class PartialWrites:
+    """File that writes at most seven bytes per call, as the operating system may."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -246,9 +244,9 @@ class Sips:
         return getattr(self._file, name)
 
 
-def test_a_row_that_is_written_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_complete_after_partial_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = started(tmp_path)
-    monkeypatch.setattr(tracker, "_kept", Sips(tracker._kept))
+    monkeypatch.setattr(tracker, "_kept", PartialWrites(tracker._kept))
     tracker.log(1, {"train/loss": 1.0})
     tracker.log(2, {"train/loss": 2.0})
     assert losses(tmp_path) == {1: 1.0, 2: 2.0}
@@ -256,7 +254,7 @@ def test_a_row_that_is_written_in_parts_is_whole(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is done to files, in order: "sync <name>", "cut <name>", "replace <name>"."""
+    """Records file operations in order: "sync <name>", "cut <name>", "replace <name>"."""
     found: list[str] = []
     sync, cut, replace = os.fsync, os.truncate, os.replace
 
@@ -269,7 +267,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_superseded_rows_are_on_disk_before_the_other_file_loses_them(tmp_path: Path, done: list[str]) -> None:
+def test_superseded_rows_are_synced_before_the_metrics_are_truncated(tmp_path: Path, done: list[str]) -> None:
     tracker = started(tmp_path)
     tracker.log(1, {"train/loss": 1.0})
     done.clear()
@@ -277,9 +275,7 @@ def test_superseded_rows_are_on_disk_before_the_other_file_loses_them(tmp_path: 
     assert done[:2] == ["sync metrics.superseded.jsonl", "cut metrics.jsonl"]
 
 
-def test_a_file_that_is_written_anew_is_on_disk_before_it_takes_the_place_of_the_old(
-    tmp_path: Path, done: list[str]
-) -> None:
+def test_a_rewritten_file_is_synced_before_it_replaces_the_old_one(tmp_path: Path, done: list[str]) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "attempt": 1}\n' + bytes(100) + b"\n")
     started(tmp_path, resumed_at=1)
     assert done[:2] == ["sync metrics.tmp", "replace metrics.jsonl"]
@@ -287,7 +283,7 @@ def test_a_file_that_is_written_anew_is_on_disk_before_it_takes_the_place_of_the
 
 
 @pytest.mark.parametrize("rows", [10_000, 40_000])
-def test_going_back_costs_as_much_as_it_takes_away_however_many_rows_there_are(
+def test_the_cost_of_a_rewind_does_not_depend_on_the_number_of_kept_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     content = "".join(f'{{"step": {step}, "attempt": 1, "train/loss": {1 / step}}}\n' for step in range(1, rows + 1))
@@ -313,7 +309,7 @@ def test_going_back_costs_as_much_as_it_takes_away_however_many_rows_there_are(
 
 
 @given(attempts=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=5))
-def test_each_step_is_there_once_in_its_newest_version(
+def test_each_step_occurs_once_in_its_newest_version(
     attempts: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder, expected = tmp_path_factory.mktemp("run"), dict[int, float]()

@@ -1,4 +1,4 @@
-"""A run's folder is copied to another place, whole and compared, and comes back on a machine that has none of it."""
+"""The mirror of a run folder: verified copies to another place, and the way back to a machine without the run."""
 
 import json
 import os
@@ -34,7 +34,7 @@ track = { every = "1st" }
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of an S3 server on this machine."""
+    """Starts an S3 server on this machine; yields its address."""
     server = ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()
@@ -44,7 +44,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """The address of a bucket of the test's own."""
+    """Creates a bucket for the test; returns an address in it."""
     import boto3  # type: ignore[import-untyped]
 
     for name, value in (("ENDPOINT_URL", server), ("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b")):
@@ -56,7 +56,7 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 
 
 def run(folder: Path, *sets: str, fresh: bool = False, within: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """The status of a run in `folder`, or what it raises, in a process of its own."""
+    """Trains a run in `folder` in a new process; returns its status or raises its error."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe.toml").write_text(RECIPE)
 
@@ -83,7 +83,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.parent.name[:14] for path in folder.glob(f"checkpoints/step-*/{COMMIT}"))
 
 
-def test_a_machine_that_has_nothing_goes_on_from_a_bucket(tmp_path: Path, bucket: str) -> None:
+def test_a_run_resumes_from_a_bucket_on_a_machine_without_its_folder(tmp_path: Path, bucket: str) -> None:
     run(tmp_path / "straight")
     mirror = f'checkpoint.mirror="{bucket}"'
     run(tmp_path / "one", mirror, "train.length=4st")
@@ -94,19 +94,19 @@ def test_a_machine_that_has_nothing_goes_on_from_a_bucket(tmp_path: Path, bucket
     assert len({RunFolder(tmp_path / name / "run").id for name in ("one", "straight")}) == 2
 
 
-def test_what_is_there_is_what_is_here(tmp_path: Path) -> None:
-    """Also what retention has removed, and the last word of status.json; but no logs."""
+def test_the_mirror_has_the_same_files_as_the_run(tmp_path: Path) -> None:
+    """Holds also for checkpoints removed by retention and the final status.json; logs are not copied."""
     run(tmp_path / "one", f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"')
     here, there = tmp_path / "one/run", tmp_path / "there/run"
     assert checkpoints(here) == checkpoints(there) == ["step-000000004", "step-000000006"]
     files = {path.relative_to(here) for path in here.rglob("*") if path.is_file() and "logs" not in path.parts}
-    files -= {Path("checkpoints/latest.json")}  # a hint, which is made anew
+    files -= {Path("checkpoints/latest.json")}  # a hint, which is not copied
     assert {path.relative_to(there) for path in there.rglob("*") if path.is_file()} == files
     assert all((here / file).read_bytes() == (there / file).read_bytes() for file in files)
     assert json.loads((there / "status.json").read_text())["state"] == "done"
 
 
-def test_damage_on_the_way_is_found_and_the_same_command_mends_it(tmp_path: Path) -> None:
+def test_a_damaged_copy_is_an_error_and_the_same_command_repairs_it(tmp_path: Path) -> None:
     mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
 
     def flips() -> None:
@@ -119,7 +119,7 @@ def test_damage_on_the_way_is_found_and_the_same_command_mends_it(tmp_path: Path
                 content[-1] ^= 1
                 Path(there).write_bytes(content)
 
-        LocalFileSystem.put_file = damaged  # in a process that ends with the run
+        LocalFileSystem.put_file = damaged  # this process ends with the run
 
     message = refused(CheckpointError, lambda: run(tmp_path / "one", mirror, within=flips))
     assert "differs from the file that was copied there" in message
@@ -131,7 +131,7 @@ def test_damage_on_the_way_is_found_and_the_same_command_mends_it(tmp_path: Path
     assert checkpoints(tmp_path / "there/run") == ["step-000000004", "step-000000006"]
 
 
-def test_a_copy_that_is_gone_at_once_is_not_taken_for_one_that_retention_removed(tmp_path: Path) -> None:
+def test_a_copy_that_disappears_is_an_error(tmp_path: Path) -> None:
     mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
 
     def loses() -> None:
@@ -142,14 +142,14 @@ def test_a_copy_that_is_gone_at_once_is_not_taken_for_one_that_retention_removed
             if there.endswith(".safetensors"):
                 Path(there).unlink()
 
-        LocalFileSystem.put_file = lost  # in a process that ends with the run
+        LocalFileSystem.put_file = lost  # this process ends with the run
 
     message = refused(CheckpointError, lambda: run(tmp_path / "one", mirror, within=loses))
     assert "is incomplete" in message
     assert checkpoints(tmp_path / "there/run") == []
 
 
-def test_a_checkpoint_that_was_being_copied_does_not_count(tmp_path: Path) -> None:
+def test_a_partially_copied_checkpoint_does_not_count(tmp_path: Path) -> None:
     mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
     run(tmp_path / "one", mirror)
     (newest,) = (tmp_path / "there/run/checkpoints").glob("step-000000006-*")
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_was_being_copied_does_not_count(tmp_path: Path) -> No
 
 
 def small(folder: Path, steps: dict[int, bool]) -> RunFolder:
-    """A run's folder with checkpoints of one file each, those complete that are true."""
+    """Makes a run folder with checkpoints of one file each; `steps` maps a step to whether it is complete."""
     for step, complete in steps.items():
         path = folder / f"checkpoints/step-{step:09d}-{step:04x}"
         path.mkdir(parents=True)
@@ -175,7 +175,7 @@ def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("checkpoints/*"))
 
 
-def test_a_checkpoint_that_is_not_complete_there_is_not_brought_here(tmp_path: Path) -> None:
+def test_fetch_skips_an_incomplete_checkpoint(tmp_path: Path) -> None:
     small(tmp_path / "there/run", {2: True, 4: False})
     here = tmp_path / "here"
     here.mkdir()
@@ -183,15 +183,15 @@ def test_a_checkpoint_that_is_not_complete_there_is_not_brought_here(tmp_path: P
     assert steps_in(here / "run") == ["step-000000002-0002"]
 
 
-def test_what_another_machine_has_trained_further_stays_there(tmp_path: Path) -> None:
-    """And what retention has removed here, which is no later than what is here, goes."""
+def test_complete_keeps_later_checkpoints_of_another_machine(tmp_path: Path) -> None:
+    """Removes earlier ones that are not in the run folder, because retention has removed them there."""
     small(tmp_path / "there/run", {2: True, 9: True})
     mirror = Mirror(small(tmp_path / "here/run", {4: True}), (tmp_path / "there").as_uri(), must=True)
     mirror.complete()
     assert steps_in(tmp_path / "there/run") == ["step-000000004-0004", "step-000000009-0009"]
 
 
-def test_of_small_files_those_that_have_changed_are_copied_and_those_being_written_are_not(tmp_path: Path) -> None:
+def test_complete_copies_changed_small_files_but_no_temporary_files(tmp_path: Path) -> None:
     folder = small(tmp_path / "here/run", {2: True})
     (folder.path / "status.json").write_text('{"step": 1}')
     (folder.path / ".status.json.tmp").write_text('{"st')
@@ -203,9 +203,7 @@ def test_of_small_files_those_that_have_changed_are_copied_and_those_being_writt
     assert there == {"run.json": '{"id": "mine"}', "status.json": '{"step": 2}'}
 
 
-def test_a_removal_that_fails_half_way_leaves_nothing_that_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_removal_leaves_no_complete_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise OSError("the line is down")
 
@@ -215,7 +213,7 @@ def test_a_removal_that_fails_half_way_leaves_nothing_that_counts(
     assert checkpoints(tmp_path / "there/run") == ["step-000000004"]
 
 
-def test_runs_are_not_mixed(tmp_path: Path) -> None:
+def test_a_mirror_refuses_another_run(tmp_path: Path) -> None:
     mirror = f'checkpoint.mirror="{(tmp_path / "there").as_uri()}"'
     run(tmp_path / "one", mirror, "train.length=2st")
     shutil.copytree(tmp_path / "one", tmp_path / "old")
@@ -239,7 +237,7 @@ def test_runs_are_not_mixed(tmp_path: Path) -> None:
         ("runs", UsageError, "must be an address"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused_before_training(
+def test_an_invalid_address_is_refused_before_training(
     tmp_path: Path, bucket: str, address: str, kind: type[Exception], says: str
 ) -> None:
     message = refused(kind, lambda: run(tmp_path / "one", f'checkpoint.mirror="{address}"'))
@@ -249,7 +247,7 @@ def test_a_place_that_cannot_be_is_refused_before_training(
 
 # ---------------------------------------------------------------------------------------------- odd files
 def mirror_of(tmp_path: Path) -> tuple[RunFolder, Mirror, Path]:
-    """A run's folder, its mirror in the folder `there`, and a file elsewhere that nobody may read or write."""
+    """Returns a run folder, its mirror in the folder `there`, and a secret file elsewhere."""
     folder = RunFolder(tmp_path / "here/run")
     folder.create(text="recipe = 2", resolved="recipe = 2", local_files={})
     (tmp_path / "there").mkdir()
@@ -289,7 +287,7 @@ def test_a_mirror_is_not_written_through_a_link(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "zeros"])
 @pytest.mark.parametrize("name", ["run.json", "recipe.toml"])
-def test_odd_files_of_a_mirror_are_not_brought_here(tmp_path: Path, kind: str, name: str) -> None:
+def test_fetch_refuses_links_and_special_files(tmp_path: Path, kind: str, name: str) -> None:
     folder, mirror, secret = mirror_of(tmp_path)
     mirror.complete()
     shutil.rmtree(folder.path)
@@ -303,7 +301,7 @@ def test_odd_files_of_a_mirror_are_not_brought_here(tmp_path: Path, kind: str, n
 
 
 @pytest.mark.parametrize("content", ["", "[" * 200_000, "7", '{"id": [1]}', "{}"])
-def test_a_mirror_whose_run_json_is_no_such_file_is_another_run(tmp_path: Path, content: str) -> None:
+def test_a_mirror_with_an_invalid_run_json_counts_as_another_run(tmp_path: Path, content: str) -> None:
     _, mirror, _ = mirror_of(tmp_path)
     mirror.complete()
     (tmp_path / "there/run/run.json").write_text(content)

@@ -1,4 +1,4 @@
-"""Every element of what all ranks hold alike is written by one of them, and all write about as much."""
+"""Division of replicated tensors: exactly one rank writes each element, and all ranks write about the same amount."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +13,9 @@ extents = st.dictionaries(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(extents, st.integers(1, 7), st.integers(0, 300))
-def test_every_element_is_dealt_once_and_about_evenly(tensors: dict[str, Extent], ranks: int, smallest: int) -> None:
+def test_each_element_is_assigned_to_one_rank_and_shares_are_about_equal(
+    tensors: dict[str, Extent], ranks: int, smallest: int
+) -> None:
     dealt = [deal(tensors, rank=rank, ranks=ranks, smallest=smallest) for rank in range(ranks)]
 
     for name, extent in tensors.items():
@@ -29,14 +31,14 @@ def test_every_element_is_dealt_once_and_about_evenly(tensors: dict[str, Extent]
     assert most <= total / ranks + 2 * smallest + 8
 
 
-def test_the_order_in_which_a_rank_names_its_tensors_does_not_matter() -> None:
+def test_the_order_of_the_tensors_does_not_matter() -> None:
     tensors = {"b": Extent(10, 4), "a": Extent(7, 8), "c": Extent(100, 2)}
 
     for rank in range(3):
         assert deal(tensors, rank=rank, ranks=3) == deal(dict(reversed(tensors.items())), rank=rank, ranks=3)
 
 
-def test_small_tensors_stay_whole_and_a_large_one_is_shared() -> None:
+def test_small_tensors_are_not_divided_and_a_large_one_is() -> None:
     tensors = {f"small {i}": Extent(1000, 4) for i in range(9)} | {"large": Extent(10 << 20, 4)}
 
     first, second = (deal(tensors, rank=rank, ranks=2) for rank in range(2))
@@ -45,15 +47,15 @@ def test_small_tensors_stay_whole_and_a_large_one_is_shared() -> None:
     assert abs(first["large"].numel - second["large"].numel) < 1e5
 
 
-def test_of_nothing_nothing_is_dealt() -> None:
+def test_no_or_empty_tensors_give_empty_shares() -> None:
     assert deal({}, rank=1, ranks=2) == {}
     assert deal({"empty": Extent(0, 4)}, rank=1, ranks=2) == {"empty": FlatRange(0, 0)}
 
 
-def test_a_cut_moves_to_the_nearer_end_of_a_tensor_unless_both_are_far() -> None:
-    """200 bytes among two ranks; as little as 30 bytes are worth a cut."""
+def test_a_cut_moves_to_the_nearer_end_of_a_tensor_if_a_piece_would_be_small() -> None:
+    """200 bytes among two ranks; a piece must have at least 30 bytes."""
     for sizes, mine in (
-        ((80, 120), (80, 0)),  # 20 bytes into the second: all of it goes to the other rank
+        ((80, 120), (80, 0)),  # 20 bytes into the second tensor: rank 1 gets all of it
         ((71, 129), (71, 0)),
         ((70, 130), (70, 30)),
         ((130, 70), (100, 0)),

@@ -1,4 +1,4 @@
-"""`ddpforge export` to torch.export and ONNX, and to the hub: what others run is what was trained."""
+"""`ddpforge export` to torch.export and ONNX, and to the hub."""
 
 import json
 from pathlib import Path
@@ -92,21 +92,21 @@ def complaint(*arguments: str) -> str:
     return " | ".join([error.message, *error.hints])
 
 
-def asked(run: str, samples: int) -> tuple[nn.Module, torch.Tensor]:
-    """The model, and the inputs of so many samples."""
+def model_and_inputs(run: str, samples: int) -> tuple[nn.Module, torch.Tensor]:
+    """Returns the model and the inputs of `samples` samples."""
     loaded = ddpforge.load(f"runs/{run}", weights="model")
     return loaded.model(), loaded.batch(samples)[0]
 
 
 @pytest.mark.parametrize("run", [pytest.param("mlp", marks=pytest.mark.full), "gpt"])
-def test_programs_compute_what_the_model_does_for_any_batch(folder: Path, run: str) -> None:
+def test_programs_equal_the_model_for_any_batch_size(folder: Path, run: str) -> None:
     said = json.loads(call(run, "-o", "model.pt2", "--json"))
     program = torch.export.load("model.pt2").module()
     call(run, "--format", "onnx")
     session = onnxruntime.InferenceSession(f"{run}.onnx", providers=["CPUExecutionProvider"])
     (name,) = (each.name for each in session.get_inputs())
     for samples in (1, 3, 7):
-        model, inputs = asked(run, samples)
+        model, inputs = model_and_inputs(run, samples)
         with torch.no_grad():
             expected = model(inputs)
         torch.testing.assert_close(program(inputs), expected)
@@ -116,10 +116,10 @@ def test_programs_compute_what_the_model_does_for_any_batch(folder: Path, run: s
     assert [path.name for path in folder.iterdir() if "tmp" in path.name] == []
 
 
-def test_other_weights_and_checkpoints(folder: Path) -> None:
+def test_other_weights_and_checkpoints_can_be_exported(folder: Path) -> None:
     call("mlp", "-o", "ema.pt2", "--weights", "ema")
     call("mlp", "-o", "first.pt2", "--step", "1")
-    _, inputs = asked("mlp", 2)
+    _, inputs = model_and_inputs("mlp", 2)
     for file, model in (
         ("ema.pt2", ddpforge.load("runs/mlp", weights="ema").model()),
         ("first.pt2", ddpforge.load("runs/mlp", checkpoint=1, weights="model").model()),
@@ -127,7 +127,7 @@ def test_other_weights_and_checkpoints(folder: Path) -> None:
         torch.testing.assert_close(torch.export.load(file).module()(inputs), model(inputs).detach())
 
 
-def test_what_cannot_be_is_refused_and_leaves_nothing(folder: Path) -> None:
+def test_impossible_exports_are_refused_and_write_no_file(folder: Path) -> None:
     before = set(folder.iterdir())
     assert "torch.export cannot process the model Odd" in complaint("odd", "-o", "odd.pt2")
     assert "--dtype is only for weights" in complaint("mlp", "-o", "a.pt2", "--dtype", "bf16")
@@ -139,7 +139,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the hub
-def test_what_was_written_is_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_to_hub_uploads_the_exported_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = HubStub("secret")
     with stub.serving() as address:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
@@ -159,4 +159,4 @@ def test_what_was_written_is_on_the_hub(folder: Path, monkeypatch: pytest.Monkey
         assert "hf auth login" in refused
     assert not (folder / "other.safetensors").exists()
     assert "expected USER/NAME" in complaint("mlp", "--push-to-hub", "mine")
-    assert "the request to the hub" in complaint("mlp", "--push-to-hub", "me/mine")  # nobody is there
+    assert "the request to the hub" in complaint("mlp", "--push-to-hub", "me/mine")  # the stub has stopped

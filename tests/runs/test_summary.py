@@ -1,4 +1,4 @@
-"""How runs stand, told by their folders: states, speed, what tells runs apart."""
+"""Summaries of runs from their folders: state, progress, speed, and differences between runs."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from ddpforge.runs.summary import chosen, differences, find_runs, notable, sorte
 
 # ---------------------------------------------------------------------------------------------- one run
 @pytest.mark.parametrize("state", ["done", "preempted", "failed", "diverged"])
-def test_a_run_that_has_ended_stands_as_its_status_says(tmp_path: Path, state: str) -> None:
+def test_a_finished_run_has_the_state_of_its_status(tmp_path: Path, state: str) -> None:
     run = summarize(made(tmp_path / "a", state=state, metrics={"eval/loss": 0.5}, error="rank 1: lost"))
     assert (run.state, run.step, run.total_steps, run.attempt) == (state, 10, 10, 1)
     assert run.metrics == {"eval/loss": 0.5}
@@ -21,7 +21,7 @@ def test_a_run_that_has_ended_stands_as_its_status_says(tmp_path: Path, state: s
     assert (run.rate, run.seconds_left) == (None, None)
 
 
-def test_a_run_that_says_it_trains_is_killed_unless_a_process_does(tmp_path: Path) -> None:
+def test_a_running_status_without_a_process_means_killed(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", state="running", step=0)
     with trained(folder):
         assert summarize(folder).state == "running"
@@ -38,8 +38,8 @@ def test_a_run_is_new_until_a_process_starts_it(tmp_path: Path) -> None:
         assert summarize(stopped).state == "starting"
 
 
-def test_while_a_run_trains_its_rows_tell_step_metrics_and_speed(tmp_path: Path) -> None:
-    """`status.json` is written when an attempt begins: what it has is older than the rows."""
+def test_step_metrics_and_speed_of_a_running_run_come_from_its_rows(tmp_path: Path) -> None:
+    """`status.json` is older than the rows, because it is written when an attempt begins."""
     rows: list[dict[str, Any]] = [
         {"step": 2, "time": 900.0, "attempt": 1, "train/loss": 9.0},
         {"step": 4, "time": 1000.0, "attempt": 2, "train/loss": 3.0},
@@ -51,12 +51,12 @@ def test_while_a_run_trains_its_rows_tell_step_metrics_and_speed(tmp_path: Path)
         run = summarize(folder)
     assert (run.step, run.total_steps) == (6, 10)
     assert run.metrics == {"lr": 0.1, "eval/loss": 2.5, "train/loss": None}
-    assert run.rate == 2 / 8  # of this attempt, with its evaluation
+    assert run.rate == 2 / 8  # of this attempt, including its evaluation
     assert run.seconds_left == 4 / (2 / 8)
     assert json.loads(json.dumps(run.as_dict()))["seconds_left"] == 16
 
 
-def test_only_the_end_of_a_long_record_is_read(tmp_path: Path) -> None:
+def test_only_the_end_of_a_long_metrics_file_is_read(tmp_path: Path) -> None:
     rows = [{"step": step, "train/loss": 1 / step} for step in range(1, 5001)]
     folder = made(tmp_path / "a", state="running", step=0, total_steps=10_000, rows=rows)
     content = folder.metrics.read_bytes()
@@ -65,7 +65,7 @@ def test_only_the_end_of_a_long_record_is_read(tmp_path: Path) -> None:
     assert (run.step, run.metrics["train/loss"]) == (5000, 1 / 5000)
 
 
-def test_a_run_that_cannot_be_read_is_told_and_no_other_suffers(tmp_path: Path) -> None:
+def test_an_unreadable_run_does_not_affect_others(tmp_path: Path) -> None:
     made(tmp_path / "a")
     (made(tmp_path / "b").path / "status.json").write_text("{")
     a, b = map(summarize, find_runs([tmp_path]))
@@ -73,7 +73,7 @@ def test_a_run_that_cannot_be_read_is_told_and_no_other_suffers(tmp_path: Path) 
     assert "status.json cannot be read" in str(b.error)
 
 
-def test_the_status_of_an_older_run_has_no_number_of_steps(tmp_path: Path) -> None:
+def test_a_status_without_total_steps_is_accepted(tmp_path: Path) -> None:
     folder = made(tmp_path / "a")
     status = json.loads((folder.path / "status.json").read_text())
     del status["total_steps"]
@@ -82,7 +82,7 @@ def test_the_status_of_an_older_run_has_no_number_of_steps(tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------------------------------- many runs
-def test_runs_are_found_in_folders_and_by_themselves_but_not_in_runs(tmp_path: Path) -> None:
+def test_runs_are_found_in_folders_or_by_path_but_not_inside_runs(tmp_path: Path) -> None:
     for name in ("b", "sweep/a", "b/inner", ".a.host-1.tmp", "1/2/3/too-deep"):
         made(tmp_path / "runs" / name)
     found = find_runs([tmp_path / "runs", tmp_path / "runs/sweep/a"])
@@ -100,7 +100,7 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_differ_in_what_decides_their_result_and_only_from_their_like(sweep: Path) -> None:
+def test_differences_list_keys_that_affect_the_result_among_similar_runs(sweep: Path) -> None:
     told = differences([summarize(folder) for folder in find_runs([sweep])])
     assert told == [
         {"optimizer.lr": 0.1, "train.seed": 0},
@@ -110,7 +110,7 @@ def test_runs_differ_in_what_decides_their_result_and_only_from_their_like(sweep
     ]
 
 
-def test_runs_are_chosen_by_state_name_and_recipe(sweep: Path) -> None:
+def test_runs_are_filtered_by_state_name_and_recipe(sweep: Path) -> None:
     runs = [summarize(folder) for folder in find_runs([sweep])]
 
     def names(**wanted: Any) -> list[str]:
@@ -125,7 +125,7 @@ def test_runs_are_chosen_by_state_name_and_recipe(sweep: Path) -> None:
         names(where=["optimizer.lr"])
 
 
-def test_runs_are_sorted_with_the_best_first_and_those_without_a_number_last(sweep: Path) -> None:
+def test_runs_are_sorted_best_first_and_without_a_value_last(sweep: Path) -> None:
     runs = [summarize(folder) for folder in find_runs([sweep])]
 
     def names(by: str, reverse: bool = False) -> list[str]:
@@ -142,7 +142,7 @@ def test_runs_are_sorted_with_the_best_first_and_those_without_a_number_last(swe
         names("lr")
 
 
-def test_a_list_shows_what_decides_then_evaluations_then_the_training_loss(tmp_path: Path) -> None:
+def test_a_list_shows_the_monitor_then_evaluations_then_the_training_loss(tmp_path: Path) -> None:
     metrics = {"train/loss": 1.0, "lr": 0.1, "eval/loss": 2.0, "eval/a/f1": 0.5, "eval/b/f1": 0.5}
     keep = {"checkpoint": {"keep": {"monitor": "eval/b/f1"}}}
     assert notable([summarize(made(tmp_path / "a", metrics=metrics))]) == ["eval/loss", "eval/a/f1", "eval/b/f1"]

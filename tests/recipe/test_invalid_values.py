@@ -1,4 +1,4 @@
-"""Settings that can only be mistakes are refused before anything starts, and the refusal names the key."""
+"""Invalid values are refused before training, and the error names the key."""
 
 from collections.abc import Callable
 
@@ -56,7 +56,7 @@ Load = Callable[..., LoadedRecipe]
         ("task.metrics[0].top", ["task.metrics=[{use='accuracy', top=0}]"]),
     ],
 )
-def test_nonsense_is_refused_by_its_key(load: Load, key: str, sets: list[str]) -> None:
+def test_the_error_of_an_invalid_value_has_its_key(load: Load, key: str, sets: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
         load(None, *sets)
     problem = caught.value.problems[0]
@@ -68,13 +68,13 @@ def test_nonsense_is_refused_by_its_key(load: Load, key: str, sets: list[str]) -
 
 
 @pytest.mark.parametrize("key", ["eval_batch = 32", 'eval_every = "1ep"'])
-def test_evaluation_settings_need_something_to_evaluate_on(load: Load, valid: str, key: str) -> None:
+def test_evaluation_settings_need_an_evaluation_set(load: Load, valid: str, key: str) -> None:
     text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "") + key
     with pytest.raises(RecipeError, match=r"has no effect without a section \[data\.eval\]"):
         load(text)
 
 
-def test_the_best_by_a_metric_of_evaluation_needs_evaluation(load: Load, valid: str) -> None:
+def test_keeping_the_best_by_an_evaluation_metric_needs_an_evaluation_set(load: Load, valid: str) -> None:
     text = valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', "")
     with pytest.raises(RecipeError, match=r"but there is no section \[data\.eval\]"):
         load(text + '[checkpoint]\nkeep = { best = 1, monitor = "eval/loss" }')

@@ -1,7 +1,7 @@
-"""Run folders in which a file is something else: links, pipes, devices, endless or nonsensical contents.
+"""Untrusted run folders: files replaced by links, pipes, devices, endless or invalid contents.
 
-Whoever sends a run's folder may have put anything there. Every command ends soon, with an answer or an error in words:
-it follows no link, waits for no pipe, and hands no escape sequence to the terminal.
+A folder received from another user may contain anything. Every command ends quickly, with a result or an error without
+traceback. It follows no link, does not block on a pipe, and prints no escape sequence.
 """
 
 import json
@@ -62,7 +62,7 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has been trained to step 4 of 6, with everything that a folder may have."""
+    """Trains a run to step 4 of 6, and adds every file that a run folder can have."""
     place = tmp_path_factory.mktemp("whole")
     (place / "parts.py").write_text(PARTS)
     (place / "tiny.toml").write_text(RECIPE)
@@ -79,7 +79,7 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, and a folder beside it that is nobody's business."""
+    """Copies the run; adds a folder `elsewhere` with a secret that no command may read."""
     shutil.copytree(whole, tmp_path / "work")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "secret").write_text(SECRET)
@@ -87,9 +87,9 @@ def place(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
-# ---------------------------------------------------------------------------------------------- what a file may be
+# ---------------------------------------------------------------------------------------------- kinds of odd files
 def changed(path: Path, change: Callable[[Any], Any]) -> None:
-    """Every value that the file holds as JSON or TOML, changed; other files as text."""
+    """Applies `change` to every value of a JSON or TOML file, or to the whole text of another file."""
     text = path.read_text(errors="replace")
     if path.suffix == ".json" or path.name in ("COMMIT",):
         path.write_text(json.dumps(everywhere(json.loads(text), change)))
@@ -167,7 +167,7 @@ FILES = [
 
 
 def make(file: str, kind: str) -> None:
-    """Makes a file of the run something else."""
+    """Replaces a file of the run by one of the odd kind."""
     run = Path.cwd() / "runs/tiny"
     path = next(run.glob(file), run / file)
     if kind in CHANGED:
@@ -182,7 +182,7 @@ def make(file: str, kind: str) -> None:
 
 
 def check(place: Path, *said: str) -> None:
-    """Fails the test where words come from elsewhere, steer a terminal or are a traceback; and where files changed."""
+    """Asserts that outputs have no secret, escape sequence or traceback, and that `elsewhere` is unchanged."""
     for text in said:
         assert SECRET not in text
         assert "\x1b" not in text
@@ -192,8 +192,8 @@ def check(place: Path, *said: str) -> None:
 
 
 @contextmanager
-def soon(seconds: int = 20) -> Iterator[None]:
-    """Fails what takes longer, also where it waits in the system."""
+def time_limit(seconds: int = 20) -> Iterator[None]:
+    """Raises AssertionError if the block takes longer than `seconds`, even during a system call."""
 
     def late(_: int, __: FrameType | None) -> None:
         raise AssertionError("it takes too long")
@@ -220,14 +220,14 @@ READERS = [
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
-def test_what_reads_a_folder_ends_soon_and_in_words_whatever_a_file_is(place: Path, number: int) -> None:
-    """Of each kind every seventh file, so that each file is something odd; `full` has all pairs."""
+def test_readers_end_quickly_without_a_traceback_for_odd_files(place: Path, number: int) -> None:
+    """Tests every seventh file with each kind, so that each file is covered; `full` tests all pairs."""
     reads(place, FILES[number % 7 :: 7], KINDS[number])
 
 
-@pytest.mark.full  # the test above has each file, and each kind of oddness
+@pytest.mark.full  # the test above covers each file and each kind
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_file_may_be_anything_where_a_folder_is_read(place: Path, kind: str) -> None:
+def test_readers_end_quickly_for_all_pairs_of_file_and_kind(place: Path, kind: str) -> None:
     reads(place, FILES, kind)
 
 
@@ -238,7 +238,7 @@ def reads(place: Path, files: Sequence[str], kind: str) -> None:
         make(file, kind)
         for command in READERS:
             Path("report.html").unlink(missing_ok=True)
-            with soon():
+            with time_limit():
                 found = CliRunner().invoke(main, command)
             assert found.exception is None or isinstance(found.exception, SystemExit), (file, command, found.exception)
             assert found.exit_code in (0, 2, 3), (file, command, found.output)
@@ -252,7 +252,7 @@ def reads(place: Path, files: Sequence[str], kind: str) -> None:
         shutil.copytree("whole", "runs")
 
 
-def test_the_folder_as_it_is_is_read_evaluated_and_resumed(zygote: Zygote, place: Path) -> None:
+def test_the_unchanged_folder_is_read_evaluated_and_resumed(zygote: Zygote, place: Path) -> None:
     shutil.copytree("runs/tiny", "runs/other")
     for command in READERS:
         assert CliRunner().invoke(main, command).exit_code == 0, command
@@ -271,20 +271,22 @@ def trains(zygote: Zygote, place: Path, file: str, kind: str) -> None:
         check(place, ranks.stdout, ranks.stderr)
 
 
-# Of the files that no run is started for here, the tests above show what readers make of them.
+# `full` runs the other files; the tests above cover them with readers.
 OF_RUNS = [pytest.param(file, n, marks=[pytest.mark.full] if n % 4 else []) for n, file in enumerate(FILES)]
 
 
 @pytest.mark.parametrize(("file", "number"), OF_RUNS)
-def test_what_trains_in_a_folder_ends_soon_and_in_words_whatever_a_file_is(
+def test_eval_and_run_end_quickly_without_a_traceback_for_odd_files(
     zygote: Zygote, place: Path, file: str, number: int
 ) -> None:
-    """Each file is one thing, so that each thing is some file; `full` has all files, and all pairs."""
+    """Tests each file with one kind; `full` tests all pairs."""
     trains(zygote, place, file, ["link", "pipe", "zeros", "dangling", "deep", "types"][number // 4 % 6])
 
 
-@pytest.mark.full  # the test above has each file, and each kind of oddness
+@pytest.mark.full  # the test above covers each file and each kind
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", FILES)
-def test_every_file_may_be_anything_where_a_run_trains(zygote: Zygote, place: Path, file: str, kind: str) -> None:
+def test_eval_and_run_end_quickly_for_all_pairs_of_file_and_kind(
+    zygote: Zygote, place: Path, file: str, kind: str
+) -> None:
     trains(zygote, place, file, kind)

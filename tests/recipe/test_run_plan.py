@@ -1,4 +1,4 @@
-"""A run in numbers: batches, length and cadences, from a recipe and the steps of an epoch."""
+"""The run plan: batch sizes, length and cadences in steps, from a recipe and the steps per epoch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def planned(train: dict[str, Any], per_epoch: int | None = 10, ranks: int = 2, *
     return plan
 
 
-def test_durations_become_steps_and_the_batch_is_dealt_to_ranks() -> None:
+def test_durations_become_steps_and_the_batch_is_divided_among_ranks() -> None:
     plan = planned({"micro_batch": 8, "eval_every": "0.5ep"}, checkpoint={"every": "7st", "keep": {"every": "1ep"}})
     assert plan.horizon == Horizon(20, 10)
     assert plan.every == {
@@ -50,19 +50,19 @@ def test_durations_become_steps_and_the_batch_is_dealt_to_ranks() -> None:
     assert plan.facts() == {"total_steps": 20, "steps_per_epoch": 10, "micro_batch": 8, "accumulation": 4}
 
 
-def test_the_micro_batch_is_that_of_a_shard() -> None:
-    """256 samples in 8 shards on 2 ranks: 4 passes of 32 on each."""
+def test_the_micro_batch_is_the_share_of_a_virtual_rank() -> None:
+    """256 samples, 8 virtual ranks on 2 ranks: 4 passes of 32 samples on each rank."""
     facts = planned({"global_batch": 256, "virtual_ranks": 8}).facts()
     assert (facts["micro_batch"], facts["accumulation"]) == (32, 4)
 
 
-def test_what_goes_by_the_clock_is_counted_nowhere() -> None:
+def test_wall_clock_durations_have_no_steps() -> None:
     plan = planned({"length": "1h", "eval_every": "10m"}, checkpoint={"every": "5m"})
     assert plan.horizon == Horizon(None, 10)
     assert plan.every == {"track.every": 10}
 
 
-def test_percent_are_of_the_whole_run() -> None:
+def test_percentages_refer_to_the_length_of_the_run() -> None:
     plan = planned({"eval_every": "25%"}, checkpoint={"every": "50%", "keep": {"every": "100%"}})
     shares = {"train.eval_every": 5, "checkpoint.every": 10, "checkpoint.keep.every": 20}
     assert plan.every == {"track.every": 10} | shares
@@ -72,17 +72,17 @@ def test_percent_are_of_the_whole_run() -> None:
         planned({"length": "50%"})
 
 
-def test_a_run_that_does_not_evaluate_has_no_cadence_of_evaluations() -> None:
+def test_a_run_without_evaluation_has_no_evaluation_cadence() -> None:
     assert "train.eval_every" not in planned({}, evaluates=False).every
 
 
-def test_epochs_of_data_without_a_length_are_refused_by_the_key_that_asks_for_them() -> None:
+def test_epochs_of_a_dataset_without_length_are_an_error_of_their_key() -> None:
     with pytest.raises(UsageError, match=r"train\.eval_every: 1ep needs the length of an epoch") as caught:
         in_steps("train.eval_every", Duration.parse("1ep"), Horizon(100, steps_per_epoch=None))
     assert "in steps" in caught.value.hints[0]
 
 
-def test_all_that_cannot_be_counted_is_noted_in_one_pass() -> None:
+def test_all_uncountable_durations_are_reported_at_once() -> None:
     noted: list[str] = []
 
     @contextmanager
@@ -98,7 +98,7 @@ def test_all_that_cannot_be_counted_is_noted_in_one_pass() -> None:
 
 
 @pytest.mark.parametrize(("length", "total"), [("2ep", 17), ("1.5ep", 15)])
-def test_whole_epochs_of_no_one_length_end_where_their_order_says(length: str, total: int) -> None:
+def test_whole_epochs_of_varying_length_end_at_the_steps_of_the_sampler(length: str, total: int) -> None:
     made = recipe({"length": length}, evaluates=False)
     plan = RunPlan.of(made, plan_batch(made.train, 2), 10, ends={1: 8, 2: 17}.get)
     assert plan is not None
@@ -124,7 +124,7 @@ def test_the_global_batch_does_not_depend_on_the_ranks(
     assert plan.micro_batch * plan.accumulation * plan.data_ranks == plan.global_batch == batch
 
 
-def test_without_a_micro_batch_each_rank_takes_its_share_at_once() -> None:
+def test_without_a_micro_batch_each_rank_processes_its_share_in_one_pass() -> None:
     plan = plan_batch(_train(global_batch=256), 4)
     assert (plan.micro_batch, plan.accumulation) == (64, 1)
     assert str(plan) == "256 per step = 64 per forward pass × 1 accumulation × 4 ranks"
@@ -164,7 +164,7 @@ def test_an_uneven_batch_is_refused_with_the_nearest_even_ones(
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 8), (2, 4), (4, 2)])
-def test_elastic_shards_fix_the_micro_batch_whatever_the_ranks(ranks: int, accumulation: int) -> None:
+def test_virtual_ranks_fix_the_micro_batch_for_any_number_of_ranks(ranks: int, accumulation: int) -> None:
     plan = plan_batch(_train(global_batch=64, micro_batch=8, virtual_ranks=4), ranks)
     assert (plan.micro_batch, plan.accumulation) == (8, accumulation)
     assert plan_batch(_train(global_batch=64, virtual_ranks=4), ranks).micro_batch == 16
@@ -183,7 +183,9 @@ def test_elastic_shards_fix_the_micro_batch_whatever_the_ranks(ranks: int, accum
         ),
     ],
 )
-def test_shards_that_do_not_fit_are_refused(values: dict[str, int], ranks: int, message: str, hint: str) -> None:
+def test_virtual_ranks_that_do_not_divide_are_refused(
+    values: dict[str, int], ranks: int, message: str, hint: str
+) -> None:
     with pytest.raises(RecipeError) as caught:
         plan_batch(_train(**values, virtual_ranks=4), ranks)
     (problem,) = caught.value.problems

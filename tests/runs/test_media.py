@@ -1,4 +1,4 @@
-"""What callbacks show is kept in the run's folder, whole and within bounds."""
+"""Media files of a run: images, histograms, texts and tables logged by callbacks."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_every_kind_has_its_file(tmp_path: Path) -> None:
+def test_every_kind_of_media_is_written_to_a_file(tmp_path: Path) -> None:
     files = started(tmp_path)
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     files.log_media(12, "samples/ema", image, "image")
@@ -39,12 +39,12 @@ def test_every_kind_has_its_file(tmp_path: Path) -> None:
     assert rows == [{"id": 3, "loss": None}, {"id": 4, "loss": 0.5}]
 
 
-def test_a_run_that_shows_nothing_has_no_folder(tmp_path: Path) -> None:
+def test_a_run_without_media_has_no_folder(tmp_path: Path) -> None:
     started(tmp_path).finish(state="done", summary={})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rewind_removes_what_later_steps_have_shown(tmp_path: Path) -> None:
+def test_a_rewind_removes_media_of_later_steps(tmp_path: Path) -> None:
     files = started(tmp_path)
     for step in (1, 2, 3):
         files.log_media(step, "x", "text", "text")
@@ -53,7 +53,7 @@ def test_a_rewind_removes_what_later_steps_have_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("resumed_at", "left"), [(None, 0), (0, 0), (1, 1), (5, 3)])
-def test_a_resume_removes_what_it_will_show_again(tmp_path: Path, resumed_at: int | None, left: int) -> None:
+def test_a_resume_removes_media_of_later_steps(tmp_path: Path, resumed_at: int | None, left: int) -> None:
     files = started(tmp_path)
     for step in (1, 2, 3):
         files.log_media(step, "x", "text", "text")
@@ -61,8 +61,8 @@ def test_a_resume_removes_what_it_will_show_again(tmp_path: Path, resumed_at: in
     assert len(names(tmp_path / "shown")) == left
 
 
-def test_the_oldest_go_where_all_together_take_more_than_they_may(tmp_path: Path) -> None:
-    """Two blocks of 4 KiB are allowed; files of earlier attempts count."""
+def test_the_oldest_media_are_removed_above_the_size_limit(tmp_path: Path) -> None:
+    """Uses a limit of two blocks of 4 KiB; files of earlier attempts count."""
     files = started(tmp_path, most=8192)
     for step in (1, 2):
         files.log_media(step, "a", "x", "text")
@@ -73,7 +73,7 @@ def test_the_oldest_go_where_all_together_take_more_than_they_may(tmp_path: Path
     assert names(tmp_path / "shown") == ["b/step-000000004.txt"]
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_media_file_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = started(tmp_path)
     files.log_media(1, "x", "old", "text")
 

@@ -1,4 +1,4 @@
-"""One evaluation set, or several with names: how recipes say it, and what is wrong with a mixture of both."""
+"""Evaluation sets: one without a name or several with names, and errors for a mixture."""
 
 import tomllib
 from collections.abc import Callable
@@ -28,7 +28,7 @@ BEST = "\n[checkpoint]\nkeep = {{ best = 1, monitor = {} }}\n"
 
 @pytest.fixture
 def several(valid: str) -> str:
-    """A recipe with two evaluation sets."""
+    """Returns a recipe with two evaluation sets."""
     return valid.replace('[data.eval]\nuse = "digits"\nsplit = "test"\n', TWO)
 
 
@@ -38,14 +38,14 @@ def refused(load: Load, text: str, *sets: str, **files: str) -> str:
     return render(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------- what is right
-def test_a_set_that_is_alone_has_no_name(load: Load) -> None:
+# ---------------------------------------------------------------------------------------------- valid recipes
+def test_a_single_set_has_no_name(load: Load) -> None:
     loaded = load()
     assert list(loaded.recipe.data.evaluations) == [""]
     assert ("data", "eval") in loaded.recipe.components()
 
 
-def test_tables_in_one_without_use_are_sets(load: Load, several: str) -> None:
+def test_tables_in_data_eval_without_use_are_sets(load: Load, several: str) -> None:
     recipe = load(several).recipe
     options = {name: component.options for name, component in recipe.data.evaluations.items()}
     assert options == {"clean": {"split": "test", "limit": None}, "seen": {"split": "train", "limit": 100}}
@@ -55,13 +55,13 @@ def test_tables_in_one_without_use_are_sets(load: Load, several: str) -> None:
     ]
 
 
-def test_tables_in_one_with_use_are_options(load: Load, valid: str) -> None:
-    """`labels` looks like a set, and [data.eval] has a `use`."""
+def test_tables_in_data_eval_with_use_are_options(load: Load, valid: str) -> None:
+    """`labels` looks like a set, but [data.eval] has a `use`."""
     recipe = load(valid, "data.eval={use = 'folder', root = '.', labels = {cat = 0, dog = 1}}").recipe
     assert recipe.data.evaluations[""].options["labels"] == {"cat": 0, "dog": 1}
 
 
-def test_the_resolved_recipe_is_the_same_again(load: Load, several: str, registry: Registry) -> None:
+def test_the_resolved_recipe_loads_as_an_equal_recipe(load: Load, several: str, registry: Registry) -> None:
     loaded = load(several)
     Path("resolved.toml").write_text(loaded.dumps(), encoding="utf-8")
     assert load_recipe("resolved.toml", registry=registry).recipe == loaded.recipe
@@ -69,36 +69,36 @@ def test_the_resolved_recipe_is_the_same_again(load: Load, several: str, registr
     assert str(loaded.origins["data", "eval", "seen", "limit"]) == "recipe.toml:19"
 
 
-def test_options_of_one_set_can_be_changed_from_outside(load: Load, several: str) -> None:
+def test_options_of_one_set_can_be_changed_on_the_command_line(load: Load, several: str) -> None:
     loaded = load(several, "data.eval.seen.limit=7", "~data.eval.clean")
     assert [(name, one.options["limit"]) for name, one in loaded.recipe.data.evaluations.items()] == [("seen", 7)]
 
 
-def test_a_set_that_names_another_component_loses_the_options_of_the_old_one(load: Load, several: str) -> None:
+def test_a_set_with_another_component_drops_the_options_of_the_old_one(load: Load, several: str) -> None:
     child = 'extends = "base.toml"\n[data.eval.seen]\nuse = "folder"\nroot = "."\n'
     loaded = load(child, base=several)
     assert loaded.tables["data"]["eval"]["seen"] == {"use": "folder", "root": ".", "pattern": "*.png"}
 
 
 @pytest.mark.parametrize("by", ["eval/clean/loss", "eval/seen/accuracy", "train/loss"])
-def test_the_best_checkpoint_is_judged_by_the_metric_of_one_set(load: Load, several: str, by: str) -> None:
+def test_the_best_checkpoint_can_use_a_metric_of_one_set(load: Load, several: str, by: str) -> None:
     assert load(several + BEST.format(f'"{by}"')).recipe.checkpoint.keep.monitor == by
 
 
-def test_sets_are_fixed_for_the_life_of_a_run(load: Load, several: str) -> None:
+def test_a_run_cannot_resume_with_changed_evaluation_sets(load: Load, several: str) -> None:
     old, new = load(several), load(several, "data.eval.seen.limit=7")
     assert [(change.path, change.policy) for change in recipe_changes(old.tables, new.tables)] == [
         ("data.eval.seen.limit", "fixed")
     ]
 
 
-def test_options_of_a_set_may_be_secret_and_what_it_uses_may_not(load: Load, several: str) -> None:
+def test_options_of_a_set_may_be_secret_but_its_component_may_not(load: Load, several: str) -> None:
     assert load(several, "data.eval.new={use='folder', root='${secret:HOME}'}")
     message = refused(load, several, "data.eval.new={use='${secret:HOME}'}")
     assert "`data.eval.new.use` cannot be a secret" in message
 
 
-# ---------------------------------------------------------------------------------------------- what is wrong
+# ---------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("sets", "complaint", "hint"),
     [
@@ -112,15 +112,13 @@ def test_options_of_a_set_may_be_secret_and_what_it_uses_may_not(load: Load, sev
         (["data.eval.use='digits'"], "unknown key `clean` in [data.eval]", 'unset = ["data.eval"]'),
     ],
 )
-def test_what_is_wrong_with_a_set_is_told_at_its_place(
-    load: Load, several: str, sets: list[str], complaint: str, hint: str
-) -> None:
+def test_an_error_in_a_set_names_its_key(load: Load, several: str, sets: list[str], complaint: str, hint: str) -> None:
     message = refused(load, several, *sets)
     assert complaint in message
     assert hint in message
 
 
-def test_one_set_is_not_several_because_a_recipe_that_extends_it_adds_one(load: Load, valid: str) -> None:
+def test_named_sets_cannot_be_added_to_a_base_with_a_single_set(load: Load, valid: str) -> None:
     message = refused(load, 'extends = "base.toml"\n' + TWO, base=valid)
     assert 'unknown key `clean` in [data.eval], which uses "digits"' in message
     assert 'unset = ["data.eval"]' in message
@@ -130,12 +128,12 @@ def test_one_set_is_not_several_because_a_recipe_that_extends_it_adds_one(load: 
 
 
 @pytest.mark.parametrize("by", ["eval/loss", "eval/dirty/loss", "eval/clean", "eval/clean/"])
-def test_what_is_best_must_be_judged_by_one_of_the_sets(load: Load, several: str, by: str) -> None:
+def test_monitor_must_name_one_of_the_sets(load: Load, several: str, by: str) -> None:
     message = refused(load, several + BEST.format(f'"{by}"'))
     assert "it must name one of the evaluation sets" in message
     assert "one of: eval/clean/" in message
 
 
-def test_an_example_of_what_to_judge_by_is_of_a_set(load: Load, several: str) -> None:
+def test_the_hint_for_a_missing_monitor_names_a_set(load: Load, several: str) -> None:
     message = refused(load, several + "\n[checkpoint]\nkeep = { best = 1 }\n")
     assert 'name the metric, e.g. monitor = "eval/clean/loss"' in message

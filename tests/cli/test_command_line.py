@@ -1,4 +1,4 @@
-"""The front door: light, helpful, and the same for every command."""
+"""The command line as a whole: imports, help, suggestions for mistyped commands, and entry points."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ HEAVY = {"accelerate", "numpy", "pydantic", "rich", "torch", "wandb"}
 
 
 def heavy_imports(code: str) -> set[str]:
-    """Which of the heavy packages a fresh interpreter has imported after `code`."""
+    """Returns the heavy packages that a new interpreter has imported after `code`."""
     script = f"import sys\n{code}\nprint(*{HEAVY} & set(sys.modules), file=sys.stderr)"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(ended.stderr.split())
@@ -36,12 +36,12 @@ with suppress(SystemExit):
 @pytest.mark.parametrize(
     "module", ["ddpforge", "ddpforge.errors", "ddpforge.interfaces", "ddpforge.components.registry"]
 )
-def test_what_a_plugin_author_imports_costs_nothing(module: str) -> None:
+def test_modules_for_plugins_import_nothing_heavy(module: str) -> None:
     assert heavy_imports(f"import {module}") == set()
 
 
-def test_the_functions_of_the_package_are_there_every_time() -> None:
-    """Importing what they are made of does not put a module in their place."""
+def test_submodules_do_not_shadow_the_functions_of_the_package() -> None:
+    """Checks that importing ddpforge.app.run does not replace the function ddpforge.run."""
     code = """
 import ddpforge
 before = ddpforge.run
@@ -69,7 +69,7 @@ def test_recipes_and_run_folders_are_read_without_torch(module: str, allowed: se
 
 # ---------------------------------------------------------------------------------------------- help
 def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
-    """The words that call each command, groups included."""
+    """Yields the words that call each command, including groups."""
     yield path
     for name in group.commands:
         context = click.Context(group)
@@ -91,7 +91,7 @@ def options_of(path: tuple[str, ...]) -> list[click.Option]:
 
 
 @pytest.mark.parametrize("path", [*commands(main)], ids=" ".join)
-def test_every_command_and_option_says_what_it_is_for(path: tuple[str, ...]) -> None:
+def test_every_command_and_option_has_a_help_text(path: tuple[str, ...]) -> None:
     for flag in ("--help", "-h"):
         shown = CliRunner().invoke(main, [*path, flag], prog_name="ddpforge")
         assert shown.exit_code == 0, shown.output
@@ -109,7 +109,7 @@ def test_every_command_and_option_says_what_it_is_for(path: tuple[str, ...]) -> 
         (["recipes", "copy"], "Did you mean 'cp'?"),
     ],
 )
-def test_what_was_mistyped_is_recognised(arguments: list[str], hint: str) -> None:
+def test_a_mistyped_word_gets_a_suggestion(arguments: list[str], hint: str) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert hint in result.stderr
@@ -147,20 +147,20 @@ def test_what_was_mistyped_is_recognised(arguments: list[str], hint: str) -> Non
         ),
     ],
 )
-def test_what_people_type_from_habit_is_answered(arguments: list[str], hint: str) -> None:
+def test_commands_of_other_tools_get_a_hint(arguments: list[str], hint: str) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert f"= help: {hint}" in result.stderr or hint in result.stderr.partition("= help: ")[2]
     assert "Did you mean" not in result.stderr
 
 
-def test_the_version_is_the_packages() -> None:
+def test_version_prints_the_version_of_the_package() -> None:
     assert CliRunner().invoke(main, ["--version"]).stdout == f"ddpforge, version {ddpforge.__version__}\n"
 
 
-# ---------------------------------------------------------------------------------------------- other doors
+# ---------------------------------------------------------------------------------------------- entry points
 def test_the_package_can_be_run_as_a_module_and_as_a_folder(tmp_path: Path) -> None:
-    """As a folder: what `accelerate launch ddpforge` makes of it. Its modules must not hide the library's."""
+    """Runs the folder as `accelerate launch ddpforge` does; its modules must not shadow the standard library."""
     folder = str(Path(ddpforge.__file__).parent)
     for door in (["-m", "ddpforge"], [folder]):
         command = [sys.executable, *door, "--version"]
