@@ -23,7 +23,7 @@ Save = Callable[[Path, int], object]
 
 
 def prune_too(folder: Path, step: int, *, background: bool = False) -> Path:
-    saving = checkpoints(folder, Peers.alone(), background=background, keep={"last": 1})
+    saving = checkpoints(folder, Peers.alone(), async_save=background, keep={"last": 1})
     checkpoint = checkpoint_of(step)
     saving.save(checkpoint, checkpoint.share)
     path = saving.wait()

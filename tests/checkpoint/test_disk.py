@@ -50,7 +50,7 @@ def test_a_save_reaches_the_disk_before_it_counts_and_counts_before_older_ones_g
 ) -> None:
     ends = iter(["aaaa", "bbbb"])
     monkeypatch.setattr("secrets.token_hex", lambda count: next(ends))
-    saving = checkpoints(folder, Peers.alone(), background=False, keep={"last": 1})
+    saving = checkpoints(folder, Peers.alone(), async_save=False, keep={"last": 1})
     saving.save(checkpoint_of(1), checkpoint_of(1).share)
     saving.wait()
     calls.clear()

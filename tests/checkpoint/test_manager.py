@@ -179,7 +179,7 @@ def test_of_what_all_ranks_hold_each_copies_only_what_it_writes(folder: Path, wr
 def test_without_a_background_the_live_tensors_are_written_before_save_returns(
     folder: Path, written: list[Held]
 ) -> None:
-    saving, weight = alone(folder, background=False), torch.ones(4, 5)
+    saving, weight = alone(folder, async_save=False), torch.ones(4, 5)
 
     saving.save(FACTS, RankState.of(CanonicalState({"w": weight}, {})))
 
@@ -194,7 +194,7 @@ def test_without_a_background_the_live_tensors_are_written_before_save_returns(
 def test_the_whole_model_is_there_as_one_file_where_the_recipe_asks_for_it(folder: Path, background: bool) -> None:
     found = {
         layout: sorted(
-            file.name for file in save(alone(folder, background=background, **settings), checkpoint).iterdir()
+            file.name for file in save(alone(folder, async_save=background, **settings), checkpoint).iterdir()
         )
         for layout, settings, checkpoint in (
             ("full", {"layout": "full"}, checkpoint_of(1)),
@@ -289,7 +289,7 @@ def test_what_goes_wrong_on_one_rank_is_known_to_all_when_they_wait_and_the_next
         return caught.value.message, saving.wait()
 
     monkeypatch.setattr(writer, "write_shard", fail)
-    first, second = on_each(folder, act, background=background)
+    first, second = on_each(folder, act, async_save=background)
 
     assert first == second
     message, path = first
@@ -305,7 +305,7 @@ def test_a_state_that_cannot_be_saved_on_one_rank_is_no_surprise_to_the_others(f
         saving.save(FACTS, RankState(model={}, callbacks={"mine": {"x": Part.whole(torch.ones(2)), "y": bad}}))
         saving.wait()
 
-    for result in on_each(folder, act, background=background):
+    for result in on_each(folder, act, async_save=background):
         assert isinstance(result, CheckpointError)
         assert result.message.startswith("rank 1: y in the state of callback mine cannot be saved: it is not dense")
     assert not list(folder.iterdir())
@@ -414,7 +414,7 @@ def test_nobody_waits_until_an_old_checkpoint_is_gone_but_the_next_save(
         real(path)
 
     monkeypatch.setattr(disk, "remove", slowly)
-    saving = alone(folder, keep={"last": 1}, background=False)
+    saving = alone(folder, keep={"last": 1}, async_save=False)
     first, second = (save(saving, checkpoint_of(step)) for step in (1, 2))
     hidden = folder / f".trash-{first.name}"
 
@@ -764,7 +764,7 @@ def test_a_rank_whose_disk_hangs_is_given_up_by_all_and_named(
     checkpoint = checkpoint_of(3)
 
     def act(peers: Peers) -> Path:
-        saving = checkpoints(folder, looking(peers), background=background)
+        saving = checkpoints(folder, looking(peers), async_save=background)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
 
@@ -804,7 +804,7 @@ def test_a_disk_that_is_slow_however_slow_is_waited_for(
             return everyone(value)
 
         peers.ranks.everyone = talk  # type: ignore[method-assign]
-        saving = checkpoints(folder, looking(peers), background=False)
+        saving = checkpoints(folder, looking(peers), async_save=False)
         saving.save(checkpoint, share_of(checkpoint, peers.rank, 2))
         return saving.wait()
 

@@ -38,7 +38,7 @@ def save(folder: Path, step: int, layout: str) -> list[Any]:
     """What saving and pruning returns or raises on each of two ranks."""
 
     def act(peers: Peers) -> Path:
-        saving = checkpoints(folder, peers, layout=layout, background=False, keep={"last": 1})
+        saving = checkpoints(folder, peers, layout=layout, async_save=False, keep={"last": 1})
         saving.save(larger(step), share_of(larger(step), peers.rank, 2))
         return saving.wait()
 

@@ -180,7 +180,7 @@ def test_nothing_is_reserved_while_a_copy_is_used_nor_where_there_are_none(
 ) -> None:
     names, rank_state = state()
     cuda = Cuda(monkeypatch, names)
-    checkpoints(folder, Peers.alone(), background=False).reserve(rank_state)
+    checkpoints(folder, Peers.alone(), async_save=False).reserve(rank_state)
     saving = checkpoints(folder, Peers.alone())
     saving.save(FACTS, rank_state)
     saving.reserve(rank_state)

@@ -391,7 +391,11 @@ class Smoothed(nn.Module):
     ("build", "options", "said"),
     [
         (Outside, {}, r"`matmul` uses parameter `blocks.0.0.weight` where this rank has a part of it"),
-        (Smoothed, {"tensor": 2, "loss_parallel": True}, r"`cross_entropy` mixes whole tensors with one .*vocabulary"),
+        (
+            Smoothed,
+            {"tensor": 2, "loss_parallel": True},
+            r"`cross_entropy` mixes whole tensors with one .*loss_parallel",
+        ),
     ],
 )
 def test_tensors_in_parts_where_whole_ones_are_needed_are_refused_by_name(
