@@ -112,6 +112,7 @@ RUN = {
         },
         swaps=TWO,
     ),
+    "upgrade": Page(files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}),
     "use-a-model": Page(("digits", "gan", "diffusion")),
     "which-parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
     "write-a-plugin": Page(),

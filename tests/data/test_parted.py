@@ -201,9 +201,7 @@ def test_a_part_that_is_shorter_than_it_says_is_named() -> None:
         def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
             return iter([(part, place) for place in range(skip, min(5, self.shard_sizes[part]))])
 
-    with pytest.raises(
-        PluginError, match="part 1 of Short ended before its sample 5, but by `shard_sizes` it has 9"
-    ):
+    with pytest.raises(PluginError, match="part 1 of Short ended before its sample 5, but by `shard_sizes` it has 9"):
         steps(Short([5, 9], interleave=(1, 1)), 1, 1, 1, batch=14)
 
 

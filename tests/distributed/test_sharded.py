@@ -131,6 +131,6 @@ def test_a_strategy_that_does_not_keep_its_contract_is_found(bench: Bench) -> No
 def test_the_recipes_timeout_holds_in_every_group_of_ranks(bench: Bench, strategy: str) -> None:
     """Also in those that FSDP forms for replicas and DeepSpeed for itself, where torch would wait for 30 minutes."""
     timeouts = '[callbacks.timeouts]\nuse = "./parts.py:ShowTimeouts"'
-    bench("run", strategy, length="6st", train='timeout = "7m"', more=timeouts)
+    bench("run", strategy, length="6st", train='collective_timeout = "7m"', more=timeouts)
     waits = json.loads((bench.folder / "timeouts.json").read_text())
     assert set(waits) == {420.0}

@@ -73,7 +73,7 @@ def test_only_what_a_glob_names_is_exported(folder: Path, tmp_path: Path) -> Non
     fewer = export(checkpoint, tmp_path / "fewer.safetensors", only=["a"])
     with safe_open(fewer.file, framework="pt") as file:
         assert "other" not in file.metadata()
-    with pytest.raises(UsageError, match="--only v matches no tensor") as caught:
+    with pytest.raises(UsageError, match="--include v matches no tensor") as caught:
         export(checkpoint, tmp_path / "none.safetensors", only=["a", "v"])
     assert "near it are" in caught.value.hints[0]
 

@@ -216,7 +216,7 @@ def test_the_recipes_timeout_holds_until_all_have_told(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "rendezvous", rendezvous)
     with pytest.raises(RuntimeError, match="nobody came"):
-        join.join(train(device="cpu", timeout="7m"), DDP())
+        join.join(train(device="cpu", collective_timeout="7m"), DDP())
     assert waits == [timedelta(minutes=7)]
 
 

@@ -22,7 +22,7 @@ def test_hosts_that_are_loopback_to_themselves_find_each_other(hosts: Hosts) -> 
         host.resolves_itself_to("127.0.1.1")
 
     def talk(rank: int) -> tuple[str | None, float]:
-        world = set_up(DDP(), timeout="20s")
+        world = set_up(DDP(), collective_timeout="20s")
         return os.environ.get(GLOO), world.global_ranks.all_reduce_sum(torch.tensor(1.0 + rank)).item()
 
     assert hosts.in_ranks("ab", talk) == [("eth0", 3.0)] * 2

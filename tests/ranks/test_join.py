@@ -278,7 +278,7 @@ def test_a_port_that_is_closed_between_nodes_is_named(monkeypatch: pytest.Monkey
         def rank(_: int) -> str:
             os.environ.update(environment)
             try:
-                join.join(train(timeout="1s"), DDP())
+                join.join(train(collective_timeout="1s"), DDP())
             except SetupError as error:
                 return " | ".join([error.message, *error.hints])
             return ""

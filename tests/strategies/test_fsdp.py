@@ -60,12 +60,12 @@ MINE = [slice(0, 2), slice(2, 3)]  # of three elements over two ranks
 
 # ---------------------------------------------------------------------------------------------- the step
 @pytest.mark.parametrize(("clip", "share"), [(None, 1.0), (3.5, 0.5), (20.0, 1.0)])
-@pytest.mark.parametrize("accumulate", ["shards", "whole"])
+@pytest.mark.parametrize("no_sync", [False, True])
 def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_shards(
-    accumulate: Any, clip: float | None, share: float
+    no_sync: bool, clip: float | None, share: float
 ) -> None:
     def rank(number: int) -> Any:
-        training = Training(FSDP(accumulate=accumulate), Dot, clip_norm=clip)
+        training = Training(FSDP(no_sync=no_sync), Dot, clip_norm=clip)
         one, other = torch.tensor([4.0, 0.0, 6.0]) * number, torch.tensor([0.0, 6.0, 6.0]) * number
         return [(training.step(one, other), training.weights()["w"]) for _ in range(2)]
 
@@ -76,10 +76,10 @@ def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_shards(
             assert weights == pytest.approx(whole[MINE[number]], rel=1e-5)
 
 
-@pytest.mark.parametrize("accumulate", ["shards", "whole"])
-def test_replicas_of_shards_take_the_mean_over_all_ranks_and_count_each_element_once(accumulate: Any) -> None:
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_replicas_of_shards_take_the_mean_over_all_ranks_and_count_each_element_once(no_sync: bool) -> None:
     def rank(number: int) -> Any:
-        strategy = FSDP(replicas=2, accumulate=accumulate)
+        strategy = FSDP(replicas=2, no_sync=no_sync)
         training = Training(strategy, Dot, clip_norm=3.5)
         x = torch.tensor([2.0, 3.0, 6.0]) * number / 3
         norms = [training.step(x, x) for _ in range(2)]
@@ -632,9 +632,9 @@ def test_what_is_not_sharded_is_not_taken_for_it() -> None:
         ({"replicas": 2}, {}, 1, "cpu", "strategy.replicas", "remove it"),
         ({"cpu_offload": True}, {}, 2, "cpu", "strategy.cpu_offload", "remove strategy.cpu_offload"),
         ({"cpu_offload": True}, {}, 2, "cuda", None, ""),
-        ({"gather": "compute"}, {}, 2, "cpu", "strategy.all_gather_dtype", 'set train.precision = "bf16"'),
-        ({"gather": "compute"}, {"precision": "bf16"}, 2, "cpu", None, ""),
-        ({"gather": "compute"}, {"precision": "fp16"}, 2, "cpu", None, ""),
+        ({"all_gather_dtype": "compute"}, {}, 2, "cpu", "strategy.all_gather_dtype", 'set train.precision = "bf16"'),
+        ({"all_gather_dtype": "compute"}, {"precision": "bf16"}, 2, "cpu", None, ""),
+        ({"all_gather_dtype": "compute"}, {"precision": "fp16"}, 2, "cpu", None, ""),
         ({}, {"compile": "reduce-overhead"}, 2, "cuda", "train.compile", 'set train.compile = "default"'),
         ({}, {"compile": "default"}, 2, "cuda", None, ""),
         ({}, {"compile": "reduce-overhead"}, 2, "cpu", None, ""),
@@ -662,7 +662,7 @@ def test_the_contract_says_how_many_copies_there_are_and_where_gradients_add_up(
 def test_the_recipes_timeout_holds_in_every_group_of_ranks(replicas: int) -> None:
     def rank(number: int) -> Any:
         strategy = FSDP(replicas=replicas)
-        set_up(strategy, timeout="7m")
+        set_up(strategy, collective_timeout="7m")
         groups = strategy.mesh.get_all_groups()
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 

@@ -227,7 +227,7 @@ def test_random_numbers_are_the_same_on_ranks_where_activations_are_and_others_w
     """Of each rank: what attention's heads drop, and what the residual stream drops."""
 
     def draws(sequence: bool) -> Any:
-        run = Run(FSDP(tensor=2, sequence=sequence), sizes={"dropout": 0.5})
+        run = Run(FSDP(tensor=2, sequence_parallel=sequence), sizes={"dropout": 0.5})
         block: Any = run.model.get_submodule("blocks.0")
         seen: list[list[float]] = [[], []]
 

@@ -394,7 +394,7 @@ class Smoothed(nn.Module):
         (
             Smoothed,
             {"tensor": 2, "loss_parallel": True},
-            r"`cross_entropy` mixes whole tensors with a tensor .*vocabulary",
+            r"`cross_entropy` mixes whole tensors with a tensor .*loss_parallel",
         ),
     ],
 )

@@ -77,7 +77,7 @@ def chosen_with(
     train: TrainSection, *, ranks: int = 1, device: str = "cpu", recipe: Mapping[str, Any] | None = None, **more: Any
 ) -> Chosen:
     """A stand-in for what is chosen, with one `[train]`, for checks that read little else."""
-    sections: Any = {"optimizer": SimpleNamespace(turns={}, groups={}, use="sgd"), **(recipe or {})}
+    sections: Any = {"optimizer": SimpleNamespace(updates={}, groups={}, use="sgd"), **(recipe or {})}
     stand_in = SimpleNamespace(train=train, **sections)
     return SimpleNamespace(  # type: ignore[return-value]
         recipe=stand_in, data_ranks=ranks, ranks=ranks, device=device, trains=True, **more
