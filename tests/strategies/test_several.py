@@ -179,7 +179,7 @@ def collected(training: Training) -> Any:
 
     model = {name: full(value) for name, value in state.model.items()}
     optimizer = {name: {key: full(value) for key, value in entry.items()} for name, entry in state.optimizer.items()}
-    return replace(state, model=copied(model), optimizer=copied(optimizer), shared=copied(state.extra_state))
+    return replace(state, model=copied(model), optimizer=copied(optimizer), extra_state=copied(state.extra_state))
 
 
 def copied(state: Any) -> Any:

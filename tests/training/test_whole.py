@@ -397,7 +397,7 @@ def kept(*, build: Callable[[], nn.Module] = lambda: Net(nn.GELU()), trains: boo
     """What is kept of parts, of a strategy that cuts layers."""
     model = build()
     off = SimpleNamespace(compile="off", fp8="off")
-    given = {"turns": {}, "beside": {}, "task": Squares(), "train": off} | parts
+    given = {"updates": {}, "auxiliary": {}, "task": Squares(), "train": off} | parts
     recipe = SimpleNamespace(train=given.pop("train"))
     found = SimpleNamespace(model=model, size=count_parameters(model), recipe=recipe, trains=trains, **given)
     alone = SingleRank()
