@@ -1,4 +1,4 @@
-"""Which samples a rank sees: order, dealing, uneven ends, seeds, streams."""
+"""Samples of each rank: order, assignment to ranks, uneven ends, seeds, streams."""
 
 import os
 import random
@@ -24,7 +24,7 @@ from ddpforge.interfaces import BatchSampler
 
 
 class Numbers:
-    """The sample at index i is i."""
+    """Dataset whose sample at index i is i."""
 
     random = False
 
@@ -39,7 +39,7 @@ class Numbers:
 
 
 class Draws(Numbers):
-    """Each sample is what python, numpy and torch draw while it is fetched."""
+    """Dataset whose samples contain random numbers of python, numpy and torch."""
 
     random = True
 
@@ -48,7 +48,7 @@ class Draws(Numbers):
 
 
 class NumberStream:
-    """The same numbers, without a length."""
+    """Stream of the same numbers, without a length."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -82,7 +82,7 @@ def ids(micro: MicroBatch) -> list[int]:
 
 
 def steps(batches: Batches, number: int, start: int = 0) -> list[list[int]]:
-    """The samples of the first steps, one list per step."""
+    """Returns the samples of the first steps, one list per step."""
     source, found = batches.training(start), []
     for _ in range(number):
         step: list[int] = []
@@ -95,11 +95,11 @@ def steps(batches: Batches, number: int, start: int = 0) -> list[list[int]]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- elastic shards
+# ---------------------------------------------------------------------------------------------- virtual ranks
 @pytest.mark.parametrize("dataset", [Numbers, NumberStream, Draws])
 @pytest.mark.parametrize("samples", [48, 29, 13])
-def test_elastic_shards_are_dealt_what_so_many_ranks_would_be(dataset: type, samples: int) -> None:
-    """Micro-batch by micro-batch: the same samples, the same seeds, also where an epoch ends raggedly."""
+def test_virtual_ranks_receive_the_samples_of_as_many_real_ranks(dataset: type, samples: int) -> None:
+    """Compares each micro-batch: the same samples and seeds, even at the uneven end of an epoch."""
 
     def micro_batches(rank: int, ranks: int) -> list[str]:
         source = deal(dataset(samples), rank=rank, ranks=ranks, batch=12, micro=2, elastic=4).training(0)
@@ -115,7 +115,7 @@ def test_elastic_shards_are_dealt_what_so_many_ranks_would_be(dataset: type, sam
     assert micro_batches(0, 1) == four
 
 
-def test_without_elastic_shards_every_rank_is_one() -> None:
+def test_without_virtual_ranks_every_rank_is_one_virtual_rank() -> None:
     source = deal(Numbers(12), rank=2, ranks=3, batch=12, micro=2).training(0)
     assert [(micro.shard, micro.number, micro.last) for micro in (next(source), next(source))] == [
         (2, 0, False),
@@ -135,14 +135,14 @@ def test_an_epoch_is_a_permutation(samples: int) -> None:
     assert sorted(order(samples)) == list(range(samples))
 
 
-def test_every_epoch_and_every_seed_has_its_own_order() -> None:
+def test_every_epoch_and_every_seed_has_a_different_order() -> None:
     orders = [order(1000, epoch, seed) for epoch in range(3) for seed in range(3)]
     matches = [sum(a == b for a, b in zip(x, y, strict=True)) for i, x in enumerate(orders) for y in orders[:i]]
     assert max(matches) < 10  # two independent permutations agree in one place on average
 
 
 def test_the_order_is_as_uniform_as_a_fair_shuffle() -> None:
-    """Chi-squared of place x sample over 2,000 epochs of 12: mean 121, standard deviation 15.6."""
+    """Computes chi-squared of place x sample over 2,000 epochs of 12: mean 121, standard deviation 15.6."""
     counts = np.zeros((12, 12))
     for epoch in range(2000):
         counts[np.arange(12), order(12, epoch)] += 1
@@ -156,7 +156,7 @@ def test_a_place_far_into_a_huge_dataset_costs_no_memory() -> None:
 
 
 def test_the_order_is_pinned() -> None:
-    """A checkpoint of today must continue with the same samples under any later version."""
+    """Checkpoints of today must continue with the same samples under any later version."""
     assert order(10, epoch=0, seed=0) == [1, 5, 2, 7, 6, 8, 4, 9, 0, 3]
     assert order(10, epoch=1, seed=0) == [4, 8, 1, 6, 0, 7, 9, 2, 3, 5]
     assert [order(2, epoch)[0] for epoch in range(12)] == [0, 0, 0, 1, 0, 1, 0, 1, 1, 1, 0, 1]
@@ -164,11 +164,11 @@ def test_the_order_is_pinned() -> None:
     assert mix(1, 2, 3) == 7510213797696614745
 
 
-# ---------------------------------------------------------------------------------------------- dealing
+# ---------------------------------------------------------------------------------------------- assignment
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("samples", [1, 2, 5, 11, 12, 24])
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_every_sample_is_dealt_once_and_every_rank_makes_as_many_passes(samples: int, ranks: int, micro: int) -> None:
+def test_every_sample_is_assigned_once_and_ranks_have_equally_many_passes(samples: int, ranks: int, micro: int) -> None:
     hands = [RankShare(rank, ranks, micro).deal(samples) for rank in range(ranks)]
 
     assert [place for hand in hands for part in hand for place in part] == list(range(samples))
@@ -181,14 +181,14 @@ def test_a_full_step_has_equal_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 24])
-def test_the_number_of_ranks_does_not_change_what_a_step_trains_on(ranks: int) -> None:
+def test_the_number_of_ranks_does_not_change_the_samples_of_a_step(ranks: int) -> None:
     alone = steps(deal(Numbers(100), batch=24, micro=24), 12)
     hands = [steps(deal(Numbers(100), rank=r, ranks=ranks, batch=24, micro=1), 12) for r in range(ranks)]
     assert [sum((hand[step] for hand in hands), []) for step in range(12)] == alone
-    assert [len(step) for step in alone[:5]] == [24, 24, 24, 24, 4]  # the ragged end is trained on, not padded
+    assert [len(step) for step in alone[:5]] == [24, 24, 24, 24, 4]  # the uneven end is trained on, not padded
 
 
-def test_two_epochs_hold_every_sample_once_each_in_different_orders() -> None:
+def test_two_epochs_have_every_sample_once_in_different_orders() -> None:
     """Trap 18."""
     found = steps(deal(Numbers(16), batch=4, micro=4), 8)
     first, second = sum(found[:4], []), sum(found[4:], [])
@@ -196,14 +196,14 @@ def test_two_epochs_hold_every_sample_once_each_in_different_orders() -> None:
     assert first != second
 
 
-def test_drop_leaves_the_incomplete_step_out() -> None:
+def test_drop_last_skips_the_incomplete_step() -> None:
     batches = deal(Numbers(10), batch=4, micro=4, drop_last=True)
     assert batches.steps_per_epoch == 2
     assert [len(step) for step in steps(batches, 4)] == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("start", [1, 3, 4, 5, 9, 23, 1000])
-def test_a_resume_in_mid_epoch_repeats_and_misses_nothing(start: int) -> None:
+def test_a_resume_in_mid_epoch_neither_repeats_nor_skips_samples(start: int) -> None:
     """Trap 08."""
     batches = deal(Numbers(24), rank=1, ranks=2, batch=5, micro=2)
     assert steps(batches, 4, start=start) == steps(batches, start + 4)[start:]
@@ -223,8 +223,8 @@ def test_a_step_may_be_larger_than_a_block() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("samples", [1, 3, 10, 11])
-def test_evaluation_sees_every_sample_once_in_order(samples: int, ranks: int) -> None:
-    """Traps 03 and 12: no padding, no duplicates, equally many forward passes on every rank."""
+def test_an_evaluation_has_every_sample_once_in_order(samples: int, ranks: int) -> None:
+    """Traps 03 and 12: no padding, no duplicates, and the same number of forward passes on every rank."""
     hands = []
     for rank in range(ranks):
         batches = deal(Numbers(samples), rank=rank, ranks=ranks, batch=2 * ranks, micro=2, shuffle=False)
@@ -233,7 +233,7 @@ def test_evaluation_sees_every_sample_once_in_order(samples: int, ranks: int) ->
     assert len({len(hand) for hand in hands}) == 1
 
 
-def test_a_rank_with_nothing_left_gets_a_real_sample_that_counts_zero() -> None:
+def test_a_rank_without_samples_left_gets_a_padding_sample() -> None:
     batches = deal(Numbers(5), rank=0, ranks=2, batch=4, micro=2)
     source = batches.training(1)
     micro = next(source)  # the epoch's last step: one sample for two ranks
@@ -241,7 +241,7 @@ def test_a_rank_with_nothing_left_gets_a_real_sample_that_counts_zero() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- fetching
-def test_a_batched_fetch_is_asked_once_per_micro_batch() -> None:
+def test_a_batched_fetch_is_called_once_per_micro_batch() -> None:
     class Batched(Numbers):
         calls: ClassVar[list[list[int]]] = []
 
@@ -259,7 +259,7 @@ def test_a_batched_fetch_is_asked_once_per_micro_batch() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmentation_depends_on_the_sample_alone(workers: int) -> None:
-    """Trap 10: draws differ between samples, and neither ranks, loader processes nor a resume change them."""
+    """Trap 10: random numbers differ between samples, and neither ranks, loader processes nor a resume change them."""
 
     def draws(rank: int, ranks: int, start: int = 0) -> dict[int, tuple[float, float, float]]:
         batches = deal(Draws(12), rank=rank, ranks=ranks, batch=12, micro=2, workers=workers)
@@ -295,7 +295,7 @@ def test_a_stream_yields_every_sample_once_over_ranks_and_loader_processes(ranks
     assert Counter(i for hand in hands for step in hand for i in step) == Counter(range(10))
 
 
-def test_a_stream_begins_again_and_can_be_resumed() -> None:
+def test_a_stream_restarts_after_its_end_and_can_be_resumed() -> None:
     batches = deal(NumberStream(7), batch=3, micro=2)
     found = steps(batches, 6)
     assert found == [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2], [3, 4, 5], [6]]
@@ -309,7 +309,7 @@ def test_a_stream_is_evaluated_once() -> None:
 
 
 class Torchs(IterableDataset[int]):
-    """torch's own base class, which has a `__getitem__` that raises; deals itself out where it can."""
+    """Stream with torch's base class, whose `__getitem__` raises. Splits itself between loader processes."""
 
     def __iter__(self) -> Iterator[int]:
         worker = get_worker_info()
@@ -317,7 +317,7 @@ class Torchs(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_iterable_datasets_are_streams_that_do_not_deal_themselves_out(workers: int) -> None:
+def test_torch_iterable_datasets_are_streams_that_do_not_split_themselves(workers: int) -> None:
     hands = [steps(deal(Torchs(), rank=rank, ranks=2, batch=2, micro=1, workers=workers), 5) for rank in range(2)]
     assert Counter(i for hand in hands for step in hand for i in step) == Counter(range(10))
 
@@ -339,7 +339,7 @@ def test_a_stream_can_be_iterated_and_not_indexed(data: Any, expected: bool) -> 
     assert is_stream(data) is expected
 
 
-def test_no_states_of_generators_are_kept_for_a_stream_that_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rng_state_is_not_kept_for_a_stream_that_is_not_random(monkeypatch: pytest.MonkeyPatch) -> None:
     class Quiet(NumberStream):
         random = False
 
@@ -350,7 +350,7 @@ def test_no_states_of_generators_are_kept_for_a_stream_that_draws_nothing(monkey
 
 
 class Shuffled(NumberStream):
-    """Shuffles with python's, numpy's or torch's global generator; collating draws as well."""
+    """Stream that shuffles with the global generator of python, numpy or torch. Collating draws random numbers, too."""
 
     def __init__(self, samples: int, how: str) -> None:
         super().__init__(samples)
@@ -371,14 +371,14 @@ class Shuffled(NumberStream):
 
 
 class Rolls(NumberStream):
-    """Each sample is what python draws while it is read."""
+    """Stream whose samples are random numbers of python."""
 
     def __iter__(self) -> Iterator[float]:  # type: ignore[override]
         return (random.random() for _ in range(self.samples))
 
 
 class Collates(NumberStream):
-    """Draws where batches are made of its samples, not in its samples."""
+    """Stream whose `collate` draws random numbers."""
 
     def collate(self, samples: list[int]) -> tuple[list[int], float]:
         return samples, random.random()
@@ -386,8 +386,8 @@ class Collates(NumberStream):
 
 @pytest.mark.parametrize("how", ["python", "numpy", "torch"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_draws_the_same_numbers_on_every_rank(how: str, workers: int) -> None:
-    """Ten samples in steps of 2, twice over: whatever the ranks collate and compute in between."""
+def test_a_stream_has_the_same_random_numbers_on_every_rank(how: str, workers: int) -> None:
+    """Reads ten samples twice in steps of 2, while ranks collate and compute in between."""
 
     def read(rank: int, ranks: int, start: int = 0) -> list[list[int]]:
         source = deal(Shuffled(10, how), rank=rank, ranks=ranks, batch=2, micro=1, workers=workers).training(start)
@@ -410,20 +410,20 @@ def test_a_stream_draws_the_same_numbers_on_every_rank(how: str, workers: int) -
         assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
 
 
-def test_a_resumed_stream_draws_for_its_batches_what_it_would_have_drawn() -> None:
+def test_a_resumed_stream_has_the_same_random_numbers_in_collate() -> None:
     source = deal(Shuffled(10, "python"), batch=2, micro=2)
     straight = [one.data[1] for one in islice(source.training(0), 8)]
     assert [one.data[1] for one in islice(source.training(3), 5)] == straight[3:]
     assert len(set(straight)) == 8
 
 
-def test_a_stream_leaves_an_incomplete_step_out_where_it_should() -> None:
+def test_drop_last_skips_the_incomplete_step_of_a_stream() -> None:
     batches = deal(NumberStream(7), batch=3, micro=3, drop_last=True)
     assert steps(batches, 4) == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]
 
 
-def test_what_was_read_of_a_stream_is_told_apart() -> None:
-    """Equal as long as the first samples of steps are, whoever reads; different from then on."""
+def test_different_streams_have_different_read_fingerprints() -> None:
+    """Fingerprints are equal on all ranks as long as the first samples of steps are, and different from then on."""
 
     class Swapped(NumberStream):
         def __iter__(self) -> Iterator[int]:
@@ -440,26 +440,26 @@ def test_what_was_read_of_a_stream_is_told_apart() -> None:
     assert next(deal(Numbers(4), batch=2, micro=2).training(0)).read == 0
 
 
-def test_what_was_read_of_a_stream_is_never_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which stands for data that is no stream, and is compared with nothing."""
+def test_the_read_fingerprint_of_a_stream_is_never_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero is the fingerprint of data that is not a stream, and is not compared."""
     monkeypatch.setattr("ddpforge.data.streams.digest", lambda nest: "0" * 64)
     assert next(deal(NumberStream(4), batch=2, micro=2).training(0)).read == 1
 
 
 class Batched(Draws):
-    """Fetches batches, and draws for each."""
+    """Dataset that fetches batches, and draws random numbers for each."""
 
     def __getitems__(self, ids: list[int]) -> list[float]:
         return [random.random() for _ in ids]
 
 
-def test_every_epoch_augments_batches_anew() -> None:
+def test_every_epoch_augments_batches_differently() -> None:
     draws = [one.data.tolist() for one in islice(deal(Batched(4), batch=4, micro=4, shuffle=False).training(0), 2)]
     assert draws[0] != draws[1]
 
 
 @pytest.mark.parametrize("data", [Draws(4), Batched(4), Rolls(4), Collates(4)], ids=lambda d: type(d).__name__)
-def test_every_seed_of_a_run_draws_other_numbers_and_every_step_too(data: Any) -> None:
+def test_every_seed_and_every_step_has_different_random_numbers(data: Any) -> None:
     def draws(seed: int) -> list[str]:
         source = deal(data, batch=2, micro=2, shuffle=False, seed=seed).training(0)
         return [repr(one.data) for one in islice(source, 6)]
@@ -468,8 +468,8 @@ def test_every_seed_of_a_run_draws_other_numbers_and_every_step_too(data: Any) -
     assert len(set(draws(1) + draws(2))) == 12
 
 
-def test_every_micro_batch_of_a_step_of_a_stream_draws_other_numbers() -> None:
-    """On every rank, also the stand-ins of ranks that have nothing left."""
+def test_every_micro_batch_of_a_stream_has_different_random_numbers() -> None:
+    """Wrapper on every rank, and for padding samples."""
     found = [
         [one.data[1] for one in islice(deal(Collates(4), rank=rank, ranks=2, batch=4, micro=1).training(0), 4)]
         for rank in (0, 1)
@@ -477,8 +477,8 @@ def test_every_micro_batch_of_a_step_of_a_stream_draws_other_numbers() -> None:
     assert len({draw for rank in found for draw in rank}) == 8
 
 
-class TellsEpochs(Numbers):
-    """Every sample is the epoch it was fetched in."""
+class EpochNumbers(Numbers):
+    """Dataset whose samples are the current epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -488,14 +488,14 @@ class TellsEpochs(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_is_told_the_epoch_of_what_is_fetched(workers: int) -> None:
-    batches = deal(TellsEpochs(4), batch=2, micro=2, workers=workers)
+def test_set_epoch_is_called_before_samples_of_an_epoch_are_fetched(workers: int) -> None:
+    batches = deal(EpochNumbers(4), batch=2, micro=2, workers=workers)
     assert steps(batches, 6) == [[0, 0], [0, 0], [1, 1], [1, 1], [2, 2], [2, 2]]
     assert steps(batches, 2, start=3) == [[1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_is_told_the_epoch_before_each_pass(workers: int) -> None:
+def test_set_epoch_of_a_stream_is_called_before_each_pass(workers: int) -> None:
     class Tells(NumberStream):
         def set_epoch(self, epoch: int) -> None:
             self.epoch = epoch
@@ -509,8 +509,8 @@ def test_a_stream_is_told_the_epoch_before_each_pass(workers: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- refusals, transfer
-class Holds(NumberStream):
-    """A stream that reads another object."""
+class Wrapper(NumberStream):
+    """Stream that reads another object."""
 
     def __init__(self, inner: Any) -> None:
         self.parts = {"source": [inner]}
@@ -523,18 +523,18 @@ class Holds(NumberStream):
     ("wrap", "said"),
     [
         (lambda loader: loader, "^a DataLoader is a loader, not a dataset"),
-        (Holds, "^a DataLoader, which Holds reads, is a loader, not a dataset"),
-        (lambda loader: Holds(Holds(loader)), "^a DataLoader, which Holds reads, is a loader"),
+        (Wrapper, "^a DataLoader, which Wrapper reads, is a loader, not a dataset"),
+        (lambda loader: Wrapper(Wrapper(loader)), "^a DataLoader, which Wrapper reads, is a loader"),
     ],
 )
-def test_a_loader_is_no_dataset_not_even_inside_one(wrap: Any, said: str) -> None:
+def test_a_loader_is_refused_as_a_dataset_even_inside_another(wrap: Any, said: str) -> None:
     loader: Any = DataLoader(Numbers(16), batch_size=2, shuffle=True)  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=said):
         deal(wrap(loader), batch=2, micro=2)
 
 
-def test_a_loader_is_looked_for_in_eight_objects_one_within_the_other_and_in_the_first_of_a_list() -> None:
-    """A list of samples may be long, and an object may hold itself."""
+def test_loaders_are_searched_eight_objects_deep_and_in_the_first_items_of_a_list() -> None:
+    """Limits the search, because a list of samples may be long, and an object may contain itself."""
     loader: Any = DataLoader(Numbers(4))  # type: ignore[arg-type]
 
     def within(depth: int) -> Any:
@@ -555,7 +555,7 @@ def test_a_loader_is_looked_for_in_eight_objects_one_within_the_other_and_in_the
     assert loader_in(own) is None
 
 
-def test_what_is_no_dataset_is_refused() -> None:
+def test_an_object_that_is_not_a_dataset_is_refused() -> None:
     with pytest.raises(PluginError, match="object is not a dataset"):
         deal(object(), batch=1, micro=1)
 
@@ -565,26 +565,26 @@ def test_a_dataset_smaller_than_a_dropped_batch_is_refused() -> None:
         deal(Numbers(3), batch=4, micro=4, drop_last=True)
 
 
-def test_an_empty_dataset_is_called_empty() -> None:
+def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(PluginError, match="Numbers is empty: it has no samples"):
         deal(Numbers(0), batch=4, micro=4)
 
 
-def test_an_empty_stream_is_refused_instead_of_searched_for_ever() -> None:
+def test_an_empty_stream_is_refused() -> None:
     with pytest.raises(PluginError, match="NumberStream yields no sample"):
         next(deal(NumberStream(0), batch=2, micro=2).training(0))
     with pytest.raises(PluginError, match="NumberStream yields less than one batch"):
         next(deal(NumberStream(1), batch=2, micro=2, drop_last=True).training(0))
 
 
-def test_an_evaluation_of_no_sample_is_refused() -> None:
-    """Its means would be nowhere, without a word."""
+def test_an_evaluation_without_samples_is_refused() -> None:
+    """Otherwise its metrics would be missing without a message."""
     with pytest.raises(PluginError, match="NumberStream yields no sample"):
         list(deal(NumberStream(0), batch=2, micro=2).evaluation())
 
 
 class Refuses(Numbers):
-    """Data that says what is wrong with it when a sample is read."""
+    """Dataset that raises UsageError if a sample is read."""
 
     def __getitem__(self, index: int) -> int:
         raise UsageError("a sample has no label", hints=["leave it out"])
@@ -597,8 +597,8 @@ class RefusesToStream(NumberStream):
 
 @pytest.mark.parametrize("data", [Refuses(4), RefusesToStream(4)])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_data_says_in_a_loader_process_is_told_as_it_is(data: Any, workers: int) -> None:
-    """Not as a traceback; and no process is left behind."""
+def test_errors_of_data_in_a_loader_process_are_raised_unchanged(data: Any, workers: int) -> None:
+    """Raises no traceback of the loader process, and leaves no process behind."""
     before = set(active_children())
     with pytest.raises(UsageError, match=r"^a sample has no label$") as error:
         list(deal(data, batch=2, micro=2, workers=workers).evaluation())
@@ -607,7 +607,7 @@ def test_what_data_says_in_a_loader_process_is_told_as_it_is(data: Any, workers:
     assert not set(active_children()) - before
 
 
-def test_a_stream_that_can_be_read_once_is_refused_at_its_second_evaluation() -> None:
+def test_a_stream_that_can_be_read_only_once_is_refused_at_its_second_evaluation() -> None:
     class Once(NumberStream):
         def __init__(self) -> None:
             self.left = iter(range(4))
@@ -624,7 +624,7 @@ def test_a_stream_that_can_be_read_once_is_refused_at_its_second_evaluation() ->
     )
 
 
-def test_any_nest_of_tensors_moves() -> None:
+def test_a_pytree_of_tensors_moves_to_a_device() -> None:
     meta = torch.device("meta")
     micro = MicroBatch({"x": [torch.ones(2), (torch.ones(1), "text")]}, 1, 1, True, 0, 0)
     moved = to_device(micro, meta)
@@ -638,14 +638,14 @@ def test_any_nest_of_tensors_moves() -> None:
     ("samples", "ranks", "micro", "steps", "expected"),
     [
         (24, 2, 2, None, (2, 2)),
-        (25, 2, 2, None, (2, 0)),  # the other rank has a stand-in
+        (25, 2, 2, None, (2, 0)),  # the other rank has a padding sample
         (27, 2, 2, None, (2, 1)),
-        (27, 2, 2, 3, (2, 2)),  # ends before the epoch does
+        (27, 2, 2, 3, (2, 2)),  # ends before the end of the epoch
         (27, 2, 2, 4, (2, 1)),
         (27, 1, 8, None, (8, 3)),
     ],
 )
-def test_the_smallest_micro_batches(
+def test_fewest_returns_the_smallest_micro_batches(
     samples: int, ranks: int, micro: int, steps: int | None, expected: tuple[int, int]
 ) -> None:
     for rank in range(ranks):
@@ -662,14 +662,14 @@ def test_the_smallest_micro_batches(
         assert batches.fewest(steps) == expected
 
 
-def test_the_smallest_micro_batch_of_an_epoch_whose_rest_is_left_out_or_that_ends_evenly_is_a_full_steps() -> None:
+def test_the_smallest_micro_batch_is_full_with_drop_last_or_an_even_end() -> None:
     for samples, drop_last in ((27, True), (24, False), (24, True)):
         batches = deal(Numbers(samples), ranks=2, batch=8, micro=2, drop_last=drop_last)
         assert batches.fewest(None) == batches.fewest(100) == (2, 2)
 
 
 class Fetchers:
-    """Tells which process fetched a sample."""
+    """Dataset whose samples contain the id of the fetching process."""
 
     random = False
 
@@ -680,7 +680,7 @@ class Fetchers:
         return torch.tensor(index), torch.tensor(os.getpid())
 
 
-def test_loader_processes_fetch_as_many_batches_ahead_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_sets_the_number_of_batches_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
     class Noted(DataLoader[Any]):
@@ -693,7 +693,7 @@ def test_loader_processes_fetch_as_many_batches_ahead_as_the_recipe_says(monkeyp
     assert (given["num_workers"], given["prefetch_factor"]) == (2, 5)
 
 
-def test_loader_processes_of_an_evaluation_wait_for_the_next_also_after_one_that_was_interrupted() -> None:
+def test_loader_processes_are_reused_by_the_next_evaluation_even_after_an_interruption() -> None:
     batches = deal(Fetchers(), batch=4, micro=2, workers=2)
 
     def evaluated() -> tuple[list[int], set[int]]:
@@ -708,9 +708,9 @@ def test_loader_processes_of_an_evaluation_wait_for_the_next_also_after_one_that
     assert evaluated() == (samples, first)
 
 
-# ---------------------------------------------------------------------------------------------- promises
+# ---------------------------------------------------------------------------------------------- declared lengths
 class Promising:
-    """A stream that promises `length` samples and gives `samples`."""
+    """Stream that declares `length` samples and yields `samples`."""
 
     def __init__(self, samples: int, length: int) -> None:
         self.samples, self.length = samples, length
@@ -724,21 +724,21 @@ class Promising:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("length", "found"), [(4, "it yielded more"), (8, "it yielded more"), (16, "it yielded 10")])
-def test_a_stream_whose_length_is_not_what_it_promises_is_refused(length: int, found: str, workers: int) -> None:
-    """Counted by 4, "3 epochs" of 10 samples were 18."""
+def test_a_stream_with_a_wrong_length_is_refused(length: int, found: str, workers: int) -> None:
+    """Otherwise, with a declared length of 4, 3 epochs of 10 samples were 18 samples."""
     batches = deal(Promising(10, length), batch=4, micro=2, shuffle=False, workers=workers)
     with pytest.raises(PluginError, match=f"Promising has {length} samples .* {found}") as refused:
         steps(batches, 4)
     assert "remove it" in refused.value.hints[0]
 
 
-def test_a_length_that_is_too_small_is_found_at_its_last_sample_as_a_run_may_end_there() -> None:
+def test_a_length_that_is_too_small_is_detected_at_the_last_declared_sample() -> None:
     with pytest.raises(PluginError, match="has 8 samples"):
         steps(deal(Promising(10, 8), batch=4, micro=4, shuffle=False), 2)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_stream_that_keeps_its_promise_is_read_in_epochs_of_it(drop_last: bool) -> None:
+def test_a_stream_with_a_correct_length_is_read_in_epochs(drop_last: bool) -> None:
     batches = deal(Promising(10, 10), batch=4, micro=4, shuffle=False, drop_last=drop_last)
     per_epoch = [[0, 1, 2, 3], [4, 5, 6, 7], *([] if drop_last else [[8, 9]])]
     assert steps(batches, 2 * len(per_epoch)) == per_epoch * 2

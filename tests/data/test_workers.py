@@ -1,4 +1,4 @@
-"""Loader processes: what they need is looked at before they start, and what they cannot send is an error."""
+"""Loader processes: resources are checked before they start; batches that they cannot send are errors."""
 
 import resource
 import shutil
@@ -19,7 +19,7 @@ from ddpforge.errors import PluginError, SetupError
 
 
 class Rows:
-    """Eight rows; `odd` is what becomes of a batch in a loader process."""
+    """Eight rows. `odd`: what goes wrong with a batch in a loader process."""
 
     def __init__(self, odd: str = "") -> None:
         self.odd = odd
@@ -29,7 +29,7 @@ class Rows:
 
     def __getitem__(self, index: int) -> Tensor:
         if self.odd == "hangs" and index > 1:
-            time.sleep(15)  # longer than it is waited for, and no longer than a test may take
+            time.sleep(15)  # longer than the timeout, and not longer than a test may take
         return torch.full((2,), float(index))
 
     def collate(self, samples: Any) -> Any:
@@ -47,11 +47,11 @@ def fetched(data: Any, patience: float = 0.0) -> list[Any]:
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_a_folder_of_temporary_files_with_a_name_too_long_for_sockets_is_refused(
+def test_a_temporary_folder_with_a_name_too_long_for_sockets_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/" + 74 * "x")
-    refuse_missing_resources(2, 2)  # 75 and 32 characters, and a socket takes 107
+    refuse_missing_resources(2, 2)  # 75 and 32 characters; the limit of a socket is 107
     monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "x")
     with pytest.raises(SetupError, match=r"data.workers = 2 needs sockets .* too long .*: /xxx") as found:
         refuse_missing_resources(2, 2)
@@ -65,7 +65,7 @@ def test_full_shared_memory_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     refuse_missing_resources(2, 2, shm=tmp_path / "absent")
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_else_refused(
+def test_the_limit_of_open_files_is_raised_or_the_run_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits, raised = [(40, 100_000)], []
@@ -74,7 +74,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_else_refused(
     refuse_missing_resources(8, 2)
     assert raised == [(4096, 100_000)]
     refuse_missing_resources(400, 2)
-    assert 4 * 400 * (4 + 2 * 2) < raised[1][0] < 100_000  # four times what is needed: four files, and two a batch
+    assert 4 * 400 * (4 + 2 * 2) < raised[1][0] < 100_000  # four times the need: four files, and two per batch
     limits[0] = (40, 5000)
     refuse_missing_resources(400, 2)
     assert raised[2] == (5000, 5000)
@@ -83,15 +83,15 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be_and_else_refused(
         refuse_missing_resources(8, 2)
 
 
-def test_a_batch_that_cannot_be_sent_is_an_error_of_the_rank_that_waits_for_it() -> None:
+def test_a_batch_that_cannot_be_sent_raises_an_error_on_the_rank() -> None:
     with pytest.raises(PluginError, match=r"a loader process could not send a micro-batch: .*lambda"):
         fetched(Rows("a lambda"))
 
 
-def test_what_the_system_refuses_a_loader_process_is_an_error_of_the_rank(
+def test_a_system_error_in_a_loader_process_raises_an_error_on_the_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the folder of temporary files changes after the look at it, or shared memory fills up."""
+    """Happens if the temporary folder changes after the check, or if shared memory fills up."""
     long = tmp_path / ("x" * 120)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -100,7 +100,7 @@ def test_what_the_system_refuses_a_loader_process_is_an_error_of_the_rank(
         fetched(Rows())
 
 
-def test_no_room_for_a_batch_is_no_fault_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_shared_memory_in_collate_is_a_setup_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Any) -> Any:
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 
@@ -110,11 +110,11 @@ def test_no_room_for_a_batch_is_no_fault_of_the_samples(monkeypatch: pytest.Monk
     assert any("/dev/shm" in hint for hint in found.value.hints)
 
 
-def test_loader_processes_that_hang_are_waited_for_as_long_as_the_recipe_says() -> None:
+def test_hanging_loader_processes_time_out_after_hang_timeout() -> None:
     with pytest.raises(SetupError, match=r"no micro-batch came from 2 loader processes for 1 s \(train.hang_timeout\)"):
         fetched(Rows("hangs"), patience=1.0)
     assert fetched(Rows(), patience=60.0) == [[[i, i], [i + 1, i + 1]] for i in (0.0, 2.0, 4.0, 6.0)]
 
 
-def test_errors_of_other_kinds_are_left_alone() -> None:
+def test_other_errors_are_not_resource_errors() -> None:
     assert not workers.lacks_resources(RuntimeError("DataLoader worker exited"))

@@ -1,4 +1,4 @@
-"""Durations: how they are written, how they are read again, and how many steps they are."""
+"""Durations: format, parsing, and conversion to steps."""
 
 import pytest
 from hypothesis import given
@@ -29,12 +29,12 @@ def test_a_duration_is_a_number_and_a_unit(text: str, value: float, unit: str) -
     "text",
     ["", "5", "ep", "5 ep", " 5ep", "5ep\n", "-5ep", "+5ep", "1e3st", ".5ep", "5.ep", "1,5h", "5EP", "5epochs", "٣st"],
 )
-def test_anything_else_is_refused_with_examples(text: str) -> None:
+def test_invalid_durations_are_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match=r"must be a duration such as \"5ep\""):
         Duration.parse(text)
 
 
-def test_steps_are_whole_and_nothing_is_endless() -> None:
+def test_steps_are_whole_numbers_and_durations_are_bounded() -> None:
     assert Duration.parse("2.0st").value == 2
     with pytest.raises(ValueError, match="must be a whole number of steps"):
         Duration.parse("1.5st")
@@ -45,8 +45,8 @@ def test_steps_are_whole_and_nothing_is_endless() -> None:
 
 
 @given(st.floats(0, 1e15), st.sampled_from(["ep", "h", "m", "s"]))
-def test_what_is_written_is_read_again(value: float, unit: str) -> None:
-    """Resolved recipes hold durations as text; small and large ones must not turn into 1e-05ep."""
+def test_formatted_durations_parse_to_the_same_value(value: float, unit: str) -> None:
+    """Resolved recipes contain durations as text; small and large ones must not become 1e-05ep."""
     duration = Duration(value, unit)
     assert Duration.parse(str(duration)) == duration
 
@@ -76,7 +76,7 @@ def test_pydantic_reads_durations_from_text_only() -> None:
             adapter.validate_python(wrong)
 
 
-# ---------------------------------------------------------------------------------------------- in steps
+# ---------------------------------------------------------------------------------------------- conversion to steps
 @pytest.mark.parametrize(
     ("text", "steps_per_epoch", "expected"),
     [
@@ -97,7 +97,7 @@ def test_fractions_of_epochs_are_whole_steps_and_at_least_one(text: str, steps_p
 
 
 @given(st.integers(1, 10_000), st.data())
-def test_the_fraction_that_k_steps_are_is_k_steps(steps_per_epoch: int, data: st.DataObject) -> None:
+def test_the_fraction_of_an_epoch_of_k_steps_is_k_steps(steps_per_epoch: int, data: st.DataObject) -> None:
     steps = data.draw(st.integers(1, 5 * steps_per_epoch))
     fraction = Duration(steps / steps_per_epoch, "ep")
     assert Horizon(None, steps_per_epoch).steps(fraction) == steps
@@ -110,18 +110,18 @@ def test_data_without_a_length_has_steps_and_no_epochs() -> None:
         horizon.steps(Duration.parse("5ep"))
 
 
-def test_wall_time_is_no_number_of_steps() -> None:
+def test_a_wall_time_cannot_be_converted_to_steps() -> None:
     with pytest.raises(ValueError, match="10m is a wall time; expected epochs or steps"):
         Horizon(None, 7).steps(Duration.parse("10m"))
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10%", 10), ("0.5%", 1), ("0%", 0), ("33.3%", 34), ("100%", 100)])
-def test_percent_are_of_the_whole_run(text: str, steps: int) -> None:
+def test_percentages_refer_to_the_whole_run(text: str, steps: int) -> None:
     assert str(Duration.parse(text)) == text
     assert Horizon(100, None).steps(Duration.parse(text)) == steps
 
 
-def test_percent_of_a_run_without_a_number_of_steps_are_refused() -> None:
+def test_percentages_are_refused_without_a_length_in_steps() -> None:
     with pytest.raises(ValueError, match=r"10% needs the run's length in steps, but train.length is a wall time"):
         Horizon(None, 10).steps(Duration.parse("10%"))
     with pytest.raises(ValueError, match="must be at most 100%"):

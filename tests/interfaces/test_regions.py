@@ -1,4 +1,4 @@
-"""Regions against brute force: a mask of every element."""
+"""Regions, compared with brute force: a mask of every element."""
 
 from math import prod
 
@@ -38,7 +38,7 @@ def mask(shape: Shape, found: list[Region]) -> np.ndarray:
 
 @quick
 @given(several(1))
-def test_the_normal_form_has_the_same_elements_and_is_a_range_wherever_that_is_possible(
+def test_the_normal_form_has_the_same_elements_and_is_a_range_if_possible(
     case: tuple[Shape, list[Region]],
 ) -> None:
     shape, (region,) = case
@@ -66,7 +66,7 @@ def test_a_range_is_few_boxes_in_order(case: tuple[Shape, list[Region]]) -> None
 
 @quick
 @given(several(1), st.data())
-def test_any_stretch_of_a_region_is_regions_in_order(case: tuple[Shape, list[Region]], data: st.DataObject) -> None:
+def test_split_returns_regions_of_any_interval_in_order(case: tuple[Shape, list[Region]], data: st.DataObject) -> None:
     shape, (region,) = case
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, region.numel)] * 2)))
 
@@ -80,7 +80,7 @@ def test_any_stretch_of_a_region_is_regions_in_order(case: tuple[Shape, list[Reg
 
 @quick
 @given(several(2), st.booleans())
-def test_copying_moves_exactly_what_two_regions_have_in_common(case: tuple[Shape, list[Region]], sliced: bool) -> None:
+def test_copy_writes_exactly_the_overlap_of_two_regions(case: tuple[Shape, list[Region]], sliced: bool) -> None:
     shape, (source, target) = case
     held = torch.from_numpy(elements(shape, source).copy())
     into = torch.full(elements(shape, target).shape, -1)
@@ -97,7 +97,7 @@ def test_copying_moves_exactly_what_two_regions_have_in_common(case: tuple[Shape
 
 @quick
 @given(st.integers(1, 5).flatmap(several))
-def test_the_first_element_that_is_not_covered_once_is_named(case: tuple[Shape, list[Region]]) -> None:
+def test_find_gap_returns_the_first_element_not_covered_exactly_once(case: tuple[Shape, list[Region]]) -> None:
     shape, found = case
     counts = mask(shape, found)
     wrong = np.flatnonzero(counts != 1)
@@ -114,7 +114,7 @@ def test_the_first_element_that_is_not_covered_once_is_named(case: tuple[Shape, 
 
 @quick
 @given(tilings(), st.data())
-def test_an_exact_cover_has_no_flaw_until_a_region_is_lost_or_doubled(
+def test_an_exact_cover_has_no_gap_until_a_region_is_missing_or_doubled(
     case: tuple[Shape, list[Region]], data: st.DataObject
 ) -> None:
     shape, found = case
@@ -142,21 +142,21 @@ def test_an_exact_cover_has_no_flaw_until_a_region_is_lost_or_doubled(
         ((), Box((0,), (1,))),
     ],
 )
-def test_what_is_not_part_of_a_tensor_is_refused(shape: Shape, region: Region) -> None:
+def test_regions_outside_of_the_tensor_are_refused(shape: Shape, region: Region) -> None:
     with pytest.raises(ValueError, match="is not part of a tensor of shape"):
         normal(shape, region)
     with pytest.raises(ValueError, match="is not part of a tensor of shape"):
         find_gap(shape, [region])
 
 
-def test_a_flaw_says_where_and_what() -> None:
+def test_a_gap_reports_its_element_and_count() -> None:
     assert str(find_gap((2, 3), [FlatRange(0, 4)])) == "element [1, 1] is missing"
     assert str(find_gap((2, 3), [whole((2, 3)), Box((0, 2), (2, 1))])) == "element [0, 2] occurs 2 times"
     assert str(find_gap((), [])) == "its only element is missing"
 
 
 def test_a_thousand_boxes_are_checked_at_once() -> None:
-    """Tensor parallel columns of as many ranks, and a grid of 32 × 32."""
+    """Tests tensor-parallel columns of 1,000 ranks, and a grid of 32 × 32."""
     columns = [Box((0, 4 * i), (7, 4)) for i in range(1000)]
     grid = [Box((3 * i, 5 * j), (3, 5)) for i in range(32) for j in range(32)]
 
@@ -164,10 +164,12 @@ def test_a_thousand_boxes_are_checked_at_once() -> None:
     assert find_gap((96, 160), grid) is None
 
 
-# ---------------------------------------------------------------------------------------------- parts
+# ---------------------------------------------------------------------------------------------- tensor shards
 @quick
 @given(several(1), st.data())
-def test_a_part_is_cut_into_parts_of_the_same_tensor(case: tuple[Shape, list[Region]], data: st.DataObject) -> None:
+def test_a_shard_is_sliced_into_shards_of_the_same_tensor(
+    case: tuple[Shape, list[Region]], data: st.DataObject
+) -> None:
     shape, (region,) = case
     part = TensorShard(torch.from_numpy(elements(shape, region).copy()), shape, region)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, region.numel)] * 2)))
@@ -181,12 +183,12 @@ def test_a_part_is_cut_into_parts_of_the_same_tensor(case: tuple[Shape, list[Reg
 
 
 @pytest.mark.parametrize("held", [(5,), (3, 2), (6,)])
-def test_a_part_whose_tensor_does_not_fit_is_refused(held: Shape) -> None:
+def test_a_shard_whose_tensor_does_not_fit_its_region_is_refused(held: Shape) -> None:
     with pytest.raises(ValueError, match=r"a tensor of shape .* is not Box.* of a tensor of shape"):
         TensorShard(torch.zeros(held), (4, 4), Box((0, 1), (2, 3)))
 
 
-def test_a_cut_without_elements_keeps_no_memory_alive() -> None:
+def test_an_empty_slice_keeps_no_memory_alive() -> None:
     part = TensorShard.whole(torch.ones(40, 50).t())
 
     (nothing,) = part.slice(7, 7)
@@ -197,8 +199,8 @@ def test_a_cut_without_elements_keeps_no_memory_alive() -> None:
 
 @quick
 @given(several(2))
-def test_a_part_gives_live_elements_of_what_it_holds_and_refuses_the_rest(case: tuple[Shape, list[Region]]) -> None:
-    """A range is had of a range that holds it; of a box, and as one, only the whole part."""
+def test_elements_returns_a_view_of_held_elements_and_refuses_others(case: tuple[Shape, list[Region]]) -> None:
+    """Returns any range within a range; of a box, or as a box, only the whole shard."""
     shape, (region, wanted) = case
     part = TensorShard(torch.from_numpy(elements(shape, region).copy()), shape, region)
     positions = elements(shape, wanted).ravel().tolist()
@@ -209,13 +211,15 @@ def test_a_part_gives_live_elements_of_what_it_holds_and_refuses_the_rest(case: 
         found = part.elements(wanted)
         assert found.tolist() == positions
         found -= 1000
-        assert sum(x < 0 for x in part.tensor.flatten().tolist()) == len(positions), "they are the part's own memory"
+        assert sum(x < 0 for x in part.tensor.flatten().tolist()) == len(positions), (
+            "they share the memory of the shard"
+        )
     else:
         with pytest.raises(ValueError, match=r"this rank holds .*, not (all of )?"):
             part.elements(wanted)
 
 
-def test_the_edges_of_a_range_belong_to_it_and_no_element_beyond_them() -> None:
+def test_elements_includes_the_edges_of_a_range_and_nothing_beyond() -> None:
     part = TensorShard(torch.arange(2, 6), (8,), FlatRange(2, 6))
 
     assert part.elements(FlatRange(2, 4)).tolist() == [2, 3]
@@ -227,7 +231,7 @@ def test_the_edges_of_a_range_belong_to_it_and_no_element_beyond_them() -> None:
             part.elements(beyond)
 
 
-def test_the_same_part_of_another_tensor_keeps_its_place_and_its_number() -> None:
+def test_of_keeps_region_and_replica_for_another_tensor() -> None:
     part = TensorShard(torch.zeros(2, 3), (4, 4), Box((0, 1), (2, 3)), 1, 3, "stages 0 and 2")
     momentum = torch.ones(2, 3)
 
@@ -238,7 +242,7 @@ def test_the_same_part_of_another_tensor_keeps_its_place_and_its_number() -> Non
     assert (same.replica, same.replicas, same.replica_group) == (1, 3, "stages 0 and 2")
 
 
-def test_a_part_is_one_of_as_many_replicas_as_it_says() -> None:
+def test_a_shard_has_a_replica_number_below_its_replicas() -> None:
     whole_one = TensorShard.whole(torch.zeros(2, 3), replica=1, replicas=2)
 
     assert (whole_one.region, whole_one.replica, whole_one.replicas) == (FlatRange(0, 6), 1, 2)
@@ -248,18 +252,18 @@ def test_a_part_is_one_of_as_many_replicas_as_it_says() -> None:
             TensorShard.whole(torch.zeros(2), replica=replica, replicas=replicas)
 
 
-def test_a_whole_tensor_is_stored_in_its_own_shape_and_a_range_in_a_line() -> None:
+def test_a_whole_tensor_is_stored_in_its_shape_and_a_range_flat() -> None:
     assert held_shape((2, 3), whole((2, 3))) == (2, 3)
     assert held_shape((2, 3), FlatRange(0, 5)) == (5,)
     assert held_shape((2, 3), Box((0, 1), (2, 2))) == (2, 2)
     assert held_shape((), whole(())) == ()
 
 
-# ---------------------------------------------------------------------------------------------- pieces
+# ---------------------------------------------------------------------------------------------- box lists
 ROWS = BoxList((Box((0, 0), (1, 3)), Box((4, 0), (2, 3))))
 
 
-def test_a_part_of_pieces_is_simple_parts_that_share_its_memory() -> None:
+def test_a_shard_of_a_box_list_becomes_shards_that_share_its_memory() -> None:
     tensor = torch.arange(9.0).view(3, 3)
     part = TensorShard(tensor, (6, 3), ROWS, 1, 2)
     first, second = part.as_boxes()
@@ -270,18 +274,18 @@ def test_a_part_of_pieces_is_simple_parts_that_share_its_memory() -> None:
     assert part.elements(ROWS).tolist() == tensor.flatten().tolist()
 
 
-def test_one_piece_is_a_box_and_none_is_nothing() -> None:
+def test_a_list_of_one_box_is_that_box_and_an_empty_list_is_empty() -> None:
     assert normal((6, 3), BoxList((Box((4, 1), (2, 1)), Box((0, 0), (0, 3))))) == Box((4, 1), (2, 1))
     assert normal((6, 3), BoxList((Box((0, 0), (0, 3)),))) == FlatRange(0, 0)
     assert normal((6, 3), ROWS) == ROWS
 
 
 @pytest.mark.parametrize("pieces", [BoxList((Box((0, 0), (1, 3)), Box((5, 0), (2, 3)))), BoxList((Box((0,), (1,)),))])
-def test_pieces_that_are_not_in_the_tensor_are_refused(pieces: BoxList) -> None:
+def test_box_lists_outside_of_the_tensor_are_refused(pieces: BoxList) -> None:
     with pytest.raises(ValueError, match="is not part of a tensor of shape"):
         normal((6, 3), pieces)
 
 
-def test_a_tensor_that_is_not_as_its_pieces_lie_is_refused() -> None:
+def test_a_tensor_that_does_not_fit_its_box_list_is_refused() -> None:
     with pytest.raises(ValueError, match="is not BoxList"):
         TensorShard(torch.zeros(9), (6, 3), ROWS)

@@ -1,4 +1,4 @@
-"""Every random number that ddpforge seeds: what it differs by, and what it is the same over."""
+"""All random numbers that ddpforge seeds: what changes them, and what does not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ddpforge.training.step import Stepper
 
 # ---------------------------------------------------------------------------------------------- passes
 class Noisy(nn.Module):
-    """Notes what torch draws in each forward pass."""
+    """Model that records a random number of torch in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Noisy(nn.Module):
 
 
 class Plainly(Task):
-    """Notes what it draws for samples, too."""
+    """Task that records the random numbers that it draws for samples, too."""
 
     def __init__(self) -> None:
         self.rows = list[list[float]]()
@@ -73,7 +73,7 @@ class Measures(Callback):
 
 
 class Places:
-    """Passes over samples 10, 11, 12, … of an evaluation set, `samples` at a time."""
+    """Evaluation set with samples 10, 11, 12, …, in passes of `samples`."""
 
     def __init__(self, passes: int, samples: int) -> None:
         self.passes, self.samples = passes, samples
@@ -138,7 +138,7 @@ SAMPLES, BATCH = 8, 4  # of an epoch, and of a step
 
 
 class Numbers:
-    """Each sample is its index, and what torch draws while it is fetched."""
+    """Dataset whose samples are their index and a random number of torch."""
 
     random = True
 
@@ -150,7 +150,7 @@ class Numbers:
 
 
 class Batches(Numbers):
-    """Fetches batches at once."""
+    """Dataset that fetches whole batches."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         drawn = torch.rand(())
@@ -158,7 +158,7 @@ class Batches(Numbers):
 
 
 class Stream:
-    """Each sample is its index, and what python draws while it is read; collating draws, too."""
+    """Stream whose samples are their index and a random number of python; collating draws a number, too."""
 
     def __iter__(self) -> Iterator[Any]:
         return ((index, random.random()) for index in range(SAMPLES))
@@ -168,7 +168,7 @@ class Stream:
 
 
 class Shards(ShardedDataset):
-    """Each sample is 10 times its part and its place in there, and what torch draws while it is prepared."""
+    """Sharded dataset: a sample is 10 times its shard plus its place, and a random number of torch."""
 
     random, shuffle, shuffle_buffer, interleave, shard_sizes = True, True, 3, (2, 1), (4, 4)
 
@@ -182,7 +182,7 @@ class Shards(ShardedDataset):
 def epoch_of(
     data: Any, seed: int, epoch: int, *, ranks: int = 1, size: int = BATCH, workers: int = 0, disturb: bool = False
 ) -> Iterator[tuple[int, MicroBatch]]:
-    """Every micro-batch of an epoch on any rank, with its step in there."""
+    """Yields every micro-batch of an epoch on any rank, with its step in the epoch."""
     order = Shuffled(data, seed, BATCH, False) if hasattr(data, "__len__") else None
     options: dict[str, Any] = {"drop_last": False, "workers": workers, "prefetch": 2, "pin": False}
     for rank in range(ranks):
@@ -199,7 +199,7 @@ def epoch_of(
 
 
 def fetched(kind: Callable[[], Any]) -> Callable[..., float]:
-    """What is drawn for a sample."""
+    """Returns a function that returns the random number of a sample."""
 
     def draw(seed: int, epoch: int, sample: int, **more: Any) -> float:
         for _, one in epoch_of(kind(), seed, epoch, **more):
@@ -213,7 +213,8 @@ def fetched(kind: Callable[[], Any]) -> Callable[..., float]:
 
 
 def collated(seed: int, step: int, first: int, workers: int = 0) -> float:
-    """What is drawn for the micro-batch of a stream that begins with a place of a step."""
+    """Returns the random number of a stream's micro-batch, by the step and by the place of its first sample in the
+    step."""
     epoch, within = divmod(step, SAMPLES // BATCH)
     for number, one in epoch_of(Stream(), seed, epoch, size=2, workers=workers):
         if number == within and one.data[0][0] % BATCH == first:
@@ -221,7 +222,7 @@ def collated(seed: int, step: int, first: int, workers: int = 0) -> float:
     raise AssertionError(first)
 
 
-# ---------------------------------------------------------------------------------------------- what is built
+# ---------------------------------------------------------------------------------------------- built parts
 RECIPE = """
 recipe = 2
 name = "run"
@@ -267,7 +268,7 @@ def teacher(seed: int, ranks: int = 1, drawn: int = 0) -> float:
 
 # ---------------------------------------------------------------------------------------------- the table
 class Row(NamedTuple):
-    """`draw(**place)` is a number; it differs by each of `differs`, and is the same over each of `same`."""
+    """`draw(**place)` returns a number. It changes with each value of `differs`, and does not with those of `same`."""
 
     draw: Callable[..., float]
     place: dict[str, Any]
@@ -332,7 +333,7 @@ TABLE = {
     "a micro-batch of a stream": Row(
         collated, {"seed": 1, "step": 3, "first": 0}, {"seed": 2, "step": 2, "first": 2}, {"workers": 2}, 0.214797
     ),
-    "a sample of data in parts": Row(
+    "a sample of sharded data": Row(
         fetched(Shards),
         {"seed": 1, "epoch": 1, "sample": 1},
         {"seed": 2, "epoch": 2, "sample": 11},
@@ -349,19 +350,19 @@ def drawn(name: str, **changed: Any) -> float:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_is_drawn_differs_by_what_it_should(name: str) -> None:
+def test_random_numbers_depend_on_each_listed_condition(name: str) -> None:
     found = [drawn(name), *(drawn(name, **{key: value}) for key, value in TABLE[name].differs.items())]
     assert len(set(found)) == len(found), dict(zip(["", *TABLE[name].differs], found, strict=True))
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_is_drawn_is_the_same_over_all_else(name: str) -> None:
+def test_random_numbers_do_not_depend_on_other_conditions(name: str) -> None:
     found = {key: drawn(name, **{key: value}) for key, value in TABLE[name].same.items()}
     assert found == dict.fromkeys(found, drawn(name))
 
 
-def test_what_is_drawn_is_pinned_and_no_use_has_the_numbers_of_another() -> None:
-    """Runs of today must go on with the same numbers under any later version."""
+def test_random_numbers_are_pinned_and_differ_between_uses() -> None:
+    """Runs of today must continue with the same numbers under any later version."""
     found = {name: drawn(name) for name in TABLE}
     assert found == {name: pytest.approx(row.pinned, abs=1e-6) for name, row in TABLE.items()}
     assert len(set(found.values())) == len(found)

@@ -1,4 +1,4 @@
-"""What belongs to the state of a model, and reading much of it at once."""
+"""State of a model, and parallel reading of many tensors."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ ALL = FlatRange(0, 3)
 
 @dataclass(frozen=True)
 class Meets(Saved):
-    """Is read once another thread reads, too; gives up after `seconds`."""
+    """Tensor that is read when another thread reads, too; gives up after `seconds`."""
 
     gate: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
     seconds: float = 30.0
@@ -34,7 +34,7 @@ class Unreadable(Saved):
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets a machine have so many, for so many ranks."""
+    """Returns a function that sets the number of cores and ranks of this machine."""
 
     def set_cores(number: int, *, ranks: int) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(number)))
@@ -54,7 +54,7 @@ def test_two_cores_of_a_rank_read_two_tensors_at_a_time(cores: Any, ranks: int) 
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_rank_with_one_core_reads_one_after_the_other(cores: Any, number: int) -> None:
+def test_a_rank_with_one_core_reads_one_tensor_at_a_time(cores: Any, number: int) -> None:
     cores(number, ranks=3)
     with pytest.raises(threading.BrokenBarrierError):
         read_all([(Meets(torch.ones(3), seconds=0.2), ALL, torch.zeros(3))] * 2)
@@ -67,11 +67,11 @@ def test_an_error_ends_the_reading_and_is_raised(cores: Any, threads: int) -> No
     targets = [torch.ones(3) for _ in saved]
     with pytest.raises(OSError, match=r"^1 cannot be read$"):
         read_all((one, ALL, target) for one, target in zip(saved, targets, strict=True))
-    assert targets[-1].tolist() == [1, 1, 1], "what was left is not read"
+    assert targets[-1].tolist() == [1, 1, 1], "the remaining tensors are not read"
 
 
 def test_an_error_in_another_thread_is_raised(cores: Any) -> None:
-    """Whichever of the two fails, the other has begun to read and goes on to its end."""
+    """Either thread may fail; the other has started to read and finishes."""
     cores(2, ranks=1)
     gate = threading.Barrier(2)
 
@@ -85,5 +85,5 @@ def test_an_error_in_another_thread_is_raised(cores: Any) -> None:
         read_all([(Fails(torch.ones(3), gate), ALL, torch.zeros(3))] * 2)
 
 
-def test_nothing_to_read_is_read() -> None:
+def test_an_empty_list_can_be_read() -> None:
     read_all([])

@@ -1,4 +1,4 @@
-"""The small recipe, built as a check builds it."""
+"""Fixture with a small recipe, built as `check` builds it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,8 @@ from support.stages import Staged, staged
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Staged]:
-    """`parts("model.inputs=5", …)`: the parts of a small recipe with local code, as `check --build` builds them."""
+    """Returns a builder of a small recipe with local code: `parts("model.inputs=5", …)`, as `check --build` builds
+    it."""
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RECIPE)
     Path("mine.py").write_text(CODE)

@@ -1,4 +1,4 @@
-"""Models that no strategy could train as their author means it are refused before anything is done with them."""
+"""Models that no strategy can train correctly are refused before anything is done with them."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from ddpforge.training.batchnorm import watch_batchnorm
 
 
 class Model(nn.Module):
-    """A layer `a`, and whatever `add` puts beside it."""
+    """Layer `a`, and additions by `add`."""
 
     def __init__(self, add: Callable[["Model"], object] = lambda model: None) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ def module(child: nn.Module) -> Callable[[Model], object]:
         (lambda model: buffer(model.a.weight.data[::2, 1])(model), "`a.weight` and `x` share memory"),
     ],
 )
-def test_refused_by_name(add: Callable[[Model], object], said: str) -> None:
+def test_unsupported_models_are_refused(add: Callable[[Model], object], said: str) -> None:
     with pytest.raises(UsageError) as refused:
         check_model(Model(add))
     assert said in refused.value.message
     assert refused.value.hints
 
 
-def test_state_that_is_no_tensor_is_refused_by_name() -> None:
+def test_extra_state_that_is_not_a_tensor_is_refused() -> None:
     class Counts(Model):
         def get_extra_state(self) -> dict[str, int]:
             return {"seen": 1}
@@ -104,7 +104,7 @@ WIDE = torch.zeros(4, 6)
     ],
     ids=lambda model: type(model).__name__,
 )
-def test_odd_and_fine(model: nn.Module) -> None:
+def test_unusual_models_are_accepted(model: nn.Module) -> None:
     check_model(model)
     with torch.device("meta"):
         check_model(Model())
@@ -124,7 +124,7 @@ def test_batchnorm_over_single_samples_is_refused_in_the_first_pass(full: int, l
     assert hint in refused.value.hints[0]
 
 
-def test_batchnorm_over_pixels_and_larger_batches_is_fine() -> None:
+def test_batchnorm_over_pixels_and_larger_batches_is_accepted() -> None:
     pixels, samples = nn.BatchNorm2d(3), nn.BatchNorm1d(3)
     watch_batchnorm(pixels, 4, 1)
     watch_batchnorm(samples, 4, 2)

@@ -1,4 +1,4 @@
-"""Every error is reported in one pass, at the key that it names."""
+"""All errors of a recipe are reported in one pass, at the key that they concern."""
 
 import json
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from support.stages import Staged
 from ddpforge.errors import ForgeError
 
 
-def test_a_model_that_cannot_be_built_says_why(parts: Callable[..., Staged]) -> None:
+def test_an_error_in_the_model_constructor_is_reported(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE + "\ndef broken():\n    raise ValueError('no wheels')\n")
     assert "no wheels" in told(parts("model={use='./mine.py:broken'}"))["model"]
 
 
-def test_a_set_that_cannot_be_built_is_blamed_and_no_other(parts: Callable[..., Staged]) -> None:
+def test_an_invalid_evaluation_set_is_reported_at_its_own_key(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE + "\ndef none(seed: int):\n    return []\n")
     found = told(parts(*SETS, "data.eval.three.use=./mine.py:none"), strict=True)
     assert found == {"data.eval.three": "list is empty: it has no samples"}
 
 
-def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Staged]) -> None:
+def test_a_single_setup_error_keeps_its_exit_code_and_hints(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(
         CODE + "\nfrom ddpforge.errors import SetupError\n"
         "def absent(seed: int):\n    raise SetupError('no disk', hints=['mount it'])\n"
@@ -33,7 +33,9 @@ def test_one_error_of_the_machine_stays_what_it_is(parts: Callable[..., Staged])
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_says_all_of_it_and_makes_no_folder(ddpforge: Callable[..., object], tmp_path: Path, nproc: int) -> None:
+def test_a_run_reports_all_errors_and_creates_no_folder(
+    ddpforge: Callable[..., object], tmp_path: Path, nproc: int
+) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
     (tmp_path / "mine.py").write_text(CODE)
     wrong = ('optimizer.no_decay=["biass"]', 'train.blocks=["Nope"]', "data.train.gives=dict")
@@ -48,7 +50,7 @@ def test_a_run_says_all_of_it_and_makes_no_folder(ddpforge: Callable[..., object
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_json_of_a_check_has_keys(parts: Callable[..., Staged]) -> None:
+def test_problems_have_keys_as_json(parts: Callable[..., Staged]) -> None:
     found = told(parts("optimizer.no_decay=['biass']"))
     assert json.dumps(list(found)) == '["optimizer.no_decay"]'
 
@@ -73,14 +75,14 @@ class Net(nn.Linear):
         ("train: it must be odd", "model"),
     ],
 )
-def test_an_error_is_at_the_key_with_which_it_begins_and_at_no_word_inside_it(
+def test_an_error_is_reported_at_the_option_that_begins_its_message(
     parts: Callable[..., Staged], said: str, key: str
 ) -> None:
     Path("words.py").write_text(WORDS.format(said=said))
     assert told(parts("model={use='./words.py:Net', width=3, depth=2}")).keys() == {key}
 
 
-def test_a_model_with_too_few_outputs_is_at_its_own_option_or_its_table(parts: Callable[..., Staged]) -> None:
+def test_a_model_with_too_few_outputs_is_reported(parts: Callable[..., Staged]) -> None:
     mlp = "model={use='mlp', inputs=64, outputs=7}"
     found = told(parts(mlp, "data.train={use='digits', split='train'}"))
     assert found == {"model": "the data has 10 classes and the model 7 outputs"}

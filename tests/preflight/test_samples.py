@@ -1,4 +1,4 @@
-"""The first samples are evaluated before training, and errors in them are described in words."""
+"""The first samples are evaluated before training, and errors are described in words."""
 
 import copy
 import re
@@ -18,7 +18,7 @@ from ddpforge.errors import ForgeError
 from ddpforge.training.stages import Chosen
 
 
-def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Staged]) -> None:
+def test_valid_parts_are_built_and_evaluated(parts: Callable[..., Staged]) -> None:
     built = parts()
     tried = built.evaluate()
     built.problems.raise_if_any()
@@ -34,7 +34,7 @@ def test_parts_that_fit_are_built_and_tried(parts: Callable[..., Staged]) -> Non
         (("Detector", "Boxes", "Detection"), "a tuple (a list of 8, the first float32 [3, 4, 5], a list of 8, "),
     ],
 )
-def test_batches_that_are_no_columns_of_tensors_are_tried(
+def test_batches_that_are_not_columns_of_tensors_are_evaluated(
     parts: Callable[..., Staged], uses: Sequence[str], form: str
 ) -> None:
     shutil.copy(SUPPORT / "odd_batches.py", "mine.py")
@@ -76,7 +76,9 @@ def test_batches_that_are_no_columns_of_tensors_are_tried(
         ),
     ],
 )
-def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Staged], sets: list[str], said: str) -> None:
+def test_invalid_batches_outputs_and_losses_are_described_in_words(
+    parts: Callable[..., Staged], sets: list[str], said: str
+) -> None:
     (message,) = told(parts(*sets), strict=True).values()
     assert said in message
     if sets[0].startswith("data.train.gives"):
@@ -96,9 +98,7 @@ def test_a_form_that_cannot_work_is_told_in_words(parts: Callable[..., Staged], 
         ("sum", ""),
     ],
 )
-def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
-    parts: Callable[..., Staged], how: str, said: str
-) -> None:
+def test_a_run_evaluates_a_local_task_with_a_library_model(parts: Callable[..., Staged], how: str, said: str) -> None:
     found = told(
         parts(
             "model={use='torch.nn:Linear', in_features=4, out_features=3}", f"task={{use='./mine.py:Odd', how='{how}'}}"
@@ -108,11 +108,11 @@ def test_a_run_tries_a_task_of_its_own_files_with_a_model_that_only_computes(
     assert all(said in message for message in found.values())
 
 
-def test_a_sum_is_no_mean(parts: Callable[..., Staged]) -> None:
+def test_a_sum_loss_is_accepted(parts: Callable[..., Staged]) -> None:
     assert told(parts("task={use='./mine.py:Odd', how='sum'}"), strict=True) == {}
 
 
-def test_a_model_of_another_shape_is_left_to_the_run_but_not_by_check(parts: Callable[..., Staged]) -> None:
+def test_a_local_model_with_a_wrong_shape_is_reported_only_by_check(parts: Callable[..., Staged]) -> None:
     assert told(parts("model.inputs=5")) == {}
     (message,) = told(parts("model.inputs=5"), strict=True).values()
     assert re.search(r"a batch of \[data.train\] cannot be evaluated: RuntimeError: .*mat1 and mat2 shapes", message)
@@ -133,10 +133,10 @@ OWN = "task={use='./mine.py:Odd', how='sum'}"
     ("model", "said"),
     [(MLP, "ValueError: MLP(inputs = 5) got samples of 4 values"), (LINEAR, "mat1 and mat2 shapes cannot be")],
 )
-def test_a_model_that_only_computes_is_told_to_have_another_shape_before_training(
+def test_a_library_model_with_a_wrong_shape_is_reported_before_training(
     parts: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch, model: str, task: str, said: str, device: str
 ) -> None:
-    """Where ranks have GPUs, too: the model fails before it is on one."""
+    """Holds for ranks with GPUs, too: the model fails before it is moved to one."""
     built = parts(model % 5, task)
     monkeypatch.setattr("ddpforge.preflight.samples.device_type", lambda train: device)
     (message,) = told(built).values()
@@ -148,7 +148,9 @@ def test_a_model_that_only_computes_is_told_to_have_another_shape_before_trainin
     assert told(opened).keys() == {"data.train"}
 
 
-def test_a_run_of_a_model_of_another_shape_ends_in_words(ddpforge: Callable[..., object], tmp_path: Path) -> None:
+def test_a_run_with_a_wrong_model_shape_fails_without_a_traceback(
+    ddpforge: Callable[..., object], tmp_path: Path
+) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
     (tmp_path / "mine.py").write_text(CODE)
     failed = ddpforge("run", "run.toml", "--set", MLP % 5, "--set", OWN, nproc=2, fails=True)
@@ -191,11 +193,11 @@ class Eights(Odd):
     ],
     ids=["a callback", "a strategy", "sync_batchnorm", "fp16", "an error of the task", "the first samples only"],
 )
-def test_what_may_work_in_training_is_left_to_it(
+def test_errors_that_may_not_occur_in_training_are_not_reported(
     parts: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch, sets: list[str]
 ) -> None:
     Path("mine.py").write_text(CODE + MORE)
-    # The strategy would refuse some of that.
+    # The strategy would refuse some of these settings.
     passing = [one for one in preflight.CHECKS[Chosen] if one[0] not in ("strategy", "train")]
     monkeypatch.setitem(preflight.CHECKS, Chosen, passing)
     built = parts(OWN, *sets)
@@ -204,7 +206,7 @@ def test_what_may_work_in_training_is_left_to_it(
     assert told(built) == {}
 
 
-def test_random_numbers_are_what_they_were(parts: Callable[..., Staged]) -> None:
+def test_the_evaluation_of_samples_does_not_change_the_random_state(parts: Callable[..., Staged]) -> None:
     built = parts()
     torch.manual_seed(7)
     wanted = torch.get_rng_state()
@@ -212,21 +214,22 @@ def test_random_numbers_are_what_they_were(parts: Callable[..., Staged]) -> None
     assert torch.equal(torch.get_rng_state(), wanted)
 
 
-def test_a_stream_without_a_sample_is_told(parts: Callable[..., Staged]) -> None:
+def test_an_empty_stream_is_reported(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE.replace("range(16))", "range(0))"))
     found = told(parts("data.eval={use='./mine.py:Stream'}"), strict=True)
     assert "the iterable dataset Stream yields no sample" in "".join(found.values())
 
 
-def test_every_evaluation_set_is_tried_by_its_name(parts: Callable[..., Staged]) -> None:
+def test_every_evaluation_set_is_evaluated_under_its_name(parts: Callable[..., Staged]) -> None:
     built = parts(*SETS)
     assert built.evaluate().keys() == {"train", "eval.one", "eval.two"}
     built.problems.raise_if_any()
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_metric_that_recipes_decide_by_is_one_of_a_set(parts: Callable[..., Staged], strict: bool) -> None:
-    Path("mine.py").write_text(CODE.replace("class Net(nn.Module)", "class Net_(nn.Module)"))  # local models wait
+def test_a_monitored_metric_must_be_reported_by_an_evaluation(parts: Callable[..., Staged], strict: bool) -> None:
+    # local models are not evaluated
+    Path("mine.py").write_text(CODE.replace("class Net(nn.Module)", "class Net_(nn.Module)"))
     net = "model={use='mlp', inputs=4, outputs=3, hidden=[2]}"
     stop = "callbacks.early_stopping={{metric='{}', patience=1}}"
     assert told(parts(net, *SETS, stop.format("eval/two/accuracy")), strict=strict) == {}
@@ -235,7 +238,7 @@ def test_a_metric_that_recipes_decide_by_is_one_of_a_set(parts: Callable[..., St
         assert found == {"callbacks.early_stopping.metric": f"no evaluation reports {metric}"}
 
 
-def test_what_a_callback_measures_may_be_what_a_recipe_decides_by(parts: Callable[..., Staged]) -> None:
+def test_a_monitored_metric_may_be_measured_by_a_callback(parts: Callable[..., Staged]) -> None:
     Path("calls.py").write_text(CALLBACKS)
     measures = "callbacks.fid.use=./calls.py:Measures"
     stop = "callbacks.early_stopping={metric='eval/fid', patience=1, mode='min'}"
@@ -247,7 +250,7 @@ def test_what_a_callback_measures_may_be_what_a_recipe_decides_by(parts: Callabl
     assert told(parts(net, evaluates, measures, stop), strict=True) == {}
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_found_before_training(
+def test_a_state_that_cannot_be_saved_is_reported_before_training(
     ddpforge: Callable[..., object], tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
@@ -268,18 +271,18 @@ class Keeps(Callback):
     assert not (tmp_path / "trained").exists()
 
 
-def test_what_is_looked_at_before_training_is_fetched_once(ddpforge: Callable[..., object], tmp_path: Path) -> None:
+def test_samples_evaluated_before_training_are_fetched_once(ddpforge: Callable[..., object], tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
     noted = "        open('fetched', 'a').write(f'{i}\\n')\n        x, y = torch.full"
     (tmp_path / "mine.py").write_text(CODE.replace("        x, y = torch.full", noted))
     ddpforge("run", "run.toml")
     fetched = (tmp_path / "fetched").read_text().split()
-    assert len(fetched) == 8 + 4 * 8, "eight samples, by which the data is known again, and four steps"
+    assert len(fetched) == 8 + 4 * 8, "eight samples for the data fingerprint, and four steps"
     del fetched[8:16]
     assert sorted(map(int, fetched[:16])) == sorted(map(int, fetched[16:])) == list(range(16))
 
 
-def test_a_loss_that_needs_gradients_is_tried_as_evaluations_call_it(parts: Callable[..., Staged]) -> None:
+def test_a_loss_that_needs_gradients_is_reported_for_evaluations(parts: Callable[..., Staged]) -> None:
     built = parts("task={use='./mine.py:Odd', how='derives'}", "data.eval={use='./mine.py:Data'}")
     built.evaluate()
     with pytest.raises(ForgeError) as caught:
@@ -294,7 +297,7 @@ def test_a_loss_that_needs_gradients_is_tried_as_evaluations_call_it(parts: Call
 def test_a_model_is_called_five_times_before_training(
     parts: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once for the loss and its metrics; for a mean in place of a sum, on two halves and twice on the whole."""
+    """Calls: one for the loss and its metrics; two on halves and two on the whole batch to detect a mean loss."""
     built, calls, forward = parts(MLP % 4), [], _MLP.forward
 
     def counted(model: _MLP, x: torch.Tensor) -> torch.Tensor:

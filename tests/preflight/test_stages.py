@@ -1,4 +1,4 @@
-"""What is built of a recipe: lengths, orders, and the stages of an evaluation."""
+"""Parts built from a recipe: lengths, samplers, and the stages of an evaluation."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,7 +44,7 @@ from ddpforge.recipe import load_recipe
         (["data.sampler={use='collections:Counter'}"], "data.sampler", "must be a ddpforge.interfaces.BatchSampler"),
     ],
 )
-def test_an_order_that_cannot_be_is_told_before_training(
+def test_sampler_errors_are_reported_before_training(
     parts: Callable[..., Staged], sets: list[str], key: str, said: str
 ) -> None:
     problems = told(parts(*sets))
@@ -53,27 +53,27 @@ def test_an_order_that_cannot_be_is_told_before_training(
 
 
 @pytest.mark.parametrize(("length", "steps"), [("1ep", 5), ("2ep", 7), ("10ep", 23)])
-def test_whole_epochs_of_an_order_whose_steps_grow_are_a_length(
+def test_a_length_in_epochs_works_with_a_sampler_whose_steps_grow(
     parts: Callable[..., Staged], length: str, steps: int
 ) -> None:
-    """16 samples in steps of 1, 2, 4, 6 and 3, which is what is left; then of 8."""
+    """16 samples in steps of 1, 2, 4, 6 and 3 (the rest), then of 8."""
     built = parts("data.sampler={use='batch_size_warmup', start=1, until='4st'}", f"train.length={length}")
     assert told(built) == {}
     assert built.stage.plan.horizon.total == steps
 
 
-def test_an_order_decides_how_long_an_epoch_is(parts: Callable[..., Staged]) -> None:
+def test_the_sampler_determines_the_length_of_an_epoch(parts: Callable[..., Staged]) -> None:
     assert parts("train.length=2ep").stage.plan.horizon.total == 4
     assert parts("train.length=2ep", "data.sampler={use='reuse_batches', times=3}").stage.plan.horizon.total == 12
 
 
 def evaluated(*only: str, sets: Sequence[str] = SETS) -> Staged:
-    """The parts of an evaluation: nothing else can be built, for their constructors raise."""
+    """Returns the parts of an evaluation. The constructors of all other parts raise."""
     Path("gone.py").write_text(
         "def gone(seed: int = 0, params: object = None, horizon: object = None):\n    raise OSError('gone')\n"
     )
     lost = [f"{kind}={{use='./gone.py:gone'}}" for kind in ("data.train", "optimizer", "schedule", "track.lost")]
-    # among which a batch of 8 cannot be dealt out
+    # 3 ranks, which do not divide a batch of 8
     built = staged("run.toml", *lost, *sets, ranks=3, meta=False, trains=False, only=only)
     built.problems.raise_if_any()
     return built
@@ -88,7 +88,7 @@ def test_an_evaluation_needs_no_training_data_optimizer_schedule_or_tracker() ->
 
 
 @pytest.mark.usefixtures("parts")
-def test_an_evaluation_may_be_on_some_of_the_sets() -> None:
+def test_an_evaluation_may_use_some_of_the_sets() -> None:
     assert evaluated("two").stage.data.keys() == {"eval.two"}
     recipe = load_recipe("run.toml", sets=SETS).recipe
     with pytest.raises(UsageError, match=r"no evaluation set \[data\.eval\.tow\]") as caught:
@@ -97,7 +97,7 @@ def test_an_evaluation_may_be_on_some_of_the_sets() -> None:
 
 
 @pytest.mark.usefixtures("parts")
-def test_a_set_that_has_no_name_cannot_be_named() -> None:
+def test_an_unnamed_set_cannot_be_selected_by_name() -> None:
     recipe = load_recipe("run.toml", sets=["data.eval.use=./mine.py:Data"]).recipe
     with pytest.raises(UsageError, match=r"no evaluation set \[data\.eval\.one\]") as caught:
         check_sets(recipe, ["one"])
@@ -106,7 +106,7 @@ def test_a_set_that_has_no_name_cannot_be_named() -> None:
         check_sets(load_recipe("run.toml").recipe, [])
 
 
-def test_the_first_micro_batch_is_that_of_training() -> None:
+def test_first_returns_the_first_micro_batch_of_training() -> None:
     from ddpforge.builtin.samplers.plain import Shuffled
     from ddpforge.data import RankShare, open_data
 
@@ -123,7 +123,7 @@ def test_the_first_micro_batch_is_that_of_training() -> None:
 
 
 @pytest.mark.parametrize(("samples", "note"), [(3, "every step has 3 samples, not train.global_batch = 8"), (8, "")])
-def test_steps_that_the_data_cannot_fill_are_described(samples: int, note: str) -> None:
+def test_steps_smaller_than_the_global_batch_are_described(samples: int, note: str) -> None:
     order = Shuffled(range(samples), 0, 8, False)
     parts: Any = SimpleNamespace(order=order, recipe=SimpleNamespace(train=SimpleNamespace(global_batch=8)))
     assert short_steps(parts).startswith(note)

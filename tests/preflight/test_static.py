@@ -1,4 +1,4 @@
-"""What no strategy can do with a recipe is refused by the recipe's key."""
+"""Settings that no strategy supports are refused at the key of the recipe."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -15,45 +15,45 @@ from ddpforge.preflight.static import check_device
 
 
 @pytest.mark.parametrize("key", ["tf32", "cudnn_benchmark"])
-def test_what_only_a_gpu_does_is_refused_on_a_cpu(key: str) -> None:
+def test_gpu_settings_are_refused_on_a_cpu(key: str) -> None:
     (found,) = check_device(chosen_with(train(**{key: True}), ranks=1, device="cpu"))
     assert found.key == f"train.{key}"
     assert "which needs a GPU, but this run is on cpu" in found.message
     assert not list(check_device(chosen_with(train(**{key: True}), ranks=1, device="cuda")))
 
 
-def test_an_algorithm_that_time_chooses_is_not_deterministic() -> None:
+def test_cudnn_benchmark_is_refused_with_deterministic() -> None:
     (found,) = check_device(chosen_with(train(cudnn_benchmark=True, deterministic=True), ranks=1, device="cuda"))
     assert "train.deterministic forbids that" in found.message
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("asked", "device", "count"), [(True, "cpu", 1), (True, "cuda", 0), (False, "cpu", 0)])
-def test_batchnorm_over_ranks_needs_a_gpu(ranks: int, asked: bool, device: str, count: int) -> None:
+def test_sync_batchnorm_needs_a_gpu(ranks: int, asked: bool, device: str, count: int) -> None:
     found = list(check_device(chosen_with(train(sync_batchnorm=asked), ranks=ranks, device=device)))
     assert [each.key for each in found] == ["train.sync_batchnorm"] * count
     assert [each.message for each in found] == ["train.sync_batchnorm needs CUDA, but this run is on cpu"] * count
 
 
-def test_a_stream_without_a_length_is_met_with_all_that_counts_epochs(parts: Callable[..., Staged]) -> None:
+def test_a_stream_without_a_length_refuses_all_durations_in_epochs(parts: Callable[..., Staged]) -> None:
     sets = ["data.train.use=./mine.py:Stream", "checkpoint.every=1ep", "track.every=1ep", "train.length=2ep"]
     assert told(parts(*sets)).keys() == {"checkpoint.every", "track.every", "train.length"}
 
 
-def test_initial_weights_that_are_not_there_do_not_matter_to_a_resume(parts: Callable[..., Staged]) -> None:
+def test_missing_initial_weights_are_ignored_on_resume(parts: Callable[..., Staged]) -> None:
     parts()
     for resumes in (True, False):
         found = staged("run.toml", "checkpoint.init_from=nowhere", resumes=resumes)
         assert bool(found.problems) is not resumes
 
 
-def test_a_callback_of_an_older_contract_is_told_what_to_change(parts: Callable[..., Staged]) -> None:
+def test_a_callback_with_an_old_signature_is_refused(parts: Callable[..., Staged]) -> None:
     Path("calls.py").write_text(CALLBACKS)
     found = told(parts("callbacks.old.use=./calls.py:Old"))
     assert found == {"callbacks.old": "callback `old`: Old.on_start must take one argument, the run"}
 
 
-def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_show_them(
+def test_a_callback_that_reads_gradients_is_refused_if_the_strategy_provides_none(
     parts: Callable[..., Staged],
 ) -> None:
     Path("calls.py").write_text(CALLBACKS)
@@ -64,7 +64,9 @@ def test_a_callback_that_reads_gradients_is_refused_where_the_strategy_cannot_sh
     assert found["callbacks.reads"] == said
 
 
-def test_a_callback_that_calls_the_model_is_refused_where_no_rank_has_all_of_it(parts: Callable[..., Staged]) -> None:
+def test_a_callback_that_calls_the_model_is_refused_if_no_rank_has_the_whole_model(
+    parts: Callable[..., Staged],
+) -> None:
     Path("calls.py").write_text(CALLBACKS)
     calls = "callbacks.calls.use=./calls.py:Calls"
     assert told(parts(calls)) == {}
@@ -72,7 +74,7 @@ def test_a_callback_that_calls_the_model_is_refused_where_no_rank_has_all_of_it(
     assert told(parts(calls, "strategy={use='pipeline'}"))["callbacks.calls"] == said
 
 
-TURNS = """
+UPDATES = """
 class Duel(Task):
     updates = ("up", "down")
     def loss(self, model, batch, turn=""):
@@ -104,19 +106,21 @@ UP, DOWN = "optimizer.updates.up={parameters=['*.weight']}", "optimizer.updates.
         ),
     ],
 )
-def test_turns_that_do_not_fit(parts: Callable[..., Staged], sets: list[str], key: str, said: str) -> None:
-    Path("mine.py").write_text(CODE + TURNS)
+def test_invalid_alternating_updates_are_refused(
+    parts: Callable[..., Staged], sets: list[str], key: str, said: str
+) -> None:
+    Path("mine.py").write_text(CODE + UPDATES)
     found = told(parts("~task.metrics", "task.use=./mine.py:Duel", *sets))
     assert any(place.startswith(key) and said in message for place, message in found.items()), found
 
 
-def test_a_loss_is_told_its_turn(parts: Callable[..., Staged]) -> None:
-    Path("mine.py").write_text(CODE + TURNS.replace(', turn=""', ""))
+def test_the_loss_must_accept_the_name_of_its_update(parts: Callable[..., Staged]) -> None:
+    Path("mine.py").write_text(CODE + UPDATES.replace(', turn=""', ""))
     found = told(parts("~task.metrics", "task.use=./mine.py:Duel", UP, DOWN))
     assert "mine.py:Duel has the turns up, down, but its `loss` does not take the turn" in found["task"]
 
 
-def test_turns_of_a_task_that_has_none(parts: Callable[..., Staged]) -> None:
+def test_updates_of_a_task_without_alternating_updates_are_refused(parts: Callable[..., Staged]) -> None:
     found = told(parts(UP))
     assert "the task `classification` has no turn `up`" in found["optimizer.updates.up"]
 
@@ -137,7 +141,7 @@ def test_turns_of_a_task_that_has_none(parts: Callable[..., Staged]) -> None:
         ("{lr=0.1}", "optimizer.groups.g", "missing key `parameters`"),
     ],
 )
-def test_groups_that_do_not_fit(parts: Callable[..., Staged], group: str, key: str, said: str) -> None:
+def test_invalid_groups_are_refused(parts: Callable[..., Staged], group: str, key: str, said: str) -> None:
     try:
         found = told(parts(f"optimizer.groups.g={group}"))
     except RecipeError as error:
@@ -148,14 +152,14 @@ def test_groups_that_do_not_fit(parts: Callable[..., Staged], group: str, key: s
     assert bool(found) == bool(said)
 
 
-def test_another_optimizer_under_a_strategy_that_takes_one(parts: Callable[..., Staged]) -> None:
+def test_a_second_optimizer_is_refused_by_a_strategy_with_one_optimizer(parts: Callable[..., Staged]) -> None:
     group = "optimizer.groups.g={parameters=['2d'], use='muon', lr=0.1}"
     found = told(parts(group, "strategy.use=deepspeed"))
     assert "takes one optimizer; [optimizer.groups.g] has another" in found["optimizer.groups.g.use"]
     assert "optimizer.groups.g.lr" not in told(parts("optimizer.groups.g={parameters=['2d'], lr=0.5}"))
 
 
-def test_the_list_of_checks_names_functions_of_one_stage_each_once() -> None:
+def test_each_check_is_listed_once_and_has_one_parameter() -> None:
     rows = [name for stage in CHECKS.values() for _, name in stage]
     assert len({*rows}) == len(rows)
     for name in rows:

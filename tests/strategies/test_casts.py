@@ -1,4 +1,4 @@
-"""Copies of weights in lower precision are made again in the backward pass, from the weight as it is then."""
+"""Low-precision copies of weights are recomputed in the backward pass, from the current weight."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ W = nn.Parameter(torch.arange(1.0, 7.0).view(2, 3))
 
 
 def gradients(use: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of an input with which what `use` makes of the weight is multiplied: before the weight is doubled, and after."""
+    """Returns the gradients of an input multiplied with `use(weight)`: with an unchanged and with a doubled weight."""
     found = []
     for factor in (1.0, 2.0):
         with recomputed_casts():
@@ -44,7 +44,7 @@ def gradients(use: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[Tensor, 
     ],
 )
 @pytest.mark.parametrize("layout", ["plain", "transposed"])
-def test_a_copy_of_a_weight_is_made_again_whatever_view_of_it_is_used(
+def test_a_cast_weight_is_recomputed_for_every_kind_of_view(
     view: Callable[[Tensor], Tensor], dtype: torch.dtype, layout: str
 ) -> None:
     weight = W if layout == "plain" else nn.Parameter(W.detach().view(3, 2).contiguous().T)
@@ -62,7 +62,7 @@ def test_a_copy_of_a_weight_is_made_again_whatever_view_of_it_is_used(
     ("use", "weight"),
     [
         (lambda w: (w * 1).bfloat16(), W),  # computed
-        (lambda w: w[:1].bfloat16(), W),  # part of it
+        (lambda w: w[:1].bfloat16(), W),  # a slice of it
         (lambda w: w.bfloat16()[:, 1:], W),
         (lambda w: w.T.bfloat16(), W),
         (lambda w: w.double(), W),  # not lower
@@ -72,7 +72,7 @@ def test_a_copy_of_a_weight_is_made_again_whatever_view_of_it_is_used(
         (lambda w: w.bfloat16(), nn.Parameter(torch.ones(2), requires_grad=False)),
     ],
 )
-def test_everything_else_is_kept(use: Callable[[Tensor], Tensor], weight: Tensor) -> None:
+def test_other_casts_are_saved_for_backward(use: Callable[[Tensor], Tensor], weight: Tensor) -> None:
     before, after = gradients(use, weight)
     assert torch.equal(before, use(weight.detach()))
     assert torch.equal(after, before)

@@ -1,4 +1,4 @@
-"""What PowerSGD remembers, kept by parameter, and what becomes of it on another number of ranks."""
+"""State of PowerSGD: stored by parameter, and restored on a different number of ranks."""
 
 import logging
 import math
@@ -28,7 +28,7 @@ def saved(**errors: list[list[float]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_gets_its_own_error_back(rank: int) -> None:
+def test_every_rank_restores_its_own_error(rank: int) -> None:
     hook = powersgd(nn.Linear(3, 1), rank)
     hook.restore(saved(weight=[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], bias=[[7.0], [8.0]]))
     state = hook.capture()
@@ -39,7 +39,7 @@ def test_every_rank_gets_its_own_error_back(rank: int) -> None:
     assert (part.shape, part.region) == ((2, 3), FlatRange(3 * rank, 3 * rank + 3))
 
 
-def test_on_another_number_of_ranks_the_mean_of_the_errors_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_different_number_of_ranks_restores_the_mean_of_the_errors(caplog: pytest.LogCaptureFixture) -> None:
     hook = powersgd(nn.Linear(3, 1), rank=2, ranks=4)
     with caplog.at_level(logging.WARNING, "ddpforge"):
         powersgd(nn.Linear(3, 1), ranks=4).restore(saved(bias=[[7.0], [9.0]]))
@@ -50,7 +50,7 @@ def test_on_another_number_of_ranks_the_mean_of_the_errors_stays(caplog: pytest.
     assert caplog.messages == ["powersgd: the checkpoint has the errors of 2 ranks: each rank starts with their mean"]
 
 
-def test_a_checkpoint_without_its_memory_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_without_powersgd_state_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     hook = powersgd(nn.Linear(3, 1))
     with caplog.at_level(logging.WARNING, "ddpforge"):
         hook.restore({})
@@ -58,20 +58,20 @@ def test_a_checkpoint_without_its_memory_is_said_to_have_none(caplog: pytest.Log
     assert caplog.messages == ["powersgd: the checkpoint has no PowerSGD memory: compression starts from scratch"]
 
 
-def test_a_scalar_is_refused_by_name() -> None:
+def test_a_scalar_parameter_is_refused() -> None:
     model = nn.Module()
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(StrategyError, match="parameter `scale` is a scalar"):
         powersgd(model)
 
 
-# ---------------------------------------------------------------------------------------------- what is remembered
+# ---------------------------------------------------------------------------------------------- stored state
 def factor(number: int, size: int) -> list[float]:
-    """What the factor of the parameter with this number begins with."""
+    """Returns the initial factor of the parameter with this number."""
     return torch.randn(size, generator=torch.Generator().manual_seed(number)).tolist()
 
 
-def test_a_checkpoint_without_its_memory_clears_what_there_is() -> None:
+def test_a_checkpoint_without_powersgd_state_clears_the_state() -> None:
     hook = powersgd(nn.Linear(3, 1))
     hook.restore(saved(weight=[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     assert hook.capture()["powersgd.step"] == 7
@@ -80,12 +80,12 @@ def test_a_checkpoint_without_its_memory_clears_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(("size", "expected"), [(16, [0.5] * 16), (8, factor(2, 16)), (0, factor(2, 16))])
-def test_a_factor_that_fits_comes_back_and_another_is_drawn_from_the_number_of_its_weight(
+def test_a_factor_is_restored_if_it_fits_and_else_seeded_by_its_parameter_number(
     size: int, expected: list[float]
 ) -> None:
-    """Of 16 columns, at rank 1; the bias is a column, and is not compressed."""
+    """16 columns, at rank 1. The bias is a column, and is not compressed."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model[0].bias.requires_grad_(False)  # so that the second weight is number 1 of those that are trained
+    model[0].bias.requires_grad_(False)  # makes the second weight number 1 of the trained weights
     hook = powersgd(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     memory = {"powersgd.step": 3, "powersgd.error.1.weight": Saved(torch.zeros(2, 256))}
     memory["powersgd.error.1.bias"] = Saved(torch.ones(2, 16))
@@ -99,13 +99,13 @@ def test_a_factor_that_fits_comes_back_and_another_is_drawn_from_the_number_of_i
     assert torch.as_tensor(found["powersgd.q.1.weight"]).tolist() == pytest.approx(expected)
 
 
-def test_an_error_of_another_size_is_forgotten() -> None:
+def test_an_error_of_a_different_size_is_dropped() -> None:
     hook = powersgd(nn.Linear(3, 1))
     hook.restore(saved(weight=[[1.0, 2.0], [4.0, 5.0]], bias=[[7.0], [8.0]]))
     assert set(hook.capture()) == {"powersgd.step", "powersgd.error.bias"}
 
 
-def test_a_slash_in_a_name_does_not_end_the_key() -> None:
+def test_slashes_in_parameter_names_are_escaped_in_keys() -> None:
     hook = powersgd(nn.ModuleDict({"a/b": nn.Linear(3, 1)}))
     hook.restore(saved(**{"a|b.weight": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]}))
     part = hook.capture()["powersgd.error.a|b.weight"]
@@ -113,9 +113,9 @@ def test_a_slash_in_a_name_does_not_end_the_key() -> None:
     assert part.tensor.tolist() == [1.0, 2.0, 3.0]
 
 
-# ---------------------------------------------------------------------------------------------- in training
+# ---------------------------------------------------------------------------------------------- training
 def wide() -> nn.Module:
-    """Several buckets of 1 MiB, which DDP sorts anew in a process's second step."""
+    """Returns a model with several buckets of 1 MiB, which DDP reorders in a process's second step."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 300), nn.Linear(300, 400), nn.Linear(400, 300), nn.Linear(300, 300), nn.Linear(300, 1)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
@@ -136,7 +136,7 @@ def batch(rank: int, step: int, width: int) -> Tensor:
 
 
 def on_disk(state: CanonicalState[Any]) -> CanonicalState[Any]:
-    """This rank's own part is all that it may read of what each rank has."""
+    """Returns the state as read from disk. This rank may read only its own shard of per-rank tensors."""
 
     def read(value: Any) -> Any:
         if isinstance(value, TensorShard):
@@ -163,8 +163,8 @@ def contents(state: CanonicalState[Any]) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("stops", [(2,), (3,), (4, 5)], ids=str)
-def test_a_run_that_is_resumed_again_and_again_goes_on_bit_by_bit(stops: tuple[int, ...]) -> None:
-    """Before, at and after the step in which compression begins."""
+def test_a_run_resumed_several_times_is_bit_identical(stops: tuple[int, ...]) -> None:
+    """Stops before, at and after the step at which compression starts."""
 
     def rank(number: int) -> Any:
         found = []
@@ -185,8 +185,8 @@ def test_a_run_that_is_resumed_again_and_again_goes_on_bit_by_bit(stops: tuple[i
     assert "powersgd.q.0.bias" not in names
 
 
-def test_a_step_that_is_left_out_is_as_if_it_had_not_been() -> None:
-    """Its gradient would be in every rank's error, and in the factors, for ever."""
+def test_a_skipped_step_does_not_change_powersgd_state() -> None:
+    """Otherwise its gradient would stay in every rank's error, and in the factors."""
 
     def rank(number: int) -> Any:
         found = []
@@ -198,7 +198,7 @@ def test_a_step_that_is_left_out_is_as_if_it_had_not_been() -> None:
                     x = batch(number, step, 16)
                     x[0, 0] = torch.inf if number else 1.0
                     norms.append(training.step(x))
-                if step not in bad or len(bad) == 1:  # the step is made up for, or two in a row are not
+                if step not in bad or len(bad) == 1:  # the skipped step is repeated, or two in a row are not
                     norms.append(training.step(batch(number, step, 16)))
             found.append((norms, contents(training.state())))
         (plain, weights), (once, same), (late, _) = found
@@ -209,8 +209,8 @@ def test_a_step_that_is_left_out_is_as_if_it_had_not_been() -> None:
     assert in_ranks(2, rank) == [([True] * 7, [True] * 4 + [False] * 2 + [True])] * 2
 
 
-def test_compression_begins_at_its_step_and_keeps_what_it_leaves_out() -> None:
-    """A matrix of full rank: what one rank of it lacks is in the errors; before that nothing is."""
+def test_compression_starts_at_its_step_and_stores_the_error() -> None:
+    """Errors of a full-rank matrix are nonzero after compression at rank 1, and zero before."""
 
     def rank(number: int) -> Any:
         training = begin(narrow, start=3, rank=1)
@@ -233,14 +233,14 @@ def test_compression_begins_at_its_step_and_keeps_what_it_leaves_out() -> None:
         (lambda x: x * 0, 2, True),
         (lambda x: x * 0, 4, True),
         (lambda x: x[:1].expand_as(x), 1, True),
-        (lambda x: x[:1].expand_as(x), 2, False),  # torch's Gram-Schmidt takes rounding for a second direction
+        (lambda x: x[:1].expand_as(x), 2, False),  # torch's Gram-Schmidt treats rounding as a second direction
         (lambda x: x[:1].expand_as(x), 4, True),
     ],
 )
-def test_gradients_of_a_lower_rank_than_the_approximation_are_no_reason_to_divide_by_zero(
+def test_gradients_of_a_lower_rank_than_the_approximation_stay_finite(
     build: Any, approximation: int, exact: bool
 ) -> None:
-    """Of zeros, as a weight has that is not used, and of one sample."""
+    """Covers zeros, the gradient of an unused weight, and the gradient of a single sample."""
 
     def rank(number: int) -> Any:
         training = begin(lambda: nn.Linear(16, 16, bias=False), start=2, rank=approximation)

@@ -1,4 +1,4 @@
-"""What a step, an agreement and a state are under DDP and in one process, in numbers that can be worked out by hand."""
+"""Steps, buffer synchronization and state under DDP and in one process, with values that can be checked by hand."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ from ddpforge.strategies.single import Single
 
 
 class Dot(nn.Module):
-    """w·x, from w = 0: the gradient is x."""
+    """Computes w·x from w = 0: the gradient is x."""
 
     def __init__(self, size: int = 2) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Dot(nn.Module):
 
 
 class Two(Dot):
-    """Another weight that only `uses` uses, and a third that is frozen."""
+    """Model with two more weights and a frozen one. `uses`: the weights that forward uses."""
 
     def __init__(self, uses: str = "a") -> None:
         super().__init__(1)
@@ -53,7 +53,7 @@ def momentum(weights: Any) -> SGD:
 
 # ---------------------------------------------------------------------------------------------- the step
 @pytest.mark.parametrize(("clip", "update"), [(None, [-6.0, -8.0]), (5.0, [-3.0, -4.0]), (20.0, [-6.0, -8.0])])
-def test_the_mean_gradient_over_ranks_is_clipped_by_its_own_norm_and_forgotten_after_the_step(
+def test_the_mean_gradient_is_clipped_by_its_norm_and_reset_after_the_step(
     clip: float | None, update: list[float]
 ) -> None:
     def rank(number: int) -> Any:
@@ -68,7 +68,7 @@ def test_the_mean_gradient_over_ranks_is_clipped_by_its_own_norm_and_forgotten_a
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
-def test_micro_batches_add_up_before_ranks_take_their_mean(options: dict[str, bool]) -> None:
+def test_micro_batches_are_summed_before_the_mean_over_ranks(options: dict[str, bool]) -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(**options), Dot)  # type: ignore[arg-type]
         mine = [[[1.0, 0.0], [3.0, 0.0]], [[0.0, 2.0], [0.0, 6.0]]][number]
@@ -80,7 +80,7 @@ def test_micro_batches_add_up_before_ranks_take_their_mean(options: dict[str, bo
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
 def test_only_the_last_micro_batch_waits_for_other_ranks(options: dict[str, bool]) -> None:
-    """Until then a rank has its own gradient."""
+    """Before the last micro-batch a rank has only its own gradient."""
 
     def rank(number: int) -> Any:
         training = Training(DDP(**options), Dot)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_only_the_last_micro_batch_waits_for_other_ranks(options: dict[str, bool
         ("bf16", [1 + 2**-7, 1, 1], "bfloat16"),
     ],
 )
-def test_gradients_travel_in_the_dtype_that_the_contract_names(compression: Any, sums: list[float], dtype: str) -> None:
+def test_gradients_are_reduced_in_the_dtype_of_the_contract(compression: Any, sums: list[float], dtype: str) -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(compression=compression), lambda: Dot(3))
         training.step(torch.tensor([1 + 2**-7, 1 + 2**-10, 1 + 2**-11]))
@@ -115,7 +115,7 @@ def test_gradients_travel_in_the_dtype_that_the_contract_names(compression: Any,
     assert in_ranks(2, rank) == [([-each for each in sums], dtype)] * 2
 
 
-def test_the_options_are_those_of_the_wrapped_model() -> None:
+def test_the_options_are_passed_to_the_wrapped_model() -> None:
     def rank(number: int) -> Any:
         found = []
         for options in ({}, {"find_unused_parameters": True}, {"static_graph": True, "gradient_as_bucket_view": False}):
@@ -130,7 +130,7 @@ def test_the_options_are_those_of_the_wrapped_model() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(precision: str) -> None:
+def test_a_nonfinite_gradient_on_one_rank_skips_the_step_on_all(precision: str) -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), Dot, momentum, precision=precision)
         first = training.step(torch.ones(2))
@@ -144,21 +144,21 @@ def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(pr
     assert in_ranks(2, rank) == [found] * 2
 
 
-def test_the_scale_of_the_loss_is_kept_in_the_state_of_the_loop() -> None:
+def test_the_loss_scale_is_part_of_the_state() -> None:
     def rank(number: int) -> Any:
         first, second = Training(Single(), Dot, precision="fp16"), Training(Single(), Dot, precision="fp16")
         first.step(torch.full((2,), torch.inf))
         kept = saved(first.state())
         second.replica.load_state(kept)
-        second.replica.load_state(replace(kept, scalars={}))  # of a run that was not fp16
+        second.replica.load_state(replace(kept, scalars={}))  # of a run in another precision
         return first.state().scalars, second.state().scalars
 
     (found,) = in_ranks(1, rank)
     assert found == ({"loss_scale": 2.0**15, "loss_scale_growth_tracker": 0},) * 2
 
 
-class Explorer(SGD):
-    """Notes the norms that it is given, and what the gradient is then."""
+class Perturbing(SGD):
+    """Multi-pass optimizer that records the norms and gradients that it receives."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__(weights, lr=1.0)
@@ -172,14 +172,14 @@ class Explorer(SGD):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_exploring_sees_the_true_gradient_unless_it_is_not_finite_and_forgets_it(precision: str) -> None:
+def test_perturb_receives_the_unscaled_gradient_unless_it_is_nonfinite(precision: str) -> None:
     def rank(number: int) -> Any:
-        training = Training(DDP(), Dot, Explorer, precision=precision, clip_norm=1.0)
+        training = Training(DDP(), Dot, Perturbing, precision=precision, clip_norm=1.0)
         norms = []
         for value in (4.0, torch.inf, 8.0):
             training.backward(torch.tensor([value * number, 0.0]))
             norms.append(training.replica.perturb(training.optimizer).item())
-        assert isinstance(training.optimizer, Explorer)
+        assert isinstance(training.optimizer, Perturbing)
         return (
             norms,
             training.optimizer.seen,
@@ -197,7 +197,7 @@ def test_exploring_sees_the_true_gradient_unless_it_is_not_finite_and_forgets_it
 
 # ---------------------------------------------------------------------------------------------- parameters
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_parameters_that_are_not_used_may_be_allowed(options: dict[str, bool]) -> None:
+def test_unused_parameters_may_be_allowed(options: dict[str, bool]) -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(**options), Two)  # type: ignore[arg-type]
         training.step(torch.ones(1))
@@ -208,7 +208,7 @@ def test_parameters_that_are_not_used_may_be_allowed(options: dict[str, bool]) -
 
 
 @pytest.mark.parametrize(("uses", "said"), [("a", "`b` and 1 more"), ("ab", "`c`"), ("bc", "`w`")])
-def test_else_the_first_that_is_not_used_is_named_with_its_rank(uses: str, said: str) -> None:
+def test_the_first_unused_parameter_is_named_with_its_rank(uses: str, said: str) -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: Two(uses))
         return refused(StrategyError, lambda: training.step(torch.ones(1)))
@@ -218,8 +218,8 @@ def test_else_the_first_that_is_not_used_is_named_with_its_rank(uses: str, said:
         assert "or set strategy.find_unused_parameters = true" in message
 
 
-def test_where_micro_batches_add_up_gradients_stay_in_the_buckets_and_a_missing_one_is_named_all_the_same() -> None:
-    """From the first update on all parameters have a gradient, be it of zeros."""
+def test_gradient_accumulation_keeps_buckets_and_still_names_unused_parameters() -> None:
+    """From the first update on, every parameter has a gradient, if only zeros."""
 
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: Two("abc"), global_batch=8, micro_batch=2)
@@ -235,11 +235,11 @@ def test_where_micro_batches_add_up_gradients_stay_in_the_buckets_and_a_missing_
 
     for number, (norm, stay, message) in enumerate(in_ranks(2, rank)):
         assert norm == pytest.approx(12**0.5)
-        assert stay  # the first step orders the buckets anew
+        assert stay  # the first step reorders the buckets
         assert message.startswith(f"parameter `c` got no gradient on rank {number}: forward did not use it | ")
 
 
-def test_one_process_allows_them_but_not_a_loss_that_depends_on_none() -> None:
+def test_one_process_allows_unused_parameters_but_not_a_loss_without_any() -> None:
     def rank(number: int) -> Any:
         training = Training(Single(), Two)
         training.step(torch.ones(1))
@@ -254,8 +254,8 @@ def test_one_process_allows_them_but_not_a_loss_that_depends_on_none() -> None:
 
 
 @pytest.mark.parametrize("uses", ["af", "f", "abcf"])
-def test_a_weight_that_was_frozen_and_gets_a_gradient_is_named(uses: str) -> None:
-    """In one process; several ranks would train it apart."""
+def test_a_frozen_weight_that_gets_a_gradient_is_refused(uses: str) -> None:
+    """Runs in one process; several ranks would train the weight differently."""
 
     def rank(number: int) -> Any:
         training = Training(Single(), lambda: Two(uses))
@@ -266,7 +266,7 @@ def test_a_weight_that_was_frozen_and_gets_a_gradient_is_named(uses: str) -> Non
     assert in_ranks(1, rank)[0].startswith("parameter `frozen` was frozen when the model was wrapped")
 
 
-def test_a_frozen_weight_is_left_alone_and_nobody_complains() -> None:
+def test_a_frozen_weight_is_accepted() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: Two("abcf"))
         return training.step(torch.ones(1)), training.weights()
@@ -274,7 +274,7 @@ def test_a_frozen_weight_is_left_alone_and_nobody_complains() -> None:
     assert in_ranks(2, rank) == [(pytest.approx(3**0.5), {"w": [-1.0], "b": [-1.0], "c": [-1.0]})] * 2
 
 
-def test_a_loss_is_looked_at_in_every_backward_pass() -> None:
+def test_the_loss_is_checked_in_every_backward_pass() -> None:
     def rank(number: int) -> Any:
         replica = Training(Single(), Dot).replica
         losses = (torch.ones(2), torch.ones(()))
@@ -285,8 +285,8 @@ def test_a_loss_is_looked_at_in_every_backward_pass() -> None:
     assert found[1].startswith("the loss depends on no trained parameter")
 
 
-def test_a_model_without_trained_parameters_is_refused_where_there_are_several_ranks() -> None:
-    """DistributedDataParallel does not take it, and there would be nothing to synchronise."""
+def test_several_ranks_refuse_a_model_without_trained_parameters() -> None:
+    """DistributedDataParallel does not support such a model, and there would be nothing to synchronize."""
 
     def rank(number: int) -> Any:
         def elsewhere(_: Any) -> SGD:
@@ -298,7 +298,7 @@ def test_a_model_without_trained_parameters_is_refused_where_there_are_several_r
         assert message.startswith("DDP over 2 ranks needs a parameter to train, but the model has none | ")
 
 
-def test_alone_a_model_is_not_wrapped() -> None:
+def test_a_single_rank_does_not_wrap_the_model() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), Dot)
         assert training.model is training.replica.unwrapped
@@ -308,7 +308,7 @@ def test_alone_a_model_is_not_wrapped() -> None:
 
 
 @pytest.mark.parametrize(("precision", "refused_"), [("fp32", False), ("bf16", True), ("fp16", True)])
-def test_float64_is_refused_where_autocast_would_leave_it_alone(precision: str, refused_: bool) -> None:
+def test_float64_is_refused_under_autocast(precision: str, refused_: bool) -> None:
     def rank(number: int) -> Any:
         try:
             Training(Single(), nn.Linear(1, 1).double, precision=precision)
@@ -329,7 +329,9 @@ def test_float64_is_refused_where_autocast_would_leave_it_alone(precision: str, 
         (DDP, SGD, ""),
     ],
 )
-def test_sparse_gradients_are_refused_where_they_cannot_be_trained_with(strategy: Any, kind: Any, said: str) -> None:
+def test_sparse_gradients_are_refused_if_strategy_or_optimizer_does_not_support_them(
+    strategy: Any, kind: Any, said: str
+) -> None:
     def rank(number: int) -> Any:
         def begin() -> Training:
             return Training(strategy(), lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), kind)
@@ -342,7 +344,7 @@ def test_sparse_gradients_are_refused_where_they_cannot_be_trained_with(strategy
     assert message.startswith(said or str(8**0.5)[:6])
 
 
-def test_a_loss_that_differentiates_itself_is_refused_where_something_is_sharded() -> None:
+def test_a_loss_that_computes_gradients_is_refused_by_sharding_strategies() -> None:
     class Penalised(Dot):
         def forward(self, x: Tensor) -> Tensor:
             y = (self.w * x).sum()
@@ -362,14 +364,14 @@ def test_a_loss_that_differentiates_itself_is_refused_where_something_is_sharded
 
 # ---------------------------------------------------------------------------------------------- the forward pass
 class Writes(Dot):
-    """Writes what was there into its weight."""
+    """Model that writes unchanged values into its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.w.data.mul_(1.0)
         return super().forward(x)
 
 
-def test_training_passes_are_watched_until_the_first_update_and_no_others() -> None:
+def test_training_passes_are_guarded_until_the_first_update() -> None:
     def rank(number: int) -> Any:
         training = Training(Single(), Writes)
         training.model.eval()
@@ -412,7 +414,7 @@ def test_a_forward_pass_computes_in_the_precision_of_the_recipe() -> None:
         ({"compile": "default", "compile_blocks": True}, []),
     ],
 )
-def test_the_wrapped_model_is_compiled_where_the_recipe_asks_for_it(
+def test_the_wrapped_model_is_compiled_if_the_recipe_enables_it(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiled: list[str]
 ) -> None:
     def compile(module: nn.Module, *, mode: str) -> None:
@@ -427,12 +429,12 @@ def test_the_wrapped_model_is_compiled_where_the_recipe_asks_for_it(
     assert in_ranks(2, rank)[0] == [("DistributedDataParallel", mode) for mode in compiled]
 
 
-def test_a_compiled_model_takes_the_step_of_an_eager_one_under_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 25, with all of torch.compile but its code generator."""
+def test_a_compiled_model_has_the_same_step_and_names_as_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 25, with all passes of torch.compile except code generation."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        from torch._dynamo.backends.registry import lookup_backend  # a second, in the ranks alone
+        from torch._dynamo.backends.registry import lookup_backend  # takes a second; only ranks import it
 
         graphs.append(graph)
         return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
@@ -447,9 +449,9 @@ def test_a_compiled_model_takes_the_step_of_an_eager_one_under_the_same_names(mo
     assert in_ranks(2, rank) == [(10.0, {"w": [-6.0, -8.0]}, ["w"], True)] * 2
 
 
-# ---------------------------------------------------------------------------------------------- agreement
+# ---------------------------------------------------------------------------------------------- synchronization
 class ByRank(nn.Module):
-    """Every tensor says of which rank it is."""
+    """Model whose tensors all contain the number of its rank, plus 1."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -472,7 +474,7 @@ def values(module: nn.Module) -> dict[str, Any]:
     return {name: tensor.flatten().tolist() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
-def test_all_ranks_begin_with_rank_0s_weights_and_buffers_of_any_dtype_and_layout() -> None:
+def test_all_ranks_start_with_rank_0s_weights_and_buffers_of_any_dtype_and_layout() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: ByRank(number))
         return values(training.replica.unwrapped)
@@ -481,7 +483,7 @@ def test_all_ranks_begin_with_rank_0s_weights_and_buffers_of_any_dtype_and_layou
     assert first == second == values(ByRank(0))
 
 
-def test_statistics_become_their_mean_over_ranks_and_other_buffers_rank_0s() -> None:
+def test_sync_buffers_averages_statistics_and_broadcasts_other_buffers() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(), lambda: ByRank(number))
         bare = training.replica.unwrapped
@@ -502,7 +504,7 @@ def test_statistics_become_their_mean_over_ranks_and_other_buffers_rank_0s() -> 
     assert (first["norm.num_batches_tracked"], first["across"]) == ([7], [5.0] * 6)
 
 
-def test_one_process_needs_nobody_to_agree() -> None:
+def test_one_process_needs_no_process_group() -> None:
     def rank(number: int) -> Any:
         training = Training(Single(), lambda: ByRank(3))
         training.replica.sync_buffers()
@@ -513,8 +515,8 @@ def test_one_process_needs_nobody_to_agree() -> None:
     assert in_ranks(1, rank) == [([1.0, 1.0], "all", 0)]
 
 
-# ---------------------------------------------------------------------------------------------- to disk and back
-def test_a_run_goes_on_from_the_state_that_another_had() -> None:
+# ---------------------------------------------------------------------------------------------- checkpoints
+def test_a_run_continues_from_the_state_of_another() -> None:
     def rank(number: int) -> Any:
         straight = Training(DDP(), Dot, momentum)
         resumed = Training(DDP(), Dot, momentum)
@@ -530,7 +532,7 @@ def test_a_run_goes_on_from_the_state_that_another_had() -> None:
     assert in_ranks(2, rank) == [(found, found, ["w"])] * 2
 
 
-def test_an_optimizers_own_counters_go_with_it() -> None:
+def test_extra_state_of_an_optimizer_is_saved_and_restored() -> None:
     def rank(number: int) -> Any:
         straight, resumed = Training(Single(), Dot, Counting), Training(Single(), Dot, Counting)
         for _ in range(2):
@@ -544,7 +546,7 @@ def test_an_optimizers_own_counters_go_with_it() -> None:
     assert in_ranks(1, rank) == [(True, ["optimizer.attributes.count", "optimizer.attributes.factor"])]
 
 
-def test_weights_alone_leave_the_rest_as_it_is() -> None:
+def test_loading_some_weights_keeps_the_others() -> None:
     def rank(number: int) -> Any:
         training = Training(Single(), Two)
         partial = CanonicalState({"b": Saved(torch.tensor([5.0]))}, {})
@@ -557,7 +559,7 @@ def test_weights_alone_leave_the_rest_as_it_is() -> None:
     assert weights == {"w": [0.0], "b": [5.0], "c": [0.0]}
 
 
-def test_powersgds_memory_is_each_ranks_own_and_weights_alone_do_not_touch_it() -> None:
+def test_powersgd_state_is_per_rank_and_unchanged_by_loading_weights() -> None:
     def rank(number: int) -> Any:
         training = Training(DDP(compression="powersgd", powersgd_start=2), lambda: nn.Linear(16, 16, bias=False))
         for _ in range(4):
@@ -584,8 +586,8 @@ def test_powersgds_memory_is_each_ranks_own_and_weights_alone_do_not_touch_it() 
         assert found == (4, 4, 0, mine, "float32, of a low-rank approximation")
 
 
-# ---------------------------------------------------------------------------------------------- how many processes
-def test_one_process_is_not_several() -> None:
+# ---------------------------------------------------------------------------------------------- number of processes
+def test_single_is_refused_in_several_processes() -> None:
     (refusal,) = Single().unsupported(train(), 2, "cpu")
     assert refusal.key == "strategy.use"
     assert refusal.message.startswith('strategy.use = "single" was started in 2 processes')
@@ -593,10 +595,10 @@ def test_one_process_is_not_several() -> None:
     assert not list(Single().unsupported(train(), 1, "cpu"))
 
 
-# ---------------------------------------------------------------------------------------------- gradients in between
+# ---------------------------------------------------------------------------------------------- gradient callbacks
 @pytest.mark.parametrize("strategy", [Single, DDP, FSDP])
-def test_callbacks_see_the_reduced_gradient_of_a_step_before_it_is_clipped(strategy: Any) -> None:
-    """Of 2 x (2, 4) on one rank, or of (1, 2) and (3, 6) on two, in two micro-batches; clipped to the norm 1."""
+def test_callbacks_read_the_reduced_gradient_before_clipping(strategy: Any) -> None:
+    """Gradients in two micro-batches: 2 x (2, 4) on one rank, or (1, 2) and (3, 6) on two. Clipped to the norm 1."""
     ranks = 1 if strategy is Single else 2
 
     def rank(number: int) -> Any:
@@ -619,8 +621,8 @@ def test_callbacks_see_the_reduced_gradient_of_a_step_before_it_is_clipped(strat
     assert in_ranks(ranks, rank) == [[pytest.approx(80**0.5), part] for part in mine]
 
 
-# ---------------------------------------------------------------------------------------------- what ranks begin with
-def test_every_rank_begins_with_the_weights_of_rank_0() -> None:
+# ---------------------------------------------------------------------------------------------- initial weights
+def test_every_rank_starts_with_the_weights_of_rank_0() -> None:
     def rank(number: int) -> dict[str, list[float]]:
         torch.manual_seed(number)
         return Training(DDP(), lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).weights()
@@ -638,7 +640,7 @@ def test_every_rank_begins_with_the_weights_of_rank_0() -> None:
         (lambda rank: nn.Linear(2, 1).to(torch.float64 if rank else torch.float32), "weight"),
     ],
 )
-def test_a_rank_with_another_model_is_refused_by_name(build: Callable[[int], nn.Module], name: str) -> None:
+def test_a_rank_with_a_different_model_is_refused(build: Callable[[int], nn.Module], name: str) -> None:
     found = in_ranks(2, lambda rank: refused(StrategyError, lambda: Training(DDP(), lambda: build(rank))))
     for said in found:
         assert said.startswith(f"the model on rank 1 differs from the model on rank 0, first in `{name}`")

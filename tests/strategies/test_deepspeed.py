@@ -1,4 +1,4 @@
-"""What the `deepspeed` strategy decides before it starts an engine: options, configuration, versions, optimizers."""
+"""Checks of the `deepspeed` strategy before an engine starts: options, configuration, versions, optimizers."""
 
 import os
 from importlib import metadata
@@ -21,7 +21,7 @@ def train(**options: Any) -> TrainSection:
 
 
 # ---------------------------------------------------------------------------------------------- options
-def test_the_configuration_says_what_the_recipe_says() -> None:
+def test_the_configuration_follows_from_the_recipe() -> None:
     assert DeepSpeed().config(train(), ranks=4) == {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": 1,
@@ -64,21 +64,19 @@ def test_the_configuration_says_what_the_recipe_says() -> None:
         (2, {}, False),
         (2, {"reduce_scatter": True}, True),
         (2, {"use_multi_rank_bucket_allreduce": True}, False),
-        (2, {"use_multi_rank_bucket_allreduce": False}, True),  # it has no effect but where gradients are scattered
+        (2, {"use_multi_rank_bucket_allreduce": False}, True),  # it has no effect if gradients are not scattered
         (3, {}, True),
         (3, {"reduce_scatter": False}, False),
     ],
 )
-def test_gradients_are_divided_before_they_are_added_up_whichever_way_they_go(
-    stage: Any, zero: dict[str, Any], scatters: bool
-) -> None:
-    """Scattered gradients DeepSpeed always divides first, and refuses to be told so."""
+def test_gradients_are_divided_before_they_are_summed(stage: Any, zero: dict[str, Any], scatters: bool) -> None:
+    """DeepSpeed always divides scattered gradients first, and does not allow setting that."""
     config = DeepSpeed(stage=stage, extra={"zero_optimization": zero}).config(train(), ranks=3)
     assert config["zero_optimization"].get("reduce_scatter", True) is scatters
     assert config["prescale_gradients"] is (not scatters and stage < 3)
 
 
-def test_its_micro_batch_is_that_of_a_shard() -> None:
+def test_the_micro_batch_is_that_of_a_virtual_rank() -> None:
     config = DeepSpeed().config(train(global_batch=24, virtual_ranks=8), 2)
     assert config["train_micro_batch_size_per_gpu"] == 3
 
@@ -119,11 +117,11 @@ def test_the_contract_depends_on_the_stage(stage: Any, shards: tuple[str, ...]) 
         ),
         ({"zero_optimization": {"offload_param": {"buffer_count": 9}}}, "has no effect"),
         ({"aio": {"queue_depth": 8}}, "extra: `aio.queue_depth` has no effect, because nothing is offloaded there"),
-        # It takes one parameter for another when weights are read or written.
+        # It confuses parameters when weights are read or written.
         ({"zero_optimization": {"round_robin_gradients": True}}, "is not a key that ddpforge passes on"),
     ],
 )
-def test_extra_keys_that_somebody_else_decides_are_refused(extra: dict[str, Any], said: str) -> None:
+def test_extra_keys_that_other_settings_control_are_refused(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as refused:
         DeepSpeed(extra=extra)
     assert said in str(refused.value)
@@ -134,7 +132,7 @@ def test_only_stage_3_offloads_parameters() -> None:
         DeepSpeed(stage=2, offload_parameters="cpu")
 
 
-def test_what_is_offloaded_to_nvme_gets_a_folder() -> None:
+def test_nvme_offloading_sets_a_folder() -> None:
     strategy = DeepSpeed(
         stage=3,
         offload_optimizer="nvme",
@@ -174,13 +172,13 @@ def test_nvme_options_that_would_be_ignored_are_refused(options: dict[str, Any],
     assert said in str(refused.value)
 
 
-def test_two_processes_never_share_a_folder_and_leftovers_are_cleared_away(tmp_path: Path) -> None:
+def test_processes_use_separate_folders_and_remove_stale_files(tmp_path: Path) -> None:
     first, second = nvme.Folder(tmp_path), nvme.Folder(tmp_path)
     assert first.path != second.path
     for folder in (first, second):
         (folder.path / "zero_stage_3").mkdir()
     leftover = first.path / "zero_stage_3"
-    first._lock.close()  # as the system does for a process that was killed
+    first._lock.close()  # as the system does for a killed process
     third = nvme.Folder(tmp_path)
     assert third.path == first.path
     assert not leftover.exists()
@@ -189,12 +187,12 @@ def test_two_processes_never_share_a_folder_and_leftovers_are_cleared_away(tmp_p
     assert not (second.path / "zero_stage_3").exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="is not a writable folder"):
         nvme.Folder(tmp_path / "missing")
 
 
-def test_without_asynchronous_io_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_asynchronous_io_is_refused_with_an_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     class Builder:
         def load(self, verbose: bool) -> None:
             raise RuntimeError("libaio is not there")
@@ -206,7 +204,7 @@ def test_without_asynchronous_io_the_error_says_what_to_install(monkeypatch: pyt
     assert "libaio-dev" in refused.value.hints[0]
 
 
-# ---------------------------------------------------------------------------------------------- versions, the device
+# ---------------------------------------------------------------------------------------------- versions, device
 @pytest.mark.parametrize(
     ("found", "said"),
     [
@@ -215,20 +213,22 @@ def test_without_asynchronous_io_the_error_says_what_to_install(monkeypatch: pyt
         ("0.20.0", "DeepSpeed 0.20.0 is installed"),
     ],
 )
-def test_without_a_tested_version_nothing_starts(monkeypatch: pytest.MonkeyPatch, found: str | None, said: str) -> None:
+def test_an_untested_deepspeed_version_is_refused(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, said: str
+) -> None:
     monkeypatch.setattr(zero, "version", lambda name: found)
     (refused,) = DeepSpeed().unsupported(train(), 1, "cpu")
     assert said in refused.message
     assert refused.hints == ("pip install 'ddpforge[deepspeed]'",)
 
 
-def test_the_requirement_that_is_installed_is_the_one_that_is_tested() -> None:
+def test_the_package_requirement_equals_the_tested_versions() -> None:
     stated = [line for line in metadata.requires("ddpforge") or () if line.startswith("deepspeed")]
     (line,) = {line.partition(";")[0].removeprefix("deepspeed").strip() for line in stated}
     assert set(line.split(",")) == set(str(zero.TESTED).split(","))
 
 
-def test_another_accelerator_in_the_environment_is_a_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_accelerator_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cuda")
     with pytest.raises(StrategyError, match="the environment has DS_ACCELERATOR=cuda, but this run is on cpu"):
         zero.import_deepspeed(torch.device("cpu"))
@@ -271,12 +271,10 @@ def optimizer(name: str, **options: Any) -> torch.optim.Optimizer:
         ("RMSprop", {"centered": True}, Keys({"step"}, {"square_avg", "grad_avg"})),
     ],
 )
-def test_an_optimizer_that_treats_each_element_by_itself_will_do(
-    name: str, options: dict[str, Any], keys: Keys
-) -> None:
+def test_an_element_wise_optimizer_is_accepted(name: str, options: dict[str, Any], keys: Keys) -> None:
     tried = optimizer(name, **options)
     assert keys_of(tried, torch.device("cpu")) == keys
-    assert not tried.state  # it was not the recipe's own optimizer that stepped
+    assert not tried.state  # a copy of the optimizer made the step
     assert all(bool((parameter == 1).all()) for group in tried.param_groups for parameter in group["params"])
     assert [group["lr"] for group in tried.param_groups] == [1e-3, 1e-3]
 
@@ -289,7 +287,7 @@ def test_an_optimizer_that_treats_each_element_by_itself_will_do(
         ("SparseAdam", "SparseAdam cannot be used under ZeRO"),
     ],
 )
-def test_an_optimizer_that_would_train_another_curve_is_refused(name: str, said: str) -> None:
+def test_an_optimizer_with_a_different_loss_curve_is_refused(name: str, said: str) -> None:
     made = torch.optim.SparseAdam([nn.Parameter(torch.ones(3))]) if name == "SparseAdam" else optimizer(name)
     with pytest.raises(StrategyError) as refused:
         keys_of(made, torch.device("cpu"))

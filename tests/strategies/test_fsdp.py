@@ -1,4 +1,4 @@
-"""What FSDP computes, holds, saves and refuses, in numbers that can be worked out by hand."""
+"""Results, shards, state and refusals of FSDP, with values that can be checked by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ from ddpforge.strategies.fsdp.wrap_units import check_shardable
 
 
 class Dot(nn.Module):
-    """w·x, from w = 0: the gradient is x. Three elements do not divide by two ranks."""
+    """Computes w·x from w = 0: the gradient is x. Three elements do not divide by two ranks."""
 
     def __init__(self, size: int = 3, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Dot(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two blocks, of which `uses` says which are used, behind a weight of the model's own."""
+    """Two blocks and a weight outside of them. `uses`: the blocks that forward uses."""
 
     def __init__(self, uses: str = "ab") -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def momentum(weights: Any) -> SGD:
     return SGD(weights, lr=1.0, momentum=0.5)
 
 
-MINE = [slice(0, 2), slice(2, 3)]  # of three elements over two ranks
+MINE = [slice(0, 2), slice(2, 3)]  # three elements over two ranks
 
 
 # ---------------------------------------------------------------------------------------------- the step
@@ -77,7 +77,7 @@ def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_shards(
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_replicas_of_shards_take_the_mean_over_all_ranks_and_count_each_element_once(no_sync: bool) -> None:
+def test_replicas_average_over_all_ranks_and_count_each_element_once(no_sync: bool) -> None:
     def rank(number: int) -> Any:
         strategy = FSDP(replicas=2, no_sync=no_sync)
         training = Training(strategy, Dot, clip_norm=3.5)
@@ -103,10 +103,10 @@ def test_replicas_of_shards_take_the_mean_over_all_ranks_and_count_each_element_
     ],
     ids=str,
 )
-def test_what_need_not_be_reduced_before_the_last_micro_batch_is_held_back(
+def test_reductions_are_deferred_to_the_last_micro_batch_if_possible(
     options: dict[str, Any], reduced: list[bool]
 ) -> None:
-    """A shard has a gradient once it has been reduced as far as the ranks go."""
+    """Shards have a gradient once it has been reduced over all ranks."""
 
     def rank(number: int) -> Any:
         training = Training(FSDP(**options), Dot)
@@ -123,7 +123,7 @@ def test_what_need_not_be_reduced_before_the_last_micro_batch_is_held_back(
     assert in_ranks(2, rank) == [reduced * 2] * 2
 
 
-def test_a_gradient_that_is_not_finite_on_one_shard_leaves_the_step_out_on_all() -> None:
+def test_a_nonfinite_gradient_on_one_shard_skips_the_step_on_all() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), Dot, momentum)
         x = torch.ones(3)
@@ -143,8 +143,8 @@ def test_a_gradient_that_is_not_finite_on_one_shard_leaves_the_step_out_on_all()
         (2**-40, torch.float64, "fp32", "fp32"),
     ],
 )
-def test_gradients_are_reduced_in_fp32_at_least(size: float, dtype: torch.dtype, gather: Any, precision: str) -> None:
-    """What a sum in fewer bits would lose: the last bit of the mean of 1 + size on one rank and 1 on the other."""
+def test_gradients_are_reduced_in_at_least_fp32(size: float, dtype: torch.dtype, gather: Any, precision: str) -> None:
+    """Fewer bits would lose the last bit of the mean of 1 + size on one rank and 1 on the other."""
 
     def rank(number: int) -> Any:
         training = Training(FSDP(all_gather_dtype=gather), lambda: Dot(2, dtype), precision=precision)
@@ -155,8 +155,8 @@ def test_gradients_are_reduced_in_fp32_at_least(size: float, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize(("uses", "said"), [("a", "`blocks.b.w`"), ("", "`blocks.a.w` and 1 more")])
-def test_a_weight_that_one_micro_batch_does_not_use_is_named(uses: str, said: str) -> None:
-    """Though another has used it, and though this is the second step."""
+def test_a_weight_unused_in_one_micro_batch_is_refused(uses: str, said: str) -> None:
+    """Holds even if another micro-batch used the weight, and in the second step."""
 
     def rank(number: int) -> Any:
         training = Training(FSDP(), Blocks, blocks=blocks_of)
@@ -171,9 +171,9 @@ def test_a_weight_that_one_micro_batch_does_not_use_is_named(uses: str, said: st
         assert message.startswith(f"parameter {said} got no gradient on rank {number}: forward did not use it")
 
 
-# ---------------------------------------------------------------------------------------------- what is sharded
+# ---------------------------------------------------------------------------------------------- shards
 class Odd(nn.Module):
-    """Weights and buffers of many forms, which say of which rank they are."""
+    """Weights and buffers of various shapes that contain the number of their rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Odd(nn.Module):
         return self.inner(x).sum() + self.across.sum()
 
 
-def test_all_ranks_hold_shards_of_rank_0s_weights_and_its_buffers() -> None:
+def test_all_ranks_hold_shards_of_rank_0s_weights_and_copies_of_its_buffers() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), lambda: Odd(number), blocks=lambda model: [model.inner])
         state = training.state().model
@@ -204,8 +204,8 @@ def test_all_ranks_hold_shards_of_rank_0s_weights_and_its_buffers() -> None:
     assert second == {"across": [1, 3, 5], "frozen": [1], "none": [], "inner.w": [1], "inner.mean": [1, 1]}
 
 
-class Seen(nn.Module):
-    """Notes the dtype of its weight and of what it is given, in each forward pass."""
+class DtypeRecorder(nn.Module):
+    """Module that records the dtypes of its weight and of its input in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Seen(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.norm = Seen(), nn.LayerNorm(2)
+        self.block, self.norm = DtypeRecorder(), nn.LayerNorm(2)
         self.seen: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(("gather", "dtype"), [("fp32", "torch.float32"), ("compute", "torch.bfloat16")])
-def test_blocks_are_gathered_in_the_dtype_of_the_recipe_and_what_is_left_over_in_fp32(gather: Any, dtype: str) -> None:
+def test_blocks_are_gathered_in_the_dtype_of_the_recipe_and_other_weights_in_fp32(gather: Any, dtype: str) -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(all_gather_dtype=gather), Net, precision="bf16", blocks=lambda model: [model.block])
         training.step(torch.ones(1, 2))
@@ -242,7 +242,7 @@ def test_blocks_are_gathered_in_the_dtype_of_the_recipe_and_what_is_left_over_in
     assert in_ranks(2, rank) == [([(dtype, "torch.float32")], ["torch.float32"], {"torch.float32"})] * 2
 
 
-def test_weights_of_norms_are_not_rounded_where_torch_would_not_take_them() -> None:
+def test_rounding_weights_of_norms_is_refused_on_a_cpu() -> None:
     def rank(number: int) -> str:
         def build() -> nn.Module:
             return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
@@ -259,7 +259,7 @@ def test_weights_of_norms_are_not_rounded_where_torch_would_not_take_them() -> N
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_blocks_weights_are_freed_after_its_forward_pass_unless_the_recipe_keeps_them(reshard: bool) -> None:
+def test_block_weights_are_freed_after_forward_if_resharding_is_enabled(reshard: bool) -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(reshard_after_forward=reshard), Blocks, blocks=blocks_of)
         training.model(torch.ones(3))
@@ -270,11 +270,11 @@ def test_a_blocks_weights_are_freed_after_its_forward_pass_unless_the_recipe_kee
     assert in_ranks(2, rank) == [reshard] * 2
 
 
-def test_a_model_without_memory_gets_the_weights_that_it_would_have_had() -> None:
+def test_a_model_on_meta_has_the_same_initial_weights() -> None:
     def rank(number: int) -> Any:
         found = []
         for meta in (True, False):
-            torch.manual_seed(5 + number)  # rank 0's count
+            torch.manual_seed(5 + number)  # rank 0's seed decides
             strategy = FSDP(meta=meta)
             training = Training(
                 strategy,
@@ -295,8 +295,8 @@ def test_a_model_without_memory_gets_the_weights_that_it_would_have_had() -> Non
         assert [*first[name], *second[name]] == weight.flatten().tolist()
 
 
-# ---------------------------------------------------------------------------------------------- what callbacks do
-def test_what_is_written_into_the_shards_counts_once_it_is_said_though_weights_were_gathered() -> None:
+# ---------------------------------------------------------------------------------------------- callbacks
+def test_mark_changed_applies_writes_to_shards_even_if_weights_are_gathered() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), lambda: Dot(2))
         weights = training.replica.weights
@@ -312,7 +312,7 @@ def test_what_is_written_into_the_shards_counts_once_it_is_said_though_weights_w
     assert in_ranks(2, rank) == [([2.0, 3.0], [])] * 2
 
 
-def test_frozen_weights_are_parts_too() -> None:
+def test_frozen_weights_are_sharded() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), lambda: Odd(number))
         weights = training.replica.weights
@@ -323,9 +323,9 @@ def test_frozen_weights_are_parts_too() -> None:
     assert second == (["across", "inner.w"], {"frozen": FlatRange(2, 3), "none": FlatRange(0, 0)})
 
 
-# ---------------------------------------------------------------------------------------------- to disk and back
+# ---------------------------------------------------------------------------------------------- checkpoints
 class Matrix(nn.Module):
-    """x @ W, of three rows of two; another name for W, and a buffer."""
+    """Computes x @ W with three rows of two. Has an alias of W, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,8 +338,8 @@ class Matrix(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_rank_saves_its_rows_and_its_part_of_the_optimizer(ranks: int) -> None:
-    """Of three rows, the last of four ranks has none."""
+def test_every_rank_saves_its_rows_and_their_optimizer_state(ranks: int) -> None:
+    """With three rows, the last of four ranks has none."""
 
     def rank(number: int) -> Any:
         training = Training(FSDP(), Matrix, AdamW)
@@ -357,14 +357,14 @@ def test_every_rank_saves_its_rows_and_its_part_of_the_optimizer(ranks: int) -> 
     assert in_ranks(ranks, rank) == [{(region, 0, 1)} for region in regions]
 
 
-def test_a_run_of_one_process_goes_on_in_shards() -> None:
+def test_a_ddp_state_continues_under_fsdp() -> None:
     def rank(number: int) -> Any:
         whole = Training(DDP(), Matrix, momentum)
         sharded = Training(FSDP(), Matrix, momentum)
         for value in (1.0, 2.0):
             whole.step(torch.full((3,), value))
         with torch.no_grad():
-            sharded.model(torch.ones(3))  # gathered weights must not outlive what is loaded
+            sharded.model(torch.ones(3))  # gathered weights must be discarded when a state is loaded
         sharded.replica.load_state(saved(whole.state()))
         for training in (whole, sharded):
             training.step(torch.ones(3))
@@ -375,7 +375,7 @@ def test_a_run_of_one_process_goes_on_in_shards() -> None:
     assert output == [3 * -5.75] * 2
 
 
-def test_weights_alone_leave_the_rest_as_it_is_in_shards() -> None:
+def test_loading_some_weights_keeps_the_others() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), lambda: Odd(0))
         partial = CanonicalState({"inner.w": Saved(torch.tensor([5.0, 6.0, 7.0]))}, {})
@@ -385,7 +385,7 @@ def test_weights_alone_leave_the_rest_as_it_is_in_shards() -> None:
     assert in_ranks(2, rank) == [{"across": [0, 2, 4], "inner.w": [5, 6]}, {"across": [1, 3, 5], "inner.w": [7]}]
 
 
-def test_optimizer_state_of_another_shape_is_neither_saved_nor_loaded() -> None:
+def test_optimizer_state_of_a_different_shape_is_refused() -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(), Matrix, momentum)
         weights = {"w": Saved(torch.zeros(3, 2)), "mean": Saved(torch.zeros(1))}
@@ -403,8 +403,8 @@ def test_optimizer_state_of_another_shape_is_neither_saved_nor_loaded() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- optimizers
-class Trying(Optimizer):
-    """Gradient descent that does something `odd` with sharded weights, in groups that say so."""
+class OddOptimizer(Optimizer):
+    """Gradient descent that calls `odd` on sharded weights, in parameter groups with the option `odd`."""
 
     odd: Any = staticmethod(lambda weight, state: 1.0)
 
@@ -445,7 +445,7 @@ def _rounds(weight: Tensor, state: dict[str, Any]) -> float:
 
 
 def _on_rank_1(weight: Tensor, state: dict[str, Any]) -> float:
-    """Only where the second half of the weight is."""
+    """Changes the factor only on the rank with the second half of the weight."""
     return 0.9 if isinstance(weight, DTensor) and weight.device_mesh.get_local_rank() else 1.0
 
 
@@ -453,23 +453,23 @@ def _on_rank_1(weight: Tensor, state: dict[str, Any]) -> float:
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        (_raises, "Trying cannot be used under FSDP, which shards weights: no rule for it"),
-        (_keeps, "Trying keeps `rows` of a weight of shape [4, 4] in the shape [4]"),
-        (_slower, "Trying updates a sharded weight differently from a whole one"),
+        (_raises, "OddOptimizer cannot be used under FSDP, which shards weights: no rule for it"),
+        (_keeps, "OddOptimizer keeps `rows` of a weight of shape [4, 4] in the shape [4]"),
+        (_slower, "OddOptimizer updates a sharded weight differently from a whole one"),
         (_counts, ""),
         (_rounds, ""),
     ],
 )
-def test_an_optimizer_is_tried_out_on_a_shard_with_the_options_of_each_group(
+def test_an_optimizer_is_probed_on_a_shard_with_the_options_of_each_group(
     odd: Callable[..., float], said: str, which: int
 ) -> None:
     def rank(number: int) -> Any:
-        def build(weights: Any) -> Trying:
+        def build(weights: Any) -> OddOptimizer:
             first, second = weights
-            kind = type("Trying", (Trying,), {"odd": staticmethod(odd)})
+            kind = type("OddOptimizer", (OddOptimizer,), {"odd": staticmethod(odd)})
             groups = [{"params": [first]}, {"params": [second]}]
             groups[which]["odd"] = True  # type: ignore[assignment]
-            found: Trying = kind(groups)
+            found: OddOptimizer = kind(groups)
             return found
 
         if said:
@@ -482,11 +482,11 @@ def test_an_optimizer_is_tried_out_on_a_shard_with_the_options_of_each_group(
         assert bool(message) == bool(said)
 
 
-def test_every_rank_compares_the_rows_that_it_holds() -> None:
+def test_every_rank_compares_its_own_rows() -> None:
     def rank(number: int) -> Any:
-        def build(weights: Any) -> Trying:
-            kind = type("Trying", (Trying,), {"odd": staticmethod(_on_rank_1)})
-            found: Trying = kind([{"params": list(weights), "odd": True}])
+        def build(weights: Any) -> OddOptimizer:
+            kind = type("OddOptimizer", (OddOptimizer,), {"odd": staticmethod(_on_rank_1)})
+            found: OddOptimizer = kind([{"params": list(weights), "odd": True}])
             return found
 
         try:
@@ -495,18 +495,18 @@ def test_every_rank_compares_the_rows_that_it_holds() -> None:
             return error.message
         return ""
 
-    assert in_ranks(2, rank) == ["", "Trying updates a sharded weight differently from a whole one"]
+    assert in_ranks(2, rank) == ["", "OddOptimizer updates a sharded weight differently from a whole one"]
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         *(AdamW, SGD, torch.optim.Adam, torch.optim.RMSprop),
-        pytest.param(torch.optim.Adagrad, marks=needs_torch("2.12")),  # before, its constructor alone made its state
+        pytest.param(torch.optim.Adagrad, marks=needs_torch("2.12")),  # before, only its constructor created its state
     ],
 )
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_element_wise_optimizers_will_do(kind: type[Optimizer], replicas: int) -> None:
+def test_element_wise_optimizers_are_accepted(kind: type[Optimizer], replicas: int) -> None:
     def rank(number: int) -> Any:
         training = Training(FSDP(replicas=replicas), Dot, lambda weights: kind(weights, lr=0.1))  # type: ignore[call-arg]
         return training.step(torch.ones(3))
@@ -514,7 +514,7 @@ def test_element_wise_optimizers_will_do(kind: type[Optimizer], replicas: int) -
     assert in_ranks(2, rank) == [pytest.approx(3**0.5)] * 2
 
 
-def test_an_optimizer_that_keeps_rows_and_columns_is_refused() -> None:
+def test_an_optimizer_with_row_and_column_state_is_refused() -> None:
     def rank(number: int) -> Any:
         return refused(StrategyError, lambda: Training(FSDP(), Dot, Adafactor))
 
@@ -523,9 +523,9 @@ def test_an_optimizer_that_keeps_rows_and_columns_is_refused() -> None:
         assert 'set strategy.use = "ddp"' in message
 
 
-# ---------------------------------------------------------------------------------------------- refused by name
+# ---------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(("version", "refuses"), [("2.11.0+cu130", True), ("2.12.0", False)])
-def test_integers_are_refused_where_torch_cannot_shard_them(
+def test_integers_are_refused_if_torch_cannot_shard_them(
     monkeypatch: pytest.MonkeyPatch, version: str, refuses: bool
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
@@ -570,7 +570,9 @@ def _hooked(method: str) -> nn.Parameter:
         (lambda: {"a": _parameter(2), "b": _parameter(2, dtype=torch.float64, trained=False)}, ""),
     ],
 )
-def test_forms_that_cannot_be_sharded_are_named(parameters: Callable[[], dict[str, nn.Parameter]], said: str) -> None:
+def test_parameters_that_cannot_be_sharded_are_refused(
+    parameters: Callable[[], dict[str, nn.Parameter]], said: str
+) -> None:
     def rank(number: int) -> Any:
         strategy = FSDP()
         set_up(strategy)
@@ -586,7 +588,7 @@ def test_forms_that_cannot_be_sharded_are_named(parameters: Callable[[], dict[st
 
 
 @pytest.mark.parametrize(("inside", "said"), [(True, ""), (False, "`0.weight` and `1.weight` are one parameter")])
-def test_a_weight_of_two_blocks_is_named_and_one_with_two_names_in_a_block_stays_one(inside: bool, said: str) -> None:
+def test_a_weight_shared_by_two_blocks_is_refused_and_one_within_a_block_stays_shared(inside: bool, said: str) -> None:
     def rank(number: int) -> Any:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
         model[1].weight = model[0].weight
@@ -604,7 +606,7 @@ def test_a_weight_of_two_blocks_is_named_and_one_with_two_names_in_a_block_stays
     assert bool(message) == bool(said)
 
 
-def test_what_is_not_sharded_is_not_taken_for_it() -> None:
+def test_parameters_that_are_not_sharded_are_refused() -> None:
     def rank(number: int) -> Any:
         strategy = FSDP()
         set_up(strategy)
@@ -641,7 +643,7 @@ def test_what_is_not_sharded_is_not_taken_for_it() -> None:
         ({}, {"sync_batchnorm": True}, 2, "cpu", "train.sync_batchnorm", "leave train.sync_batchnorm out"),
     ],
 )
-def test_options_that_cannot_be_or_have_no_effect(
+def test_invalid_options_and_options_without_effect_are_refused(
     options: dict[str, Any], settings: dict[str, Any], ranks: int, device: str, key: str | None, said: str
 ) -> None:
     asked = train(**settings)
@@ -651,7 +653,7 @@ def test_options_that_cannot_be_or_have_no_effect(
     assert not key or said in found[0].hints[0]
 
 
-def test_the_contract_says_how_many_copies_there_are_and_where_gradients_add_up() -> None:
+def test_the_contract_declares_replicas_and_accumulation() -> None:
     assert (FSDP().contract.replicas, FSDP(replicas=4).contract.replicas) == (1, 4)
     assert FSDP().contract.accumulation == "the shards' .grad; one reduce-scatter per micro-batch"
     assert FSDP(no_sync=True).contract.accumulation.startswith("whole, in fp32; one reduce-scatter per step")
@@ -659,7 +661,7 @@ def test_the_contract_says_how_many_copies_there_are_and_where_gradients_add_up(
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_the_recipes_timeout_holds_in_every_group_of_ranks(replicas: int) -> None:
+def test_the_timeout_of_the_recipe_applies_to_every_process_group(replicas: int) -> None:
     def rank(number: int) -> Any:
         strategy = FSDP(replicas=replicas)
         set_up(strategy, collective_timeout="7m")

@@ -1,4 +1,4 @@
-"""Learning rates that fall from layer to layer: the same update under every strategy."""
+"""Layer-wise learning rate decay: the same update under every strategy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Sums(nn.Module):
-    """The gradient of every weight is the input, so that a weight's change tells its rate."""
+    """Model in which the gradient of every weight is the input: the change of a weight shows its rate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def trained(build: Callable[[], Strategy]) -> Callable[[int], Any]:
     [DDP, FSDP, lambda: DeepSpeed(stage=1), lambda: DeepSpeed(stage=3)],
     ids=["ddp", "fsdp", "zero1", "zero3"],
 )
-def test_each_layer_moves_at_its_own_rate(build: Callable[[], Strategy]) -> None:
+def test_each_layer_has_its_own_learning_rate(build: Callable[[], Strategy]) -> None:
     for found in in_ranks(2, trained(build)):
         assert found.keys() == RATES.keys()
         for name, rate in RATES.items():

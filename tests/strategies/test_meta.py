@@ -1,4 +1,4 @@
-"""A model without memory gets it, and the weights that it would have had, a module at a time."""
+"""Materialization of a model on meta: memory and the usual initial weights, one module at a time."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from ddpforge.strategies.fsdp.wrap_units import materialise
 
 
 class Own(nn.Module):
-    """A weight, a frozen one and buffers, which `reset_parameters` fills but for those in `forgets`."""
+    """Module with a weight, a frozen weight and buffers. `reset_parameters` skips the weight `forgets`."""
 
     def __init__(self, forgets: str = "") -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def build(*, twice: bool = False) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_the_weights_are_those_of_a_model_that_was_built_with_memory(twice: bool) -> None:
+def test_the_weights_equal_those_of_a_model_built_with_memory(twice: bool) -> None:
     torch.manual_seed(3)
     plain = build(twice=twice)
     with torch.device("meta"):
@@ -52,7 +52,7 @@ def test_the_weights_are_those_of_a_model_that_was_built_with_memory(twice: bool
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
 
 
-def test_a_module_is_announced_once_when_it_is_complete_and_before_what_follows_it() -> None:
+def test_the_callback_of_a_module_runs_once_it_is_complete_and_before_later_modules() -> None:
     with torch.device("meta"):
         model = build(twice=True)
     seen: list[tuple[str, int]] = []
@@ -72,7 +72,7 @@ def test_a_module_is_announced_once_when_it_is_complete_and_before_what_follows_
     assert seen == [("first of inner", 4), ("inner", 2), ("model", 0)]
 
 
-def test_what_has_memory_already_is_left_as_it_is() -> None:
+def test_modules_with_memory_are_unchanged() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     before = model[0].weight.clone()
     materialise(model, then={})
@@ -81,7 +81,7 @@ def test_what_has_memory_already_is_left_as_it_is() -> None:
 
 
 class Above(nn.Module):
-    """A weight of its own above a layer."""
+    """Module with a weight, above a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Above(nn.Module):
         nn.init.constant_(self.scale, 0.5)
 
 
-def test_a_module_with_weights_of_its_own_leaves_those_below_it_to_them() -> None:
+def test_reset_parameters_of_a_module_does_not_replace_those_of_its_children() -> None:
     with torch.device("meta"):
         model = Above()
     torch.manual_seed(3)
@@ -129,7 +129,7 @@ class Weighed(nn.Module):
         (lambda: nn.Sequential(Own("one")), "reset_parameters of `0` (Own) does not initialise `weight`"),
     ],
 )
-def test_a_layer_that_cannot_initialise_itself_is_named(build: type[nn.Module], said: str) -> None:
+def test_a_layer_without_complete_reset_parameters_is_refused(build: type[nn.Module], said: str) -> None:
     with torch.device("meta"):
         model = build()
     assert refused(StrategyError, lambda: materialise(model, then={})).startswith(said)

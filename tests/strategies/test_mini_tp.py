@@ -1,4 +1,4 @@
-"""The strategy of docs/how-to/write-a-strategy.md trains the curve of DDP, and its checkpoints go to and fro."""
+"""Strategy of docs/how-to/write-a-strategy.md: the loss curve of DDP, and checkpoints in both directions."""
 
 import ast
 from pathlib import Path
@@ -31,7 +31,7 @@ def run(folder: Path, strategy: str, length: int = 8) -> list[Trained]:
     return trained(folder, RECIPE.format(strategy=strategy, length=length), 2)
 
 
-def test_the_curve_is_that_of_ddp_and_goes_on_under_it(tmp_path: Path) -> None:
+def test_the_loss_curve_equals_that_of_ddp_and_checkpoints_are_interchangeable(tmp_path: Path) -> None:
     expected, found = run(tmp_path / "ddp", "ddp"), run(tmp_path / "own", OWN)
     moved = tmp_path / "moved"
     parts = [run(moved, strategy, length)[0] for strategy, length in ((OWN, 4), ("ddp", 8), (OWN, 12))]
@@ -45,8 +45,8 @@ def test_the_curve_is_that_of_ddp_and_goes_on_under_it(tmp_path: Path) -> None:
     assert [one.held for one in found] < [one.held for one in expected]
 
 
-def test_the_strategy_is_as_short_as_its_page_says() -> None:
-    """Its title says how many at most: without blank lines, docstrings and imports."""
+def test_the_strategy_is_as_short_as_its_page_claims() -> None:
+    """Counts lines without blank lines, docstrings and imports. Their maximum is in the page's title."""
     (text,) = blocks(PAGE, "python")
     nodes = [node for node in ast.parse(text).body if not isinstance(node, ast.Import | ast.ImportFrom)]
     lines = text.splitlines()

@@ -1,4 +1,4 @@
-"""A model and its optimizer become a state by parameter name, and one that does not fit is refused by name."""
+"""State of a model and its optimizer by parameter name; a state that does not fit is refused."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from ddpforge.strategies import named_state
 
 
 class Net(nn.Module):
-    """Two trained weights, one of which has two names, a frozen one, and buffers of both kinds."""
+    """Two trained weights, one of them with two names, a frozen weight, a persistent and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,8 @@ class Net(nn.Module):
 
 
 def trained(kind: type[Optimizer] = SGD, only: str = "ab", **options: Any) -> tuple[Net, Optimizer]:
-    """After one step with a gradient of 2 for the weights in `only`; each has a group of its own, b's first."""
+    """Returns model and optimizer after a step with gradients of 2 for the weights in `only`; each has its own
+    group."""
     net = Net()
     optimizer = kind([{"params": [net.b]}, {"params": [net.a]}], lr=0.5, **options)  # type: ignore[call-arg]
     for name in only:
@@ -39,7 +40,7 @@ def trained(kind: type[Optimizer] = SGD, only: str = "ab", **options: Any) -> tu
 
 
 def state(**changes: Any) -> CanonicalState[Any]:
-    """A state that fits `Net`, of SGD with momentum."""
+    """Returns a state that fits `Net`, of SGD with momentum."""
     model = {"a": [5.0, 6.0], "b": [7.0, 8.0, 9.0], "frozen": [4.0], "mean": [1.0, 2.0]}
     weights = {name: Saved(torch.tensor(values)) for name, values in model.items()}
     momenta = {name: {"momentum_buffer": Saved(torch.full((len(model[name]),), 3.0))} for name in "ab"}
@@ -50,8 +51,8 @@ def values(net: Net) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in net.state_dict().items()}
 
 
-# ---------------------------------------------------------------------------------------------- from a model
-def test_each_weight_and_persistent_buffer_is_there_once_under_its_first_name() -> None:
+# ---------------------------------------------------------------------------------------------- capture
+def test_each_weight_and_persistent_buffer_is_captured_once_under_its_first_name() -> None:
     net, optimizer = trained(momentum=0.9)
     optimizer.state["global"] = {"k": 3}  # type: ignore[index]
     found = named_state.capture(net, optimizer)
@@ -70,14 +71,14 @@ def test_each_weight_and_persistent_buffer_is_there_once_under_its_first_name() 
     assert not found.model["a"].requires_grad  # type: ignore[union-attr]
 
 
-def test_a_weight_without_optimizer_state_is_left_out() -> None:
+def test_a_weight_without_optimizer_state_is_skipped() -> None:
     net, optimizer = trained(AdamW, only="b")
     assert list(named_state.capture(net, optimizer).optimizer) == ["b"]
     optimizer.state[net.a] = {}
     assert list(named_state.capture(net, optimizer).optimizer) == ["b"]
 
 
-def test_what_is_no_tensor_in_a_state_dict_is_refused_by_name() -> None:
+def test_a_state_dict_value_that_is_not_a_tensor_is_refused() -> None:
     class Extra(Net):
         def get_extra_state(self) -> int:
             return 3
@@ -88,8 +89,8 @@ def test_what_is_no_tensor_in_a_state_dict_is_refused_by_name() -> None:
     assert message.startswith("`_extra_state` in the model's state_dict is a int, not a tensor")
 
 
-# ---------------------------------------------------------------------------------------------- into a model
-def test_a_state_is_read_in_place_and_the_recipes_hyper_parameters_stay() -> None:
+# ---------------------------------------------------------------------------------------------- restore
+def test_a_state_is_restored_in_place_and_keeps_hyperparameters() -> None:
     net, optimizer = trained(momentum=0.9)
     before = net.a.data_ptr()
     named_state.restore(net, optimizer, state())
@@ -105,7 +106,7 @@ def test_a_state_is_read_in_place_and_the_recipes_hyper_parameters_stay() -> Non
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
-def test_numbers_and_tensors_of_other_shapes_in_the_optimizers_state_come_back_as_they_were() -> None:
+def test_optimizer_state_of_any_type_and_shape_is_restored() -> None:
     net, optimizer = trained(momentum=0.9)
     kept = {"count": 3, "flag": None, "rows": Saved(torch.tensor([[1.0, 2.0]])), "loose": torch.tensor(4.0)}
     kept["half"] = Saved(torch.full((2,), 1.5, dtype=torch.float64))
@@ -113,10 +114,10 @@ def test_numbers_and_tensors_of_other_shapes_in_the_optimizers_state_come_back_a
     found = optimizer.state[net.a]
     assert (found["count"], found["flag"], found["rows"].tolist(), float(found["loose"])) == (3, None, [[1.0, 2.0]], 4)
     assert found["half"].tolist() == [1.5, 1.5]
-    assert net.b not in optimizer.state  # it had no gradient then
+    assert net.b not in optimizer.state  # it had no gradient at that time
 
 
-def test_a_resumed_optimizer_goes_on_as_the_first() -> None:
+def test_a_restored_optimizer_continues_identically() -> None:
     (first, one), (second, other) = trained(AdamW), trained(AdamW)
     captured = named_state.capture(first, one)
     saved = CanonicalState(
@@ -138,7 +139,7 @@ def test_a_resumed_optimizer_goes_on_as_the_first() -> None:
     assert values(second) == values(first)
 
 
-# ---------------------------------------------------------------------------------------------- what does not fit
+# ---------------------------------------------------------------------------------------------- mismatches
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -161,12 +162,12 @@ def test_a_resumed_optimizer_goes_on_as_the_first() -> None:
     ],
 )
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_state_of_another_model_is_refused_by_name(wrong: CanonicalState[Any], said: str, partial: bool) -> None:
+def test_a_state_of_another_model_is_refused(wrong: CanonicalState[Any], said: str, partial: bool) -> None:
     net, optimizer = trained(momentum=0.9)
     assert refused(CheckpointError, lambda: named_state.restore(net, optimizer, wrong, partial=partial)) == said
 
 
-def test_names_that_are_missing_are_counted_unless_some_may_be() -> None:
+def test_missing_names_are_refused_unless_the_state_is_partial() -> None:
     net, optimizer = trained(momentum=0.9)
     less = CanonicalState({"b": Saved(torch.zeros(3))}, {})
     message = refused(CheckpointError, lambda: named_state.restore(net, optimizer, less))
@@ -174,10 +175,10 @@ def test_names_that_are_missing_are_counted_unless_some_may_be() -> None:
     named_state.restore(net, optimizer, less, partial=True)
     assert values(net)["b"] == [0.0, 0.0, 0.0]
     assert values(net)["a"] == [0.0, 0.0]
-    assert optimizer.state[net.a]["momentum_buffer"].tolist() == [2.0, 2.0]  # nothing was said of it
+    assert optimizer.state[net.a]["momentum_buffer"].tolist() == [2.0, 2.0]  # the state does not contain it
 
 
-def test_a_whole_state_without_an_optimizers_begins_it_anew() -> None:
+def test_a_state_without_optimizer_state_resets_the_optimizer() -> None:
     net, optimizer = trained(momentum=0.9)
     named_state.restore(net, optimizer, state(optimizer={}))
     assert not optimizer.state
@@ -196,7 +197,7 @@ def test_a_whole_state_without_an_optimizers_begins_it_anew() -> None:
         ({"a", "b"}, {"b", "c"}, False, "missing from the checkpoint: a; not in the model: c"),
     ],
 )
-def test_names_that_differ_are_told(expected: set[str], found: set[str], partial: bool, said: str | None) -> None:
+def test_different_names_are_listed(expected: set[str], found: set[str], partial: bool, said: str | None) -> None:
     if said is None:
         named_state.match(expected, found, partial=partial)
         return
@@ -204,8 +205,8 @@ def test_names_that_differ_are_told(expected: set[str], found: set[str], partial
     assert message == f"the checkpoint is of another model ({said})"
 
 
-def test_a_part_is_read_and_put_where_its_weight_is() -> None:
-    """`part_of` says what this rank holds, and `like` what becomes of it."""
+def test_like_converts_each_loaded_state_tensor() -> None:
+    """Calls `like` with the loaded tensor and its parameter."""
     net, optimizer = trained(momentum=0.9)
     made: list[tuple[list[float], int]] = []
 

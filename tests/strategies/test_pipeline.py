@@ -1,4 +1,4 @@
-"""Pipelines train what DDP trains, whatever the schedule."""
+"""Pipelines have the loss curve of DDP under every schedule."""
 
 from functools import cache
 from pathlib import Path
@@ -19,39 +19,39 @@ pytestmark = needs_pipelines
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 HELD = {"ZBVZeroBubble": [384 + 2 * BLOCK + 32, 2 * BLOCK]}
-"""Weights on each rank: 256 of the embedding, which the last step uses too, 128 of positions, 32 of the last norm."""
+"""Weights on each rank: 256 of the embedding, also used by the last step, 128 of positions, 32 of the last norm."""
 EMA = "[callbacks.ema]\ndecay = 0.9\n"
 STOP = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = {}\nrank = 0\n'
 
 
 @cache
 def of_ddp(length: str) -> Trained:
-    """Two ranks; steps have 16, 16 and 11 sequences of 3 to 8 tokens."""
+    """Returns the result of two DDP ranks. Steps have 16, 16 and 11 sequences of 3 to 8 tokens."""
     return train(DDP, 2, length=length)[0]
 
 
-def assert_alike(found: Trained, expected: Trained, rel: float = 1e-5) -> None:
+def assert_equal_curves(found: Trained, expected: Trained, rel: float = 1e-5) -> None:
     for key, tolerance in (("train/loss", rel), ("eval/loss", rel), ("train/grad_norm", 10 * rel), ("lr", 1e-12)):
         assert found.column(key) == pytest.approx(expected.column(key), rel=tolerance), key
     assert found.column()
 
 
-# ---------------------------------------------------------------------------------------------- the same curve
+# ---------------------------------------------------------------------------------------------- loss curves
 @pytest.mark.parametrize(
     "schedule", [pytest.param(s, marks=pytest.mark.full if s != "1F1B" else ()) for s in SCHEDULES]
 )
-def test_the_curve_is_that_of_ddp(schedule: str) -> None:
-    """With accumulation, clipping that bites, tied embeddings and steps that end in a smaller micro-batch."""
+def test_the_loss_curve_equals_that_of_ddp(schedule: str) -> None:
+    """Covers accumulation, active clipping, tied embeddings and steps that end in a smaller micro-batch."""
     found = train(PIPELINE.format(schedule), 2)
-    assert_alike(found[0], of_ddp("20st"))
+    assert_equal_curves(found[0], of_ddp("20st"))
     assert [one.held for one in found] == HELD.get(schedule, [384 + 2 * BLOCK, 2 * BLOCK + 288])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_curve_is_that_of_ddp_where_stages_are_on_two_ranks_each(schedule: str) -> None:
+def test_the_loss_curve_equals_that_of_ddp_with_two_ranks_per_stage(schedule: str) -> None:
     found = train(PIPELINE.format(schedule), 4)
-    assert_alike(found[0], of_ddp("20st"))
+    assert_equal_curves(found[0], of_ddp("20st"))
     assert sum(one.held for one in found) == 2 * (13_536 + 256 * (schedule != "ZBVZeroBubble"))
 
 
@@ -66,11 +66,12 @@ def test_the_curve_is_that_of_ddp_where_stages_are_on_two_ranks_each(schedule: s
         pytest.param("1F1B", 'compile = "default"\ncompile_blocks = true', marks=pytest.mark.full),
     ],
 )
-def test_the_curve_is_that_of_ddp_where_ranks_hold_shards_of_a_stage(schedule: str, train_with: str) -> None:
-    """Ragged sequences: the ranks of a stage have other shapes at a time, and gather weights together all the same."""
+def test_the_loss_curve_equals_that_of_ddp_with_sharded_stages(schedule: str, train_with: str) -> None:
+    """Sequences are ragged: ranks of a stage have different shapes at a time, and gather weights together
+    nevertheless."""
     found = train(f"{PIPELINE.format(schedule)}\n{SHARDED}", 4, train=train_with)
     expected = train(DDP, 2, length="20st", train=train_with)[0] if train_with else of_ddp("20st")
-    assert_alike(found[0], expected, 1e-3 if "bf16" in train_with else 1e-5)
+    assert_equal_curves(found[0], expected, 1e-3 if "bf16" in train_with else 1e-5)
     first, last = 384 + 2 * BLOCK, 288 + 2 * BLOCK
     if "freeze" in train_with:
         first, last = first - 128, last - BLOCK
@@ -78,10 +79,10 @@ def test_the_curve_is_that_of_ddp_where_ranks_hold_shards_of_a_stage(schedule: s
 
 
 @pytest.mark.full
-def test_the_curve_is_that_of_ddp_where_ranks_hold_shards_of_their_share_of_a_stage() -> None:
-    """Stages, data and layers at once, on eight ranks."""
+def test_the_loss_curve_equals_that_of_ddp_with_sharded_tensor_parallel_stages() -> None:
+    """Combines stages, data and layers on eight ranks."""
     found = train(f"{PIPELINE.format('1F1B')}\n{SHARDED}tensor = 2\n{BOTH}", 8)
-    assert_alike(found[0], of_ddp("20st"))
+    assert_equal_curves(found[0], of_ddp("20st"))
     assert [one.held for one in found] == [shared("1F1B", rank // 4) // 2 for rank in range(8)]
 
 
@@ -95,10 +96,10 @@ def test_the_curve_is_that_of_ddp_where_ranks_hold_shards_of_their_share_of_a_st
         if schedule == "1F1B" or more in ("", BOTH)
     ],
 )
-def test_the_curve_is_that_of_ddp_where_two_ranks_share_each_layer(schedule: str, more: str) -> None:
-    """`make test` has whole runs of it in `tests/distributed/test_anywhere.py`."""
+def test_the_loss_curve_equals_that_of_ddp_with_tensor_parallel_stages(schedule: str, more: str) -> None:
+    """`make test` runs whole runs of it in `tests/distributed/test_anywhere.py`."""
     found = train(f"{PIPELINE.format(schedule)}\ntensor = 2\n{more}", 4)
-    assert_alike(found[0], of_ddp("20st"))
+    assert_equal_curves(found[0], of_ddp("20st"))
     assert [one.held for one in found] == [shared(schedule, rank // 2) for rank in range(4)]
 
 
@@ -110,7 +111,7 @@ ODD = {
     "one": {"micro": "16"},
     "seven": {"batch": "14"},
     "cut": {"strategy": '\nsplit_points = ["blocks.1"]'},
-    "shards": {"train": "virtual_ranks = 4"},
+    "virtual ranks": {"train": "virtual_ranks = 4"},
 }
 
 
@@ -124,10 +125,10 @@ ODD = {
         if odd not in ("cut", "checkpointed") or schedule == "1F1B"
     ],
 )
-def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
+def test_the_loss_curve_equals_that_of_one_process_with(odd: str, schedule: str) -> None:
     text: dict[str, Any] = {"length": "6st"} | ODD[odd]
     more, rel = text.pop("strategy", ""), text.pop("rel", 1e-5)
-    assert_alike(train(PIPELINE.format(schedule) + more, 2, **text)[0], train(DDP, 1, **text)[0], rel)
+    assert_equal_curves(train(PIPELINE.format(schedule) + more, 2, **text)[0], train(DDP, 1, **text)[0], rel)
 
 
 @pytest.mark.full
@@ -136,7 +137,7 @@ def test_the_curve_is_that_of_one_process_with(odd: str, schedule: str) -> None:
     [SHARDED, "tensor = 2\nsequence_parallel = true", 'tensor = 2\nschedule = "ZBVZeroBubble"'],
     ids=["shards", "1F1B", "ZBV"],
 )
-def test_steps_without_a_finite_gradient_are_left_out_on_all_stages(more: str) -> None:
+def test_nonfinite_steps_are_skipped_on_all_stages(more: str) -> None:
     text = {
         "recipe": RECIPE.replace('use = "language_modeling"', 'use = "./parts.py:Spoils"'),
         "train": 'on_nonfinite = "skip"',
@@ -155,10 +156,10 @@ UPHILL = 'use = "./exploring.py:Uphill"\nlr = 0.1\n'
 @pytest.mark.parametrize(
     "more", ["", pytest.param("\ntensor = 2\nsequence_parallel = true\nloss_parallel = true", marks=pytest.mark.full)]
 )
-def test_an_optimizer_that_explores_goes_uphill_on_all_stages(more: str) -> None:
+def test_a_multi_pass_optimizer_perturbs_all_stages(more: str) -> None:
     text = {"length": "4st", "recipe": RECIPE.replace('use = "adamw"\nlr = 3e-3\nweight_decay = 0.1\n', UPHILL)}
     found = train(PIPELINE.format("1F1B") + more, 4 if more else 2, **text)[0]
-    assert_alike(found, train(DDP, 1, **text)[0])
+    assert_equal_curves(found, train(DDP, 1, **text)[0])
 
 
 @pytest.mark.full
@@ -171,8 +172,8 @@ def test_an_optimizer_that_explores_goes_uphill_on_all_stages(more: str) -> None
     ],
     ids=["1F1B", "ZBVZeroBubble", "shards"],
 )
-def test_a_resume_is_bitwise(strategy: str, ranks: int, tmp_path: Path) -> None:
-    """Traps 08, 09, 36, with dropout and averaged weights."""
+def test_a_resume_is_bit_identical(strategy: str, ranks: int, tmp_path: Path) -> None:
+    """Traps 08, 09 and 36, with dropout and averaged weights."""
     options = {"model": "dropout = 0.2", "length": "6st"}
     whole = train(strategy, ranks, more=EMA, **options)[0]
     train(strategy, ranks, tmp_path, more=EMA + STOP.format(3), **options)
@@ -218,18 +219,18 @@ every = "1st"
 
 @pytest.mark.full
 @pytest.mark.parametrize(("pipes", "schedule"), [(1, "1F1B"), (2, "1F1B"), (2, "ZBVZeroBubble")])
-def test_statistics_of_batchnorm_are_those_of_ddp(pipes: int, schedule: str, tmp_path: Path) -> None:
-    """An epoch of 359 images ends with 9, of which a rank has fewer than its micro-batches hold, or none."""
+def test_batchnorm_statistics_equal_those_of_ddp(pipes: int, schedule: str, tmp_path: Path) -> None:
+    """Each epoch of 359 images ends with 9: a rank has fewer than its micro-batches hold, or none."""
     ddp = trained(tmp_path, IMAGES.format(strategy=DDP, train=""), pipes)[0]
     found = trained(
         tmp_path, IMAGES.format(strategy=PIPELINE.format(schedule), train="").replace('"run"', '"other"'), 2 * pipes
     )[0]
-    assert_alike(found, ddp)
+    assert_equal_curves(found, ddp)
     assert found.column("eval/accuracy") == ddp.column("eval/accuracy")
 
 
-class Measuring(nn.Module):
-    """Each of two steps has a BatchNorm, and the second a buffer that is no statistic."""
+class TwoNorms(nn.Module):
+    """Two steps with a BatchNorm each; the second has a buffer that is not a statistic."""
 
     pipeline: Any = ("first", "second")
 
@@ -243,13 +244,13 @@ class Measuring(nn.Module):
         return found
 
 
-def test_buffers_are_made_equal_on_the_ranks_of_a_stage_and_no_others() -> None:
-    """Ranks 0 and 1 hold the first stage, 2 and 3 the second; each has its rank, or ten to its power, in buffers."""
+def test_buffers_are_synced_only_within_a_stage() -> None:
+    """Ranks 0 and 1 hold the first stage, 2 and 3 the second. Buffers contain the rank, or ten to its power."""
 
     def action(rank: int) -> dict[str, float]:
         strategy = Pipeline(stages=2)
         set_up(strategy)
-        held = strategy.wrap(Measuring(), ())
+        held = strategy.wrap(TwoNorms(), ())
         replica = strategy.prepare(held, SGD([p for p in held.parameters() if not p.is_meta], lr=0.1))
         for name, buffer in replica.unwrapped.named_buffers():
             buffer.fill_(10.0**rank if name.endswith("mean") else rank)
@@ -262,8 +263,8 @@ def test_buffers_are_made_equal_on_the_ranks_of_a_stage_and_no_others() -> None:
 
 
 @pytest.mark.full
-def test_initial_weights_come_from_other_layouts(tmp_path: Path) -> None:
-    """One stage may find nothing of its own in them, or all; what is left alone is named for the whole model."""
+def test_initial_weights_may_come_from_other_layouts(tmp_path: Path) -> None:
+    """One stage may find none or all of its weights there; missing weights are listed for the whole model."""
     first = train(DDP, 1, tmp_path, length="4st")[0]
     source = max(tmp_path.glob("runs/run/checkpoints/step-*"))
     init = f'init_from = "{source}"\ninit_ignore = ["positions.*"]'
@@ -273,11 +274,11 @@ def test_initial_weights_come_from_other_layouts(tmp_path: Path) -> None:
         trained(tmp_path, text.replace("next", name).format(**blank, strategy=strategy), ranks)[0]
         for name, strategy, ranks in (("one", DDP, 1), ("two", PIPELINE.format("1F1B"), 2))
     ]
-    assert_alike(found[1], found[0])
+    assert_equal_curves(found[1], found[0])
     assert found[0].column()[0] < first.column()[0]
 
 
 @pytest.mark.full
-def test_blocks_are_compiled() -> None:
+def test_compiled_blocks_have_the_same_loss_curve() -> None:
     compiled = train(PIPELINE.format("1F1B"), 2, train='compile = "default"\ncompile_blocks = true', length="3st")[0]
-    assert_alike(compiled, train(DDP, 1, length="3st")[0])
+    assert_equal_curves(compiled, train(DDP, 1, length="3st")[0])

@@ -1,4 +1,4 @@
-"""Mistakes under a pipeline are told by name, and never trained over."""
+"""Mistakes under a pipeline are refused by name."""
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -23,7 +23,7 @@ _Loss = Callable[[Any, Tensor], Tensor]
 
 
 class Chain(nn.Module):
-    """Two layers and a scale, of which the second step may forget to use something or to say that it does."""
+    """Two layers and a scale. Options make the second step skip the scale, or use dropout."""
 
     pipeline: Any = ("first", ("leave", "second", "scale"))
 
@@ -42,7 +42,7 @@ class Chain(nn.Module):
 
 
 class Forgetful(Chain):
-    """Its last step uses the first layer, and does not say so."""
+    """Chain whose last step uses the first layer without declaring it."""
 
     def leave(self, x: Tensor) -> Tensor:
         return super().leave(x) + self.first.weight.sum()
@@ -54,7 +54,7 @@ def total(model: Any, batch: Tensor) -> Tensor:
 
 
 def step(model: nn.Module, loss: _Loss = total, schedule: Any = "1F1B", trains: bool = True, data: Any = "ddp") -> Any:
-    """Losses of a step of three passes, and the marks that it made; then the update."""
+    """Runs a step of three passes and the update; returns the losses and the number of heartbeats."""
     strategy = Pipeline(schedule=schedule, data=data)
     set_up(strategy)
     held = strategy.wrap(model, ())
@@ -76,8 +76,8 @@ def step(model: nn.Module, loss: _Loss = total, schedule: Any = "1F1B", trains: 
     return found, marks
 
 
-def said(build: Callable[[], nn.Module], loss: _Loss = total, schedule: Any = "1F1B") -> str:
-    """The error of the last rank, whose first waits for it in vain."""
+def error_of_last_rank(build: Callable[[], nn.Module], loss: _Loss = total, schedule: Any = "1F1B") -> str:
+    """Returns the error of the last rank. The first rank waits for it in vain."""
 
     def action(rank: int) -> str:
         if rank:
@@ -106,13 +106,13 @@ def reads(model: Any, batch: Tensor) -> Tensor:
     ],
     ids=["twice", "reads", "never"],
 )
-def test_a_task_can_call_the_model_once(loss: _Loss, expected: str) -> None:
-    assert expected in said(Chain, loss)
+def test_a_task_must_call_the_model_exactly_once(loss: _Loss, expected: str) -> None:
+    assert expected in error_of_last_rank(Chain, loss)
 
 
 @pytest.mark.parametrize(("schedule", "data"), [("1F1B", "ddp"), ("ZBVZeroBubble", "ddp"), ("1F1B", "fsdp")])
-def test_a_weight_without_a_gradient_is_named(schedule: str, data: str) -> None:
-    """Schedules that split backward passes leave out weights that they do not find, FSDP gives them zeros."""
+def test_a_weight_without_a_gradient_is_refused(schedule: str, data: str) -> None:
+    """Schedules that split backward passes skip weights that they do not find; FSDP gives them zeros."""
 
     def build() -> nn.Module:
         model = Chain(uses_scale=False)
@@ -129,21 +129,21 @@ def test_a_weight_without_a_gradient_is_named(schedule: str, data: str) -> None:
     assert "parameter `scale` got no gradient on rank 1" in in_ranks(2, action)[1]
 
 
-def test_what_a_step_uses_and_does_not_say_is_named() -> None:
-    assert "`leave` uses `first` of Forgetful, which is on another rank" in said(Forgetful)
+def test_a_step_that_uses_an_undeclared_module_is_refused() -> None:
+    assert "`leave` uses `first` of Forgetful, which is on another rank" in error_of_last_rank(Forgetful)
 
 
-def test_a_stage_with_nothing_to_train_is_refused() -> None:
+def test_a_stage_without_trained_parameters_is_refused() -> None:
     def build() -> nn.Module:
         model = Chain()
         model.first.requires_grad_(False)
         return model
 
-    assert "rank 0 would have nothing to train" in said(build)
+    assert "rank 0 would have nothing to train" in error_of_last_rank(build)
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_masks_follow_from_the_pass_and_ranks_make_as_many_marks(trains: bool) -> None:
+def test_dropout_masks_follow_from_the_seed_and_ranks_have_equal_heartbeats(trains: bool) -> None:
     def build() -> nn.Module:
         torch.manual_seed(7)
         return Chain(dropout=0.5)
@@ -154,12 +154,12 @@ def test_masks_follow_from_the_pass_and_ranks_make_as_many_marks(trains: bool) -
     (first, again), (last, last_again) = in_ranks(2, action)
     assert first[0] == [None, None, None]
     assert last == last_again
-    assert len(set(last[0])) > 1  # of equal batches
+    assert len(set(last[0])) > 1  # for equal batches
     assert first[1] == again[1] == last[1]
 
 
-class Turned(nn.Module):
-    """What its first part sends is transposed, what it gets back is expanded, and the second part writes in place."""
+class Transposing(nn.Module):
+    """Model that sends a transposed tensor, receives an expanded one, and changes a tensor in place."""
 
     pipeline = (("begin", "first"), ("flip", "middle"), ("view",), ("turn", "second"))
 
@@ -183,12 +183,12 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_strides_do_not_matter(schedule: str) -> None:
+def test_tensors_with_any_strides_can_be_sent(schedule: str) -> None:
     def action(rank: int) -> Any:
         torch.manual_seed(7)
-        return step(Turned(), schedule=schedule)[0]
+        return step(Transposing(), schedule=schedule)[0]
 
     torch.manual_seed(7)
-    model = Turned()
+    model = Transposing()
     expected = model.turn(model.view(model.flip(model.begin(torch.ones(2, 2))))).sum().item()
     assert in_ranks(2, action)[schedule == "1F1B"] == [pytest.approx(expected)] * 3

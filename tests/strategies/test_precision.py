@@ -1,4 +1,4 @@
-"""A gradient that is not finite never reaches the weights, nor what the optimizer keeps: on no device, at no step."""
+"""Nonfinite gradients change neither weights nor optimizer state, on any device and at any step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from ddpforge.builtin.optim.optimizers import sgd
 from ddpforge.strategies.precision import LossScaling, Precision, precision_for
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")  # where a kernel decides; the numbers here stay on the CPU
+CPU, GPU = torch.device("cpu"), torch.device("cuda")  # for decisions of a kernel; the numbers here stay on the CPU
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "fp32 on a CPU": lambda: Precision(CPU),
@@ -37,13 +37,13 @@ each_optimizer = pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIM
 
 @pytest.fixture(autouse=True)
 def _junk() -> None:
-    """What an allocator hands out next is not zero."""
+    """Fills freed memory with nonzero values."""
     for size in (3, 5):
         _ = [torch.full((size,), 7e3) for _ in range(50)]
 
 
 class Training:
-    """Two weights, the gradients of which are given."""
+    """Two weights with given gradients."""
 
     def __init__(self, precision: Precision, build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         self.weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))]
@@ -64,7 +64,7 @@ class Training:
 
 @each_precision
 @each_optimizer
-def test_steps_that_are_left_out_are_as_if_they_had_not_been(
+def test_skipped_steps_have_no_effect(
     precision: Callable[[], Precision], build: Callable[[list[nn.Parameter]], Optimizer]
 ) -> None:
     plain, skipping = Training(precision(), build), Training(precision(), build)
@@ -76,7 +76,7 @@ def test_steps_that_are_left_out_are_as_if_they_had_not_been(
 
 
 @each_precision
-def test_the_first_step_after_a_resume_without_state_may_be_left_out_too(precision: Callable[[], Precision]) -> None:
+def test_the_first_step_after_a_resume_without_state_may_be_skipped(precision: Callable[[], Precision]) -> None:
     plain, resumed = (Training(precision(), OPTIMIZERS["momentum"]) for _ in range(2))
     resumed.step(3.0, 3.0)
     resumed.optimizer.load_state_dict(plain.optimizer.state_dict())
@@ -91,8 +91,9 @@ def test_the_first_step_after_a_resume_without_state_may_be_left_out_too(precisi
 
 @each_precision
 @pytest.mark.parametrize("name", ["momentum", "nesterov", "dampening"])
-def test_a_weight_whose_first_gradient_comes_later_begins_then(precision: Callable[[], Precision], name: str) -> None:
-    """Under DDP with find_unused_parameters; torch's fused kernel takes momentum for all weights of a group or none."""
+def test_momentum_of_a_weight_starts_with_its_first_gradient(precision: Callable[[], Precision], name: str) -> None:
+    """Happens under DDP with find_unused_parameters. torch's fused kernel uses momentum for all weights of a group or
+    none."""
     late, alone = Training(precision(), OPTIMIZERS[name]), Training(precision(), OPTIMIZERS[name])
     late.step(1.0, None)
     late.step(torch.inf, 2.0)
@@ -106,9 +107,9 @@ def test_a_weight_whose_first_gradient_comes_later_begins_then(precision: Callab
     assert late.values()[0] == pytest.approx(alone.values()[0], rel=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------- the scale of fp16
-def test_overflows_are_excused_until_the_loss_is_no_longer_scaled_up() -> None:
-    """It starts at 2^16 and each overflow halves it: one at a scale of 1 is none of the scale."""
+# ---------------------------------------------------------------------------------------------- fp16 loss scale
+def test_overflows_are_excused_until_the_loss_scale_is_one() -> None:
+    """Scaling starts at 2^16 and each overflow halves it: an overflow at a scale of 1 is not caused by the scale."""
     training = Training(LossScaling(CPU), OPTIMIZERS["no momentum"])
     excused = []
     for _ in range(17):
@@ -119,14 +120,14 @@ def test_overflows_are_excused_until_the_loss_is_no_longer_scaled_up() -> None:
 
 
 @pytest.mark.parametrize("precision", [PRECISIONS["fp32 on a CPU"], lambda: Precision(CPU, torch.bfloat16)])
-def test_without_scaling_nothing_is_excused(precision: Callable[[], Precision]) -> None:
+def test_without_loss_scaling_no_overflow_is_excused(precision: Callable[[], Precision]) -> None:
     training = Training(precision(), OPTIMIZERS["no momentum"])
     training.step(torch.inf, torch.inf)
     assert not training.precision.overflowed()
     assert training.precision.state() == {}
 
 
-def test_a_resumed_run_raises_the_scale_at_the_step_at_which_it_would_have_been_raised() -> None:
+def test_a_resumed_run_raises_the_loss_scale_at_the_same_step() -> None:
     first, second = LossScaling(CPU), LossScaling(CPU)
     for scaling in (first, second):
         scaling.scaler.set_growth_interval(4)
@@ -141,10 +142,10 @@ def test_a_resumed_run_raises_the_scale_at_the_step_at_which_it_would_have_been_
     assert second.state() == {"loss_scale": 2.0**16, "loss_scale_growth_tracker": 0}
 
 
-# ---------------------------------------------------------------------------------------------- the numbers of a step
+# ---------------------------------------------------------------------------------------------- step results
 @each_precision
-def test_a_step_is_that_of_the_true_gradient(precision: Callable[[], Precision]) -> None:
-    """SGD at a rate of 0.1 with momentum of 0.9, by hand: momenta of 1 and 2.9."""
+def test_a_step_uses_the_unscaled_gradient(precision: Callable[[], Precision]) -> None:
+    """SGD with a rate of 0.1 and a momentum of 0.9, by hand: momenta of 1 and 2.9."""
     training = Training(precision(), OPTIMIZERS["momentum"])
     for gradient in (1.0, 2.0):
         training.step(gradient, -gradient)
@@ -152,10 +153,10 @@ def test_a_step_is_that_of_the_true_gradient(precision: Callable[[], Precision])
 
 
 @each_precision
-def test_a_group_in_which_only_some_weights_get_their_first_momentum_is_left_out_too(
+def test_a_nonfinite_step_in_which_only_some_weights_have_momentum_is_skipped(
     precision: Callable[[], Precision],
 ) -> None:
-    """The first step is not finite, and uses one of two weights."""
+    """Uses one of two weights in the first step, which is not finite."""
     skipping, plain = (Training(precision(), OPTIMIZERS["momentum"]) for _ in range(2))
     skipping.step(torch.inf, None)
     skipping.step(torch.nan, 1.0)
@@ -165,8 +166,8 @@ def test_a_group_in_which_only_some_weights_get_their_first_momentum_is_left_out
     assert skipping.values() == plain.values()
 
 
-def test_after_its_first_momentum_a_weight_is_updated_by_the_fused_kernel_again() -> None:
-    """On a GPU, which then decides without being asked."""
+def test_a_weight_with_momentum_is_updated_by_the_fused_kernel() -> None:
+    """On a GPU the kernel then decides itself."""
     training = Training(Precision(GPU), OPTIMIZERS["momentum"])
     seen = []
     original = training.optimizer.step
@@ -187,7 +188,7 @@ def test_after_its_first_momentum_a_weight_is_updated_by_the_fused_kernel_again(
     assert training.optimizer.param_groups[0]["fused"]
 
 
-def test_a_kernel_that_fails_leaves_the_group_as_it_was() -> None:
+def test_a_failed_update_restores_the_parameter_group() -> None:
     training = Training(Precision(GPU), OPTIMIZERS["momentum"])
 
     def step(closure: None = None) -> None:
@@ -199,7 +200,7 @@ def test_a_kernel_that_fails_leaves_the_group_as_it_was() -> None:
     assert training.optimizer.param_groups[0]["fused"]
 
 
-def test_a_scale_is_taken_from_a_run_that_had_one_only() -> None:
+def test_the_loss_scale_is_loaded_only_if_the_state_has_one() -> None:
     scaling = LossScaling(CPU)
     scaling.load_state({})
     assert scaling.state() == {"loss_scale": 2.0**16, "loss_scale_growth_tracker": 0}
@@ -207,7 +208,7 @@ def test_a_scale_is_taken_from_a_run_that_had_one_only() -> None:
     assert scaling.state() == {"loss_scale": 8.0, "loss_scale_growth_tracker": 5}
 
 
-def test_only_looking_at_gradients_lowers_the_scale_when_they_overflow() -> None:
+def test_an_overflow_without_an_update_lowers_the_loss_scale() -> None:
     training = Training(LossScaling(CPU), OPTIMIZERS["no momentum"])
     for gradient, scale in ((torch.inf, 2.0**15), (1.0, 2.0**15), (torch.inf, 2.0**14)):
         training.precision.backward((training.weights[0] * gradient).sum())
@@ -236,8 +237,8 @@ def test_a_forward_pass_computes_in_the_dtype_that_the_recipe_names(name: Any, d
 @pytest.mark.parametrize(
     ("name", "compiled", "kept"), [("bf16", False, 2.0), ("bf16", True, 1.0), ("fp32", False, 1.0)]
 )
-def test_where_weights_are_sharded_copies_of_them_are_made_again(name: Any, compiled: bool, kept: float) -> None:
-    """The weight is doubled before the backward pass, and in fp32 there is no copy; what is compiled keeps its own."""
+def test_sharded_forward_recomputes_casts_unless_compiled(name: Any, compiled: bool, kept: float) -> None:
+    """Doubles the weight before the backward pass. In fp32 there is no copy; compiled code keeps its copy."""
     weight = nn.Parameter(torch.ones(2))
     x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
     with precision_for(name, CPU).sharded_forward(compiled=compiled):

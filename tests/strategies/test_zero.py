@@ -1,4 +1,4 @@
-"""What DeepSpeed computes, holds, saves and refuses under each stage, in numbers that can be worked out by hand."""
+"""Results, shards, state and refusals of DeepSpeed under each stage, with values that can be checked by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +18,12 @@ from ddpforge.strategies.deepspeed import DeepSpeed
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 each_stage = pytest.mark.parametrize("stage", [1, 2, 3])
-stages_1_and_3 = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])  # 2 is 1's code
+# 2 has the code of 1
+stages_1_and_3 = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
 
 
 class Dot(nn.Module):
-    """w·x + v·x, from zeros: both gradients are x. Six elements for two ranks, of which a weight has three."""
+    """Computes w·x + v·x from zeros: both gradients are x. Two ranks share six elements; a weight has three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ def begin(stage: Any, optimizer: Callable[[Any], Any] = momentum, build: Any = D
 
 
 def whole(parts: list[dict[str, TensorShard]]) -> dict[str, list[float]]:
-    """Tensors put together from the parts of all ranks, each element of which must be there once."""
+    """Returns full tensors from the shards of all ranks; each element must occur once."""
     found: dict[str, Tensor] = {}
     for held in parts:
         for name, part in held.items():
@@ -58,7 +59,7 @@ def whole(parts: list[dict[str, TensorShard]]) -> dict[str, list[float]]:
 
 
 def parts_of(training: Training) -> dict[str, TensorShard]:
-    """Copies of this rank's parts of the weights."""
+    """Returns copies of this rank's shards of the weights."""
     parts = training.replica.weights.shards()
     return {name: TensorShard(part.tensor.clone(), part.shape, part.region) for name, part in parts.items()}
 
@@ -66,7 +67,7 @@ def parts_of(training: Training) -> dict[str, TensorShard]:
 # ---------------------------------------------------------------------------------------------- the step
 @each_stage
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_parts(stage: int, precision: str) -> None:
+def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_shards(stage: int, precision: str) -> None:
     shares = {None: 1.0, 98**0.5 / 2: 0.5, 20.0: 1.0}
 
     def rank(number: int) -> Any:
@@ -86,8 +87,8 @@ def test_the_mean_gradient_over_ranks_is_clipped_by_the_norm_over_all_parts(stag
 
 
 @pytest.mark.parametrize(("stage", "asked", "holds"), [(1, None, 6), (3, None, 6), (2, 4, 4), (2, 7, 7)])
-def test_the_buffer_of_gradients_holds_no_more_than_there_are(stage: int, asked: int | None, holds: int) -> None:
-    """Dot trains six elements; DeepSpeed's own buffer would hold 500 million, which are 2 GB on every rank."""
+def test_the_gradient_buffer_is_not_larger_than_the_gradients(stage: int, asked: int | None, holds: int) -> None:
+    """Dot trains six elements. DeepSpeed's default buffer would hold 500 million elements: 2 GB on every rank."""
     extra = {"zero_optimization": {"reduce_bucket_size": asked}} if asked else {}
 
     def rank(_: int) -> Any:
@@ -100,7 +101,7 @@ def test_the_buffer_of_gradients_holds_no_more_than_there_are(stage: int, asked:
 
 @each_stage
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(stage: int, precision: str) -> None:
+def test_a_nonfinite_gradient_on_one_rank_skips_the_step_on_all(stage: int, precision: str) -> None:
     def rank(number: int) -> Any:
         training = begin(stage, precision=precision)
         norms = [training.step(torch.full((3,), 1.0 if step != 1 or number else torch.inf)) for step in range(3)]
@@ -116,7 +117,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(st
     assert whole([each[-1] for each in found]) == {"w": [-2.5] * 3, "v": [-2.5] * 3}
 
 
-def test_the_scale_of_the_loss_is_that_of_the_run_that_is_resumed() -> None:
+def test_the_loss_scale_is_restored() -> None:
     def rank(number: int) -> Any:
         training = begin(2, precision="fp16")
         scale = {"loss_scale": 8.0, "loss_scale_growth_tracker": 5}
@@ -128,8 +129,8 @@ def test_the_scale_of_the_loss_is_that_of_the_run_that_is_resumed() -> None:
     assert in_ranks(2, rank) == [(pytest.approx(6**0.5), state)] * 2
 
 
-def test_the_engine_already_takes_the_next_step_with_the_scale_that_is_resumed() -> None:
-    """Gradients of 4 overflow where the loss is multiplied with 2**127, and not with the scale of a new run."""
+def test_the_engine_uses_the_restored_loss_scale_in_the_next_step() -> None:
+    """Gradients of 4 overflow with a loss scale of 2**127, and not with the scale of a new run."""
 
     def rank(number: int) -> Any:
         training = begin(2, precision="fp16")
@@ -144,8 +145,8 @@ def test_the_engine_already_takes_the_next_step_with_the_scale_that_is_resumed()
 
 @stages_1_and_3
 @pytest.mark.parametrize(("uses", "said"), [("w", "`v`"), ("", "`w` and 1 more")])
-def test_a_weight_that_one_micro_batch_does_not_use_is_named(stage: int, uses: str, said: str) -> None:
-    """Though another has used it, and though this is the second step."""
+def test_a_weight_unused_in_one_micro_batch_is_refused(stage: int, uses: str, said: str) -> None:
+    """Holds even if another micro-batch used the weight, and in the second step."""
 
     def rank(number: int) -> Any:
         training = begin(stage)
@@ -162,7 +163,7 @@ def test_a_weight_that_one_micro_batch_does_not_use_is_named(stage: int, uses: s
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_weight_that_was_frozen_and_is_trained_later_is_named(stage: int) -> None:
+def test_a_weight_that_is_unfrozen_later_is_refused(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
         training.step(torch.ones(3))
@@ -173,7 +174,7 @@ def test_a_weight_that_was_frozen_and_is_trained_later_is_named(stage: int) -> N
         assert message.startswith("parameter `frozen` was frozen when the model was wrapped")
 
 
-def test_a_loss_is_looked_at_in_every_backward_pass() -> None:
+def test_the_loss_is_checked_in_every_backward_pass() -> None:
     def rank(number: int) -> Any:
         replica = begin(1).replica
         return refused(UsageError, lambda: replica.backward(torch.ones(2)))
@@ -181,8 +182,8 @@ def test_a_loss_is_looked_at_in_every_backward_pass() -> None:
     assert in_ranks(2, rank)[0].startswith("the task's loss has the shape [2]")
 
 
-class Explorer(SGD):
-    """Notes the norms that it is given; to perturb is to add 1."""
+class Perturbing(SGD):
+    """Multi-pass optimizer that records the norms that it receives; `perturb` adds 1."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__([weight for weight in weights if weight.requires_grad], lr=1.0)
@@ -199,25 +200,25 @@ class Explorer(SGD):
 
 
 @stages_1_and_3
-def test_exploring_moves_the_weights_that_forward_passes_use_and_does_not_clip(stage: int) -> None:
+def test_perturb_changes_the_weights_of_forward_passes_and_does_not_clip(stage: int) -> None:
     def rank(number: int) -> Any:
-        training = begin(stage, Explorer, clip_norm=6**0.5 / 2)
+        training = begin(stage, Perturbing, clip_norm=6**0.5 / 2)
         training.backward(torch.ones(3))
         explored = training.replica.perturb(training.optimizer).item()
         with torch.no_grad(), training.replica.forward():
             used = training.model(torch.ones(3)).tolist()
         updated = training.step(torch.ones(3))
-        assert isinstance(training.optimizer, Explorer)
+        assert isinstance(training.optimizer, Perturbing)
         return (explored, updated, used, training.optimizer.seen), parts_of(training)
 
     found = in_ranks(2, rank)
     norm = pytest.approx(6**0.5)
     assert [told for told, _ in found] == [(norm, norm, [2.0] * 3, [norm])] * 2
-    half = [pytest.approx(0.5, rel=1e-5)] * 3  # 1 less the clipped gradient
+    half = [pytest.approx(0.5, rel=1e-5)] * 3  # 1 minus the clipped gradient
     assert whole([parts for _, parts in found]) == {"w": half, "v": half}
 
 
-# ---------------------------------------------------------------------------------------------- what ranks hold
+# ---------------------------------------------------------------------------------------------- shards
 class ByRank(Dot):
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -226,7 +227,7 @@ class ByRank(Dot):
 
 
 @stages_1_and_3
-def test_all_ranks_begin_with_rank_0s_weights_and_buffers(stage: int) -> None:
+def test_all_ranks_start_with_rank_0s_weights_and_buffers(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage, build=lambda: ByRank(number))
         with torch.no_grad(), training.replica.forward():
@@ -240,7 +241,7 @@ def test_all_ranks_begin_with_rank_0s_weights_and_buffers(stage: int) -> None:
 
 
 @stages_1_and_3
-def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> None:
+def test_mark_changed_applies_writes_to_shards(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
         weights = training.replica.weights
@@ -264,7 +265,7 @@ def test_what_is_written_into_the_parts_counts_once_it_is_said(stage: int) -> No
 
 
 @stages_1_and_3
-def test_what_a_callback_writes_past_them_is_refused(stage: int) -> None:
+def test_callback_writes_outside_of_shards_are_refused(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
         bare = training.replica.unwrapped
@@ -284,13 +285,13 @@ def test_what_a_callback_writes_past_them_is_refused(stage: int) -> None:
         assert "frozen" in frozen
 
 
-# ---------------------------------------------------------------------------------------------- to disk and back
+# ---------------------------------------------------------------------------------------------- checkpoints
 def adamw(weights: Any) -> AdamW:
     return AdamW([weight for weight in weights if weight.requires_grad], lr=0.1)
 
 
 @stages_1_and_3
-def test_a_run_goes_on_from_ddps_state_and_its_own_state_is_ddps(stage: int) -> None:
+def test_states_are_interchangeable_with_ddp(stage: int) -> None:
     def rank(number: int) -> Any:
         plain, sharded = Training(DDP(), Dot, adamw), begin(stage, adamw)
         for value in (1.0, 2.0):
@@ -325,7 +326,7 @@ def test_a_run_goes_on_from_ddps_state_and_its_own_state_is_ddps(stage: int) -> 
 
 
 @stages_1_and_3
-def test_weights_alone_leave_the_rest_as_it_is(stage: int) -> None:
+def test_loading_some_weights_keeps_the_others(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
         training.step(torch.ones(3))
@@ -338,11 +339,11 @@ def test_weights_alone_leave_the_rest_as_it_is(stage: int) -> None:
 
     found = in_ranks(2, rank)
     assert [used for used, _ in found] == [[4.0, 5.0, 6.0]] * 2
-    assert whole([parts for _, parts in found]) == {"w": [-2.5] * 3, "v": [3.5, 4.5, 5.5]}  # momentum stayed
+    assert whole([parts for _, parts in found]) == {"w": [-2.5] * 3, "v": [3.5, 4.5, 5.5]}  # momentum is unchanged
 
 
 def state(**changes: Any) -> CanonicalState[Any]:
-    """A state that fits `Dot`, of SGD with momentum."""
+    """Returns a state that fits `Dot`, of SGD with momentum."""
     weights = {name: Saved(torch.zeros(3)) for name in ("w", "v", "frozen")} | {"mean": Saved(torch.zeros(2))}
     momenta: dict[str, Any] = {name: {"momentum_buffer": Saved(torch.ones(3))} for name in "wv"}
     return CanonicalState(weights | changes.pop("model", {}), momenta | changes)
@@ -364,7 +365,7 @@ def state(**changes: Any) -> CanonicalState[Any]:
         ),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_by_name(stage: int, wrong: dict[str, Any], said: str) -> None:
+def test_a_state_that_does_not_fit_is_refused(stage: int, wrong: dict[str, Any], said: str) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
         return refused(CheckpointError, lambda: training.replica.load_state(state(**wrong)))
@@ -374,7 +375,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(stage: int, wrong: dict[st
 
 
 @stages_1_and_3
-def test_a_whole_state_without_an_optimizers_begins_it_anew(stage: int) -> None:
+def test_a_state_without_optimizer_state_resets_the_optimizer(stage: int) -> None:
     def rank(number: int) -> Any:
         training = begin(stage)
         training.step(torch.ones(3))
@@ -386,7 +387,7 @@ def test_a_whole_state_without_an_optimizers_begins_it_anew(stage: int) -> None:
     assert whole(in_ranks(2, rank)) == {"w": [-1.0] * 3, "v": [-1.0] * 3}
 
 
-def test_optimizer_state_that_belongs_to_no_element_is_not_saved() -> None:
+def test_optimizer_state_that_is_not_element_wise_is_refused() -> None:
     def rank(number: int) -> Any:
         training = begin(2)
         training.step(torch.ones(3))
@@ -399,7 +400,7 @@ def test_optimizer_state_that_belongs_to_no_element_is_not_saved() -> None:
         assert message.startswith("the optimizer keeps `rows` in the shape [2] for a flat piece of ")
 
 
-# ---------------------------------------------------------------------------------------------- refused by name
+# ---------------------------------------------------------------------------------------------- refusals
 class Given(Dot):
     def __init__(self, more: nn.Parameter) -> None:
         super().__init__()
@@ -422,7 +423,7 @@ def _more(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = True)
     ],
 )
 @stages_1_and_3
-def test_forms_that_cannot_be_sharded_are_named(
+def test_parameters_that_cannot_be_sharded_are_refused(
     build: Callable[[], nn.Module], stages: tuple[int, ...], said: str, stage: int
 ) -> None:
     def rank(number: int) -> Any:
@@ -436,7 +437,7 @@ def test_forms_that_cannot_be_sharded_are_named(
     assert bool(message) == (stage in stages)
 
 
-# ---------------------------------------------------------------------------------------------- setting up
+# ---------------------------------------------------------------------------------------------- setup
 @pytest.mark.parametrize(
     ("variable", "said", "key"),
     [
@@ -454,7 +455,7 @@ def test_forms_that_cannot_be_sharded_are_named(
         ("DEEPSPEED_CONFIG_FILE", "none", None),
     ],
 )
-def test_a_launcher_may_say_what_the_recipe_says(
+def test_settings_of_the_accelerate_launcher_must_match_the_recipe(
     monkeypatch: pytest.MonkeyPatch, variable: str, said: str, key: str | None
 ) -> None:
     def rank(number: int) -> Any:

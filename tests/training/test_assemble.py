@@ -1,4 +1,4 @@
-"""The parts of a recipe are put together in the order that strategies need."""
+"""Assembly of a trainer from a recipe, in the order that strategies need."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,14 +36,14 @@ every = "4st"
 """
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("strategy", [Single, DDP])
-def test_statistics_are_those_of_all_ranks_where_the_recipe_asks_for_it(
-    tmp_path: Path, strategy: type[Single | DDP], asked: bool
+def test_sync_batchnorm_replaces_norms_before_the_optimizer_is_built(
+    tmp_path: Path, strategy: type[Single | DDP], enabled: bool
 ) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RECIPE)
-    sets = [f"train.sync_batchnorm={str(asked).lower()}"]
+    sets = [f"train.sync_batchnorm={str(enabled).lower()}"]
     parts = replace(dealt(path, sets=sets, device="cuda"), strategy=strategy())  # a CPU would be refused
     parts.strategy.setup(parts.recipe.train, ALONE)
     checkpoints = Checkpoints(tmp_path, parts.recipe.checkpoint, peers=WriterGroup.alone(), ranks=ALONE.global_ranks)
@@ -52,6 +52,6 @@ def test_statistics_are_those_of_all_ranks_where_the_recipe_asks_for_it(
         module for module in trainer.replica.unwrapped.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
     assert len(norms) == 4
-    assert [isinstance(norm, nn.SyncBatchNorm) for norm in norms] == [asked] * 4
+    assert [isinstance(norm, nn.SyncBatchNorm) for norm in norms] == [enabled] * 4
     trained = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
     assert trained == {id(weight) for weight in trainer.replica.unwrapped.parameters()}

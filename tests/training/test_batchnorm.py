@@ -1,4 +1,4 @@
-"""What forward passes leave in buffers: statistics of several shards, and values that are given back."""
+"""Buffers changed by forward passes: BatchNorm statistics of virtual ranks, and buffers that are restored."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ SHARDS, MICRO = 4, 3
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_shards_one_after_the_other_equal_a_rank_each(momentum: float | None) -> None:
+def test_statistics_of_virtual_ranks_equal_those_of_real_ranks(momentum: float | None) -> None:
     batches = torch.randn(5, SHARDS, MICRO, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def norm() -> nn.BatchNorm1d:
@@ -33,7 +33,7 @@ def test_shards_one_after_the_other_equal_a_rank_each(momentum: float | None) ->
     assert together.num_batches_tracked == apart[0].num_batches_tracked == 5 * MICRO
 
 
-def test_nothing_is_touched_without_elastic_shards() -> None:
+def test_statistics_are_unchanged_without_virtual_ranks() -> None:
     norm = nn.BatchNorm1d(2)
     statistics = BatchNormAverager(None)
     statistics.enter(0)
@@ -43,8 +43,8 @@ def test_nothing_is_touched_without_elastic_shards() -> None:
     torch.testing.assert_close(norm.running_mean, torch.tensor([0.2, 0.3]))
 
 
-def test_a_micro_batch_of_the_same_shard_goes_on_where_the_last_one_ended() -> None:
-    """Two micro-batches are one shard's, however often a step begins anew."""
+def test_micro_batches_of_one_virtual_rank_continue_its_statistics() -> None:
+    """Each step runs two micro-batches of one virtual rank."""
     norm, alone = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
     statistics = BatchNormAverager(norm)
     for first in (1.0, 5.0):
@@ -70,7 +70,7 @@ def test_leaving_without_a_micro_batch_changes_nothing() -> None:
     torch.testing.assert_close(norm.running_mean, torch.tensor([0.2, 0.3]))
 
 
-def test_norms_that_keep_no_statistics_and_models_without_norms_are_no_trouble() -> None:
+def test_norms_without_statistics_and_models_without_norms_are_accepted() -> None:
     for model in (nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)):
         statistics = BatchNormAverager(nn.Sequential(model))
         for shard in (0, 1):
@@ -80,7 +80,7 @@ def test_norms_that_keep_no_statistics_and_models_without_norms_are_no_trouble()
         assert getattr(model, "num_batches_tracked", None) in (None, 1)
 
 
-def test_other_buffers_than_running_statistics_are_not_averaged() -> None:
+def test_only_running_statistics_are_averaged() -> None:
     norm = nn.BatchNorm1d(1)
     norm.register_buffer("calls", torch.zeros(()))
     statistics = BatchNormAverager(norm)
@@ -92,9 +92,9 @@ def test_other_buffers_than_running_statistics_are_not_averaged() -> None:
     assert norm.calls == 3
 
 
-# ---------------------------------------------------------------------------------------------- buffers given back
-class Holds(nn.Module):
-    """Two buffers, one of them not in checkpoints, and one that is not there."""
+# ---------------------------------------------------------------------------------------------- restored buffers
+class Buffered(nn.Module):
+    """Model with a persistent buffer, a buffer that checkpoints skip, and a buffer that is None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,11 +111,11 @@ class Holds(nn.Module):
         self.left_out = self.left_out + 5
 
 
-def held() -> tuple[nn.Module, Holds]:
-    return (model := nn.Sequential(nn.Sequential(Holds()))), model[0][0]
+def held() -> tuple[nn.Module, Buffered]:
+    return (model := nn.Sequential(nn.Sequential(Buffered()))), model[0][0]
 
 
-def test_buffers_get_their_values_back_also_those_that_a_module_replaced() -> None:
+def test_buffers_are_restored_even_if_the_module_replaced_the_tensor() -> None:
     model, holds = held()
     before, values, tensor = Buffers(model), holds.values(), holds.kept
     holds.change()
@@ -125,16 +125,16 @@ def test_buffers_get_their_values_back_also_those_that_a_module_replaced() -> No
     before.restore()
     assert holds.values() == values
     assert holds.kept is tensor
-    assert holds.left_out is replaced  # the tensor that is there gets the value
+    assert holds.left_out is replaced  # the current tensor gets the value
     assert holds.absent is None
     assert holds.weight.tolist() == [4, 4, 4]
     holds.change()
-    before.restore()  # as often as wanted
+    before.restore()  # any number of times
     assert holds.values() == values
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_buffers_keep_their_values_if_a_tensor_says_so(kept: bool) -> None:
+def test_buffers_are_restored_unless_a_flag_tensor_is_true(kept: bool) -> None:
     model, holds = held()
     before, old = Buffers(model), holds.values()
     holds.change()
@@ -146,17 +146,17 @@ def test_buffers_keep_their_values_if_a_tensor_says_so(kept: bool) -> None:
 
 
 @pytest.mark.parametrize("unless", [None, torch.tensor(True), torch.tensor(False)])
-def test_a_graph_that_saved_a_buffer_does_not_notice_that_it_gets_its_value_back(unless: Tensor | None) -> None:
+def test_backward_works_after_a_saved_buffer_is_restored(unless: Tensor | None) -> None:
     model, holds = held()
     before = Buffers(model)
     loss = (holds.weight * holds.kept).sum()
     before.restore() if unless is None else before.restore_unless(unless)
-    loss.backward()  # raises if the tensor it saved was changed
+    loss.backward()  # raises if the saved tensor was changed
     assert holds.weight.grad is not None
     assert holds.weight.grad.tolist() == [0, 1, 2]
 
 
-def test_within_unchanged_buffers_change_and_after_it_they_have_not() -> None:
+def test_unchanged_restores_buffers_on_exit() -> None:
     model, holds = held()
     values = holds.values()
     with unchanged(model):

@@ -1,4 +1,4 @@
-"""Which parts of a model are treated one by one, and that recomputing them changes nothing."""
+"""Selection of a model's blocks; recomputing blocks changes no result."""
 
 import random
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ddpforge.training import activation_checkpointing
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.memory_tracker import MemoryTracker
 
-_BACKEND = "aot_eager_decomp_partition"  # everything that torch.compile does before it generates code
+_BACKEND = "aot_eager_decomp_partition"  # all passes of torch.compile before code generation
 
 
 def settings(**options: Any) -> TrainSection:
@@ -38,19 +38,19 @@ def names(model: nn.Module, *classes: str) -> list[str]:
     return [name for name, module in model.named_modules() if id(module) in found]
 
 
-def test_a_model_names_its_own_blocks() -> None:
+def test_blocks_that_the_model_declares_are_used() -> None:
     assert names(small()) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_members_that_are_alike_and_have_children_are_blocks() -> None:
+def test_identical_container_members_with_children_are_blocks() -> None:
     assert names(resnet18()) == [f"layer{stage}.{number}" for stage in (1, 2, 3, 4) for number in (0, 1)]
 
 
-def test_plain_layers_are_not() -> None:
+def test_plain_layers_are_not_blocks() -> None:
     assert names(CNN()) == []
 
 
-def test_a_recipe_names_classes_and_gets_the_outermost() -> None:
+def test_block_classes_of_a_recipe_match_the_outermost_modules() -> None:
     assert names(small(), "Attention") == [f"blocks.{number}.attention" for number in range(3)]
     assert "blocks.0.mlp.0" in names(small(), "Linear")  # subclasses count
 
@@ -63,18 +63,18 @@ def test_a_recipe_names_classes_and_gets_the_outermost() -> None:
         (["GPT"], "no GPT; similar names:"),
     ],
 )
-def test_a_class_that_is_not_there(classes: list[str], said: str) -> None:
+def test_an_unknown_block_class_is_refused(classes: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         find_blocks(small(), classes)
 
 
 @pytest.mark.parametrize("key", ["activation_checkpointing", "compile_blocks"])
-def test_blocks_are_needed_where_something_is_to_be_done_to_them(key: str) -> None:
+def test_block_options_are_refused_without_blocks(key: str) -> None:
     with pytest.raises(ValueError, match=rf"train\.{key} needs repeated blocks"):
         rework_blocks([], settings(**{key: True}))
 
 
-def test_recomputed_blocks_draw_the_same_dropout_and_give_the_same_gradients() -> None:
+def test_recomputed_blocks_use_the_same_dropout_and_give_the_same_gradients() -> None:
     kept, recomputed = small(), small()
     recomputed.load_state_dict(kept.state_dict())
     rework_blocks(find_blocks(recomputed, []), settings(activation_checkpointing=True))
@@ -88,8 +88,8 @@ def test_recomputed_blocks_draw_the_same_dropout_and_give_the_same_gradients() -
     assert recomputed.state_dict().keys() == kept.state_dict().keys()
 
 
-def test_selective_blocks_keep_what_costs_most_and_give_the_same_gradients() -> None:
-    """Of a block's work in the backward pass: half of its matrix products, and no attention, are computed again."""
+def test_selective_checkpointing_keeps_expensive_outputs_and_gives_the_same_gradients() -> None:
+    """In the backward pass, half of a block's matrix products and no attention are recomputed."""
     tokens = torch.randint(8, (2, 64), generator=torch.Generator().manual_seed(0))
     gradients, work, memory = [], [], []
     for kind in (False, "selective", True):
@@ -108,16 +108,16 @@ def test_selective_blocks_keep_what_costs_most_and_give_the_same_gradients() -> 
             torch.testing.assert_close(other, others[0], rtol=0, atol=0)
     plain, selective, everything = (sum(each.values()) for each in work)
     assert plain < selective < everything
-    # Of qkv 3, attention's projection 1, and 4 and 4 of the MLP, each second is computed again: 1 + 4 of 12.
+    # Products: qkv 3, projection of attention 1, MLP 4 and 4. Every second one is recomputed: 1 + 4 of 12.
     products = torch.ops.aten.addmm, torch.ops.aten.mm
     again, all_again = (sum(each[one] for one in products) - sum(work[0][one] for one in products) for each in work[1:])
     assert again / all_again == pytest.approx(5 / 12)
     assert memory[0] > 1.5 * memory[1] > 1.5 * memory[2]
 
 
-# ---------------------------------------------------------------------------------------- what is changed in place
+# ---------------------------------------------------------------------------------------- in-place changes
 class InPlace(nn.Module):
-    """Changes products of all shapes in place, in the ways in which code does; [B, T, 4]."""
+    """Model that changes products of all shapes in place, with all kinds of in-place operations; [B, T, 4]."""
 
     def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class InPlace(nn.Module):
 
 
 class _Linear(torch.autograd.Function):
-    """A product to which the bias is added in place, as ZeRO-3 computes it."""
+    """Product with an in-place added bias, as ZeRO-3 computes it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def test_products_changed_in_place_in_recomputed_blocks_give_the_same_gradients(
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
-def test_a_product_changed_in_place_after_its_recomputed_block_gives_the_same_gradients(bias: bool) -> None:
+def test_an_output_changed_in_place_after_a_recomputed_block_gives_the_same_gradients(bias: bool) -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -229,7 +229,7 @@ def test_a_product_changed_in_place_after_its_recomputed_block_gives_the_same_gr
 
 
 class Rescales(nn.Module):
-    """Changes its input in place before anything else."""
+    """Block that changes its input in place before any other operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_a_recomputed_block_that_changes_its_input_in_place_gives_the_same_gradi
         assert torch.equal(one, other)  # type: ignore[arg-type]
 
 
-def test_an_input_changed_in_place_after_its_recomputed_block_is_refused() -> None:
+def test_an_input_changed_in_place_after_a_recomputed_block_is_refused() -> None:
     class Joined(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -274,16 +274,16 @@ def test_an_input_changed_in_place_after_its_recomputed_block_is_refused() -> No
         (x + y).sum().backward()
 
 
-# ---------------------------------------------------------------------------------------------- what forward changes
+# ---------------------------------------------------------------------------------------- state changed in forward
 class OldSpectralNorm(nn.Sequential):
-    """A hook keeps its power iteration in buffers, and the weight in a plain attribute."""
+    """Module whose hook keeps the power iteration in buffers, and the weight in a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__(nn.utils.spectral_norm(nn.Linear(4, 4)))
 
 
 class Codebook(nn.Module):
-    """Writes to a buffer through `.data`, which leaves no trace."""
+    """Module that writes to a buffer through `.data`: autograd does not notice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Codebook(nn.Module):
 
 
 class Shared(nn.Module):
-    """The second of two modules reads the buffer that the first has written to."""
+    """Two modules with a common buffer: the second reads the values of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class Shared(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A BatchNorm that keeps its statistics, which autograd saves; its neighbour does not."""
+    """Frozen BatchNorm, whose statistics autograd saves, next to a BatchNorm that updates its statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class Frozen(nn.Module):
 
 
 class Dice(nn.Module):
-    """Draws from python's and numpy's generators."""
+    """Module that uses the random generators of python and numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class Dice(nn.Module):
 
 
 def train(model: nn.Module, **options: Any) -> dict[str, Tensor]:
-    """Three steps of two micro-batches; returns what the model holds afterwards."""
+    """Trains for three steps of two micro-batches; returns the state dict."""
     rework_blocks(list(model.children()), settings(**options))
     for step in range(3):
         for micro in range(2):
@@ -365,14 +365,14 @@ def built(block: Callable[[], nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("kind", [True, "selective"])
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-def test_recomputing_changes_no_number(block: Callable[[], nn.Module], kind: object) -> None:
+def test_recomputing_gives_identical_results(block: Callable[[], nn.Module], kind: object) -> None:
     plain, recomputed = train(built(block)), train(built(block), activation_checkpointing=kind)
     for name, tensor in plain.items():
         assert torch.equal(recomputed[name], tensor), name
 
 
 @pytest.mark.parametrize("kind", [True, "selective"])
-def test_a_second_pass_leaves_generators_where_the_first_left_them(kind: object) -> None:
+def test_recomputing_restores_random_generators_afterwards(kind: object) -> None:
     model = built(Dice)
     rework_blocks(list(model.children()), settings(activation_checkpointing=kind))
     random.seed(3), np.random.seed(3)
@@ -383,8 +383,8 @@ def test_a_second_pass_leaves_generators_where_the_first_left_them(kind: object)
     assert states[0] != random.Random(3).getstate()
 
 
-def test_a_gradient_penalty_recomputes_from_the_same_buffers_again() -> None:
-    """The block is recomputed twice for one forward pass."""
+def test_a_gradient_penalty_recomputes_from_the_same_buffers_twice() -> None:
+    """Recomputes the block twice for one forward pass."""
 
     def penalised(**options: Any) -> list[Tensor]:
         model = built(NormedBlocks)
@@ -400,10 +400,10 @@ def test_a_gradient_penalty_recomputes_from_the_same_buffers_again() -> None:
             assert torch.equal(one, other)
 
 
-def test_attention_with_dropout_is_computed_again_so_that_what_follows_draws_the_same(
+def test_attention_with_dropout_is_recomputed_to_keep_later_random_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An operation that is not computed again draws nothing, and what comes after it would draw its numbers."""
+    """Without recomputation it would draw no random numbers, and the next operation would draw its numbers."""
 
     class Attends(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -424,7 +424,7 @@ def test_attention_with_dropout_is_computed_again_so_that_what_follows_draws_the
 
 @torch.library.custom_op("test_blocks::attention", mutates_args=())
 def _attention(x: Tensor, dropout_p: float) -> Tensor:
-    """Stands in for the attention of a GPU, which draws numbers within one operation."""
+    """Replaces the attention of a GPU, which draws random numbers within one operation."""
     return x * (torch.rand_like(x) > dropout_p)
 
 
@@ -434,7 +434,7 @@ _attention.register_autograd(
 )
 
 
-def test_an_evaluation_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_copies_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(lambda: nn.BatchNorm1d(4))
     x = torch.randn(8, 4)
     wanted = model.eval()(x)
@@ -444,8 +444,8 @@ def test_an_evaluation_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(model(x), wanted)
 
 
-def test_random_numbers_of_the_device_are_kept_for_blocks_called_with_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch looks for devices in positional arguments only; on a CPU its generator is always kept."""
+def test_device_rng_state_is_kept_for_blocks_called_with_keyword_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks for devices in positional arguments only. On a CPU its generator is always kept."""
     seen: list[Any] = []
     monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", lambda *args: seen.append(args) or ([], []))
     monkeypatch.setattr(
@@ -456,7 +456,7 @@ def test_random_numbers_of_the_device_are_kept_for_blocks_called_with_keywords(m
     x = torch.randn(8, 4)
     model(x)
     found = [leaf for leaf in tree_leaves(seen) if isinstance(leaf, Tensor)]
-    assert len(seen) == 3  # blocks, which NormedBlocks calls with x = …
+    assert len(seen) == 3  # blocks, called by NormedBlocks with x = …
     assert found[0] is x
 
 
@@ -467,8 +467,8 @@ def test_recomputing_blocks_with_buffers_in_cuda_graphs_is_refused(mode: str) ->
 
 
 @pytest.mark.parametrize("kind", [True, "selective"])
-def test_recomputed_blocks_are_compiled_with_the_model_that_they_are_in(kind: object) -> None:
-    """As one graph: nothing in the recomputing sends a compiled model back to Python."""
+def test_recomputed_blocks_are_compiled_with_their_model(kind: object) -> None:
+    """One graph: recomputing causes no graph break."""
     gradients = []
     for compiled in (False, True):
         model = built(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
@@ -483,7 +483,7 @@ def test_recomputed_blocks_are_compiled_with_the_model_that_they_are_in(kind: ob
 
 @pytest.mark.parametrize("whole", [True, False], ids=["in a compiled model", "one by one"])
 def test_compiled_blocks_change_their_buffers_once(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where something in a block cannot be compiled."""
+    """Holds with a graph break inside a block, too."""
 
     class Broken(nn.BatchNorm1d):
         def forward(self, x: Tensor) -> Tensor:

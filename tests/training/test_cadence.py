@@ -1,4 +1,4 @@
-"""When something is due, by steps and by the clock, and how long steps take."""
+"""Cadences by steps and by wall time, and the time per step."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from ddpforge.training.cadence import Alarm, Cadence, Stopwatch
 
 
 class Clock:
-    """A clock that a test moves."""
+    """Clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -23,7 +23,7 @@ def clock() -> Clock:
 
 
 # ---------------------------------------------------------------------------------------------- alarms
-def test_an_alarm_rings_once_its_time_is_up_until_it_is_reset(clock: Clock) -> None:
+def test_an_alarm_rings_from_its_deadline_until_it_is_reset(clock: Clock) -> None:
     alarm = Alarm("checkpoint.every", 60, clock)
     assert not alarm.rings()
     clock.now += 59.9
@@ -40,8 +40,8 @@ def test_an_alarm_rings_once_its_time_is_up_until_it_is_reset(clock: Clock) -> N
 
 
 @pytest.mark.parametrize("seconds", [0.0, -5.0])
-def test_an_alarm_whose_time_was_up_before_it_was_set_rings_at_once(clock: Clock, seconds: float) -> None:
-    """A run of "2h" that is resumed after more than two hours."""
+def test_an_alarm_without_time_left_rings_at_once(clock: Clock, seconds: float) -> None:
+    """Example: a run of "2h", resumed after more than two hours."""
     assert Alarm("end", seconds, clock).rings()
 
 
@@ -58,7 +58,7 @@ def test_a_cadence_in_training_time_counts_steps(every: str, expected: list[int]
     assert [step for step in range(1, 13) if cadence.due(step, rung=())] == expected
 
 
-def test_a_cadence_in_wall_time_waits_for_what_the_ranks_agreed_on(clock: Clock) -> None:
+def test_a_wall_time_cadence_is_due_when_all_ranks_agree_on_its_alarm(clock: Clock) -> None:
     cadence = Cadence("checkpoint.every", Duration.parse("1m"), {})
     assert cadence.alarm
     assert cadence.alarm.seconds == 60
@@ -68,11 +68,11 @@ def test_a_cadence_in_wall_time_waits_for_what_the_ranks_agreed_on(clock: Clock)
     assert cadence.alarm.rings()
     assert not cadence.due(1, rung={"train.eval_every"})
     assert cadence.due(2, rung={"train.eval_every", "checkpoint.every"})
-    assert not cadence.alarm.rings()  # and begins anew
+    assert not cadence.alarm.rings()  # and starts again
 
 
-# ---------------------------------------------------------------------------------------------- windows
-def test_a_window_adds_up_steps_samples_and_the_time_that_was_training(clock: Clock) -> None:
+# ---------------------------------------------------------------------------------------------- stopwatches
+def test_a_stopwatch_counts_steps_samples_and_training_time(clock: Clock) -> None:
     window = Stopwatch(clock)
     window.add(64)
     clock.now += 2

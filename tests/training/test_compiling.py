@@ -1,4 +1,4 @@
-"""The losses that are compiled with the model."""
+"""Losses that are compiled with the model."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ TASKS = {
 
 
 class Given(nn.Module):
-    """Outputs that are parameters."""
+    """Model whose outputs are its parameters."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def loss_and_gradient(task: Task, outputs: Given, targets: Tensor) -> tuple[Tens
 @pytest.mark.parametrize(
     "name", [name if name == "language_modeling" else pytest.param(name, marks=pytest.mark.full) for name in TASKS]
 )
-def test_a_compiled_loss_is_the_same_and_no_more_is_kept_for_its_gradient(name: str) -> None:
+def test_a_compiled_loss_is_the_same_and_saves_no_float32_logits(name: str) -> None:
     task, shape, places = TASKS[name]
     outputs, targets = Given(shape), torch.randint(10, places)
     eager = loss_and_gradient(task, outputs, targets)
@@ -61,14 +61,14 @@ def test_a_compiled_loss_is_the_same_and_no_more_is_kept_for_its_gradient(name: 
             task.loss(outputs, (targets, targets))
         return found
 
-    assert torch.float32 not in kept()  # but the logits as the model gives them
+    assert torch.float32 not in kept()  # only the logits as the model returns them
 
     with pytest.raises(UsageError, match="do not fit together"):
         loss_and_gradient(task, outputs, torch.full(places, 99))
 
 
 class Odd(Task):
-    """Names what it does not have."""
+    """Task that lists a missing method in `compiles`."""
 
     compiles = ("mean",)
 
@@ -76,7 +76,7 @@ class Odd(Task):
         raise NotImplementedError
 
 
-def test_a_method_that_is_not_there_is_refused_by_name() -> None:
+def test_compiles_with_an_unknown_method_is_refused() -> None:
     compile_losses(Odd(), train())  # nothing is compiled
     with pytest.raises(PluginError, match=r"Odd\.compiles names `mean`, which is not a method of the task"):
         compile_losses(Odd(), train(compile="default"))

@@ -1,4 +1,4 @@
-"""What a strategy promises is proven, by counting, before the first step."""
+"""Verification of a strategy's contract before the first step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ from ddpforge.training.contract import ParameterCount, contract_of, count_parame
 
 
 class Net(nn.Module):
-    """Six trained elements, of which four have two names, and two frozen ones."""
+    """Six trained elements, four of them under two names, and two frozen elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
 
 
-def test_elements_are_counted_once_however_many_names_they_have() -> None:
+def test_tied_parameters_are_counted_once() -> None:
     assert count_parameters(Net()) == ParameterCount(all=8, trainable=6)
 
 
-def test_a_strategy_without_a_contract_is_refused_by_name() -> None:
+def test_a_strategy_without_a_contract_is_refused() -> None:
     class Silent(Single):
         contract: Any = "trust me"
 
@@ -42,15 +42,15 @@ def test_a_strategy_without_a_contract_is_refused_by_name() -> None:
 
 
 class Fewer(ProcessGroup):
-    """Says that it is one rank less than it adds up."""
+    """Process group that reports one rank less than it reduces over."""
 
     def __init__(self) -> None:
         super().__init__(cast(dist.ProcessGroup, dist.group.WORLD))
         self.size -= 1
 
 
-def proven(strategy: Any, *, trainable: int = 6, data: Callable[[], Ranks] | None = None, model: Any = Net) -> str:
-    """What `prove` says; nothing where the strategy keeps its word."""
+def violation(strategy: Any, *, trainable: int = 6, data: Callable[[], Ranks] | None = None, model: Any = Net) -> str:
+    """Returns the message of `verify_contract`, or "" if the strategy fulfils its contract."""
     training = Training(strategy, model)
     world = training.world if data is None else replace(training.world, dp_ranks=data())
     try:
@@ -62,8 +62,8 @@ def proven(strategy: Any, *, trainable: int = 6, data: Callable[[], Ranks] | Non
     return ""
 
 
-class Lying(DDP):
-    """Says that it shards."""
+class Replicated(DDP):
+    """DDP whose contract declares shards."""
 
     contract = replace(DDP.contract, shards=("optimizer state",), replicas=1)
 
@@ -80,18 +80,18 @@ class GradientsOnly(DDP):
     ("strategy", "ranks"),
     [(Single, 1), (DDP, 2), (FSDP, 2), (lambda: FSDP(replicas=2), 2), (Twice, 2), (GradientsOnly, 2)],
 )
-def test_a_strategy_that_keeps_its_word(strategy: Any, ranks: int) -> None:
+def test_a_strategy_that_fulfils_its_contract_passes(strategy: Any, ranks: int) -> None:
     model = Net if strategy is not FSDP else lambda: nn.Linear(2, 2)
-    assert in_ranks(ranks, lambda rank: proven(strategy(), model=model)) == [""] * ranks
+    assert in_ranks(ranks, lambda rank: violation(strategy(), model=model)) == [""] * ranks
 
 
 @pytest.mark.parametrize(
     ("strategy", "options", "said"),
     [
         (
-            Lying,
+            Replicated,
             {},
-            "Lying promises that 2 ranks hold each trainable weight once, but they hold 6 of 6 trainable "
+            "Replicated promises that 2 ranks hold each trainable weight once, but they hold 6 of 6 trainable "
             "weights, each part 2 times",
         ),
         (
@@ -118,15 +118,15 @@ def test_a_strategy_that_keeps_its_word(strategy: Any, ranks: int) -> None:
         ),
     ],
 )
-def test_a_strategy_that_does_not_is_found(strategy: Any, options: dict[str, Any], said: str) -> None:
-    assert in_ranks(2, lambda rank: proven(strategy(), **options)) == [said] * 2
+def test_a_strategy_that_breaks_its_contract_is_refused(strategy: Any, options: dict[str, Any], said: str) -> None:
+    assert in_ranks(2, lambda rank: violation(strategy(), **options)) == [said] * 2
 
 
-def test_float64_is_more_than_any_strategy_promises() -> None:
-    assert in_ranks(1, lambda rank: proven(Single(), model=lambda: nn.Linear(2, 2).double())) == [""]
+def test_float64_parameters_fulfil_a_float32_contract() -> None:
+    assert in_ranks(1, lambda rank: violation(Single(), model=lambda: nn.Linear(2, 2).double())) == [""]
 
 
-def test_ranks_that_see_the_same_data_count_once() -> None:
+def test_ranks_with_the_same_data_count_once() -> None:
     def rank(number: int) -> str:
         training = Training(DDP(), Net)
         world = replace(training.world, dp_ranks=SingleRank())

@@ -1,4 +1,4 @@
-"""What an evaluation finds, with doubles for everything that it talks to."""
+"""Results of an evaluation, with test doubles for its collaborators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.restoring import restore_weights
 
 IDLE: Any = None
-"""There is no optimizer."""
+"""No optimizer."""
 
 
 def evaluator(
@@ -35,7 +35,7 @@ def evaluator(
 
 
 class Batched:
-    """One micro-batch of `values`, and one with a stand-in; `read` is what says which samples were read."""
+    """One micro-batch of `values`, and one with a padding sample. `read`: fingerprint of the read samples."""
 
     def __init__(self, values: list[float], read: int = 0) -> None:
         self.values, self.read = values, read
@@ -47,13 +47,13 @@ class Batched:
 
 
 # ---------------------------------------------------------------------------------------------- one set
-def test_every_sample_counts_once_and_stand_ins_do_not() -> None:
+def test_every_sample_counts_once_and_padding_samples_do_not() -> None:
     found = evaluator(Plain().holding(Line(), IDLE)).evaluate(0)
     assert found == {"eval/loss": 1.5, "eval/x": 1.5}
 
 
 @pytest.mark.parametrize("name", ["", "other"])
-def test_a_set_in_which_no_target_counts_is_refused(name: str) -> None:
+def test_a_set_without_valid_targets_is_refused(name: str) -> None:
     class NoTargets(Sums):
         def count(self, batch: Any) -> Tensor:
             return torch.zeros(())
@@ -62,8 +62,8 @@ def test_a_set_in_which_no_target_counts_is_refused(name: str) -> None:
         evaluator(Plain().holding(Line(), IDLE), NoTargets(), {name: Batched([1.0])}).evaluate(0)
 
 
-def test_sums_are_added_up_in_float64() -> None:
-    """In bfloat16 256 + 1 is 256: six hundred ones would have a mean of 0.43."""
+def test_sums_are_accumulated_in_float64() -> None:
+    """In bfloat16, 256 + 1 is 256: the mean of 600 ones would be 0.43."""
 
     class Ones(Sums):
         def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total]:
@@ -76,13 +76,13 @@ def test_sums_are_added_up_in_float64() -> None:
     assert totals["loss"].sum.dtype == torch.float64
 
 
-def test_what_other_ranks_count_is_part_of_the_mean() -> None:
-    """Two samples with a sum of 3 here; elsewhere every sum and every count is 4."""
+def test_the_mean_includes_other_ranks() -> None:
+    """This rank has two samples with a sum of 3. On the other rank every sum and every count is 4."""
     replica = Plain(ranks=2, elsewhere=4.0).holding(Line(), IDLE)
     assert evaluator(replica).evaluate(0)["eval/x"] == (3.0 + 4.0) / (2 + 4)
 
 
-def test_an_evaluation_is_without_gradients_and_training_mode_and_buffers_are_made_equal_before_it() -> None:
+def test_an_evaluation_syncs_buffers_and_disables_gradients_and_training_mode() -> None:
     class Looks(Line):
         def forward(self, x: Tensor) -> Tensor:
             assert not torch.is_grad_enabled()
@@ -96,7 +96,7 @@ def test_an_evaluation_is_without_gradients_and_training_mode_and_buffers_are_ma
     assert model.training
 
 
-def test_random_numbers_are_the_same_in_every_evaluation_and_of_every_set() -> None:
+def test_random_numbers_are_the_same_in_every_evaluation() -> None:
     class Draws(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -115,8 +115,8 @@ def test_random_numbers_are_the_same_in_every_evaluation_and_of_every_set() -> N
     assert model.drawn == model.drawn[:2] * 4
 
 
-def test_an_evaluation_that_fails_leaves_callbacks_and_the_module_as_they_were() -> None:
-    """Also a callback that swaps weights without `finally`: it is left as if all went well."""
+def test_a_failed_evaluation_restores_callbacks_and_training_mode() -> None:
+    """Includes a callback that swaps weights without `finally`: its context manager exits without an error."""
 
     class Fails(Sums):
         def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -138,7 +138,7 @@ def test_an_evaluation_that_fails_leaves_callbacks_and_the_module_as_they_were()
     assert model.training
 
 
-def test_what_callbacks_write_is_watched_when_an_evaluation_begins_and_when_it_ends() -> None:
+def test_callback_writes_are_guarded_at_the_start_and_end_of_an_evaluation() -> None:
     events: list[str] = []
 
     class Observed(FullWeights):
@@ -162,16 +162,16 @@ def test_what_callbacks_write_is_watched_when_an_evaluation_begins_and_when_it_e
     assert set(events[3:-3]) == {"forward"}
 
 
-def test_a_first_evaluation_that_fails_on_another_rank_ends_on_this_one_too() -> None:
+def test_a_first_evaluation_that_fails_on_another_rank_fails_on_this_rank() -> None:
     replica = Plain(ranks=2).holding(Line(), IDLE)
     replica.ranks.all_gather_object = lambda mine: [mine, True]  # type: ignore[method-assign]
     ours = evaluator(replica)
     with pytest.raises(PeerFailed, match="the evaluation has failed on another rank"):
         ours.evaluate(0)
-    assert ours.failed_together, "what was trained can be saved: no rank waits for another"
+    assert ours.failed_together, "all ranks failed together: the trained weights can be saved"
 
 
-def test_the_task_finishes_the_means_of_a_set() -> None:
+def test_the_task_computes_final_metrics_of_a_set() -> None:
     class Rooted(Sums):
         def finish(self, metrics: dict[str, float]) -> dict[str, float]:
             return {"loss": metrics["loss"], "square": metrics["x"] ** 2}
@@ -180,12 +180,12 @@ def test_the_task_finishes_the_means_of_a_set() -> None:
     assert found == {"eval/loss": 1.5, "eval/square": 2.25}
 
 
-def test_there_is_nothing_to_evaluate_on() -> None:
+def test_an_evaluation_without_sets_is_refused() -> None:
     with pytest.raises(UsageError, match=r"the recipe has no evaluation set"):
         evaluator(Plain().holding(Line(), IDLE), sets={}).evaluate(0)
 
 
-def test_ranks_that_have_read_other_samples_from_a_stream_are_told_so() -> None:
+def test_ranks_that_read_different_samples_from_a_stream_are_refused() -> None:
     alike = evaluator(Plain().holding(Line(), IDLE), sets={"": Batched([1.0], read=3)})
     assert alike.evaluate(7) == {"eval/loss": 1.0, "eval/x": 1.0}
 
@@ -196,7 +196,7 @@ def test_ranks_that_have_read_other_samples_from_a_stream_are_told_so() -> None:
 
 # ---------------------------------------------------------------------------------------------- callbacks
 class Doubled(Callback):
-    """Evaluates with twice the weights."""
+    """Callback that doubles the weights during an evaluation."""
 
     def __init__(self, model: Line) -> None:
         self.model, self.entered = model, 0
@@ -211,7 +211,7 @@ class Doubled(Callback):
             self.model.w.data /= 2
 
 
-def test_a_callback_may_lend_its_weights_for_all_sets_at_once() -> None:
+def test_a_callback_swaps_weights_once_for_all_sets() -> None:
     model = Line()
     lender = Doubled(model)
     sets = {"one": Batched([1.0]), "two": Batched([2.0])}
@@ -220,7 +220,7 @@ def test_a_callback_may_lend_its_weights_for_all_sets_at_once() -> None:
     assert (model.w.item(), lender.entered) == (1.0, 1)
 
 
-def test_a_callback_gets_its_weights_back_when_the_evaluation_fails() -> None:
+def test_a_callback_restores_weights_if_the_evaluation_fails() -> None:
     class Broken(Sums):
         def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total]:
             raise RuntimeError("no such metric")
@@ -233,22 +233,22 @@ def test_a_callback_gets_its_weights_back_when_the_evaluation_fails() -> None:
 
 # ---------------------------------------------------------------------------------------------- several sets
 class Watcher(Callback):
-    """Keeps what it is told of evaluations; wants to stop when `metric` is above `enough`."""
+    """Callback that records the metrics of evaluations. Requests a stop if `metric` exceeds `enough`."""
 
     def __init__(self, metric: str = "", enough: float = 0.0) -> None:
         self.metric, self.enough = metric, enough
-        self.told: list[dict[str, float]] = []
+        self.received: list[dict[str, float]] = []
 
     def on_step(self, info: StepInfo) -> None:
         assert not any(name.startswith("eval/") for name in info.metrics)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool:
-        self.told.append(dict(metrics))
+        self.received.append(dict(metrics))
         return bool(self.metric) and metrics[self.metric] > self.enough
 
 
-def test_sets_with_names_have_metrics_of_their_own_in_one_row() -> None:
-    """The means of 0, 1 and of 0 to 4 are 0.5 and 2."""
+def test_named_sets_log_separate_metrics_in_one_row() -> None:
+    """Means: 0.5 of 0 and 1, and 2 of 0 to 4."""
     watcher = Watcher()
     loop = Loop(steps=2, evaluation={"few": 2, "many": 5}, callbacks={"watch": watcher})
     loop.fit()
@@ -256,18 +256,18 @@ def test_sets_with_names_have_metrics_of_their_own_in_one_row() -> None:
     step, row = loop.tracker.rows[-1]
     assert (step, sorted(row)) == (2, names)
     assert (row["eval/few/x"], row["eval/many/x"]) == (0.5, 2.0)
-    assert sorted(watcher.told[0]) == names
+    assert sorted(watcher.received[0]) == names
     assert {name: value for name, value in loop.trainer.metrics.items() if name.startswith("eval/")} == row
 
 
-def test_a_callback_may_end_training_by_the_metric_of_one_set() -> None:
+def test_a_callback_stops_training_by_the_metric_of_one_set() -> None:
     watcher = Watcher("eval/many/x", enough=1.0)
     loop = Loop(steps=5, train={"eval_every": "2st"}, evaluation={"few": 2, "many": 5}, callbacks={"watch": watcher})
     assert loop.fit() == "done"
     assert loop.trainer.progress.step == 2
 
 
-def test_the_best_checkpoint_may_be_that_of_one_set() -> None:
+def test_the_best_checkpoint_is_chosen_by_the_metric_of_one_set() -> None:
     keep = {"keep": {"best": 1, "monitor": "eval/many/loss"}}
     loop = Loop(steps=2, train={"eval_every": "1st"}, evaluation={"few": 2, "many": 5}, checkpoint=keep)
     loop.fit()
@@ -278,16 +278,16 @@ def test_the_best_checkpoint_may_be_that_of_one_set() -> None:
     }
 
 
-# ---------------------------------------------------------------------------------------------- weights alone
+# ---------------------------------------------------------------------------------------------- weights only
 class Unread:
-    """Fails whoever reads it."""
+    """Object that fails on every attribute access."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name} was asked for")
+        raise AssertionError(f"{name} was read")
 
 
 class OnDisk:
-    """A checkpoint of which only the model may be read."""
+    """Checkpoint that allows only the model to be read."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -298,7 +298,7 @@ class OnDisk:
         return CanonicalState(model, unread, extra_state=unread, scalars={"scale": 3.0})
 
 
-def test_weights_are_restored_without_what_the_optimizer_and_the_strategy_have_kept() -> None:
+def test_restore_weights_reads_neither_optimizer_nor_extra_state() -> None:
     loop = Loop()
     restore_weights(loop.replica, OnDisk("w"), SingleRank())  # type: ignore[arg-type]
     assert loop.model.w.item() == 5.0  # type: ignore[union-attr, operator]

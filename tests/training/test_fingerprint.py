@@ -1,4 +1,4 @@
-"""Ranks that have built different models or data, and a resume with other data, are refused; the same are not."""
+"""Ranks with different models or data are refused, and so is a resume with different data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from ddpforge.training.fingerprint import (
 
 
 class Numbers:
-    """Samples are pairs of a row of numbers and a class; `number` of them, less `short`, in the order of `ids`."""
+    """Samples are pairs of a row of numbers and a class, in the order of `ids`. `noise`: relative error of the
+    numbers."""
 
     random = False
 
@@ -46,8 +47,8 @@ def printed(data: Any, workers: int = 0) -> DataPrint:
     return DataPrint(data, seed=0, workers=workers)
 
 
-def told_by_two(action: Callable[[Ranks, int], None]) -> list[str]:
-    """The errors of two ranks, empty where there is none."""
+def errors_of_two_ranks(action: Callable[[Ranks, int], None]) -> list[str]:
+    """Returns the error messages of two ranks; "" if a rank raised none."""
 
     def run(ranks: Ranks) -> str:
         try:
@@ -59,7 +60,7 @@ def told_by_two(action: Callable[[Ranks, int], None]) -> list[str]:
     return in_threads(2, run)
 
 
-# ---------------------------------------------------------------------------------------------- over ranks
+# ---------------------------------------------------------------------------------------------- across ranks
 def layers(*names: str, width: int = 2, frozen: str = "") -> nn.Module:
     model = nn.ModuleDict(OrderedDict((name, nn.Linear(width, 1, bias=False)) for name in names))
     if frozen:
@@ -68,7 +69,7 @@ def layers(*names: str, width: int = 2, frozen: str = "") -> nn.Module:
 
 
 def tied(name: str) -> nn.Module:
-    """One layer under two names: "a" and another."""
+    """Returns a model with one layer under two names: "a" and `name`."""
     model = layers("a")
     model.add_module(name, model.get_submodule("a"))
     return model
@@ -91,12 +92,12 @@ def tied(name: str) -> nn.Module:
     ],
 )
 def test_ranks_with_different_models_are_refused(one: nn.Module, other: nn.Module, told: str) -> None:
-    said = told_by_two(lambda ranks, rank: check_same_models(ranks, other if rank else one))
+    said = errors_of_two_ranks(lambda ranks, rank: check_same_models(ranks, other if rank else one))
     assert re.search(told, said[0])
     assert said[1], "every rank ends"
 
 
-def test_ranks_with_different_groups_of_parameters_are_refused_and_stages_of_a_pipeline_are_not() -> None:
+def test_ranks_with_different_parameter_groups_are_refused_except_pipeline_stages() -> None:
     model = layers("a", "b")
     parameters = list(model.parameters())
 
@@ -107,17 +108,18 @@ def test_ranks_with_different_groups_of_parameters_are_refused_and_stages_of_a_p
 
     def stages(ranks: Ranks, rank: int) -> None:
         stage = layers("a", "b")
-        stage.get_submodule("ba"[rank]).to("meta")  # as every stage has the others' parameters
+        stage.get_submodule("ba"[rank]).to("meta")  # as every stage has the parameters of the others
         check_same_groups(ranks, stage, torch.optim.SGD(stage.parameters(), lr=0.1 * (1 + rank)))
 
     assert (
-        "ranks have built the optimizer differently: number 0 on rank 0 is parameter group 0" in told_by_two(groups)[0]
+        "ranks have built the optimizer differently: number 0 on rank 0 is parameter group 0"
+        in errors_of_two_ranks(groups)[0]
     )
-    assert told_by_two(stages) == ["", ""]
+    assert errors_of_two_ranks(stages) == ["", ""]
 
 
 class Dice(Numbers):
-    """Samples that nobody can tell in advance."""
+    """Samples that differ at each read."""
 
     def __getitem__(self, place: int) -> tuple[Tensor, int]:
         import secrets
@@ -138,21 +140,21 @@ class Dice(Numbers):
 )
 def test_ranks_with_different_data_are_refused(one: Any, other: Any, told: str) -> None:
     prints = [{"train": printed(one)}, {"train": printed(other)}]
-    said = told_by_two(lambda ranks, rank: check_same_data(ranks, prints[rank]))
+    said = errors_of_two_ranks(lambda ranks, rank: check_same_data(ranks, prints[rank]))
     if told:
         assert said[0].startswith("ranks have different data: [data.train] on rank 0 and on rank 1: ")
         assert told in said[0]
     assert [bool(each) for each in said] == [bool(told)] * 2
 
 
-def test_one_rank_has_none_to_be_compared_with() -> None:
+def test_a_single_rank_is_compared_with_no_other() -> None:
     check_same_models(SingleRank(), layers("a"))
     check_same_data(SingleRank(), {"train": printed(Numbers([1]))})
 
 
-# ---------------------------------------------------------------------------------------------- over a resume
+# ---------------------------------------------------------------------------------------------- across a resume
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_checkpoint_has_of_the_data_tells_it_from_other_data(workers: int) -> None:
+def test_the_data_fingerprint_in_a_checkpoint_detects_different_data(workers: int) -> None:
     saved = printed(Numbers([*range(32)]), workers).as_json()
     for ids, told in (
         ([*range(32)], ""),
@@ -164,7 +166,7 @@ def test_what_a_checkpoint_has_of_the_data_tells_it_from_other_data(workers: int
 
 
 class Files(Numbers):
-    """Opens its file at the first sample, as datasets do that are to be read by loader processes."""
+    """Dataset that opens its file at the first sample, as datasets for loader processes do."""
 
     opened_by: ClassVar[list[int]] = []
 
@@ -175,7 +177,7 @@ class Files(Numbers):
         return super().__getitem__(place)
 
 
-def test_a_dataset_that_loader_processes_read_is_not_read_in_the_process_that_forks_them() -> None:
+def test_a_dataset_for_loader_processes_is_not_read_in_the_parent_process() -> None:
     data = Files([*range(8)])
     assert len(printed(data, workers=2).samples) == 8
     assert data.opened_by == []
@@ -189,7 +191,7 @@ class Nested:
         return {"text": f"line {place}", "ids": torch.arange(place), "parts": [1.5 * place, {"nan": float("nan")}]}
 
 
-def test_samples_of_any_form_are_known_again() -> None:
+def test_samples_of_any_structure_are_recognized() -> None:
     saved = printed(Nested()).as_json()
     assert len(saved["samples"]) == 3
     assert difference(saved, printed(Nested()).as_json()) == ""
@@ -197,7 +199,7 @@ def test_samples_of_any_form_are_known_again() -> None:
 
 
 class Rows:
-    """Two samples, of which the first is a row of numbers."""
+    """Two samples; the first is a row of numbers."""
 
     random = False
 
@@ -212,25 +214,25 @@ class Rows:
 
 
 @pytest.mark.parametrize("row", [(1.0, 3.0, 2.0), (-1.0, 2.0, 5.0), (1.0, 2.0, float("nan"))], ids=str)
-def test_a_sample_with_its_numbers_in_another_order_of_another_size_or_missing_is_another(row: tuple[float]) -> None:
-    """The same mean alone is not enough, and what is not a number is no number to compare with."""
+def test_a_sample_with_reordered_changed_or_missing_numbers_is_different(row: tuple[float]) -> None:
+    """Comparing means alone is not enough, and NaN never equals a number."""
     saved, now = printed(Rows(1.0, 2.0, 3.0)).as_json(), printed(Rows(*row)).as_json()
     assert difference(saved, now) == difference(now, saved) == "sample 0 is different"
     assert difference(now, json.loads(json.dumps(now, allow_nan=False))) == ""
 
 
 class Words(list[str]):
-    """Samples without a number in them."""
+    """Samples without numbers."""
 
 
-def test_samples_of_text_alone_are_told_apart() -> None:
+def test_different_text_samples_are_detected() -> None:
     saved = printed(Words(["one", "two"])).as_json()
     assert difference(saved, printed(Words(["one", "two"])).as_json()) == ""
     assert difference(saved, printed(Words(["one", "too"])).as_json()) == "sample 1 is different"
 
 
 class Throws(Numbers):
-    """Draws for every sample."""
+    """Dataset that draws random numbers for every sample."""
 
     random = True
 
@@ -238,7 +240,7 @@ class Throws(Numbers):
         return torch.rand(3), place
 
 
-def test_a_look_at_samples_leaves_random_numbers_as_they_are() -> None:
+def test_a_fingerprint_does_not_change_the_random_state() -> None:
     torch.manual_seed(3)
     expected = torch.rand(())
     torch.manual_seed(3)
@@ -246,7 +248,7 @@ def test_a_look_at_samples_leaves_random_numbers_as_they_are() -> None:
     assert torch.rand(()) == expected
 
 
-def test_a_resume_with_samples_that_nobody_can_tell_in_advance_compares_their_number_alone() -> None:
+def test_a_resume_with_random_samples_compares_only_their_number() -> None:
     saved = {"train": printed(Dice([*range(4)])).as_json()}
     check_unchanged_data({"train": printed(Dice([*range(4)]))}, saved, [])
     with pytest.raises(UsageError, match=r"data\.train: 4 samples → 5 samples"):
@@ -258,11 +260,11 @@ class Broken(Numbers):
         raise OSError("no such file")
 
 
-def test_data_that_cannot_be_read_is_left_to_training_which_says_what_is_wrong() -> None:
+def test_unreadable_data_has_an_empty_fingerprint_and_raises_no_error() -> None:
     assert printed(Broken([1, 2])).as_json() == {"length": 2, "samples": {}}
 
 
-def test_a_resume_with_other_data_is_refused_unless_that_is_allowed() -> None:
+def test_a_resume_with_different_data_is_refused_unless_allowed() -> None:
     saved = {"train": printed(Numbers([*range(4)])).as_json(), "eval": printed(Numbers([1])).as_json()}
     now = {"train": printed(Numbers([*range(5)])), "eval": printed(Numbers([1]))}
     with pytest.raises(UsageError, match=r"data\.train: 4 samples → 5 samples") as refused:
@@ -270,7 +272,7 @@ def test_a_resume_with_other_data_is_refused_unless_that_is_allowed() -> None:
     assert "--allow-change data.train" in refused.value.hints[1]
     for allowed in ("data.train", "data", "data.train.path"):
         check_unchanged_data(now, saved, [allowed])
-    check_unchanged_data(now, {}, [])  # of a checkpoint of an earlier version
+    check_unchanged_data(now, {}, [])  # a checkpoint of an earlier version
 
 
 RECIPE = """
@@ -308,7 +310,7 @@ class Lines:
 """
 
 
-def test_a_file_that_grew_a_checkpoint_of_another_run_and_rows_that_were_lost_are_noticed(
+def test_changed_data_lost_rows_and_foreign_checkpoints_are_detected_on_resume(
     ddpforge: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)

@@ -1,6 +1,6 @@
-"""Linear layers that compute in float8: which ones, with what numbers, and that their weights stay what they are.
+"""Linear layers that compute in float8: selection, numerics, unchanged weights.
 
-A CPU computes the numbers of float8 in fp32, as torchao has it for tests; that tensor cores do so too, tests/gpu shows.
+A CPU emulates float8 in fp32, as torchao's own tests do; tests/gpu compares with tensor cores.
 """
 
 from contextlib import nullcontext
@@ -45,40 +45,40 @@ def small(**options: Any) -> GPT:
     return GPT(**{"vocab_size": 32, "block_size": 8, "layers": 2, "heads": 2, "width": 32, "dropout": 0.0} | options)
 
 
-def engaged(model: nn.Module, train: TrainSection) -> list[str]:
+def float8_names(model: nn.Module, train: TrainSection) -> list[str]:
     return list(float8_layers(model, find_blocks(model, train.blocks), train)[0])
 
 
-def put(model: nn.Module, train: TrainSection) -> nn.Module:
+def with_float8(model: nn.Module, train: TrainSection) -> nn.Module:
     put_float8(model, find_blocks(model, train.blocks), train, emulate=True)
     return model
 
 
 # ---------------------------------------------------------------------------------------------- which layers
-def test_layers_of_the_blocks_engage_and_the_output_layer_does_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_of_blocks_use_float8_and_the_output_layer_does_not(caplog: pytest.LogCaptureFixture) -> None:
     model = small(tie_embeddings=False)
-    assert engaged(model, settings()) == [f"blocks.{n}.{name}" for n in range(2) for name in IN_A_BLOCK]
+    assert float8_names(model, settings()) == [f"blocks.{n}.{name}" for n in range(2) for name in IN_A_BLOCK]
     with caplog.at_level("INFO", "ddpforge"):
-        put(model, settings())
-    said = "8 of 9 linear layers; the others stay in bf16: outside of the blocks: `head`"
-    assert caplog.messages[-1] == f"float8 (tensorwise): {said}"
+        with_float8(model, settings())
+    summary = "8 of 9 linear layers; the others stay in bf16: outside of the blocks: `head`"
+    assert caplog.messages[-1] == f"float8 (tensorwise): {summary}"
 
 
 def test_without_compilation_the_log_warns(caplog: pytest.LogCaptureFixture) -> None:
-    put(small(), settings().model_copy(update={"compile": "off"}))
+    with_float8(small(), settings().model_copy(update={"compile": "off"}))
     (warning,) = [one.message for one in caplog.records if one.name == "ddpforge" and one.levelname == "WARNING"]
     assert "train.fp8 without train.compile" in warning
 
 
-def test_sizes_that_tensor_cores_do_not_take_stay_in_bf16() -> None:
+def test_layers_with_sizes_unsupported_by_tensor_cores_stay_in_bf16() -> None:
     model = small(width=24)  # 72, 24 and 96
-    assert engaged(model, settings()) == []
+    assert float8_names(model, settings()) == []
     model = small(width=48, heads=3)
-    assert len(engaged(model, settings())) == 8
+    assert len(float8_names(model, settings())) == 8
 
 
-def test_a_recipe_may_leave_layers_out() -> None:
-    assert engaged(small(), settings(fp8_skip=("*.mlp.*", "blocks.0.*"))) == [
+def test_fp8_skip_excludes_layers() -> None:
+    assert float8_names(small(), settings(fp8_skip=("*.mlp.*", "blocks.0.*"))) == [
         "blocks.1.attention.qkv",
         "blocks.1.attention.projection",
     ]
@@ -86,7 +86,7 @@ def test_a_recipe_may_leave_layers_out() -> None:
         check_float8(small(), [], settings(fp8_skip=("*.mpl.*",)))
 
 
-def test_layers_whose_forward_pass_is_another_are_left_alone() -> None:
+def test_layers_with_a_custom_forward_stay_in_bf16() -> None:
     class Own(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(2 * x)
@@ -98,7 +98,7 @@ def test_layers_whose_forward_pass_is_another_are_left_alone() -> None:
     assert set(others.values()) == {"a custom forward pass"}
 
 
-def test_a_model_without_such_a_layer_is_refused_by_name() -> None:
+def test_a_model_without_a_float8_layer_is_refused() -> None:
     with pytest.raises(ValueError, match=r'fp8 = "tensorwise" applies to no layer .*name the classes of the blocks'):
         check_float8(MLP(inputs=16, outputs=16), [], settings())
     model = small(width=24)
@@ -107,30 +107,30 @@ def test_a_model_without_such_a_layer_is_refused_by_name() -> None:
     check_float8(model, [], settings(fp8="off"))
 
 
-# ---------------------------------------------------------------------------------------------- what they compute
+# ---------------------------------------------------------------------------------------------- numerics
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
-def test_gradients_are_near_those_of_bf16(fp8: str, precision: torch.dtype | None) -> None:
+def test_gradients_are_close_to_those_of_bf16(fp8: str, precision: torch.dtype | None) -> None:
     def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-        tokens = torch.arange(5 * 7).view(5, 7) % 32  # 35 tokens, no multiple of 16
+        tokens = torch.arange(5 * 7).view(5, 7) % 32  # 35 tokens: not a multiple of 16
         with torch.autocast("cpu", dtype=precision) if precision else nullcontext():
             logits = model(tokens)
         nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    plain, float8 = gradients(small()), gradients(put(small(), settings(fp8)))
+    plain, float8 = gradients(small()), gradients(with_float8(small(), settings(fp8)))
     assert plain.keys() == float8.keys()
     differences = {name: ((plain[name] - float8[name]).norm() / plain[name].norm()).item() for name in plain}
     assert max(differences.values()) < 0.15
     assert min(differences[f"blocks.{n}.{layer}.weight"] for n in range(2) for layer in IN_A_BLOCK) > 0.001
 
 
-def test_weights_stay_the_parameters_that_they_were() -> None:
+def test_float8_keeps_the_parameter_objects_and_names() -> None:
     model = small()
     before = dict(model.named_parameters())
     called: list[str] = []
     model.blocks[0].mlp[0].register_forward_hook(lambda *_: called.append("hook"))
-    put(model, settings())
+    with_float8(model, settings())
     assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
     assert model.state_dict().keys() == small().state_dict().keys()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -138,24 +138,25 @@ def test_weights_stay_the_parameters_that_they_were() -> None:
     assert called == ["hook"]
 
 
-def test_a_model_without_memory_gets_its_own_initial_weights() -> None:
+def test_a_float8_model_on_meta_is_initialized_by_its_own_layers() -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = small()
-    put(model, settings())
+    with_float8(model, settings())
     torch.manual_seed(0)
     materialise(model, then={})
-    assert model.blocks[0].mlp[2].weight.std().item() == pytest.approx(0.02 / 2, rel=0.1)  # as the layer itself has it
+    # as the layer itself initializes it
+    assert model.blocks[0].mlp[2].weight.std().item() == pytest.approx(0.02 / 2, rel=0.1)
 
 
-# ---------------------------------------------------------------------------------------------- where it is refused
+# ---------------------------------------------------------------------------------------------- refusals
 @pytest.fixture
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
-def said(contract: Contract, device: str = "cuda", fp8: str = "rowwise") -> list[str]:
+def complaints(contract: Contract, device: str = "cuda", fp8: str = "rowwise") -> list[str]:
     recipe = Recipe(
         recipe=2,
         name="run",
@@ -172,29 +173,29 @@ def said(contract: Contract, device: str = "cuda", fp8: str = "rowwise") -> list
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_a_gpu_from_compute_capability_8_9_on_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(Single.contract) == []
-    assert said(Single.contract, "cpu", "off") == []
-    (message,) = said(Single.contract, "cpu")
+def test_float8_requires_compute_capability_8_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert complaints(Single.contract) == []
+    assert complaints(Single.contract, "cpu", "off") == []
+    (message,) = complaints(Single.contract, "cpu")
     assert message == 'train.fp8 = "rowwise" multiplies in float8, which needs a GPU, but this run is on cpu'
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    (message,) = said(Single.contract)
+    (message,) = complaints(Single.contract)
     assert message.endswith("needs a GPU of compute capability 8.9 (L4, RTX 40, H100), but this one has 8.6")
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_strategies_that_do_not_call_whole_layers_are_refused() -> None:
+def test_strategies_that_split_layers_are_refused() -> None:
     for strategy in (Ddp(), Fsdp(), Fsdp(replicas=2, context=2)):
-        assert said(strategy.contract) == []
+        assert complaints(strategy.contract) == []
     for strategy in (Fsdp(tensor=2), Pipeline()):
-        (message,) = said(strategy.contract)
+        (message,) = complaints(strategy.contract)
         assert "needs whole layers" in message
 
 
 @pytest.mark.usefixtures("_gpu")
 def test_torchao_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpforge.preflight.static.find_spec", lambda name: None)
-    assert said(Single.contract) == ['train.fp8 = "rowwise" needs torchao, which is not installed']
+    assert complaints(Single.contract) == ['train.fp8 = "rowwise" needs torchao, which is not installed']
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -217,7 +218,7 @@ FLOAT8, BF16 = 'precision = "bf16"\nfp8 = "tensorwise"', 'precision = "bf16"'
         pytest.param(f"{FSDP}\nmeta = true", 1, marks=pytest.mark.full),
     ],
 )
-def test_runs_on_ranks_have_the_curve_of_one_process(strategy: str, ranks: int) -> None:
+def test_multi_rank_runs_have_the_loss_curve_of_one_process(strategy: str, ranks: int) -> None:
     one, *_ = train('use = "single"', 1, train=FLOAT8, length="6st")
     for rank in train(strategy, ranks, train=FLOAT8, length="6st"):
         assert rank.column() == pytest.approx(one.column(), rel=2e-3)
@@ -227,7 +228,7 @@ def test_runs_on_ranks_have_the_curve_of_one_process(strategy: str, ranks: int) 
 
 
 @pytest.mark.usefixtures("_emulated")
-def test_checkpoints_go_on_with_float8_and_without(tmp_path: Path) -> None:
+def test_runs_resume_with_and_without_float8(tmp_path: Path) -> None:
     whole, *_ = train(DDP, 2, train=BF16, length="8st")
     first, *_ = train(DDP, 2, tmp_path, train=FLOAT8, length="4st")
     second, *_ = train(FSDP, 2, tmp_path, train=BF16, length="6st")

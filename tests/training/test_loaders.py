@@ -1,4 +1,4 @@
-"""How many loader processes there are where the recipe leaves it open, and that they change nothing that is fetched."""
+"""Number of loader processes for `data.workers = "auto"`; loader processes do not change the batches."""
 
 import os
 import shutil
@@ -19,11 +19,11 @@ from ddpforge.recipe.schema import DataSection
 from ddpforge.training.loaders import served
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-SLOW, FAST = 0.2, 0.004  # seconds for a micro-batch
+SLOW, FAST = 0.2, 0.004  # seconds per micro-batch
 
 
 class Images:
-    """Sixteen images of 4 KiB; fetching a sample takes its part of `seconds` on `clock`, and is noted."""
+    """Sixteen images of 4 KiB. Fetching one takes a quarter of `seconds` on `clock`, and is recorded."""
 
     forkable = True
     random = False
@@ -50,7 +50,7 @@ class Stream(IterableDataset[Tensor]):
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets what this machine has: cores, ranks, free bytes of shared memory."""
+    """Returns a function that sets cores, ranks and free bytes of shared memory of this machine."""
 
     def has(cores: int, ranks: int = 1, free: int = 2**40) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
@@ -71,12 +71,12 @@ def chosen(data: Any, clock: Clock, device: torch.device = GPU) -> Batches:
     return served("train", data, batches, device, trains=True, clock=clock)
 
 
-# ---------------------------------------------------------------------------------------------- how many
+# ---------------------------------------------------------------------------------------------- number of workers
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("seconds", "device", "workers"), [(SLOW, GPU, 8), (FAST, GPU, 0), (SLOW, CPU, 0)], ids=["slow", "fast", "cpu"]
 )
-def test_slow_data_for_a_gpu_is_fetched_by_others(seconds: float, device: torch.device, workers: int) -> None:
+def test_slow_data_for_a_gpu_uses_loader_processes(seconds: float, device: torch.device, workers: int) -> None:
     clock = Clock()
     assert chosen(Images(clock, seconds), clock, device).workers == workers
 
@@ -85,14 +85,14 @@ def test_slow_data_for_a_gpu_is_fetched_by_others(seconds: float, device: torch.
     ("cores", "ranks", "free", "workers"),
     [
         (64, 1, 2**40, 8),
-        (16, 4, 2**40, 3),  # one of four cores is the rank's own
+        (16, 4, 2**40, 3),  # one of four cores belongs to the rank itself
         (8, 8, 2**40, 0),
-        (16, 1, 2**16 * 2, 2),  # four images of 4 KiB, two batches for each process, in half of 128 KiB
+        (16, 1, 2**16 * 2, 2),  # four images of 4 KiB, two batches per process, in half of 128 KiB
         (16, 2, 2**16 * 2, 1),
         (16, 1, 2**14, 0),
     ],
 )
-def test_there_are_as_many_as_cores_and_shared_memory_allow(
+def test_cores_and_shared_memory_limit_the_workers(
     machine: Callable[..., None], cores: int, ranks: int, free: int, workers: int
 ) -> None:
     machine(cores, ranks, free)
@@ -101,7 +101,7 @@ def test_there_are_as_many_as_cores_and_shared_memory_allow(
 
 
 @pytest.mark.usefixtures("machine")
-def test_data_that_does_not_say_so_is_never_fetched_elsewhere_nor_timed() -> None:
+def test_datasets_that_are_not_forkable_use_no_workers_and_are_not_timed() -> None:
     clock = Clock()
     data = Images(clock, SLOW)
     data.forkable = False  # type: ignore[misc]
@@ -110,16 +110,18 @@ def test_data_that_does_not_say_so_is_never_fetched_elsewhere_nor_timed() -> Non
     assert chosen(Stream(), clock).workers == 0
 
 
-def test_images_say_so_and_what_shows_them_says_what_they_say() -> None:
+def test_image_datasets_are_forkable_and_views_inherit_it() -> None:
     images = torchvision_dataset(name="FakeData", split="train")
     assert images.forkable
     assert TwoViews(of=images).forkable
     assert not TwoViews(of=[0]).forkable  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------------------------------- what is fetched
+# ---------------------------------------------------------------------------------------------- fetched batches
 @pytest.mark.parametrize("cores", [1, 3])
-def test_the_batches_are_the_same_and_the_first_is_fetched_once(machine: Callable[..., None], cores: int) -> None:
+def test_workers_return_the_same_batches_and_fetch_the_first_batch_once(
+    machine: Callable[..., None], cores: int
+) -> None:
     machine(cores)
     clock = Clock()
     data = Images(clock, SLOW)
@@ -129,19 +131,19 @@ def test_the_batches_are_the_same_and_the_first_is_fetched_once(machine: Callabl
     source = batches.training(0)
     for batch in wanted:
         assert torch.equal(next(source).data, batch)
-    assert data.fetched == list(range(16 if cores == 1 else 4))  # the rest, in other processes
+    assert data.fetched == list(range(16 if cores == 1 else 4))  # other processes fetch the rest
 
 
 @pytest.mark.usefixtures("machine")
-def test_the_log_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_reports_the_chosen_workers_and_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     with caplog.at_level("INFO", "ddpforge"):
         chosen(Images(clock, SLOW), clock)
     assert caplog.messages == ['[data.train]: fetching a micro-batch takes 200 ms; data.workers = "auto" is 8 here']
 
 
-# ---------------------------------------------------------------------------------------------- in a recipe
-def test_auto_is_the_default_and_a_number_stays_what_it_was() -> None:
+# ---------------------------------------------------------------------------------------------- recipe
+def test_workers_is_auto_or_a_number() -> None:
     assert DataSection.model_validate({"train": {"use": "digits"}}).workers == "auto"
     assert DataSection.model_validate({"train": {"use": "digits"}, "workers": 3}).workers == 3
     for wrong in (-1, 2000, "many", True):

@@ -1,4 +1,4 @@
-"""When the loop does what, with doubles for everything that it talks to."""
+"""Order and time of events in the training loop, with test doubles for its collaborators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpforge.training.cadence import Stopwatch
 
 
 class Watcher(Callback):
-    """Notes what it is told, and wants to stop after the step `until`."""
+    """Callback that records its calls, and requests a stop after step `until`."""
 
     def __init__(
         self, events: list[str] | None = None, until: int = 0, action: Callable[[int], Any] | None = None
@@ -64,18 +64,18 @@ class Watcher(Callback):
 
 
 @pytest.fixture
-def _looks_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, norms are read only where ranks agree, or where something depends on it."""
+def _norms_are_expensive_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates a GPU: norms are read only when ranks agree, or when a decision depends on them."""
     monkeypatch.setattr(ddpforge.training.loop, "_reading_is_free", lambda device: False)
 
 
 @pytest.fixture
-def _agrees_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks agree at steps that log, and every thousand."""
+def _rare_agreements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree at logged steps, and every thousandth step."""
     monkeypatch.setattr(ddpforge.training.consensus, "_AGREE_SECONDS", 1e9)
 
 
-# ---------------------------------------------------------------------------------------------- what happens when
+# ---------------------------------------------------------------------------------------------- order of events
 def test_the_order_of_a_step_is_step_callbacks_log_evaluate_save() -> None:
     watcher = Watcher()
     loop = Loop(steps=2, train={"eval_every": "1st"}, checkpoint={"every": "1st"}, callbacks={"watch": watcher})
@@ -85,7 +85,7 @@ def test_the_order_of_a_step_is_step_callbacks_log_evaluate_save() -> None:
     assert loop.events == one * 2
 
 
-def test_copies_for_checkpoints_end_before_an_update_and_before_what_follows_a_step_without_one() -> None:
+def test_checkpoint_copies_finish_before_updates_and_after_skipped_steps() -> None:
     watcher = Watcher()
     options: dict[str, Any] = {"train": {"on_nonfinite": "rollback"}, "checkpoint": {"every": "1st"}}
     loop = Loop(steps=3, bad=[2], evaluation=False, callbacks={"watch": watcher}, **options)
@@ -96,22 +96,22 @@ def test_copies_for_checkpoints_end_before_an_update_and_before_what_follows_a_s
     assert loop.events == ["save", *updated, "copied", "step", "log", *left_out, *updated]
 
 
-def test_a_run_ends_when_old_checkpoints_are_gone_and_no_step_waits_for_that() -> None:
+def test_old_checkpoints_are_deleted_at_the_end_without_delaying_steps() -> None:
     loop = Loop(steps=2, evaluation=False, checkpoint={"every": "1st"})
     loop.checkpoints.finish = lambda: loop.events.append("gone")  # type: ignore[method-assign]
     assert loop.fit() == "done"
     assert loop.events == ["step", "log", "save", "step", "log", "save", "gone"]
 
 
-@pytest.mark.usefixtures("_looks_cost")
-def test_memory_for_copies_is_reserved_where_there_is_a_device() -> None:
+@pytest.mark.usefixtures("_norms_are_expensive_to_read")
+def test_memory_for_checkpoint_copies_is_reserved_once_on_a_device() -> None:
     loop, asked = Loop(steps=3), []
     loop.checkpoints.reserve = lambda state: asked.append(set(state.model))  # type: ignore[method-assign]
     loop.fit()
     assert asked == [{"w"}], "once, when the optimizer has its state"
 
 
-def test_rows_are_logged_at_the_first_step_at_every_so_many_and_at_the_last() -> None:
+def test_rows_are_logged_at_the_first_step_at_the_cadence_and_at_the_last_step() -> None:
     loop = Loop(steps=11, track="4st")
     loop.fit()
     assert loop.tracker.steps() == [1, 4, 8, 11]
@@ -119,7 +119,7 @@ def test_rows_are_logged_at_the_first_step_at_every_so_many_and_at_the_last() ->
     assert [row["epoch"] for _, row in loop.tracker.rows if "epoch" in row] == [1 / 11, 4 / 11, 8 / 11, 1.0]
 
 
-def test_callbacks_hear_of_every_step_and_of_metrics_where_they_are_logged() -> None:
+def test_callbacks_receive_every_step_and_metrics_of_logged_steps() -> None:
     watcher = Watcher()
     loop = Loop(steps=4, track="3st", callbacks={"watch": watcher}, schedule=lambda step: 1.0 / (step + 1))
     loop.fit()
@@ -130,14 +130,14 @@ def test_callbacks_hear_of_every_step_and_of_metrics_where_they_are_logged() -> 
     assert dict(loop.tracker.rows)[3]["twice"] == 6.0
 
 
-def test_the_learning_rate_of_a_step_is_that_of_the_recipe_times_its_factor() -> None:
-    """Two epochs of one step with x = 0 and x = 1 would not tell: three samples a step, all of them each time."""
+def test_the_learning_rate_is_the_rate_of_the_recipe_times_the_schedule() -> None:
+    """Each step has all three samples: epochs of one step with x = 0 and x = 1 would not show the difference."""
     loop = Loop(steps=1, batch=3, length="3st", schedule=lambda step: 10.0**-step, evaluation=False)
     loop.fit()
     assert loop.model.w.item() == pytest.approx(1.0 - 0.001 * (1 + 0.1 + 0.01))  # type: ignore[union-attr, operator]
 
 
-def test_evaluation_is_without_training_mode_and_buffers_are_made_equal_before_it() -> None:
+def test_evaluation_syncs_buffers_and_disables_training_mode() -> None:
     loop = Loop(steps=2, train={"eval_every": "1st"})
     loop.fit()
     assert loop.model.modes == [True, False, False, True, False, False]
@@ -146,13 +146,13 @@ def test_evaluation_is_without_training_mode_and_buffers_are_made_equal_before_i
     assert dict(loop.tracker.rows[-1][1])["eval/x"] == 1.0
 
 
-def test_buffers_are_made_equal_before_a_save_too() -> None:
+def test_buffers_are_synced_before_a_save() -> None:
     loop = Loop(steps=4, evaluation=False, checkpoint={"every": "2st"})
     loop.fit()
     assert loop.replica.synced == 2
 
 
-def test_what_an_older_evaluation_found_is_not_saved_with_newer_weights() -> None:
+def test_metrics_of_an_older_evaluation_are_not_saved_with_newer_weights() -> None:
     loop = Loop(steps=5, train={"eval_every": "4st"}, checkpoint={"every": "1st"}, length="7st")
     loop.fit()
     evaluated = {
@@ -164,8 +164,8 @@ def test_what_an_older_evaluation_found_is_not_saved_with_newer_weights() -> Non
     assert all("train/loss" in saved.metadata.metrics for saved in loop.checkpoints.saved)
 
 
-def test_speed_is_that_of_the_steps_since_the_last_row() -> None:
-    """A second for each of steps 1 to 2, ten for 3 and 4; evaluations take none of it."""
+def test_speed_covers_the_steps_since_the_last_row() -> None:
+    """Steps 1 and 2 take a second each, steps 3 and 4 take ten. Evaluations do not count."""
     loop = Loop(steps=4, batch=5, track="2st")
     loop.trainer.rows.stopwatch = Stopwatch(loop.clock)
 
@@ -189,7 +189,7 @@ def test_speed_is_that_of_the_steps_since_the_last_row() -> None:
 
 
 def seconds_a_step(loop: Loop) -> Loop:
-    """The loop, each of whose steps takes a second."""
+    """Returns the loop, with steps that take one second each."""
     loop.trainer.rows.stopwatch = Stopwatch(loop.clock)
     real = loop.replica.step
 
@@ -201,13 +201,13 @@ def seconds_a_step(loop: Loop) -> Loop:
     return loop
 
 
-def test_an_evaluation_between_two_rows_takes_none_of_their_time() -> None:
+def test_evaluation_time_does_not_count_in_the_speed() -> None:
     loop = seconds_a_step(Loop(steps=4, batch=5, track="2st", train={"eval_every": "1st"}))
 
     def slow(step: int, metrics: Mapping[str, float]) -> None:
         loop.clock.now += 100.0
 
-    loop.trainer.callbacks = {"slow": Does(on_eval=slow)}
+    loop.trainer.callbacks = {"slow": CallbackOf(on_eval=slow)}
     loop.fit()
     speeds = {step: row["train/samples_per_second"] for step, row in loop.tracker.rows if "lr" in row}
     assert speeds == pytest.approx({1: 5.0, 2: 5.0, 4: 5.0})
@@ -221,7 +221,7 @@ class Counting(Sums):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_items_per_second_are_those_of_all_data_ranks(ranks: int) -> None:
+def test_items_per_second_include_all_data_parallel_ranks(ranks: int) -> None:
     loop = seconds_a_step(Loop(steps=2, batch=5, task=Counting(), evaluation=False, replica=Plain(ranks)))
     loop.fit()
     name = f"train/{Counting.items}_per_second"
@@ -229,7 +229,7 @@ def test_items_per_second_are_those_of_all_data_ranks(ranks: int) -> None:
 
 
 class Read:
-    """Batches as of a stream, of which this rank has a part."""
+    """Batches as of a stream: this rank reads a share of them."""
 
     def __init__(self, batches: Any, **known: Any) -> None:
         self.batches, self.known, self.workers = batches, known, 0
@@ -238,7 +238,7 @@ class Read:
         return (micro._replace(**self.known) for micro in self.batches.training(start))
 
 
-def test_the_samples_of_a_step_are_those_of_all_ranks() -> None:
+def test_the_samples_of_a_step_include_all_ranks() -> None:
     loop = Loop(steps=2, batch=5, evaluation=False, replica=Plain(ranks=2))
     loop.trainer.training = Read(loop.trainer.training, step_samples=10)  # type: ignore[assignment]
     loop.fit()
@@ -246,7 +246,7 @@ def test_the_samples_of_a_step_are_those_of_all_ranks() -> None:
     assert loop.checkpoints.saved[-1].metadata.samples == 20
 
 
-def test_ranks_that_read_other_samples_of_a_stream_end_when_they_agree() -> None:
+def test_ranks_that_read_different_samples_of_a_stream_are_refused() -> None:
     loop = Loop(steps=2, evaluation=False, replica=Plain(ranks=2))
     loop.trainer.training = Read(loop.trainer.training, read=5)  # type: ignore[assignment]
     mean = loop.replica.ranks.reduce_metrics
@@ -258,18 +258,18 @@ def test_ranks_that_read_other_samples_of_a_stream_end_when_they_agree() -> None
         loop.fit()
 
 
-@pytest.mark.usefixtures("_agrees_seldom")
-def test_between_rows_ranks_do_not_talk() -> None:
+@pytest.mark.usefixtures("_rare_agreements")
+def test_ranks_do_not_communicate_between_rows() -> None:
     loop = Loop(steps=50, track="25st", evaluation=False)
     loop.trainer.consensus.every = 1000
     loop.fit()
-    names = 2  # a reduction that meets names which ranks have not agreed on is followed by a second one
-    assert len(loop.replica.ranks.asked) == 1 + 3 + names  # one before the first step: whether to begin at all
+    names = 2  # a reduction with names that ranks have not agreed on is followed by a second reduction
+    assert len(loop.replica.ranks.asked) == 1 + 3 + names  # one before the first step: is there a stop request?
 
 
 @pytest.fixture
 def agreements(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loop], list[int]]:
-    """The steps after which the ranks of a loop agree."""
+    """Returns a function that runs a loop and returns the steps after which its ranks agree."""
 
     def found(loop: Loop) -> list[int]:
         agreed: list[int] = []
@@ -288,7 +288,7 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loop], list[int]]:
 
 
 def test_ranks_agree_about_once_a_second(agreements: Callable[[Loop], list[int]]) -> None:
-    """Steps of a quarter of a second: every fourth."""
+    """Steps take a quarter of a second: ranks agree at every fourth."""
     loop = Loop(steps=21, track="20st", evaluation=False)
 
     def step() -> Any:
@@ -299,19 +299,19 @@ def test_ranks_agree_about_once_a_second(agreements: Callable[[Loop], list[int]]
     assert agreements(loop) == [1, 4, 8, 12, 16, 20, 21]
 
 
-def test_ranks_agree_after_every_step_where_a_callback_takes_long(agreements: Callable[[Loop], list[int]]) -> None:
-    """Also in the steps after a row, of which a callback has not begun to take its time."""
+def test_ranks_agree_after_every_step_if_a_callback_is_slow(agreements: Callable[[Loop], list[int]]) -> None:
+    """Holds for the steps after a row, too, before the callback is slow again."""
     loop = Loop(steps=8, track="3st", evaluation=False)
 
     def sleep(step: int) -> None:
         loop.clock.now += 2.0
 
     loop.trainer.callbacks = {"slow": Watcher(action=sleep)}
-    assert agreements(loop)[1:] == [3, 4, 5, 6, 7, 8]  # the first step is told of before it has taken any
+    assert agreements(loop)[1:] == [3, 4, 5, 6, 7, 8]  # at the first step the callback has not taken time yet
 
 
-def test_what_has_no_row_is_agreed_on_between_hosts() -> None:
-    """Numbers of the device are read where there is a row, and nowhere else."""
+def test_steps_without_a_row_agree_on_the_host() -> None:
+    """Numbers on the device are read only for a row."""
     loop = Loop(steps=7, track="3st", evaluation=False)
     said: list[tuple[str, int]] = []
     for name in ("reduce_metrics", "all_reduce_mean"):
@@ -329,8 +329,8 @@ def test_what_has_no_row_is_agreed_on_between_hosts() -> None:
     assert {name for name, step in said if step in (0, 2, 4, 5)} == {"all_reduce_mean"}
 
 
-# ---------------------------------------------------------------------------------------------- the end
-def test_a_callback_may_end_training_after_a_step_or_an_evaluation() -> None:
+# ---------------------------------------------------------------------------------------------- end of a run
+def test_a_callback_stops_training_after_a_step_or_an_evaluation() -> None:
     for until in (3, -4):
         watcher = Watcher(until=until)
         loop = Loop(steps=9, train={"eval_every": "2st"}, callbacks={"watch": watcher})
@@ -340,7 +340,7 @@ def test_a_callback_may_end_training_after_a_step_or_an_evaluation() -> None:
         assert loop.tracker.steps("eval/loss")[-1] == abs(until)
 
 
-def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
+def test_a_stop_request_saves_and_skips_a_due_evaluation() -> None:
     watcher = Watcher(action=lambda step: step == 3 and os.kill(os.getpid(), signal.SIGUSR1))
     loop = Loop(steps=9, train={"eval_every": "1st"}, callbacks={"watch": watcher})
     assert loop.fit() == "preempted"
@@ -349,7 +349,7 @@ def test_a_request_to_stop_saves_and_does_not_wait_for_an_evaluation() -> None:
     assert loop.checkpoints.steps() == [4]
 
 
-def test_a_request_that_came_while_the_run_started_is_met_before_its_first_step() -> None:
+def test_a_stop_request_during_startup_is_met_before_the_first_step() -> None:
     loop = Loop(steps=9)
     loop.trainer.stop.requested = True
     assert loop.fit() == "preempted"
@@ -364,7 +364,7 @@ def test_a_request_that_came_while_the_run_started_is_met_before_its_first_step(
 
 
 class Stopping(Numbers):
-    """Numbers of which one, when it is fetched, has somebody ask for a stop."""
+    """Numbers that request a stop when sample `at` is fetched."""
 
     def __init__(self, size: int, at: int) -> None:
         super().__init__(size)
@@ -377,10 +377,8 @@ class Stopping(Numbers):
 
 
 @pytest.mark.parametrize(("at", "steps"), [("2st", 4), ("4st", 4)])
-def test_a_request_during_an_evaluation_leaves_it_for_the_next_attempt(
-    monkeypatch: pytest.MonkeyPatch, at: str, steps: int
-) -> None:
-    """Also the last one, after which the run would be done; callbacks leave it as they leave any."""
+def test_a_stop_request_interrupts_an_evaluation(monkeypatch: pytest.MonkeyPatch, at: str, steps: int) -> None:
+    """Includes the last evaluation, after which the run would be done. Callbacks leave it without an error."""
     monkeypatch.setattr(ddpforge.training.consensus, "_AGREE_SECONDS", 0.0)  # ranks agree after every batch
     watcher = Watcher()
     loop = Loop(steps=steps, train={"eval_every": at}, callbacks={"watch": watcher}, evaluation={"": 9})
@@ -396,42 +394,42 @@ def test_a_request_during_an_evaluation_leaves_it_for_the_next_attempt(
 
 
 class Owner(NoLimits):
-    """Asks for the end of the run after so many looks, and notes that it is obeyed."""
+    """Requests the end of the run after `looks` polls, and counts acknowledgements."""
 
     def __init__(self, looks: int) -> None:
-        self.looks, self.heard = looks, 0
+        self.looks, self.acknowledged = looks, 0
 
     def stop_requested(self) -> bool:
         self.looks -= 1
         return self.looks < 0
 
     def acknowledge(self) -> None:
-        self.heard += 1
+        self.acknowledged += 1
 
 
-def test_the_owner_of_a_run_stops_it_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch hears that its ranks are not to be started again, which they would be when only a node leaves."""
+def test_the_owner_of_a_run_halts_it_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the exit record: it keeps the launcher from restarting the ranks."""
     verdict = tmp_path / "verdict"
     monkeypatch.setenv("DDPFORGE_VERDICT", str(verdict))
     loop = Loop(steps=9, evaluation=False)
     loop.trainer.consensus.halt = owner = Owner(looks=3)
     assert loop.fit() == "preempted"
-    assert (loop.trainer.progress.step, loop.checkpoints.steps(), owner.heard) == (3, [3], 1)
+    assert (loop.trainer.progress.step, loop.checkpoints.steps(), owner.acknowledged) == (3, [3], 1)
     assert ExitRecords(verdict, 1).halted
 
 
-def test_a_run_by_the_clock_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wall_time_run_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(steps=3, length="1m", evaluation=False)
     monkeypatch.setattr("ddpforge.training.loop.time.monotonic", loop.clock)
     monkeypatch.setattr("ddpforge.training.cadence.Alarm.rings", lambda alarm: loop.clock() - 1000.0 >= alarm.seconds)
     watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 11))
     loop.trainer.callbacks = {"watch": watcher}
     assert loop.fit() == "done"
-    assert loop.trainer.progress.step == 7  # asked at the seventh, after six callbacks of 11 seconds
+    assert loop.trainer.progress.step == 7  # detected at the seventh step, after six callbacks of 11 seconds
     assert loop.checkpoints.saved[-1].metadata.position["seconds"] == 77.0
 
 
-def test_a_run_by_the_clock_that_is_resumed_trains_for_what_is_left_of_its_time(
+def test_a_resumed_wall_time_run_trains_for_its_remaining_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = Loop(steps=3, length="1m", evaluation=False)
@@ -441,13 +439,13 @@ def test_a_run_by_the_clock_that_is_resumed_trains_for_what_is_left_of_its_time(
     watcher = Watcher(action=lambda step: setattr(loop.clock, "now", loop.clock.now + 6))
     loop.trainer.callbacks = {"watch": watcher}
     assert loop.fit() == "done"
-    assert loop.trainer.progress.step == 7  # asked at the third, after two callbacks of 6 seconds
+    assert loop.trainer.progress.step == 7  # detected at the third step, after two callbacks of 6 seconds
 
 
 # ---------------------------------------------------------------------------------------------- not finite
 
 
-def test_a_bad_gradient_stops_the_run_and_the_log_says_so() -> None:
+def test_a_nonfinite_gradient_stops_the_run_and_is_logged() -> None:
     loop = Loop(steps=6, bad=[3], track="10st", checkpoint={"every": "1st"})
     with pytest.raises(Diverged, match="the gradient of step 3 is not finite"):
         loop.fit()
@@ -458,7 +456,7 @@ def test_a_bad_gradient_stops_the_run_and_the_log_says_so() -> None:
     assert row["train/loss"] != row["train/loss"]
 
 
-def test_a_bad_step_that_is_skipped_has_one_row_and_is_counted() -> None:
+def test_a_skipped_step_has_one_row_and_is_counted() -> None:
     loop = Loop(steps=6, bad=[2, 3], train={"on_nonfinite": "skip"}, evaluation=False)
     assert loop.fit() == "done"
     assert [step for step, _ in loop.tracker.rows] == [1, 2, 3, 4, 5, 6]
@@ -466,13 +464,13 @@ def test_a_bad_step_that_is_skipped_has_one_row_and_is_counted() -> None:
     assert loop.checkpoints.saved[-1].metadata.position["skipped"] == 2
 
 
-def test_a_bad_step_between_rows_has_one_of_its_own() -> None:
+def test_a_nonfinite_step_between_rows_is_logged() -> None:
     loop = Loop(steps=6, bad=[3], train={"on_nonfinite": "skip"}, track="10st", evaluation=False)
     loop.fit()
     assert [step for step, _ in loop.tracker.rows] == [1, 3, 6]
 
 
-def test_skipping_a_hundred_steps_in_a_row_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_skipped_steps_in_a_row_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpforge.training.nonfinite._MOST_SKIPS", 3)
     loop = Loop(steps=9, bad=[2, 3, 5, 6, 7], train={"on_nonfinite": "skip"}, evaluation=False)
     with pytest.raises(Diverged, match="the gradient of step 7"):
@@ -480,25 +478,26 @@ def test_skipping_a_hundred_steps_in_a_row_is_no_training(monkeypatch: pytest.Mo
     assert loop.trainer.progress.step == 7
 
 
-def test_overflows_of_fp16_are_no_divergence() -> None:
+def test_fp16_overflows_are_not_a_divergence() -> None:
     loop = Loop(steps=4, bad=[2], evaluation=False)
     loop.replica.overflowed = lambda: True  # type: ignore[method-assign]
     assert loop.fit() == "done"
     assert loop.trainer.progress.nonfinite_steps == 1
 
 
-@pytest.mark.usefixtures("_looks_cost", "_agrees_seldom")
-def test_where_looking_costs_a_bad_step_is_found_when_ranks_agree() -> None:
+@pytest.mark.usefixtures("_norms_are_expensive_to_read", "_rare_agreements")
+def test_nonfinite_steps_are_found_when_ranks_agree_if_reading_is_expensive() -> None:
     loop = Loop(steps=9, bad=[3, 5], track="6st", train={"on_nonfinite": "skip"}, evaluation=False)
     loop.trainer.consensus.every = 1000
     loop.fit()
     assert loop.trainer.progress.nonfinite_steps == 2
-    assert [step for step, _ in loop.tracker.rows] == [1, 5, 6, 9]  # of several bad ones the newest
+    # only the newest of several nonfinite steps is logged
+    assert [step for step, _ in loop.tracker.rows] == [1, 5, 6, 9]
 
 
-@pytest.mark.usefixtures("_looks_cost", "_agrees_seldom")
+@pytest.mark.usefixtures("_norms_are_expensive_to_read", "_rare_agreements")
 @pytest.mark.parametrize("due", ["save", "evaluation", "end"])
-def test_what_a_bad_step_left_behind_is_neither_saved_nor_evaluated(due: str) -> None:
+def test_weights_after_a_nonfinite_step_are_neither_saved_nor_evaluated(due: str) -> None:
     loop = Loop(
         steps=9,
         bad=[4],
@@ -514,8 +513,8 @@ def test_what_a_bad_step_left_behind_is_neither_saved_nor_evaluated(due: str) ->
     assert "evaluate" not in loop.events
 
 
-# ---------------------------------------------------------------------------------------------- going back
-def test_a_rollback_leaves_out_every_bad_step_since_the_checkpoint() -> None:
+# ---------------------------------------------------------------------------------------------- rollbacks
+def test_a_rollback_skips_every_nonfinite_step_since_the_checkpoint() -> None:
     loop = Loop(steps=8, bad=[4, 6], train={"on_nonfinite": "rollback"}, checkpoint={"every": "3st"}, evaluation=False)
     assert loop.fit() == "done"
     assert loop.tracker.rewound == [3, 3]
@@ -523,23 +522,23 @@ def test_a_rollback_leaves_out_every_bad_step_since_the_checkpoint() -> None:
     assert loop.trainer.progress.skipped_steps == {4, 6}
     assert loop.trainer.progress.nonfinite_steps == 2
     assert loop.replica.loop == {"scale": 3.0}
-    assert loop.events.count("step") == 4 + 2 + 3  # to 4; 5 and 6; 5, 7 and 8
+    assert loop.events.count("step") == 4 + 2 + 3  # to step 4; 5 and 6; 5, 7 and 8
 
 
-def test_a_rollback_before_the_first_save_begins_again() -> None:
+def test_a_rollback_before_the_first_save_restarts_at_step_0() -> None:
     loop = Loop(steps=4, bad=[1], train={"on_nonfinite": "rollback"}, evaluation=False)
     assert loop.fit() == "done"
     assert loop.tracker.rewound == [0]
 
 
-def test_rolling_back_again_and_again_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_rollbacks_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddpforge.training.loop, "_MOST_ROLLBACKS", 2)
     loop = Loop(steps=9, bad=[2, 4, 6], train={"on_nonfinite": "rollback"}, evaluation=False)
     with pytest.raises(Diverged, match="the gradient of step 6 is not finite, after 2 rollbacks"):
         loop.fit()
 
 
-def test_rollbacks_are_counted_in_a_row_and_not_over_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_consecutive_rollbacks_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddpforge.training.loop, "_MOST_ROLLBACKS", 1)
     options: dict[str, Any] = {"train": {"on_nonfinite": "rollback"}, "checkpoint": {"every": "2st"}}
     loop = Loop(steps=9, bad=[3, 6, 9], **options, evaluation=False)
@@ -554,7 +553,7 @@ def test_rollbacks_are_counted_in_a_row_and_not_over_the_run(monkeypatch: pytest
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_step_is_saved_once_and_callbacks_hear_of_it() -> None:
+def test_a_step_is_saved_once_and_callbacks_are_called() -> None:
     watcher = Watcher()
     loop = Loop(steps=4, checkpoint={"every": "2st", "at_start": True}, callbacks={"watch": watcher})
     loop.fit()
@@ -564,7 +563,7 @@ def test_a_step_is_saved_once_and_callbacks_hear_of_it() -> None:
     assert loop.checkpoints.saved[1].share.callbacks == {"watch": {"told": 2}}
 
 
-def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not() -> None:
+def test_on_failure_decides_if_a_failed_checkpoint_stops_the_run() -> None:
     failing: dict[str, Any] = {"steps": 6, "fails_at": [2], "evaluation": False}
     loop = Loop(**failing, checkpoint={"every": "2st", "on_failure": "continue"})
     assert loop.fit() == "done"
@@ -575,7 +574,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not() -> None:
         loop.fit()
 
 
-def test_the_last_checkpoint_must_be_written_whatever_the_recipe_says() -> None:
+def test_a_failed_last_checkpoint_always_fails_the_run() -> None:
     for background in (True, False):
         loop = Loop(
             steps=2, fails_at=[2], evaluation=False, checkpoint={"on_failure": "continue", "async_save": background}
@@ -584,8 +583,8 @@ def test_the_last_checkpoint_must_be_written_whatever_the_recipe_says() -> None:
             loop.fit()
 
 
-def test_what_is_being_written_counts_when_the_best_is_sought() -> None:
-    """Saves at steps 2 and 4; evaluations at 3 and 6. The second look must know of what was saved at 4."""
+def test_checkpoints_in_progress_count_in_the_search_for_the_best() -> None:
+    """Saves are at steps 2 and 4, evaluations at 3 and 6. The second search must include the save at 4."""
     loop = Loop(
         steps=6,
         train={"eval_every": "3st"},
@@ -604,7 +603,7 @@ def test_a_new_best_is_saved_at_once() -> None:
 
 
 class Tuned(Line):
-    """Has a weight that is not trained."""
+    """Model with a weight that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,9 +611,9 @@ class Tuned(Line):
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_weights_that_checkpoints_leave_out_must_stay_as_they_are(moves: bool) -> None:
+def test_frozen_weights_that_checkpoints_omit_must_not_change(moves: bool) -> None:
     model = Tuned()
-    touch = Does(on_step=lambda info: model.base.data.add_(1.0 if moves and info.step == 3 else 0.0) is None)
+    touch = CallbackOf(on_step=lambda info: model.base.data.add_(1.0 if moves and info.step == 3 else 0.0) is None)
     options: dict[str, Any] = {"checkpoint": {"every": "2st", "save": "trainable"}, "evaluation": False}
     loop = Loop(steps=6, model=model, callbacks={"touch": touch}, **options)
     if not moves:
@@ -638,7 +637,7 @@ def saved(step: int, **more: Any) -> Saved:
     return Saved(CheckpointMetadata(step=step, **facts), share)
 
 
-def test_a_resumed_run_goes_on_where_it_was_saved() -> None:
+def test_a_resumed_run_continues_from_its_checkpoint() -> None:
     watcher = Watcher()
     loop = Loop(steps=6, callbacks={"watch": watcher})
     loop.trainer.restore(saved(4, metrics={"eval/loss": 1.0}))  # type: ignore[arg-type]
@@ -654,21 +653,21 @@ def test_a_resumed_run_goes_on_where_it_was_saved() -> None:
 
 
 @pytest.mark.parametrize(("done", "first"), [({}, [3, 6]), ({"eval/loss": 1.0}, [6])])
-def test_an_evaluation_that_a_stop_left_out_is_made_up_for(done: dict[str, float], first: list[int]) -> None:
+def test_a_resumed_run_performs_an_evaluation_that_a_stop_skipped(done: dict[str, float], first: list[int]) -> None:
     loop = Loop(steps=6, train={"eval_every": "3st"})
     loop.trainer.restore(saved(3, metrics=done))  # type: ignore[arg-type]
     loop.fit()
     assert loop.tracker.steps("eval/loss") == first
 
 
-def test_an_evaluation_at_the_end_is_made_up_for_whatever_the_cadence() -> None:
+def test_a_resumed_run_performs_a_missing_final_evaluation() -> None:
     loop = Loop(steps=6, train={"eval_every": "4st"})
     loop.trainer.restore(saved(6))  # type: ignore[arg-type]
     loop.fit()
     assert loop.tracker.steps("eval/loss") == [6]
 
 
-def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_a_different_optimizer_or_callback_is_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
     recipe = '[optimizer]\nuse = "adamw"\n[callbacks.watch]\nuse = "other"\n'
     watcher = Watcher()
     loop = Loop(steps=6, callbacks={"watch": watcher}, optimizer="sgd")
@@ -683,9 +682,9 @@ def test_state_of_another_optimizer_or_callback_is_not_taken(caplog: pytest.LogC
     assert watcher.taken == {"n": 3}
 
 
-# ---------------------------------------------------------------------------------------------- one by one
-def test_steps_can_be_taken_one_by_one() -> None:
-    """Each is complete when it is yielded: logged, evaluated and saved."""
+# ---------------------------------------------------------------------------------------------- step by step
+def test_steps_can_be_run_one_by_one() -> None:
+    """Each step is logged, evaluated and saved before it is yielded."""
     loop = Loop(steps=4, train={"eval_every": "2st"}, checkpoint={"every": "2st", "async_save": False})
     steps = loop.trainer.steps()
     first, second = next(steps), next(steps)
@@ -697,7 +696,7 @@ def test_steps_can_be_taken_one_by_one() -> None:
     assert loop.checkpoints.steps() == [2, 4]
 
 
-def test_steps_that_are_not_taken_leave_what_was_saved() -> None:
+def test_abandoned_iteration_keeps_saved_checkpoints() -> None:
     loop = Loop(steps=4, checkpoint={"every": "1st", "async_save": False})
     for info in loop.trainer.steps():
         if info.step == 2:
@@ -706,9 +705,9 @@ def test_steps_that_are_not_taken_leave_what_was_saved() -> None:
     assert loop.trainer.progress.step == 2
 
 
-# ---------------------------------------------------------------------------------------------- what callbacks can do
-class Does(Callback):
-    """Has the methods that it is given."""
+# ---------------------------------------------------------------------------------------------- callbacks
+class CallbackOf(Callback):
+    """Callback with the given methods."""
 
     def __init__(self, **methods: Callable[..., Any]) -> None:
         for name, method in methods.items():
@@ -725,7 +724,7 @@ class ReadsGradients(Callback):
 
 
 def test_factors_of_callbacks_multiply_the_rate_of_the_next_step() -> None:
-    half, later = Does(lr_factor=lambda: 0.5), Watcher()
+    half, later = CallbackOf(lr_factor=lambda: 0.5), Watcher()
     later.lr_factor = lambda: 0.1 if later.told else 1.0  # type: ignore[method-assign]
     loop = Loop(steps=1, batch=3, length="2st", schedule=lambda step: 1.0 + step, callbacks={"a": half, "b": later})
     loop.fit()
@@ -734,14 +733,14 @@ def test_factors_of_callbacks_multiply_the_rate_of_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.1, None, "0.1", torch.tensor(0.1)])
-def test_what_is_no_factor_is_refused(factor: Any) -> None:
-    loop = Loop(callbacks={"odd": Does(lr_factor=lambda: factor)})
+def test_invalid_rate_factors_are_refused(factor: Any) -> None:
+    loop = Loop(callbacks={"odd": CallbackOf(lr_factor=lambda: factor)})
     with pytest.raises(PluginError, match="callback `odd` multiplies the learning rate of step 1 by"):
         loop.fit()
 
 
 def test_a_callback_reads_the_gradient_of_each_step_before_the_update() -> None:
-    """The gradient of w·x is x, and steps see the samples 0 to 2 in some order."""
+    """Gradients of w·x are x, and steps have the samples 0 to 2 in some order."""
     reads = ReadsGradients(lambda: loop)
     loop = Loop(steps=3, callbacks={"reads": reads}, evaluation=False)
     loop.fit()
@@ -750,12 +749,12 @@ def test_a_callback_reads_the_gradient_of_each_step_before_the_update() -> None:
     assert sorted(norm for _, norm, _ in reads.seen) == [0.0, 1.0, 2.0]
 
 
-def test_where_no_callback_reads_gradients_the_strategy_is_not_asked_for_them() -> None:
+def test_gradients_are_not_requested_if_no_callback_reads_them() -> None:
     loop = Loop(callbacks={"watch": Watcher()})
     assert "on_gradient" not in vars(loop.replica)
 
 
-def test_a_strategy_that_promises_gradients_and_shows_none_is_found_out_at_the_first_step() -> None:
+def test_a_strategy_that_declares_gradients_and_provides_none_is_refused_at_the_first_step() -> None:
     reads = ReadsGradients(lambda: loop)
     loop = Loop(callbacks={"reads": reads})
     loop.replica.step = lambda: loop.model.w.detach()  # type: ignore[method-assign, union-attr, operator, return-value]
@@ -765,7 +764,7 @@ def test_a_strategy_that_promises_gradients_and_shows_none_is_found_out_at_the_f
         loop.fit()
 
 
-def test_callbacks_measure_within_the_evaluation_of_all() -> None:
+def test_callbacks_measure_inside_the_evaluation_contexts_of_all_callbacks() -> None:
     averages, measures = Watcher(), Watcher()
     averages.events = measures.events = events = list[str]()
 
@@ -780,34 +779,34 @@ def test_callbacks_measure_within_the_evaluation_of_all() -> None:
     measured = "measure 1, training False, gradients False"
     assert events[2:7] == ["evaluation begins", "evaluation begins", measured, "evaluation ends", "evaluation ends"]
     rows = [row["eval/noise"] for _, row in loop.tracker.rows if "eval/loss" in row]
-    assert rows[0] == rows[1]  # random numbers are the same at each
+    assert rows[0] == rows[1]  # random numbers are the same in each evaluation
     assert measures.evaluated[0][1]["eval/noise"] == rows[0]
 
 
 @pytest.mark.parametrize(("method", "own", "name"), [("while_evaluating", "loss", "eval/loss"), ("on_log", "lr", "lr")])
-def test_a_number_that_is_reported_already_is_refused(method: str, own: str, name: str) -> None:
-    loop = Loop(callbacks={"again": Does(**{method: lambda _: {own: 1.0}})})
+def test_a_callback_metric_with_a_name_in_use_is_refused(method: str, own: str, name: str) -> None:
+    loop = Loop(callbacks={"again": CallbackOf(**{method: lambda _: {own: 1.0}})})
     with pytest.raises(PluginError, match=f"callback `again` reports {name}, which the run reports already"):
         loop.fit()
 
 
 @pytest.mark.parametrize("method", ["while_evaluating", "on_log"])
 @pytest.mark.parametrize("returned", [None, {"x": "many"}, {"x": None}, {"x": torch.ones(2)}])
-def test_a_callback_that_returns_no_numbers_is_named(method: str, returned: Any) -> None:
-    loop = Loop(callbacks={"odd": Does(**{method: lambda _: returned})})
+def test_a_callback_that_returns_invalid_metrics_is_named(method: str, returned: Any) -> None:
+    loop = Loop(callbacks={"odd": CallbackOf(**{method: lambda _: returned})})
     with pytest.raises(PluginError, match=f"callback `odd` returned .* from `{method}`"):
         loop.fit()
 
 
-def test_a_column_may_be_a_tensor_of_one_number() -> None:
-    loop = Loop(callbacks={"odd": Does(on_log=lambda info: {"x": torch.tensor(0.5)})})
+def test_a_callback_metric_may_be_a_scalar_tensor() -> None:
+    loop = Loop(callbacks={"odd": CallbackOf(on_log=lambda info: {"x": torch.tensor(0.5)})})
     loop.fit()
     assert [type(row["x"]) for _, row in loop.tracker.rows if "x" in row][:1] == [float]
 
 
-def test_callbacks_hear_that_training_went_back() -> None:
-    heard: list[Any] = []
-    watch = Does(on_rollback=lambda step: heard.append(step), load_state=lambda state: heard.append("state"))
+def test_callbacks_are_called_after_a_rollback() -> None:
+    calls: list[Any] = []
+    watch = CallbackOf(on_rollback=lambda step: calls.append(step), load_state=lambda state: calls.append("state"))
     loop = Loop(
         steps=8,
         bad=[4],
@@ -817,19 +816,19 @@ def test_callbacks_hear_that_training_went_back() -> None:
         callbacks={"watch": watch},
     )
     loop.fit()
-    assert heard == ["state", 3]
+    assert calls == ["state", 3]
 
 
-def test_trackers_hear_of_checkpoints() -> None:
+def test_trackers_receive_checkpoints() -> None:
     loop = Loop(steps=4, checkpoint={"every": "2st"}, evaluation=False)
-    heard: list[int] = []
-    loop.tracker.checkpoint = lambda step, folder: heard.append(step)  # type: ignore[method-assign]
+    received: list[int] = []
+    loop.tracker.checkpoint = lambda step, folder: received.append(step)  # type: ignore[method-assign]
     loop.fit()
-    assert heard == [2, 4]
+    assert received == [2, 4]
 
 
 @pytest.mark.parametrize("returned", [None, 3, ["x"]])
-def test_a_callback_without_a_state_is_named_when_it_is_saved(returned: Any) -> None:
+def test_a_callback_that_returns_an_invalid_state_is_named(returned: Any) -> None:
     class Stateless(Callback):
         def state(self) -> Any:
             return returned
@@ -840,9 +839,9 @@ def test_a_callback_without_a_state_is_named_when_it_is_saved(returned: Any) -> 
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> None:
+def test_different_rate_factors_on_ranks_are_refused(factor: float) -> None:
     class Elsewhere(Plain):
-        """Another rank, whose factor is always 1."""
+        """Replica with another rank, whose factor is always 1."""
 
         def __init__(self) -> None:
             super().__init__(ranks=2)
@@ -851,7 +850,7 @@ def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> No
                 {name: (x + 1) / 2 if "factor" in name else x for name, x in totals.items()}, *rest
             )
 
-    callbacks = {"rates": Does(lr_factor=lambda: factor)}
+    callbacks = {"rates": CallbackOf(lr_factor=lambda: factor)}
     loop = Loop(steps=1, callbacks=callbacks, evaluation=False, replica=Elsewhere())
     if factor == 1.0:
         assert loop.fit() == "done"
@@ -860,9 +859,9 @@ def test_ranks_whose_callbacks_want_other_rates_are_told_so(factor: float) -> No
         loop.fit()
 
 
-# ---------------------------------------------------------------------------------------------- failing evaluations
+# ---------------------------------------------------------------------------------------------- failed evaluations
 class Derives(Sums):
-    """A loss that needs gradients, as those of physics-informed networks do."""
+    """Task with a loss that needs gradients, as physics-informed networks do."""
 
     def loss(self, model: Any, batch: Any) -> tuple[Tensor, Any]:
         x = batch.clone().requires_grad_()
@@ -870,7 +869,7 @@ class Derives(Sums):
         return (slope * batch).sum(), slope.detach()
 
 
-def test_an_evaluation_that_fails_ends_the_run_with_what_was_trained_saved() -> None:
+def test_a_failed_evaluation_saves_the_trained_weights_and_ends_the_run() -> None:
     loop = Loop(steps=6, train={"eval_every": "3st"}, task=Derives())
     with pytest.raises(RuntimeError, match="does not require grad") as failed:
         loop.fit()
@@ -880,7 +879,7 @@ def test_an_evaluation_that_fails_ends_the_run_with_what_was_trained_saved() -> 
 
 # ---------------------------------------------------------------------------------------------- targets
 class Above(Sums):
-    """Only samples of at least `least` count."""
+    """Counts only samples of at least `least`."""
 
     def __init__(self, least: float) -> None:
         self.least = least
@@ -889,20 +888,20 @@ class Above(Sums):
         return (batch >= self.least).sum()
 
 
-def test_a_run_in_which_no_target_counts_is_refused_when_its_data_has_been_seen() -> None:
+def test_a_run_without_valid_targets_is_refused_after_its_last_step() -> None:
     loop = Loop(steps=6, task=Above(1e9), evaluation=False)
     with pytest.raises(UsageError, match="no target has counted in 6 steps"):
         loop.fit()
     assert loop.tracker.steps() == [1, 2, 3, 4, 5], "the rows before are logged"
 
 
-def test_endless_steps_without_a_target_end_after_a_hundred() -> None:
+def test_a_run_without_valid_targets_is_refused_after_100_steps() -> None:
     loop = Loop(steps=300, task=Above(1e9), evaluation=False, track="50st")
     with pytest.raises(UsageError, match="no target has counted in 100 steps"):
         loop.fit()
 
 
-def test_steps_without_a_target_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_without_valid_targets_are_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(steps=6, task=Above(3), evaluation=False, track="6st")
     assert loop.fit() == "done"
     assert [record.message for record in caplog.records if "no target" in record.message][-1].startswith(
@@ -910,7 +909,7 @@ def test_steps_without_a_target_are_warned_of(caplog: pytest.LogCaptureFixture) 
     )
 
 
-def test_the_last_steps_of_a_resumed_run_may_have_no_target() -> None:
+def test_the_last_steps_of_a_resumed_run_may_have_no_valid_target() -> None:
     loop = Loop(steps=6, task=Above(1e9), evaluation=False)
     loop.trainer.progress.step = 4
     assert loop.fit() == "done"

@@ -1,4 +1,4 @@
-"""Weights have no gaps, or lie with channels last where the recipe asks for it, and numbers stay what they were."""
+"""Weights are dense, or in channels-last format on request, and results stay the same."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def run(folder: Path, train: str = "", strategy: str = "ddp", length: int = 8) -
     return trained(folder, RECIPE.format(strategy=strategy, train=train, length=length), 2)[0]
 
 
-def test_activations_follow_the_weights() -> None:
+def test_activations_have_the_memory_format_of_the_weights() -> None:
     model = CNN(width=4)
     put_channels_last(model)
     check_channels_last(model, "ddp")
@@ -54,12 +54,12 @@ def test_a_model_without_convolutions_is_refused() -> None:
         put_channels_last(MLP(inputs=4, outputs=2))
 
 
-def test_weights_that_were_laid_out_otherwise_are_refused() -> None:
+def test_a_strategy_that_changes_the_layout_is_refused() -> None:
     said = refused(StrategyError, lambda: check_channels_last(CNN(width=4), "fsdp"))
     assert 'train.channels_last has no effect under strategy.use = "fsdp"' in said
 
 
-def test_the_curve_is_the_same_and_a_run_may_resume_without(tmp_path: Path) -> None:
+def test_channels_last_keeps_the_loss_curve_and_runs_resume_without_it(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "last").mkdir()
     plain = run(tmp_path / "plain")
@@ -70,7 +70,7 @@ def test_the_curve_is_the_same_and_a_run_may_resume_without(tmp_path: Path) -> N
     assert rest.column("eval/accuracy")[-1] == plain.column("eval/accuracy")[-1]
 
 
-def test_a_strategy_that_shards_says_that_it_has_no_effect(tmp_path: Path) -> None:
+def test_channels_last_is_refused_for_a_sharding_strategy(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="has no effect under"):
         run(tmp_path, ", channels_last = true", "fsdp")
 
@@ -108,9 +108,9 @@ FORMS = {
         ('use = "ddp"', ", virtual_ranks = 4", 2),
         ('use = "fsdp"', "", 2),
     ],
-    ids=["single", "ddp", "elastic shards", "fsdp"],
+    ids=["single", "ddp", "virtual ranks", "fsdp"],
 )
-def test_weights_with_gaps_are_trained_whole_by_fused_optimizers(
+def test_fused_optimizers_train_weights_with_gaps_in_memory(
     tmp_path: Path, form: str, strategy: str, train: str, ranks: int
 ) -> None:
     if "Adagrad" in form and "fsdp" in strategy:
@@ -124,8 +124,8 @@ def test_weights_with_gaps_are_trained_whole_by_fused_optimizers(
         assert found.column(key) == pytest.approx(wanted.column(key), rel=1e-5), key
 
 
-def test_gaps_are_closed_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Parameters stay the objects that they are, ties too; what is dense stays where it is, in whatever order."""
+def test_weights_with_gaps_are_made_dense_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Parameters and ties stay the same objects. Dense tensors keep their memory and strides."""
     model = Gapped()
     before = {name: (tensor, tensor.clone()) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     place, strides = model.conv.bias.data_ptr(), model.conv.bias.stride()
@@ -149,7 +149,7 @@ def test_gaps_are_closed_and_named(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "tensor", [torch.randn(3, 4).t(), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)]
 )
-def test_weights_in_another_order_without_gaps_stay_where_they_are(tensor: torch.Tensor) -> None:
+def test_dense_weights_with_other_strides_are_unchanged(tensor: torch.Tensor) -> None:
     module = nn.ParameterList([tensor])
     place, strides = tensor.data_ptr(), tensor.stride()
     make_dense(module)
@@ -158,8 +158,10 @@ def test_weights_in_another_order_without_gaps_stay_where_they_are(tensor: torch
 
 @pytest.mark.parametrize("form", ["adamw", "torch's AdamW"])
 @pytest.mark.parametrize(("strategy", "ranks"), [('use = "ddp"', 2), ('use = "deepspeed", stage = 2', 2)])
-def test_fused_optimizers_resume_weights_in_another_order(tmp_path: Path, form: str, strategy: str, ranks: int) -> None:
-    """Their state lies as the weights do; what is read from a checkpoint is in the order of rows."""
+def test_fused_optimizers_resume_weights_with_other_strides(
+    tmp_path: Path, form: str, strategy: str, ranks: int
+) -> None:
+    """Optimizer state has the strides of the weights. A checkpoint is read in row-major order."""
     recipe = GAPPED.replace("Gapped", "Odd").format(optimizer=FORMS[form][0], strategy=strategy, train="")
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()

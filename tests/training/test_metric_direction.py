@@ -1,4 +1,4 @@
-"""Whether less or more of a metric is better is declared by the metric, once; what decides by it follows."""
+"""A metric declares its direction once; checkpoints and callbacks use it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +72,8 @@ class Own(Task):
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
-    """The parts of the recipe under `sets`, as far as they are known before ranks join; raises what is wrong."""
+    """Returns a function that builds the parts of the recipe under `sets` as before a launch, and raises any
+    problem."""
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RECIPE)
     Path("mine.py").write_text(CODE)
@@ -86,13 +87,13 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chos
 
 
 def reach(**options: bool) -> str:
-    """The setting for the task's metrics."""
+    """Returns the setting for the metrics of the task."""
     told = "".join(f", {key}={str(value).lower()}" for key, value in options.items())
     return f"task.metrics=['accuracy', {{use='./mine.py:Reach'{told}}}]"
 
 
 @pytest.mark.parametrize(("less", "mode"), [(True, "min"), (False, "max")])
-def test_what_a_metric_declares_is_part_of_the_resolved_recipe(
+def test_the_declared_direction_is_part_of_the_resolved_recipe(
     parts: Callable[..., Chosen], less: bool, mode: str
 ) -> None:
     built = parts(reach(less=less))
@@ -108,7 +109,7 @@ def _written(built: Chosen) -> Path:
     return Path("resolved.toml")
 
 
-def test_one_of_several_numbers_and_of_several_sets_is_the_metrics(parts: Callable[..., Chosen]) -> None:
+def test_the_direction_applies_to_all_values_and_sets_of_a_metric(parts: Callable[..., Chosen]) -> None:
     Path("run.toml").write_text(
         RECIPE.replace("[data.eval]", "[data.eval.far]").replace("eval/reach", "eval/far/reach/most")
     )
@@ -116,22 +117,22 @@ def test_one_of_several_numbers_and_of_several_sets_is_the_metrics(parts: Callab
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_recipe_has_the_last_word(parts: Callable[..., Chosen], mode: str) -> None:
+def test_the_mode_of_the_recipe_overrides_the_metric(parts: Callable[..., Chosen], mode: str) -> None:
     assert parts(f"checkpoint.keep.mode={mode}").recipe.checkpoint.keep.mode == mode
 
 
-def test_a_name_that_tells_needs_no_mode(parts: Callable[..., Chosen]) -> None:
+def test_a_metric_with_a_known_direction_needs_no_mode(parts: Callable[..., Chosen]) -> None:
     built = parts("checkpoint.keep.monitor=eval/accuracy", "callbacks.early_stopping.metric=eval/loss")
     assert built.recipe.checkpoint.keep.mode is None
     assert "mode" not in built.loaded.tables["callbacks"]["early_stopping"]
 
 
-def test_a_callback_without_a_mode_is_left_as_it_is(parts: Callable[..., Chosen]) -> None:
+def test_a_callback_without_a_mode_option_is_unchanged(parts: Callable[..., Chosen]) -> None:
     built = parts("callbacks.own={use='./mine.py:Shows', metric='eval/reach'}")
     assert built.recipe.callbacks["own"].options == {"metric": "eval/reach"}
 
 
-def test_where_nobody_tells_the_mode_is_required(parts: Callable[..., Chosen]) -> None:
+def test_the_mode_is_required_if_the_direction_is_unknown(parts: Callable[..., Chosen]) -> None:
     silent = "task.metrics=['accuracy']"
     with pytest.raises(RecipeError) as refused:
         parts(silent)
@@ -143,14 +144,14 @@ def test_where_nobody_tells_the_mode_is_required(parts: Callable[..., Chosen]) -
     parts(silent, "checkpoint.keep.mode=max", "callbacks.early_stopping.mode=min")
 
 
-def test_a_metric_that_has_changed_its_mind_is_a_change_of_the_recipe(parts: Callable[..., Chosen]) -> None:
+def test_a_changed_direction_of_a_metric_is_a_change_of_the_recipe(parts: Callable[..., Chosen]) -> None:
     before, after = (parts(reach(less=less)).loaded.tables for less in (True, False))
     changes = {change.path: (change.old, change.new) for change in recipe_changes(before, after)}
     assert changes["checkpoint.keep.mode"] == changes["callbacks.early_stopping.mode"] == ("min", "max")
 
 
-def test_a_task_must_say_who_finishes_what_is_no_mean(parts: Callable[..., Chosen]) -> None:
-    """A plain mean needs nobody."""
+def test_a_task_must_report_metrics_that_are_not_means(parts: Callable[..., Chosen]) -> None:
+    """Plain means need no such report."""
     parts("task={use='./mine.py:Own', metrics=['./mine.py:Reach']}", "checkpoint.keep.mode=min",
           "callbacks.early_stopping.mode=min")  # fmt: skip
     with pytest.raises(RecipeError, match=r"task `./mine.py:Own` does not report reach, which is not a mean"):

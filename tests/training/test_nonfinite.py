@@ -1,4 +1,4 @@
-"""Norms are read in one go: which steps were bad, how many in a row, and what the newest was."""
+"""Gradient norms are read in one transfer: nonfinite steps, their number in a row, and the newest norm."""
 
 import math
 
@@ -15,13 +15,13 @@ def noted(*values: float, first: int = 1) -> GradientNorms:
     return norms
 
 
-def test_nothing_noted_is_nothing_bad() -> None:
+def test_no_norms_give_no_nonfinite_steps() -> None:
     norms = GradientNorms()
     assert norms.take() == []
     assert math.isnan(norms.newest)
 
 
-def test_the_bad_steps_are_named_and_the_newest_norm_is_the_last() -> None:
+def test_nonfinite_steps_and_the_newest_norm_are_returned() -> None:
     norms = noted(1.0, math.inf, 2.0, math.nan, 3.0, first=11)
     assert norms.take() == [12, 14]
     assert norms.newest == 3.0
@@ -31,7 +31,7 @@ def test_the_bad_steps_are_named_and_the_newest_norm_is_the_last() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_bad_steps_in_a_row_are_counted_over_looks(bad: float) -> None:
+def test_nonfinite_steps_in_a_row_are_counted_across_reads(bad: float) -> None:
     norms = noted(1.0, bad, bad)
     assert norms.take() == [2, 3]
     assert norms.nonfinite_in_a_row == 2
@@ -43,7 +43,7 @@ def test_bad_steps_in_a_row_are_counted_over_looks(bad: float) -> None:
     assert norms.nonfinite_in_a_row == 0
 
 
-def test_a_bad_first_step_is_one_in_a_row() -> None:
+def test_a_nonfinite_first_step_counts_as_one_in_a_row() -> None:
     norms = noted(math.nan)
     assert norms.take() == [1]
     assert norms.nonfinite_in_a_row == 1

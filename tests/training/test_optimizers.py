@@ -1,4 +1,4 @@
-"""The optimizer that the groups of a recipe make: settings of their own, or another optimizer beside it."""
+"""Optimizers built from the groups of a recipe, with separate settings or separate optimizers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def summary(optimizer: Any) -> list[tuple[str, list[str], float, float]]:
     return [(g["group"], g["names"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
 
 
-def test_a_group_has_settings_of_its_own_and_the_rest_those_of_the_optimizer() -> None:
+def test_a_group_has_separate_settings_and_the_rest_the_settings_of_the_optimizer() -> None:
     optimizer = built(("bias",), head=(("head.*",), {"options": {"lr": 0.7, "weight_decay": 0.25}}))
     assert type(optimizer) is AdamW
     assert summary(optimizer) == [
@@ -70,22 +70,22 @@ def test_a_group_may_have_another_optimizer() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_where_one_group_has_all_parameters_there_is_one_optimizer() -> None:
+def test_one_group_with_all_parameters_gives_one_optimizer() -> None:
     assert type(built(all=(("*",), {"use": "sgd", "options": {"lr": 0.1}}))) is SGD
 
 
-def test_a_rate_that_is_that_of_all_is_not_told_twice() -> None:
+def test_a_group_with_the_common_rate_is_not_reported_separately() -> None:
     optimizer = built(head=(("head.*",), {"options": {"weight_decay": 0.0}}))
     assert Rates(optimizer, {"": lambda step: 1.0}).named() == {}
 
 
-def test_muon_for_what_is_no_matrix_is_refused_by_name() -> None:
+def test_muon_refuses_parameters_that_are_not_matrices() -> None:
     with pytest.raises(Exception, match=r"`norm.weight` has the shape \[4\]"):
         built(matrices=(("norm",), {"use": "muon", "options": {"lr": 0.02}}))
 
 
 class Deep(nn.Module):
-    """Three blocks of a linear layer and a norm, something before and behind them, and a norm between."""
+    """Three blocks of a linear layer and a norm, with parameters before them, and a norm and a head after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Deep(nn.Module):
         self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
 
 
-def test_the_rate_falls_block_by_block_from_the_output_to_the_input() -> None:
+def test_layer_decay_lowers_the_rate_per_block_from_output_to_input() -> None:
     component = OptimizerComponent(use="adamw", options={"lr": 0.8}, no_decay=("1d",), layer_decay=0.5)
     optimizer = build_optimizer(Registry.installed(), component, Deep(), ())
     rates = {name: group["lr"] for group in optimizer.param_groups for name in group["names"]}
@@ -110,11 +110,11 @@ def test_the_rate_falls_block_by_block_from_the_output_to_the_input() -> None:
     assert rates == pytest.approx(expected)
     assert {group["weight_decay"] for group in optimizer.param_groups if "1.weight" in str(group["names"])} == {0.0}
     assert "scale" not in optimizer.param_groups[0]
-    assert optimizer.param_groups[0]["lr"] == 0.8  # which the log calls the rate
+    assert optimizer.param_groups[0]["lr"] == 0.8  # the rate in the log
 
 
-def test_layers_within_groups_and_their_optimizers() -> None:
-    """Rates of a group are scaled as those of all others; the log has that of its last layer."""
+def test_layer_decay_applies_within_groups() -> None:
+    """Rates of a group are scaled as all others; the log has the rate of its last layer."""
     matrices = {"use": "muon", "parameters": ("blocks.*.0.weight",), "options": {"lr": 0.04}}
     component = OptimizerComponent.model_validate(
         {"use": "sgd", "options": {"lr": 0.8}, "layer_decay": 0.5, "groups": {"matrices": matrices}}
@@ -131,7 +131,7 @@ def test_layers_within_groups_and_their_optimizers() -> None:
     assert rates.named() == pytest.approx({"matrices": 0.02})
 
 
-def test_a_frozen_layer_still_counts() -> None:
+def test_layer_decay_counts_frozen_layers() -> None:
     model = Deep()
     model.blocks[2].requires_grad_(False)
     component = OptimizerComponent(use="sgd", options={"lr": 1.0}, layer_decay=0.5)
@@ -143,7 +143,9 @@ def test_a_frozen_layer_still_counts() -> None:
     ("model", "turns", "said"),
     [(Net(), (), "name classes in train.blocks"), (Deep(), ("a", "b"), "does not work with turns")],
 )
-def test_what_has_no_layers_is_refused(model: nn.Module, turns: tuple[str, ...], said: str) -> None:
+def test_layer_decay_is_refused_without_blocks_or_with_alternating_updates(
+    model: nn.Module, turns: tuple[str, ...], said: str
+) -> None:
     component = OptimizerComponent(use="sgd", options={"lr": 1.0}, layer_decay=0.5)
     with pytest.raises(ValueError, match=f"layer_decay .*{said}"):
         check_parameters(Registry.installed(), component, model, turns)

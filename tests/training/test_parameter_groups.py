@@ -1,4 +1,4 @@
-"""Which parameters are trained, and which are decayed."""
+"""Parameters that are trained, and parameters with weight decay."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from ddpforge.training.parameter_groups import parameter_groups, parameters_by_g
 
 
 class Net(nn.Module):
-    """One of everything: an embedding tied to the output layer, norms, a bias, a scale, a frozen layer."""
+    """Model with an embedding tied to the output layer, norms, a bias, a scale and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ TRAINABLE = [
 ]
 
 
-def test_without_patterns_there_is_one_group_of_everything_trainable_once() -> None:
+def test_without_patterns_one_group_has_every_trainable_parameter_once() -> None:
     model = Net()
     (group,) = parameter_groups(model, [])
     assert group["names"] == TRAINABLE
@@ -49,7 +49,7 @@ def test_without_patterns_there_is_one_group_of_everything_trainable_once() -> N
         (["scale", "bias"], {"scale", "norm.bias", "hidden.bias", "batch_norm.bias"}),
     ],
 )
-def test_patterns_choose_what_is_not_decayed(no_decay: list[str], names: set[str]) -> None:
+def test_patterns_select_parameters_without_decay(no_decay: list[str], names: set[str]) -> None:
     decayed, others = parameter_groups(Net(), no_decay)
     assert others["names"] == [name for name in TRAINABLE if name in names]
     assert decayed["names"] == [name for name in TRAINABLE if name not in names]
@@ -66,7 +66,7 @@ def test_every_normalisation_layer_of_torch_is_a_norm(layer: nn.Module) -> None:
     assert group["weight_decay"] == 0.0
 
 
-def test_a_norm_of_somebody_elses_is_known_by_the_name_of_its_class() -> None:
+def test_a_custom_norm_is_recognized_by_its_class_name() -> None:
     class LlamaRMSNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,8 +93,8 @@ def test_a_gpt_decays_its_matrices_only() -> None:
     assert len(decayed["names"]) + len(others["names"]) == len(list(model.parameters()))
 
 
-def test_norms_and_biases_with_zero_gradient_stay_where_they_are() -> None:
-    """Trap 35a: a LayerNorm of ones, zero gradients, one step of AdamW at learning rate 0.1 and decay 0.1."""
+def test_norms_and_biases_without_decay_stay_constant_with_zero_gradients() -> None:
+    """LayerNorm of ones and zero gradients: one step of AdamW with learning rate 0.1 and decay 0.1."""
     for no_decay, expected in ((["norm"], 1.0), ([], 0.99)):
         layer = nn.LayerNorm(4)
         nn.init.ones_(layer.bias)
@@ -120,7 +120,7 @@ def test_a_glob_may_match_frozen_parameters_only() -> None:
     assert group["names"] == TRAINABLE
 
 
-def test_a_glob_that_matches_nothing_is_refused_with_near_names() -> None:
+def test_a_glob_without_a_match_is_refused_with_similar_names() -> None:
     with pytest.raises(ValueError, match=r"`hiden.weight` matches no parameter; similar names: hidden.weight"):
         parameter_groups(Net(), ["hiden.weight"])
     with pytest.raises(ValueError, match="`norms` matches no parameter; similar names: norm"):
@@ -133,12 +133,12 @@ def test_a_model_without_trainable_parameters_is_refused(model: nn.Module) -> No
         parameter_groups(model, [])
 
 
-# ---------------------------------------------------------------------------------------------- groups of a recipe
+# ---------------------------------------------------------------------------------------------- recipe groups
 def chosen(groups: dict[str, list[str]]) -> dict[str, list[str]]:
     return parameters_by_group(Net(), groups)
 
 
-def test_groups_take_what_their_entries_mean_and_the_rest_is_left() -> None:
+def test_groups_contain_matching_parameters_and_the_first_group_has_the_rest() -> None:
     every = chosen({"all": ["*"]})["all"]
     found = chosen({"matrices": ["2d", "!embedding"], "norms": ["norm"]})
     flat = [name for names in found.values() for name in names]
@@ -157,13 +157,13 @@ def test_groups_take_what_their_entries_mean_and_the_rest_is_left() -> None:
         ({"a": ["2d", "!2d"]}, "optimizer.groups.a.parameters: it has no trainable parameter"),
     ],
 )
-def test_groups_that_do_not_fit(groups: dict[str, list[str]], said: str) -> None:
+def test_invalid_groups_are_refused(groups: dict[str, list[str]], said: str) -> None:
     with pytest.raises(ValueError, match="group") as found:
         chosen(groups)
     assert said in str(found.value)
 
 
-def test_a_parameter_is_found_by_every_name_that_it_or_its_module_has() -> None:
+def test_a_parameter_is_found_by_every_name_of_it_or_its_module() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Profiles of some steps: which steps are recorded, on which ranks, and what is written of them."""
+"""Profiles of training steps: recorded steps, ranks and written files."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ train = { length = "6st", global_batch = 8 }
     ("text", "window"),
     [("20..25", StepWindow(20, 25)), ("3", StepWindow(3, 3)), ("1..2,all", StepWindow(1, 2, all=True))],
 )
-def test_a_window_is_a_step_or_several(text: str, window: StepWindow) -> None:
+def test_a_profile_window_is_one_step_or_a_range(text: str, window: StepWindow) -> None:
     assert StepWindow.parse(text) == window
 
 
 @pytest.mark.parametrize("text", ["", "0..3", "5..4", "5-9", "5..", "a..b", "5..9,some"])
-def test_what_names_no_steps_is_refused(text: str) -> None:
+def test_invalid_profile_windows_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="names no steps"):
         StepWindow.parse(text)
 
@@ -55,7 +55,7 @@ def profiled(window: StepWindow, folder: Path, *, steps: int = 4, rank: int = 0)
     return sorted(folder.glob("*")) if folder.exists() else []
 
 
-def test_the_table_has_phases_and_operators_of_a_step(tmp_path: Path) -> None:
+def test_the_profile_table_has_the_phases_and_operators_of_a_step(tmp_path: Path) -> None:
     trace, table = profiled(StepWindow(2, 3), tmp_path / "profile")
     assert table.name == "steps-2-3-rank-0.txt"
     lines = table.read_text().splitlines()
@@ -73,17 +73,17 @@ def test_the_table_has_phases_and_operators_of_a_step(tmp_path: Path) -> None:
     assert names.count("phase: backward") == 2
 
 
-def test_a_run_that_ends_within_the_window_has_what_there_is(tmp_path: Path) -> None:
+def test_a_run_that_ends_within_the_window_writes_the_recorded_steps(tmp_path: Path) -> None:
     found = profiled(StepWindow(3, 9), tmp_path / "profile")
     assert [path.name for path in found] == ["steps-3-4-rank-0.json.gz", "steps-3-4-rank-0.txt"]
 
 
-def test_other_ranks_record_where_all_are_asked_for(tmp_path: Path) -> None:
+def test_other_ranks_record_only_with_all(tmp_path: Path) -> None:
     assert not profiled(StepWindow(2, 3), tmp_path / "one", rank=1)
     assert len(profiled(StepWindow(2, 3, all=True), tmp_path / "all", rank=1)) == 2
 
 
-def test_of_steps_that_fail_nothing_is_written_and_another_run_can_be_profiled(tmp_path: Path) -> None:
+def test_a_failed_step_writes_no_profile_and_allows_another_profile(tmp_path: Path) -> None:
     loop = Loop(steps=4, bad=[3], evaluation=False, callbacks={})
     with pytest.raises(Diverged):
         loop.trainer.fit(Profile(StepWindow(2, 4), tmp_path / "profile", loop.replica.world))
@@ -92,7 +92,9 @@ def test_of_steps_that_fail_nothing_is_written_and_another_run_can_be_profiled(t
     assert len(profiled(StepWindow(2, 3), tmp_path / "again")) == 2
 
 
-def test_steps_that_have_passed_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_window_before_the_first_step_is_logged_as_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = Loop(steps=4, evaluation=False)
     loop.trainer.progress.step = 3
     with caplog.at_level("WARNING", "ddpforge"):
@@ -101,7 +103,7 @@ def test_steps_that_have_passed_are_told(tmp_path: Path, caplog: pytest.LogCaptu
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_run_writes_its_profile_beside_its_metrics(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_a_run_writes_its_profile_into_the_run_folder(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(RECIPE)
     said = ddpforge("run", "tiny.toml", "--profile", "3..4")
     assert "steps 3..4 on rank 0" in said.stderr

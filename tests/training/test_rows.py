@@ -1,4 +1,4 @@
-"""What the time between two rows went into: shares of wall time by phase, over ranks."""
+"""Breakdown of the wall time between two rows: shares by phase, across ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpforge.training.rows import TimeBreakdown
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The time by which phases are measured."""
+    """Replaces the clock that measures phases."""
     clock = Clock()
     monkeypatch.setattr(heartbeat, "perf_counter", clock)
     heartbeat.beat(heartbeat.START)
@@ -27,7 +27,7 @@ def stay(clock: Clock, phase: int, seconds: float) -> None:
     clock.now += seconds
 
 
-def test_shares_are_those_of_the_time_since_the_last_row(clock: Clock) -> None:
+def test_time_shares_cover_the_time_since_the_last_row(clock: Clock) -> None:
     stay(clock, heartbeat.EVAL, 100.0)
     spending = TimeBreakdown()
     for phase, seconds in (
@@ -47,18 +47,18 @@ def test_shares_are_those_of_the_time_since_the_last_row(clock: Clock) -> None:
     assert again == pytest.approx({**dict.fromkeys(shares, 0.0), "save": 1.0})
 
 
-def test_rows_between_which_no_time_passes_have_shares_of_nothing(clock: Clock) -> None:
+def test_time_shares_are_zero_if_no_time_passed(clock: Clock) -> None:
     found, _ = TimeBreakdown.taken(TimeBreakdown().totals({}, counts=False))
     assert set(found.values()) == {0.0}
 
 
-def test_what_is_measured_of_ranks_is_taken_out_of_the_means() -> None:
+def test_time_shares_are_removed_from_the_means() -> None:
     means = {"loss": 0.5, "?time/data": 0.25, "?items": 100.0}
     assert TimeBreakdown.taken(means) == ({"data": 0.25}, 100.0)
     assert means == {"loss": 0.5}
 
 
-def test_who_follows_marks_is_told_of_each_until_nobody_does() -> None:
+def test_a_heartbeat_follower_receives_every_phase_until_it_is_removed() -> None:
     seen: list[int] = []
     heartbeat.follow(seen.append)
     heartbeat.beat(heartbeat.DATA)
@@ -68,8 +68,8 @@ def test_who_follows_marks_is_told_of_each_until_nobody_does() -> None:
     assert seen == [heartbeat.DATA, heartbeat.STEP]
 
 
-def test_a_row_has_the_shares_of_its_window(clock: Clock) -> None:
-    """Reading a batch takes three seconds here, an update one; the evaluation after step 2 belongs to the next row."""
+def test_a_row_has_the_time_shares_of_its_steps(clock: Clock) -> None:
+    """Reading a batch takes three seconds, an update one. The evaluation after step 2 belongs to the next row."""
     loop = Loop(steps=4, track="1st", train={"eval_every": "2st"})
     training: Any = loop.trainer.training
     fetch, update = training.training, loop.replica.step
@@ -94,8 +94,8 @@ def test_a_row_has_the_shares_of_its_window(clock: Clock) -> None:
     assert "train/time/eval" not in rows[2]
 
 
-def test_a_run_that_waits_for_data_is_told_once_what_to_do(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """A batch takes three seconds here, and an update one; a row is of two steps, but for those of steps 1 and 2."""
+def test_waiting_for_data_is_logged_once_with_a_hint(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Reading a batch takes three seconds, an update one. A row has two steps, except for those of steps 1 and 2."""
     loop = Loop(steps=8, track="2st", evaluation=False)
     loop.trainer.rows.stopwatch = Stopwatch(clock)
     training: Any = loop.trainer.training
@@ -118,12 +118,12 @@ def test_a_run_that_waits_for_data_is_told_once_what_to_do(clock: Clock, caplog:
 
 
 @pytest.mark.parametrize(("waited", "seconds"), [(0.2, 60.0), (0.9, 1.0)])
-def test_short_waits_are_not_worth_a_word(waited: float, seconds: float) -> None:
+def test_short_waits_give_no_hint(waited: float, seconds: float) -> None:
     assert TimeBreakdown().advice(waited, seconds, workers=0) == ""
 
 
 class Words(Sums):
-    """A sample has as many words as its number says."""
+    """Task whose samples have as many words as their value."""
 
     items = "words"
 
@@ -131,7 +131,7 @@ class Words(Sums):
         return batch.sum()
 
 
-def test_items_that_are_no_samples_are_counted_per_second() -> None:
+def test_items_other_than_samples_are_counted_per_second() -> None:
     loop = Loop(steps=2, batch=4, track="1st", evaluation=False, task=Words())
     loop.trainer.rows.stopwatch = Stopwatch(loop.clock)
     update = loop.replica.step
@@ -148,7 +148,7 @@ def test_items_that_are_no_samples_are_counted_per_second() -> None:
         assert row["train/samples_per_second"] == pytest.approx(2.0)
 
 
-def test_items_that_are_samples_have_no_name_of_their_own() -> None:
+def test_samples_as_items_have_no_separate_column() -> None:
     loop = Loop(steps=1)
     loop.fit()
     assert [name for name in loop.tracker.rows[0][1] if name.endswith("_per_second")] == ["train/samples_per_second"]

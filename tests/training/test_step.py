@@ -1,4 +1,4 @@
-"""What a step computes, in one process: numbers that can be worked out by hand."""
+"""Results of a training step in one process, with values that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ddpforge.interfaces import SampleColumns, Task, Total
 from ddpforge.training.step import KeepsBuffers, Stepper, check_first_loss, update_of
 
 IDLE: Any = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
-"""An optimizer that does nothing."""
+"""Optimizer without effect."""
 
 
 class Weighed(Task):
-    """The loss of x is w·x; how much each sample weighs comes with the batch, or is one."""
+    """Task with the loss w·x; the weights of the samples come with the batch, 1 by default."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         x, weights = batch
@@ -36,7 +36,7 @@ class Weighed(Task):
 
 
 class Plainly(Weighed):
-    """Every sample is an item; one metric, whatever `metric` makes of a batch's outputs."""
+    """Task that counts samples, with one metric: `metric` of a batch's outputs."""
 
     def __init__(self, metric: Callable[[Tensor], Any] = lambda outputs: Total(outputs.sum(), len(outputs))) -> None:
         self.metric = metric
@@ -49,7 +49,7 @@ class Plainly(Weighed):
 
 
 class Normed(nn.Module):
-    """BatchNorm, whose running mean is the last batch's; a weight, so that there is something to train."""
+    """BatchNorm whose running mean is that of the last batch, with a weight to train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,9 +76,9 @@ def run(
     return train_step(1, batches[0], batches, measure=True)
 
 
-# ---------------------------------------------------------------------------------------------- items that weigh
+# ---------------------------------------------------------------------------------------------- weighted items
 @pytest.mark.parametrize("weights", [[0.1, 0.3], [4.0, 12.0]])
-def test_weights_are_relative_also_below_one(weights: list[float]) -> None:
+def test_weights_of_samples_are_relative(weights: list[float]) -> None:
     """(0.1·1 + 0.3·5) / 0.4 = 4, and the same with weights that sum to 16."""
     model = Line()
     totals, norm = run(model, Weighed(), [micro([1.0], weights[:1]), micro([5.0], weights[1:])])
@@ -86,25 +86,25 @@ def test_weights_are_relative_also_below_one(weights: list[float]) -> None:
     assert (totals["loss"].sum / totals["loss"].count).item() == pytest.approx(4.0)
 
 
-def test_items_of_other_ranks_weigh_too() -> None:
-    """This rank's gradient is 3·2 / (2 + 0.5); ranks take the mean over two of them, hence twice that."""
+def test_items_of_other_ranks_count_in_the_gradient() -> None:
+    """This rank's gradient is 3·2 / (2 + 0.5). Ranks average over two, so it is doubled."""
     model = Line()
     _, norm = run(model, Weighed(), [micro([3.0], [2.0])], Plain(ranks=2, elsewhere=0.5))
     assert norm.item() == pytest.approx(2 * 3.0 * 2.0 / 2.5)
 
 
-def test_every_rank_counts_in_float64_also_one_with_a_stand_in() -> None:
+def test_every_rank_counts_in_float64_even_with_a_padding_sample() -> None:
     replica = Plain(ranks=2, elsewhere=2.0)
     run(Line(), Weighed(), [micro([3.0], [2.0], samples=0)], replica)
     assert [(x.dtype, x.item()) for x in replica.ranks.asked] == [(torch.float64, 0.0)]
 
 
-def test_a_step_without_items_has_the_gradient_zero() -> None:
+def test_a_step_without_items_has_a_zero_gradient() -> None:
     _, norm = run(Line(), Weighed(), [micro([3.0, 4.0], [0.0, 0.0])])
     assert norm.item() == 0.0
 
 
-def test_a_count_is_not_waited_for_before_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_forward_pass_does_not_wait_for_the_sum_of_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     events, replica = [], Plain()
 
     def begin_sum(_: Any, values: Tensor) -> Callable[[], Tensor]:
@@ -122,12 +122,12 @@ def test_a_count_is_not_waited_for_before_the_forward_pass(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_count_that_cannot_be_one_is_refused(weight: float) -> None:
+def test_an_invalid_count_is_refused(weight: float) -> None:
     with pytest.raises(PluginError, match=r"Weighed\.count returned (-1|nan|inf) for a step"):
         run(Line(), Weighed(), [micro([3.0], [weight])])
 
 
-def test_steps_without_items_are_counted_over_updates() -> None:
+def test_steps_without_items_are_counted() -> None:
     replica = Plain().holding(Line(), IDLE)
     stepper = Stepper(replica.world, replica, Weighed(), seed=0)
     for step, weight in enumerate([0.0, 1.0, 0.0], start=1):
@@ -137,8 +137,8 @@ def test_steps_without_items_are_counted_over_updates() -> None:
 
 
 @pytest.mark.parametrize("measure", [True, False])
-def test_outputs_are_kept_through_no_backward_pass(measure: bool) -> None:
-    """Of a language model they are logits: a tenth of its peak memory."""
+def test_outputs_are_freed_before_the_backward_pass(measure: bool) -> None:
+    """In language models the outputs are logits: a tenth of the peak memory."""
     kept: list[bool] = []
 
     class Square(torch.autograd.Function):
@@ -168,16 +168,16 @@ def test_outputs_are_kept_through_no_backward_pass(measure: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- totals
-def test_totals_are_added_up_in_float64() -> None:
-    """In bfloat16 256 + 1 is 256: six hundred ones would have a mean of 0.43."""
+def test_totals_are_accumulated_in_float64() -> None:
+    """In bfloat16, 256 + 1 is 256: the mean of 600 ones would be 0.43."""
     ones = Plainly(lambda outputs: Total(torch.ones((), dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)))
     totals, _ = run(Line(torch.bfloat16), ones, [micro([1.0], step=600)] * 600)
     assert float(totals["it"].sum) == float(totals["it"].count) == 600
     assert totals["loss"].sum.dtype == torch.float64
 
 
-def test_totals_of_another_shape_are_not_added_up() -> None:
-    """Of one class and of three, which torch would add to each other."""
+def test_totals_of_different_shapes_are_refused() -> None:
+    """Shapes [1] and [3]: torch would broadcast them."""
     growing = Plainly(lambda outputs: Total(torch.zeros(len(outputs)), 1))
     with pytest.raises(PluginError, match=r"`it` is a Total of shape \[1\] for one batch and a Total of shape \[3\]"):
         run(Line(), growing, [micro([1.0], step=4, last=False), micro([1.0, 2.0, 3.0], step=4)])
@@ -197,13 +197,13 @@ def test_totals_of_another_shape_are_not_added_up() -> None:
         (SampleColumns(), "has Rows with columns of different lengths: none"),
     ],
 )
-def test_a_metric_that_is_no_total_is_named(wrong: Any, told: str) -> None:
+def test_a_metric_that_is_not_a_total_is_refused(wrong: Any, told: str) -> None:
     with pytest.raises(PluginError, match=f"metric `it` {told}"):
         run(Line(), Plainly(lambda _: wrong), [micro([1.0])])
 
 
-def test_no_metric_is_asked_about_a_stand_in() -> None:
-    """Nor is it in the totals: another rank, or nobody, names it."""
+def test_metrics_are_not_computed_for_padding_samples() -> None:
+    """Totals do not contain the metric either: only ranks with real samples report it."""
     asked: list[int] = []
 
     def ask(outputs: Tensor) -> Total:
@@ -215,13 +215,13 @@ def test_no_metric_is_asked_about_a_stand_in() -> None:
     assert (asked, [*totals], totals["loss"].count) == ([], ["loss"], 0)
 
 
-def test_rows_are_left_out_of_training() -> None:
+def test_sample_columns_are_skipped_in_training() -> None:
     totals, _ = run(Line(), Plainly(lambda outputs: SampleColumns(outputs)), [micro([1.0])])
     assert [*totals] == ["loss"]
 
 
-def test_totals_do_not_change_when_a_graph_reuses_its_outputs() -> None:
-    """One float64 tensor for every batch, as CUDA graphs give: 1 + 2 and not 2 + 2."""
+def test_totals_do_not_change_when_a_cuda_graph_reuses_its_outputs() -> None:
+    """All batches return the same float64 tensor, as with CUDA graphs: the sum is 1 + 2, not 2 + 2."""
     kept = torch.zeros((), dtype=torch.float64)
     totals, _ = run(
         Line(), Plainly(lambda outputs: Total(kept.copy_(outputs.detach().sum()), 1)), [micro([1.0]), micro([2.0])]
@@ -230,14 +230,14 @@ def test_totals_do_not_change_when_a_graph_reuses_its_outputs() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_gradient_is_that_of_the_mean_over_the_steps_samples(ranks: int) -> None:
-    """A rank has 1 and 5 of a step of eight samples: 6 / 8, times the ranks over which strategies take the mean."""
+def test_the_gradient_is_the_mean_over_the_samples_of_a_step(ranks: int) -> None:
+    """This rank has the samples 1 and 5 of eight: 6 / 8, times the number of ranks that the strategy averages over."""
     _, norm = run(Line(), Plainly(), [micro([1.0], step=8), micro([5.0], step=8)], Plain(ranks=ranks))
     assert norm.item() == pytest.approx(ranks * 6 / 8)
 
 
 class Means(Plainly):
-    """Forgets that a loss is a sum."""
+    """Task whose loss is a mean instead of a sum."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch[0])
@@ -254,27 +254,27 @@ def compared(task: Task) -> Line:
     return model
 
 
-def test_a_loss_that_is_a_mean_is_refused_in_the_first_step() -> None:
-    """2.5 for all four samples, and 1.5 and 3.5 for its halves."""
+def test_a_mean_loss_is_refused_in_the_first_step() -> None:
+    """Losses are 2.5 for all four samples, and 1.5 and 3.5 for their halves."""
     with pytest.raises(
         UsageError, match=r"Means\.loss returns a mean over the batch: 2.5 for 4 samples, and 1.5 and 3.5"
     ):
         compared(Means())
 
 
-def test_the_look_at_a_loss_leaves_no_trace_in_the_model() -> None:
+def test_the_check_of_the_first_loss_does_not_change_the_model() -> None:
     assert compared(Plainly()).modes == [True, True]
 
 
-# ---------------------------------------------------------------------------------------------- several passes
-class Explores(Plain):
-    """Notes in which order an optimizer of several passes is asked for what; explores when the gradient is finite."""
+# ---------------------------------------------------------------------------------------------- multi-pass optimizers
+class Perturbing(Plain):
+    """Replica that records the calls of a multi-pass optimizer; perturbs the weights if the gradient is finite."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norms: list[float] = []
 
-    def holding(self, model: nn.Module, optimizer: Any) -> Explores:
+    def holding(self, model: nn.Module, optimizer: Any) -> Perturbing:
         super().holding(model, optimizer)
         self.weights.mark_changed = lambda: self.events.append("changed")  # type: ignore[method-assign]
         return self
@@ -294,8 +294,8 @@ class Explores(Plain):
         return norm
 
 
-class Wanders:
-    """An optimizer that looks at gradients in `passes` places."""
+class MultiPass:
+    """Optimizer that computes `passes` gradients per step."""
 
     def __init__(self, passes: int, events: list[str]) -> None:
         self.passes, self.events = passes, events
@@ -313,7 +313,7 @@ class Wanders:
 
 
 class Dropped(Normed):
-    """Draws as many random numbers as it has samples, and forgets none."""
+    """Model that draws a random number per batch and records it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,9 +325,9 @@ class Dropped(Normed):
         return self.w * x
 
 
-def passes(number: int, batches: list[MicroBatch], task: Task | None = None) -> tuple[Explores, Dropped, Any]:
-    replica, model = Explores(), Dropped()
-    optimizer: Any = Wanders(number, replica.events)
+def passes(number: int, batches: list[MicroBatch], task: Task | None = None) -> tuple[Perturbing, Dropped, Any]:
+    replica, model = Perturbing(), Dropped()
+    optimizer: Any = MultiPass(number, replica.events)
     replica.holding(model, optimizer)
     update = update_of(replica, optimizer, model)
     steps = Stepper(replica.world, replica, task or Plainly(), update, seed=0)
@@ -335,7 +335,7 @@ def passes(number: int, batches: list[MicroBatch], task: Task | None = None) -> 
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_every_pass_sees_the_whole_step_with_the_same_random_numbers(number: int) -> None:
+def test_every_pass_has_all_samples_and_the_same_random_numbers(number: int) -> None:
     measured: list[float] = []
 
     def metric(outputs: Tensor) -> Total:
@@ -349,43 +349,43 @@ def test_every_pass_sees_the_whole_step_with_the_same_random_numbers(number: int
     assert norm.item() == 3.0
     assert model.drawn == model.drawn[:2] * number
     assert model.drawn[0] != model.drawn[1]
-    assert (totals["it"].sum.item(), totals["it"].count) == (12.0, 4)  # of the first pass alone
+    assert (totals["it"].sum.item(), totals["it"].count) == (12.0, 4)  # only of the first pass
     assert measured == [3.0, 9.0]
     assert model.norm.num_batches_tracked is not None
     assert model.norm.num_batches_tracked.item() == 2
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_a_bad_gradient_in_any_pass_ends_the_step_without_an_update(number: int) -> None:
+def test_a_nonfinite_gradient_in_any_pass_ends_the_step_without_an_update(number: int) -> None:
     replica, _, (_, norm) = passes(number, [micro([float("nan"), 1.0])])
     assert replica.events == ["restore", "changed"]
     assert not norm.isfinite()
 
 
-def test_one_pass_needs_nothing_to_explore() -> None:
+def test_a_single_pass_optimizer_does_not_perturb() -> None:
     replica, _, _ = passes(1, [micro([1.0, 2.0])])
     assert replica.events == ["step", "update"]
 
 
-def test_a_strategy_that_cannot_explore_refuses_an_optimizer_that_does() -> None:
+def test_a_strategy_without_perturb_refuses_a_multi_pass_optimizer() -> None:
     plain, model = Plain(), Line()
-    optimizer: Any = Wanders(2, [])
+    optimizer: Any = MultiPass(2, [])
     with pytest.raises(
-        StrategyError, match="Wanders makes 2 passes per step, but the strategy supports only optimizers that make"
+        StrategyError, match="MultiPass makes 2 passes per step, but the strategy supports only optimizers that make"
     ):
         update_of(plain.holding(model, optimizer), optimizer, model)
 
 
-# ---------------------------------------------------------------------------------------------- stand-ins
-def test_a_stand_in_adds_nothing() -> None:
+# ---------------------------------------------------------------------------------------------- padding samples
+def test_a_padding_sample_adds_nothing() -> None:
     model = Line()
     totals, norm = run(model, Plainly(), [micro([3.0], step=1), micro([5.0], samples=0, step=1)])
     assert norm.item() == 3.0
     assert (totals["loss"].sum.item(), totals["loss"].count) == (3.0, 1)
 
 
-def test_a_stand_in_does_not_count_in_running_statistics() -> None:
-    """The mean stays that of the batch with the samples 1 and 3."""
+def test_a_padding_sample_does_not_count_in_running_statistics() -> None:
+    """Expects the mean of the batch with the samples 1 and 3."""
     model = Normed()
     run(model, Plainly(), [micro([1.0, 3.0]), micro([11.0, 13.0], samples=0)])
     assert model.norm.running_mean is not None
@@ -395,7 +395,7 @@ def test_a_stand_in_does_not_count_in_running_statistics() -> None:
 
 
 @pytest.mark.parametrize("nan", [False, True])
-def test_a_step_that_is_skipped_leaves_buffers_alone(nan: bool) -> None:
+def test_a_skipped_step_does_not_change_buffers(nan: bool) -> None:
     model = Normed()
     run(model, Plainly(), [micro([1.0, 3.0])], skips=True)
     run(model, Plainly(), [micro([11.0, float("nan") if nan else 13.0])], skips=True)
@@ -404,7 +404,7 @@ def test_a_step_that_is_skipped_leaves_buffers_alone(nan: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- random numbers
-def test_every_micro_batch_of_every_shard_and_step_draws_its_own_numbers() -> None:
+def test_every_micro_batch_of_every_virtual_rank_and_step_has_separate_random_numbers() -> None:
     class Draws(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""A loss that is a mean where a sum is wanted is found from one batch; whatever else a loss may be is left alone."""
+"""Detection of a mean loss from one batch; other losses are accepted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ FOUR = torch.tensor([1.0, 2.0, 3.0, 6.0])
 
 
 class Given(Task):
-    """The loss of a batch of numbers is whatever `reduce` makes of the model's outputs."""
+    """Task whose loss is `reduce` of the model's outputs, and whose count is `items` of a batch."""
 
     def __init__(self, reduce: Callable[[Tensor], Tensor], items: Callable[[Any], Any] = lambda batch: None) -> None:
         self.reduce, self.items = reduce, items
@@ -38,7 +38,7 @@ def refused(
     return False
 
 
-def test_a_mean_is_refused_with_its_numbers_and_the_way_out() -> None:
+def test_a_mean_is_refused_with_its_values_and_a_hint() -> None:
     with pytest.raises(
         UsageError,
         match=r"^Given\.loss returns a mean over the batch: 3 for 4 samples, and 1\.5 and 4\.5 for its halves$",
@@ -53,17 +53,17 @@ def test_means_of_any_sign_and_of_odd_numbers_of_samples_are_refused(batch: Tens
     assert not refused(torch.sum, batch)
 
 
-def test_of_an_odd_number_of_samples_the_last_is_left_out() -> None:
+def test_the_last_of_an_odd_number_of_samples_is_skipped() -> None:
     with pytest.raises(UsageError, match=r"1\.5 for 2 samples, and 1 and 2 for its halves"):
         check_sum_reduction(nn.Identity(), Given(torch.mean), torch.tensor([1.0, 2.0, 100.0]), 3)
 
 
-def test_of_one_sample_nothing_can_be_told() -> None:
+def test_a_single_sample_is_not_checked() -> None:
     assert not refused(torch.mean, torch.tensor([5.0]))
     assert not refused(torch.mean, torch.zeros(0))
 
 
-def test_a_loss_of_zero_is_a_sum() -> None:
+def test_a_loss_of_zero_is_accepted() -> None:
     assert not refused(lambda outputs: 0 * outputs.mean())
 
 
@@ -78,30 +78,30 @@ def test_a_loss_of_zero_is_a_sum() -> None:
     ],
     ids=["square", "pairs", "max", "norm", "a sum and a constant"],
 )
-def test_losses_that_are_neither_sums_nor_means_are_their_authors_business(reduce: Callable[[Tensor], Tensor]) -> None:
+def test_losses_that_are_neither_sums_nor_means_are_accepted(reduce: Callable[[Tensor], Tensor]) -> None:
     assert not refused(reduce)
 
 
 @pytest.mark.parametrize("batch", [FOUR, -FOUR])
 @pytest.mark.parametrize(("off", "expected"), [(0.0, True), (0.0009, True), (0.0011, False), (0.1, False)])
-def test_a_mean_may_be_rounded_by_a_thousandth(batch: Tensor, off: float, expected: bool) -> None:
-    """`off` is by how much the loss of all four samples differs from the mean of those of its halves."""
+def test_a_mean_is_detected_within_a_tolerance_of_a_thousandth(batch: Tensor, off: float, expected: bool) -> None:
+    """`off`: relative difference between the loss of all four samples and the mean of its halves."""
     assert refused(lambda outputs: outputs.mean() * (1 - off * (len(outputs) == 4)), batch) is expected
     assert refused(lambda outputs: outputs.mean() * (1 - off * (len(outputs) == 2)), batch) is expected
 
 
-def test_a_loss_that_draws_random_numbers_cannot_be_compared() -> None:
-    """With the same numbers for every part it would be a mean."""
+def test_a_random_loss_is_accepted() -> None:
+    """With the same random numbers for both halves it would be a mean."""
     assert not refused(lambda outputs: outputs.mean() * (1 + torch.rand(())))
 
 
-def test_the_random_numbers_of_training_are_left_alone() -> None:
+def test_the_check_does_not_change_the_random_state() -> None:
     state = torch.get_rng_state()
     refused(lambda outputs: outputs.sum() * torch.rand(()))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# ---------------------------------------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------------------------------------- counted items
 @pytest.mark.parametrize(
     ("items", "expected"),
     [
@@ -114,21 +114,21 @@ def test_the_random_numbers_of_training_are_left_alone() -> None:
     ],
     ids=["samples", "weights", "nothing", "some samples", "batches", "batches as a tensor"],
 )
-def test_a_mean_whose_items_are_batches_is_a_sum_over_them(items: Callable[[Any], Any], expected: bool) -> None:
+def test_a_mean_is_accepted_if_the_task_counts_batches(items: Callable[[Any], Any], expected: bool) -> None:
     assert refused(torch.mean, items=items) is expected
 
 
-# ---------------------------------------------------------------------------------------------- no trace
-def test_samples_are_looked_at_without_dropout_and_batch_statistics() -> None:
-    """In training mode no loss of a half would be that of the whole; a mean is refused none the less."""
+# ---------------------------------------------------------------------------------------------- no side effects
+def test_the_check_disables_dropout_and_batch_statistics() -> None:
+    """In training mode, losses of the halves would not match the loss of the batch; a mean is refused nevertheless."""
     model = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.BatchNorm1d(1), nn.Dropout(0.9))
     assert refused(torch.mean, model=model)
     assert all(module.training for module in model.modules())
     assert model[1].num_batches_tracked == 0
 
 
-def test_model_and_task_are_copies_and_no_gradients_are_computed() -> None:
-    """A task may keep what it sees, and a model count its forward passes."""
+def test_the_check_uses_copies_of_model_and_task_without_gradients() -> None:
+    """Side effects of a task or a model on itself must not reach the originals."""
 
     class Keeps(Given):
         def __init__(self) -> None:
@@ -151,13 +151,13 @@ def test_model_and_task_are_copies_and_no_gradients_are_computed() -> None:
     assert torch.equal(model.weight, before)
 
 
-# ---------------------------------------------------------------------------------------------- what cannot be asked
+# ---------------------------------------------------------------------------------------------- unsupported cases
 class Uncopied(nn.Identity):
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("cannot be copied")
 
 
-def test_what_cannot_be_copied_cut_or_evaluated_in_parts_is_left_alone() -> None:
+def test_tasks_that_cannot_be_copied_split_or_evaluated_in_parts_are_accepted() -> None:
     def picky(outputs: Tensor) -> Tensor:
         if len(outputs) != 4:
             raise ValueError("four, please")

@@ -1,8 +1,8 @@
-"""The host never waits for the device within a step: counted on the `meta` device, whose numbers nobody can read.
+"""Checks that the host does not wait for the device within a step, on the `meta` device, whose values cannot be read.
 
-Strategies whose step lets the host run ahead: one process, DDP with another rank that is not there, and FSDP on a CPU,
-as torch shards nothing on `meta`. Not here are DeepSpeed, which reads norms and flags by itself (tests/gpu count how
-often), pipelines, whose stages compute with what others send, and several GPUs in one process.
+Covers the strategies with an asynchronous step: one process, DDP with one simulated rank, and FSDP on a CPU, because
+torch does not shard on `meta`. Not covered: DeepSpeed, which reads norms and flags itself (tests/gpu counts these
+reads), pipelines, whose stages depend on data of other ranks, and several GPUs in one process.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ DEVICE = torch.device("meta")
 
 
 class Crossings(TorchDispatchMode):
-    """Counts what crosses between host and device; a number that is read is 1, tensors are zeros."""
+    """Counts transfers between host and device. A value read from the device is 1, a tensor is zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Crossings(TorchDispatchMode):
 
 
 class Fused(SGD):
-    """Stands in for a fused optimizer, which skips a step that is not finite by itself, on the device."""
+    """Replaces a fused optimizer, which skips a nonfinite step on the device."""
 
     _step_supports_amp_scaling = True
 
@@ -83,8 +83,8 @@ def micro(number: int) -> MicroBatch:
 
 
 @contextmanager
-def without_the_others() -> Iterator[CollectiveRanks]:
-    """One of two ranks on the device, of which the other is not there; what DDP compares at its start is left out."""
+def one_simulated_rank() -> Iterator[CollectiveRanks]:
+    """Yields one of two ranks on the device; the other does not exist. Skips the checks of DDP at its start."""
     with ExitStack() as stack:
         stack.enter_context(fake_world(2))
         for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
@@ -92,8 +92,8 @@ def without_the_others() -> Iterator[CollectiveRanks]:
         yield ProcessGroup(dist.group.WORLD, DEVICE)  # type: ignore[arg-type]
 
 
-def as_it_is(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Stands in for an all-reduce."""
+def identity_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Replaces an all-reduce: returns the bucket unchanged."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -108,29 +108,29 @@ def stepper(strategy: Strategy, ranks: CollectiveRanks, optimizer: type[Optimize
     model: nn.Module = gpt().to(DEVICE)
     replica: Any = strategy.prepare(model, optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
     if ranks.size > 1:
-        replica.module.register_comm_hook(None, as_it_is)
+        replica.module.register_comm_hook(None, identity_hook)
     return Stepper(strategy.world, replica, LanguageModelling(), seed=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])
 @pytest.mark.parametrize(("optimizer", "reads"), [(Fused, 0), (AdamW, 1)], ids=["fused", "not fused"])
 @pytest.mark.parametrize("strategy", [Single, DDP])
-def test_a_step_reads_nothing_but_a_norm_for_optimizers_that_cannot(
+def test_a_step_reads_at_most_the_norm_from_the_device(
     strategy: type[Strategy], optimizer: type[Optimizer], reads: int, options: dict[str, Any]
 ) -> None:
-    """Two micro-batches: inputs, targets and counts are sent without waiting."""
-    with without_the_others() if strategy is DDP else nullcontext(SingleRank(DEVICE)) as ranks:
+    """Two micro-batches. Inputs, targets and counts are sent asynchronously."""
+    with one_simulated_rank() if strategy is DDP else nullcontext(SingleRank(DEVICE)) as ranks:
         steps = stepper(strategy(), ranks, optimizer, **options)
         for number in range(1, 5):
             with counted() as found:
                 steps.train_step(number, micro(0), [micro(0), micro(1)], measure=number == 4)
-            if number > 2:  # the first one is looked at, and in the second DDP orders its buckets
+            if number > 2:  # the first step is checked, and in the second DDP reorders its buckets
                 assert (found["read"], found["sent, waiting"]) == (reads, 0), found
                 assert found["sent"] <= 6, found
 
 
 class Reads(TorchDispatchMode):
-    """Counts numbers that are read, wherever they are."""
+    """Counts values that are read from any device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize(("optimizer", "reads"), [(Fused, 0), (SGD, 1)], ids=["fused", "not fused"])
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_a_step_of_fsdp_reads_nothing_but_a_norm_for_optimizers_that_cannot(
+def test_a_step_of_fsdp_reads_at_most_the_norm_from_the_device(
     no_sync: bool, optimizer: type[Optimizer], reads: int
 ) -> None:
     """On the CPU, with an update as on a GPU."""
@@ -165,8 +165,8 @@ def test_a_step_of_fsdp_reads_nothing_but_a_norm_for_optimizers_that_cannot(
         assert found.count == reads
 
 
-def test_numbers_of_a_step_cross_once_each_way() -> None:
-    """Losses and metrics are on the device, clocks and votes on the host; they take turns in the row."""
+def test_metrics_of_a_step_are_transferred_once_in_each_direction() -> None:
+    """Losses and metrics are on the device, clocks and requests on the host. The row interleaves them."""
     ranks = SingleRank(DEVICE)
     names = [f"{place}{number}" for number in range(6) for place in ("device", "host")]
     known = {name: Total(torch.ones((), dtype=torch.float64), 1) for name in names}

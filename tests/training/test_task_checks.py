@@ -1,4 +1,4 @@
-"""The first loss of each use is looked at closely, later ones are not; an error in it says what was given."""
+"""Checks of the first loss in training and in evaluation. An error in it describes the batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ BATCH = (torch.ones(3, 2), torch.zeros(3, dtype=torch.int64))
 
 
 class Returning(Task):
-    """Returns what it is told to, in this order."""
+    """Task that returns or raises `returned`, in this order."""
 
     def __init__(self, *returned: Any) -> None:
         self.returned = list(returned)
@@ -51,7 +51,7 @@ def test_an_evaluation_needs_no_gradients() -> None:
         CheckedTask(Returning((torch.ones(()), None)), "training").loss(nn.Linear(2, 1), BATCH)
 
 
-def test_a_metric_that_cannot_take_the_outputs_says_so_in_words() -> None:
+def test_an_error_in_metrics_is_reported_as_a_usage_error() -> None:
     class Tops(Returning):
         def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
             raise ValueError("top11 needs at least 11 classes")
@@ -60,7 +60,7 @@ def test_a_metric_that_cannot_take_the_outputs_says_so_in_words() -> None:
         CheckedTask(Tops(), "training").metrics(None, BATCH)
 
 
-def test_an_error_of_the_model_says_which_batch_it_was_given() -> None:
+def test_an_error_in_the_first_forward_pass_describes_the_batch() -> None:
     look = CheckedTask(Returning(RuntimeError("mat1 and mat2"), RuntimeError("again")), "training")
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
         look.loss(nn.Linear(2, 1), BATCH)

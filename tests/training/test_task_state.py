@@ -1,4 +1,4 @@
-"""A task's state survives resumes and rollbacks; what nothing trains is refused, and what nothing saves is named."""
+"""State of a task in checkpoints and rollbacks; untrained parameters are refused, unsaved state is logged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(folder: Path, length: int, strategy: str, ranks: int, **more: str) -> li
     return trained(folder, RECIPE.format(length=length, strategy=strategy, **options), ranks)[-1].column()
 
 
-# ------------------------------------------------------------------------------------------------ in checkpoints
+# ------------------------------------------------------------------------------------------------ checkpoints
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -61,19 +61,19 @@ def test_the_state_of_a_task_survives_a_resume(tmp_path: Path, strategy: str, ra
     assert run(tmp_path / "lost", 6, strategy, ranks, task="Forgets") != pytest.approx(straight[3:], rel=1e-4)
 
 
-def test_a_rollback_gives_a_task_its_state_back(tmp_path: Path) -> None:
-    """A sample that is not finite spoils the mean too, and what comes after it is finite again."""
+def test_a_rollback_restores_the_state_of_a_task(tmp_path: Path) -> None:
+    """One nonfinite sample makes the mean of the task nonfinite too; later losses are finite again."""
     losses = run(tmp_path, 9, 'use = "ddp"', 2, points="SpoiltPoints", train=', on_nonfinite = "rollback"')
     assert any(map(math.isnan, losses))
     assert not all(map(math.isnan, losses[next(n for n, loss in enumerate(losses) if math.isnan(loss)) :]))
 
 
-def test_a_state_that_differs_between_ranks_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_state_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"Apart.state: `(bank|mean)` has different values on rank 0 and on"):
         run(tmp_path, 3, 'use = "ddp"', 2, task="Apart")
 
 
-def test_a_state_is_copied_and_read_back_as_tensors() -> None:
+def test_a_state_is_copied_and_loaded_as_tensors() -> None:
     task = Remembers()
     state = TaskState(
         task, Plain().holding(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)])), Plain().world.global_ranks
@@ -86,7 +86,7 @@ def test_a_state_is_copied_and_read_back_as_tensors() -> None:
 
 
 @pytest.mark.parametrize("method", ["state", "load_state"])
-def test_half_of_a_state_is_refused(method: str) -> None:
+def test_a_task_with_only_one_state_method_is_refused(method: str) -> None:
     class Half(Plainly):
         pass
 
@@ -97,7 +97,7 @@ def test_half_of_a_state_is_refused(method: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ parameters
 class Plainly(Task):
-    """A task with the given attributes."""
+    """Task with the given attributes."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         vars(self).update(attributes)
@@ -107,7 +107,7 @@ class Plainly(Task):
 
 
 class Meter:
-    """An object with a value."""
+    """Object with a value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -124,14 +124,14 @@ class Meter:
         ("t", nn.ParameterDict({"a": nn.Parameter(torch.ones(5))}), "a parameter `t.a` [5]"),
     ],
 )
-def test_parameters_of_a_task_are_refused_by_name(name: str, value: Any, said: str) -> None:
+def test_parameters_of_a_task_are_refused(name: str, value: Any, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         check_no_parameters(Plainly({name: value}), nn.Linear(1, 1), ())
     assert said in refused.value.message
     assert refused.value.hints
 
 
-def test_what_is_the_models_or_frozen_or_beside_it_is_no_parameter_of_a_task() -> None:
+def test_parameters_of_the_model_frozen_parameters_and_auxiliary_modules_are_accepted() -> None:
     model, teacher = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
     attributes = {
         "model": model,
@@ -148,7 +148,7 @@ def test_what_is_the_models_or_frozen_or_beside_it_is_no_parameter_of_a_task() -
 
 # ------------------------------------------------------------------------------------------------ lost by a resume
 class Net(nn.Module):
-    """Changes what `change` says of it at every pass."""
+    """Model that calls `change` at every forward pass."""
 
     def __init__(self, change: Callable[[Any], object]) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.change(self)
         self.cache = getattr(self, "cache", None) or 3
-        self.newest = self.layer(x)  # of one pass, with its graph
+        self.newest = self.layer(x)  # a result of one pass, with its graph
         return self.newest
 
 
@@ -189,13 +189,13 @@ def replace(net: Any) -> None:
         (lambda net: setattr(net.box, "value", net.box.value + 1), "`model.box.value`"),
         (lambda net: torch.randn(1, generator=net.random), "`model.random`"),
         (lambda net: net.large.add_(1), "`model.large`"),
-        (lambda net: setattr(net, "worst", net.worst + 1), ""),  # not a number before, and none after
-        (lambda net: setattr(net, f"after_{net.layer.weight.grad is not None}", 1), ""),  # made once, in a later step
+        (lambda net: setattr(net, "worst", net.worst + 1), ""),  # NaN before and after
+        (lambda net: setattr(net, f"after_{net.layer.weight.grad is not None}", 1), ""),  # set once, in a later step
         (lambda net: net.kept.add_(1), ""),
         (lambda net: None, ""),
     ],
 )
-def test_what_training_changes_and_nothing_saves_is_named(
+def test_unsaved_state_that_training_changes_is_logged(
     change: Callable[[Any], object], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = Net(change)
@@ -208,7 +208,7 @@ def test_what_training_changes_and_nothing_saves_is_named(
     assert len(caplog.messages) == bool(named)
 
 
-def test_what_the_state_of_a_task_has_is_not_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_saved_state_of_a_task_is_not_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "one", 3, 'use = "single"', 1)
     assert "no checkpoint holds" not in capfd.readouterr().err
     run(tmp_path / "two", 3, 'use = "single"', 1, task="Forgets")

@@ -1,4 +1,4 @@
-"""Several trackers act as one; a broken one goes quietly, the truth about the run does not."""
+"""A group of trackers: a broken tracker is dropped with a warning; failing to write metrics ends the run."""
 
 import logging
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from ddpforge.training.trackers import TrackerGroup
 
 
 class Recorder(Tracker):
-    """Remembers its calls, and breaks at the one named `breaks`."""
+    """Tracker that records its calls, and raises at the call `breaks`."""
 
     def __init__(self, breaks: str = "") -> None:
         self.breaks = breaks
@@ -50,7 +50,7 @@ def train(tracker: Tracker, folder: Path) -> None:
 ALL = ["start", "log 1", "log 2", "log 3", "rewind 2", "finish done"]
 
 
-def test_every_tracker_hears_everything(tmp_path: Path) -> None:
+def test_every_tracker_receives_all_calls(tmp_path: Path) -> None:
     one, two = Recorder(), Recorder()
     train(TrackerGroup({"one": one, "two": two}), tmp_path)
     assert one.calls == two.calls == ALL
@@ -72,7 +72,7 @@ def test_a_broken_tracker_is_reported_once_and_dropped(
     assert "the helper process is gone" in record.getMessage()
 
 
-def test_metrics_that_cannot_be_written_do_stop_the_run(tmp_path: Path) -> None:
+def test_a_failure_to_write_metrics_stops_the_run(tmp_path: Path) -> None:
     trackers = TrackerGroup({"jsonl": JSONLTracker(), "other": Recorder(breaks="log 1")})
     trackers.start(name="run", folder=tmp_path, config={}, resumed_at=None)
     trackers.log(1, {"train/loss": 0.5})

@@ -1,4 +1,4 @@
-"""Losses that compare the samples of a step with each other: the same on any ranks, or refused before training."""
+"""Losses that compare all samples of a step with each other: equal on any number of ranks, or refused."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,9 +44,9 @@ def started(one: Ranks, model: nn.Module) -> Contrastive:
     return task
 
 
-# ---------------------------------------------------------------------------------------------- the numbers
+# ---------------------------------------------------------------------------------------------- results
 def by_hand(weight: Tensor, views: Tensor) -> tuple[Tensor, int]:
-    """The loss of all samples together, and how many first views find their second."""
+    """Returns the loss of all samples together, and the number of first views nearest to their second view."""
     first, second = (nn.functional.normalize(views[:, i] @ weight.T, dim=-1) for i in (0, 1))
     similar = first @ second.T / 0.5
     places = torch.arange(len(views))
@@ -55,8 +55,8 @@ def by_hand(weight: Tensor, views: Tensor) -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_loss_and_gradient_over_ranks_are_those_of_all_samples_together(ranks: int) -> None:
-    """Seven samples: one rank has fewer than the others."""
+def test_loss_and_gradient_over_ranks_equal_those_of_all_samples_together(ranks: int) -> None:
+    """Seven samples: one rank has fewer samples than the others."""
     weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
     expected, hits = by_hand(weight, VIEWS[:7])
     (gradient,) = torch.autograd.grad(expected, weight)
@@ -80,7 +80,7 @@ def test_loss_and_gradient_over_ranks_are_those_of_all_samples_together(ranks: i
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_an_evaluation_compares_the_same_samples_on_any_ranks(ranks: int) -> None:
-    """21 samples in batches of 8 at most: three of 7, whoever computes them."""
+    """21 samples in batches of at most 8: three batches of 7, on any number of ranks."""
 
     def run(one: Ranks) -> dict[str, float]:
         model = nn.Identity()
@@ -105,14 +105,14 @@ def test_an_evaluation_compares_the_same_samples_on_any_ranks(ranks: int) -> Non
 
 
 @pytest.mark.parametrize(("samples", "sizes"), [(21, [7, 7, 7]), (8, [8]), (9, [4, 5]), (3, [3]), (25, [6, 6, 6, 7])])
-def test_batches_of_an_evaluation_are_of_nearly_the_same_size(samples: int, sizes: list[int]) -> None:
+def test_evaluation_batches_have_nearly_equal_sizes(samples: int, sizes: list[int]) -> None:
     order = Even(range(samples), 8)
     assert [order.size(step) for step in range(order.steps_per_epoch)] == sizes
     assert [n for step in range(order.steps_per_epoch) for n in order(step)] == [*range(samples)]
     assert order.smallest == min(sizes)
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------- refusals
 RECIPE = """
 recipe = 2
 name = "run"
@@ -141,8 +141,8 @@ IN_STEPS = ["train.eval_every=9st", "checkpoint.every=9st"]
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, str]]:
-    """What is wrong with the recipe under `sets` on some ranks, by key."""
+def problems_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, str]]:
+    """Returns a function that returns the problems of the recipe under `sets` on `ranks` ranks, by key."""
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RECIPE)
 
@@ -170,41 +170,41 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mappi
         ),
     ],
 )
-def test_what_would_break_a_step_up_is_refused(
-    told: Callable[..., Mapping[str, str]], sets: list[str], key: str, said: str
+def test_settings_that_split_a_step_are_refused(
+    problems_of: Callable[..., Mapping[str, str]], sets: list[str], key: str, said: str
 ) -> None:
-    found = told(*sets)
+    found = problems_of(*sets)
     assert [*found] == [key]
     assert "Contrastive compares all samples of a" in found[key]
     assert said in found[key]
 
 
-def test_what_leaves_a_step_whole_is_not(told: Callable[..., Mapping[str, str]]) -> None:
-    """1,437 samples: 29 of them are left at the end of an epoch, for 2 ranks or 4."""
-    assert told() == told(ranks=4) == {}
-    assert told("train.micro_batch=32") == told("train.global_batch=2", "train.drop_last=true") == {}
-    assert told("train.global_batch=2", "train.length=5st") == {}
-    assert told("data.sampler={use='reuse_batches', times=2, steps=5}", "train.length=9st", *IN_STEPS) == {}
+def test_settings_that_keep_a_step_whole_are_accepted(problems_of: Callable[..., Mapping[str, str]]) -> None:
+    """1,437 samples: 29 are left at the end of an epoch, for 2 or 4 ranks."""
+    assert problems_of() == problems_of(ranks=4) == {}
+    assert problems_of("train.micro_batch=32") == problems_of("train.global_batch=2", "train.drop_last=true") == {}
+    assert problems_of("train.global_batch=2", "train.length=5st") == {}
+    assert problems_of("data.sampler={use='reuse_batches', times=2, steps=5}", "train.length=9st", *IN_STEPS) == {}
 
 
-def test_an_evaluation_set_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:
+def test_an_evaluation_set_needs_a_sample_for_every_rank(problems_of: Callable[..., Mapping[str, str]]) -> None:
     Path("few.py").write_text("import torch\n\ndef few():\n    return [(torch.zeros(64), torch.zeros(64))] * 3\n")
-    found = told("data.eval={use='./few.py:few'}", ranks=4)
+    found = problems_of("data.eval={use='./few.py:few'}", ranks=4)
     said = (
         "Contrastive compares all samples of a batch with each other, but a batch of [data.eval] has 3 sample(s) for 4"
     )
     assert found == {"data.eval": f"{said} ranks"}
 
 
-def test_an_evaluation_alone_needs_a_sample_for_every_rank(told: Callable[..., Mapping[str, str]]) -> None:
+def test_an_evaluation_run_needs_a_sample_for_every_rank(problems_of: Callable[..., Mapping[str, str]]) -> None:
     Path("few.py").write_text("import torch\n\ndef few():\n    return [(torch.zeros(64), torch.zeros(64))] * 3\n")
     found = staged("run.toml", "data.eval={use='./few.py:few'}", ranks=4, trains=False).errors()
     assert "a batch of [data.eval] has 3 sample(s) for 4 ranks" in found["data.eval"]
 
 
 @pytest.mark.parametrize("micro", [{"samples": 0}, {"last": False}, {"number": 1}])
-def test_a_batch_that_only_turns_out_to_be_broken_up_stops_training(micro: dict[str, Any]) -> None:
-    """As the end of a stream, or a step of an order that is larger than the others."""
+def test_a_batch_that_turns_out_to_be_split_stops_training(micro: dict[str, Any]) -> None:
+    """Examples: the end of a stream, or a step of a sampler that is larger than the others."""
     batch = MicroBatch((torch.ones(1, 2), torch.ones(1, 2)), 1, 3, True, 0, 0)._replace(**micro)
     replica = Plain().holding(Line(), torch.optim.SGD([torch.zeros(1)], lr=0.1))
     stepper = Stepper(replica.world, replica, started(replica.ranks, Line()), seed=0)

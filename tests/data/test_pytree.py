@@ -1,4 +1,4 @@
-"""Nests of tensors: what they hold, how they are cut, compared, told apart and moved."""
+"""Pytrees of batches: leaves, slices, comparison, fingerprints and moves between devices."""
 
 import subprocess
 import sys
@@ -23,11 +23,11 @@ class Pair(NamedTuple):
 
 
 class Unknown:
-    """Its repr is a place in memory."""
+    """Object whose repr contains its memory address."""
 
 
-# ---------------------------------------------------------------------------------------------- apart
-def test_leaves_are_what_is_in_dicts_lists_and_tuples_in_order() -> None:
+# ---------------------------------------------------------------------------------------------- leaves
+def test_leaves_are_the_items_of_dicts_lists_and_tuples_in_order() -> None:
     nest = {"b": [1, (2, "text")], "a": Pair(3, {"c": None}), "empty": []}
     assert list(leaves(nest)) == [1, 2, "text", 3, None]
     assert list(leaves("text")) == ["text"]
@@ -42,17 +42,17 @@ def test_leaves_are_what_is_in_dicts_lists_and_tuples_in_order() -> None:
         ({"images": [torch.zeros(3, 8, 6)] * 5, "names": ("a", "b")}, {2, 3, 5}),
     ],
 )
-def test_a_batch_holds_as_many_samples_as_something_in_it_has(batch: Any, lengths: set[int]) -> None:
+def test_a_batch_may_hold_as_many_samples_as_the_length_of_any_leaf(batch: Any, lengths: set[int]) -> None:
     assert {samples for samples in range(10) if may_hold(batch, samples)} == lengths
 
 
-def test_a_batch_that_does_not_show_its_samples_may_hold_any_number() -> None:
+def test_a_batch_without_visible_samples_may_hold_any_number() -> None:
     for batch in ("text", 7, torch.tensor(1.0), (Graphs(torch.ones(5)), torch.ones(2))):
         assert may_hold(batch, 9)
 
 
-# ---------------------------------------------------------------------------------------------- cuts
-def test_a_cut_takes_the_samples_of_every_tensor_and_of_lists_of_plain_values() -> None:
+# ---------------------------------------------------------------------------------------------- slices
+def test_take_slices_every_tensor_and_lists_of_plain_values() -> None:
     batch = {
         "x": torch.arange(8).view(4, 2),
         "names": ["a", "b", "c", "d"],
@@ -68,7 +68,7 @@ def test_a_cut_takes_the_samples_of_every_tensor_and_of_lists_of_plain_values() 
     assert (type(cut["pair"]), cut["pair"].x.tolist(), cut["pair"].y) == (Pair, [1, 2], ("q", "r"))
 
 
-def test_what_does_not_run_over_samples_is_left_as_it_is() -> None:
+def test_take_keeps_values_without_a_sample_dimension() -> None:
     batch = [torch.arange(4), torch.tensor(5), torch.arange(3), ["a", "b", "c"], "text", 7, None]
     _, *rest = take(batch, 0, 2, 4)
     assert rest[0].item() == 5
@@ -76,16 +76,16 @@ def test_what_does_not_run_over_samples_is_left_as_it_is() -> None:
     assert rest[2:] == [["a", "b", "c"], "text", 7, None]
 
 
-def test_as_many_tensors_as_samples_are_no_list_of_samples() -> None:
-    """Two tensors in a batch of two: each is cut."""
+def test_a_list_of_as_many_tensors_as_samples_is_not_a_list_of_samples() -> None:
+    """Slices each of two tensors in a batch of two."""
     cut = take([torch.arange(2), torch.arange(2) + 10], 1, 2, 2)
     assert [x.tolist() for x in cut] == [[1], [11]]
     nested = take([(torch.arange(2),), {"y": torch.arange(2) + 10}], 1, 2, 2)
     assert [x.tolist() for x in leaves(nested)] == [[1], [11]]
 
 
-def test_as_many_items_of_one_form_as_samples_are_samples() -> None:
-    """Images of different sizes, each with as many boxes as it has."""
+def test_a_list_of_as_many_similar_items_as_samples_is_a_list_of_samples() -> None:
+    """Covers images of different sizes, with a different number of boxes each."""
     images = [torch.full((3, 4 + number, 5), float(number)) for number in range(4)]
     targets = [{"boxes": torch.zeros(1 + number, 4), "names": ["a"] * (1 + number)} for number in range(4)]
     cut = take((images, targets), 1, 3, 4)
@@ -96,8 +96,8 @@ def test_as_many_items_of_one_form_as_samples_are_samples() -> None:
     assert take(pairs, 1, 3, 4) == pairs[1:3]
 
 
-def test_a_mapping_stays_what_it_is() -> None:
-    """Models and tasks may ask for its attributes."""
+def test_a_mapping_keeps_its_class() -> None:
+    """Models and tasks may use its attributes."""
 
     class Attributes(UserDict[str, Tensor]):
         def __getattr__(self, name: str) -> Tensor:
@@ -118,7 +118,7 @@ def test_a_mapping_stays_what_it_is() -> None:
         assert take(other, 1, 3, 4)["x"].tolist() == [1, 2]
 
 
-def test_as_many_columns_as_samples_are_no_list_of_samples() -> None:
+def test_as_many_columns_as_samples_are_not_a_list_of_samples() -> None:
     columns = (torch.zeros(4, 2), torch.zeros(4).long(), torch.zeros(7, 7), torch.zeros(4))
     assert [len(column) for column in take(columns, 1, 3, 4)] == [2, 2, 7, 2]
     images, targets = [torch.zeros(3, 8, 8)] * 2, [{"boxes": torch.zeros(1, 4)}] * 2
@@ -174,7 +174,7 @@ def test_equal_nests_have_equal_fingerprints() -> None:
     assert digest(Image.new("L", (3, 2), 7)) == digest(torch.full((2, 3), 7, dtype=torch.uint8))
 
 
-def test_two_objects_of_which_only_the_place_in_memory_is_known_are_told_apart_by_their_class() -> None:
+def test_objects_known_only_by_their_memory_address_differ_by_class() -> None:
     class Other:
         pass
 
@@ -184,14 +184,14 @@ def test_two_objects_of_which_only_the_place_in_memory_is_known_are_told_apart_b
 
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
-    """Python's own hash of a text is not."""
+    """Python's hash of a string differs between processes."""
     nest = "{'x': torch.arange(3), 'name': ('text', 1.5)}"
     script = f"import torch; from ddpforge.data.pytree import digest; print(digest({nest}))"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == digest({"x": torch.arange(3), "name": ("text", 1.5)})
 
 
-# ---------------------------------------------------------------------------------------------- the same up to rounding
+# ---------------------------------------------------------------------------------------------- equal up to rounding
 @pytest.mark.parametrize(
     ("one", "other", "alike"),
     [
@@ -219,23 +219,23 @@ def test_a_fingerprint_is_the_same_in_every_process() -> None:
         (None, None, True),
     ],
 )
-def test_values_are_the_same_up_to_rounding(one: Any, other: Any, alike: bool) -> None:
+def test_close_compares_values_up_to_rounding(one: Any, other: Any, alike: bool) -> None:
     assert close(one, other) is alike
 
 
-def test_how_much_rounding_is_allowed_can_be_said() -> None:
+def test_close_has_a_tolerance() -> None:
     assert close(torch.tensor([100.0]), torch.tensor([101.0]), tolerance=0.01)
     assert not close(torch.tensor([100.0]), torch.tensor([103.0]), tolerance=0.01)
     assert close(100.0, 101.0, tolerance=0.01)
     assert not close(100.0, 103.0, tolerance=0.01)
 
 
-def test_integers_too_large_for_single_precision_are_told_apart() -> None:
+def test_close_distinguishes_integers_too_large_for_single_precision() -> None:
     assert not close(torch.tensor([2**24]), torch.tensor([2**24 + 1]), tolerance=1e-9)
 
 
-# ---------------------------------------------------------------------------------------------- moves
-def test_a_nest_moves_with_its_containers_and_all_else_stays() -> None:
+# ---------------------------------------------------------------------------------------------- moves to a device
+def test_a_pytree_moves_its_tensors_and_keeps_containers_and_other_values() -> None:
     meta, kept = torch.device("meta"), object()
     moved = to_device({"pair": Pair(torch.ones(1), [torch.ones(2), kept]), "text": "t", "two": (torch.ones(3),)}, meta)
     assert {key: type(value) for key, value in moved.items()} == {"pair": Pair, "text": str, "two": tuple}
@@ -245,7 +245,7 @@ def test_a_nest_moves_with_its_containers_and_all_else_stays() -> None:
 
 
 class Graphs:
-    """A batch of graphs, as libraries for them have it."""
+    """Batch of graphs, as in graph libraries."""
 
     def __init__(self, nodes: Tensor) -> None:
         self.nodes = nodes
@@ -266,7 +266,7 @@ class InPlace(Graphs):
 
 
 class Columns(UserDict[str, Tensor]):
-    """A batch as transformers' tokenizers make it."""
+    """Batch as returned by tokenizers of transformers."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Columns":
         self.data = {key: value.to(device, non_blocking=non_blocking) for key, value in self.data.items()}
@@ -278,7 +278,7 @@ class Edge(NamedTuple):
     to: Tensor
 
 
-def test_an_object_moves_by_its_own_method() -> None:
+def test_an_object_is_moved_by_its_own_method() -> None:
     meta = torch.device("meta")
     packed = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
     graphs, eager, texts, edge = to_device(
@@ -286,19 +286,20 @@ def test_an_object_moves_by_its_own_method() -> None:
     )
     assert (type(graphs), graphs.nodes.device) == (Graphs, meta)
     assert (type(eager), eager.nodes.device) == (Eager, meta)
-    assert (texts.data.device, texts.batch_sizes.device) == (meta, torch.device("cpu"))  # where torch wants the sizes
+    # torch requires the sizes on the CPU
+    assert (texts.data.device, texts.batch_sizes.device) == (meta, torch.device("cpu"))
     assert (type(edge), edge.start.device, edge.to.device) == (Edge, meta, meta)
 
 
-def test_an_object_that_changes_itself_is_moved_as_a_copy() -> None:
-    """What was fetched may be asked for again."""
+def test_an_object_moved_in_place_is_copied_first() -> None:
+    """Fetched batches may be used again."""
     kept, columns = InPlace(torch.ones(1)), Columns(x=torch.ones(1))
     moved = to_device((kept, columns), torch.device("meta"))
     assert (moved[0].nodes.is_meta, moved[1]["x"].is_meta, type(moved[1])) == (True, True, Columns)
     assert (kept.nodes.is_meta, columns["x"].is_meta) == (False, False)
 
 
-def test_an_object_is_one_leaf_which_cannot_be_cut() -> None:
+def test_an_object_is_one_leaf_that_cannot_be_sliced() -> None:
     packed, graphs = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]), Graphs(torch.ones(5))
     assert list(leaves([packed, graphs])) == [packed, graphs]
     for batch in ((packed, torch.zeros(2)), {"graphs": [graphs], "y": torch.zeros(2)}):
@@ -306,7 +307,7 @@ def test_an_object_is_one_leaf_which_cannot_be_cut() -> None:
             take(batch, 0, 1, 2)
 
 
-def test_objects_are_told_apart_by_what_they_hold() -> None:
+def test_objects_with_different_contents_have_different_fingerprints() -> None:
     ones, twos = torch.ones(2, 3), torch.full((2, 3), 2.0)
     batches = [[Graphs(ones), pack_sequence([ones])], [Graphs(twos), pack_sequence([ones])]]
     batches += [[Graphs(ones), pack_sequence([twos])], [Eager(ones), pack_sequence([ones])]]
@@ -314,15 +315,15 @@ def test_objects_are_told_apart_by_what_they_hold() -> None:
     assert digest(Graphs(ones)) == digest(Graphs(ones.clone()))
 
 
-def test_an_object_is_told_not_to_wait_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_are_moved_asynchronously_if_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(Tensor, "to", lambda self, *_, **options: asked.append(options) or self)
     to_device((Graphs(torch.ones(1)), Eager(torch.ones(1))), torch.device("cpu"))
     assert asked == [{}, {"non_blocking": True}]
 
 
-def test_a_gpu_copies_beside_what_it_computes_which_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of what is asked of CUDA, which is not here."""
+def test_copies_to_a_gpu_use_a_side_stream_that_computation_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records the order of CUDA calls; CUDA itself is replaced."""
     said: list[str] = []
 
     class Stream:
@@ -346,7 +347,7 @@ def test_a_gpu_copies_beside_what_it_computes_which_waits_for_the_copy(monkeypat
     to_device({"x": torch.ones(1), "text": "t"}, torch.device("cuda"))
     assert said == ["onto aside", "copy", "off aside", "here waits for aside", "kept for here"]
 
-    said.clear()  # the tensors of an object are not known: they are copied where they are read
+    said.clear()  # the tensors of an object are unknown: they are copied on the stream that reads them
     to_device(Graphs(torch.ones(1)), torch.device("cuda"))
     assert said == ["onto aside", "onto here", "copy", "off here", "off aside", "here waits for aside"]
 
@@ -355,7 +356,7 @@ def test_a_gpu_copies_beside_what_it_computes_which_waits_for_the_copy(monkeypat
     assert said == ["onto aside", "copy", "off aside", "here waits for aside", "kept for here"]
 
 
-def test_a_copy_to_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_to_the_device_is_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(Tensor, "to", lambda self, *args, **options: asked.append((args, options)) or self)
     device = torch.device("cpu")

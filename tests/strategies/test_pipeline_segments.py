@@ -1,4 +1,4 @@
-"""The steps that models declare, where pipelines cut them, and what they refuse."""
+"""Steps that models declare for pipelines, the splits between them, and refusals."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ pytestmark = needs_pipelines
 
 
 class Tower(nn.Module):
-    """Linear layers of the given sizes, one after the other."""
+    """Linear layers of the given sizes in a row."""
 
     def __init__(self, *sizes: int, pipeline: object = ("layers",)) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ def begins(model: nn.Module, parts: int) -> list[str]:
     return [steps[number].name for number in cut_evenly(model, steps, parts)]
 
 
-# ---------------------------------------------------------------------------------------------- the steps
-def test_lists_are_their_members_and_methods_have_what_they_say() -> None:
+# ---------------------------------------------------------------------------------------------- steps
+def test_module_lists_become_steps_and_methods_use_their_declared_modules() -> None:
     steps = declared_segments(GPT(vocab_size=4, block_size=4, layers=2, heads=1, width=4))
     assert [step.name for step in steps] == ["enter", "blocks.0", "blocks.1", "leave"]
     assert [step.uses for step in steps] == [
@@ -49,12 +49,12 @@ def test_lists_are_their_members_and_methods_have_what_they_say() -> None:
     ]
 
 
-def test_a_step_holds_the_tensors_of_what_it_uses_and_of_modules_that_are_gone_none() -> None:
+def test_a_step_holds_the_tensors_of_its_modules_except_deleted_ones() -> None:
     model = GPT(vocab_size=4, block_size=4, layers=1, heads=1, width=4)
     enter, block, leave = declared_segments(model)
     assert {id(t) for t in held_by(model, enter)} == {id(model.tokens.weight), id(model.positions.weight)}
     assert {id(t) for t in held_by(model, block)} == {id(t) for t in model.blocks[0].parameters()}
-    del model.norm  # as on a rank that has nothing of it
+    del model.norm  # as on a rank that has no part of it
     assert [id(t) for t in held_by(model, leave)] == [id(model.tokens.weight)]
 
 
@@ -69,7 +69,7 @@ def test_a_step_holds_the_tensors_of_what_it_uses_and_of_modules_that_are_gone_n
     ],
     ids=["gpt", "not tied", "classes", "cnn", "mlp"],
 )
-def test_the_steps_are_the_forward_pass(model: nn.Module, batch: Tensor) -> None:
+def test_the_steps_compute_the_forward_pass(model: nn.Module, batch: Tensor) -> None:
     found = batch
     for step in declared_segments(model):
         found = step.call(found)
@@ -89,13 +89,13 @@ def test_the_steps_are_the_forward_pass(model: nn.Module, batch: Tensor) -> None
         ((("enter", "scala"), "layers"), "`enter` lists `scala`, which has no weights"),
     ],
 )
-def test_steps_that_are_not_the_model_are_refused_before_ranks_join(pipeline: object, said: str) -> None:
+def test_steps_that_do_not_match_the_model_are_refused_before_ranks_join(pipeline: object, said: str) -> None:
     check = lambda: Pipeline().check(Tower(2, 2, pipeline=pipeline), Classification(), ())  # noqa: E731
     assert said in refused(UsageError if pipeline is None else StrategyError, check)
 
 
-def test_a_class_with_a_forward_of_its_own_must_say_its_own_steps() -> None:
-    """Those of its base would be another model."""
+def test_a_class_that_overrides_forward_must_declare_its_steps() -> None:
+    """Steps of its base class would compute another model."""
 
     class Doubled(MLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -107,19 +107,19 @@ def test_a_class_with_a_forward_of_its_own_must_say_its_own_steps() -> None:
     assert "MoEGPT does not declare" in refused(UsageError, lambda: declared_segments(experts))
 
 
-# ---------------------------------------------------------------------------------------------- where to cut
+# ---------------------------------------------------------------------------------------------- splits
 def tower(*sizes: int) -> Tower:
     return Tower(*sizes, pipeline=(("enter", "scale"), "layers"))
 
 
-def test_the_costliest_part_costs_as_little_as_possible() -> None:
+def test_the_split_minimizes_the_cost_of_the_largest_part() -> None:
     assert begins(tower(4, 4, 4, 4), 2) == ["enter", "layers.2"]
     assert begins(tower(9, 1, 1, 1, 9), 2) == ["enter", "layers.2"]
     assert begins(tower(1, 1, 1, 9), 2) == ["enter", "layers.3"]
     assert begins(tower(9, 9), 3) == ["enter", "layers.0", "layers.1"]
 
 
-def test_embeddings_that_are_looked_up_are_free_and_a_tied_head_is_not() -> None:
+def test_embedding_lookups_cost_nothing_and_a_tied_head_counts() -> None:
     model = GPT(vocab_size=96, block_size=8, layers=5, heads=1, width=8)  # a block has 872 weights, the head 784
     assert begins(model, 2) == ["enter", "blocks.3"]
 
@@ -128,7 +128,7 @@ def test_too_few_steps_are_refused() -> None:
     assert "has 3 steps, too few for 4 parts" in refused(UsageError, lambda: begins(tower(1, 1), 4))
 
 
-def test_the_recipe_may_say_where() -> None:
+def test_the_recipe_may_set_the_split_points() -> None:
     steps = declared_segments(tower(9, 1, 1))
     assert cut_where(steps, ["layers.1", "layers.2"], 3) == [0, 2, 3]
     assert "near it are layers.0" in refused(UsageError, lambda: cut_where(steps, ["layer.0"], 2))
@@ -144,11 +144,11 @@ def test_the_recipe_may_say_where() -> None:
         ("ZBVZeroBubble", [[0, 5], [1, 4], [2, 3]]),
     ],
 )
-def test_each_rank_has_its_parts(schedule: str, held: list[list[int]]) -> None:
+def test_each_rank_has_its_stages(schedule: str, held: list[list[int]]) -> None:
     assert [StageLayout(here, 3, SCHEDULES[schedule]).mine for here in range(3)] == held
 
 
-def test_interleaved_schedules_run_rounds_and_then_the_rest() -> None:
+def test_interleaved_schedules_run_full_rounds_and_then_the_rest() -> None:
     runs = {name: list(map(len, StageLayout(0, 3, kind).runs(range(8)))) for name, kind in SCHEDULES.items()}
     assert runs == {
         "1F1B": [8],
@@ -159,7 +159,7 @@ def test_interleaved_schedules_run_rounds_and_then_the_rest() -> None:
     }
 
 
-# ---------------------------------------------------------------------------------------------- what cannot be done
+# ---------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     ("options", "ranks", "settings", "key"),
     [
@@ -177,13 +177,13 @@ def test_interleaved_schedules_run_rounds_and_then_the_rest() -> None:
         ({"schedule": "ZBVZeroBubble"}, 2, {"activation_checkpointing": True}, "train.activation_checkpointing"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_its_key(
+def test_unsupported_settings_are_refused_with_their_key(
     options: dict[str, object], ranks: int, settings: dict[str, object], key: str
 ) -> None:
     assert [each.key for each in Pipeline(**options).unsupported(train(**settings), ranks, "cpu")] == [key]  # type: ignore[arg-type]
 
 
-def test_an_older_torch_is_refused_with_the_version_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_refused_with_the_required_version(monkeypatch: pytest.MonkeyPatch) -> None:
     class Older:
         def step(self, *args: object) -> None: ...
 
@@ -193,7 +193,7 @@ def test_an_older_torch_is_refused_with_the_version_that_will_do(monkeypatch: py
     assert found.message == f"pipelines need torch 2.14 or newer, but this is torch {torch.__version__}"
 
 
-def test_ranks_that_see_different_data_are_counted() -> None:
+def test_data_parallel_ranks_are_counted() -> None:
     assert [Pipeline().data_ranks(4), Pipeline(stages=2).data_ranks(4), Pipeline(stages=4).data_ranks(12)] == [1, 2, 3]
     assert [Pipeline(tensor=2).data_ranks(4), Pipeline(stages=2, tensor=2).data_ranks(16)] == [1, 4]
     assert list(Pipeline(stages=2).unsupported(train(), 4, "cpu")) == []

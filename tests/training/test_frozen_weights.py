@@ -1,4 +1,4 @@
-"""What `train.freeze` does to a model before it is trained, and what checkpoints may leave out of one."""
+"""`train.freeze` before training, and frozen weights that checkpoints omit."""
 
 import copy
 from typing import Any
@@ -20,7 +20,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1), nn.BatchNorm1d(1))
 
 
-def test_globs_name_parameters_and_those_alone_are_frozen() -> None:
+def test_only_parameters_that_match_a_glob_are_frozen() -> None:
     model = net()
     freeze(model, ["0.*", "1.weight"])
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -29,7 +29,7 @@ def test_globs_name_parameters_and_those_alone_are_frozen() -> None:
         freeze(model, ["4.*"])
 
 
-def test_all_but_the_head_is_frozen_by_a_glob_that_takes_out_again() -> None:
+def test_an_exclusion_glob_unfreezes_parameters() -> None:
     model = net()
     freeze(model, ["*", "!3.*", "3.bias"])
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["3.weight"]
@@ -41,7 +41,7 @@ def test_all_but_the_head_is_frozen_by_a_glob_that_takes_out_again() -> None:
         freeze(net(), ["*", "!4.*"])
 
 
-def test_statistics_of_a_batchnorm_that_is_taken_out_again_move() -> None:
+def test_statistics_of_an_excluded_batchnorm_are_updated() -> None:
     model = net()
     freeze_batchnorm_statistics(model, ["*", "!3.*"])
     model.train()
@@ -49,21 +49,21 @@ def test_statistics_of_a_batchnorm_that_is_taken_out_again_move() -> None:
 
 
 @pytest.mark.parametrize("word", ["norm", "bias", "1d", "2d", "embedding"])
-def test_the_words_for_parameters_are_no_globs(word: str) -> None:
-    """A BatchNorm that one of them names would be frozen, and its statistics would move."""
+def test_words_for_parameter_groups_are_not_accepted_in_freeze(word: str) -> None:
+    """With such a word, a BatchNorm would be frozen and its statistics would still be updated."""
     with pytest.raises(ValueError, match=f"train.freeze: `{word}` matches no parameter; similar names: [0-3]"):
         freeze(net(), [word])
 
 
-def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
+def test_any_name_of_a_tied_parameter_freezes_it() -> None:
     model = net()
     model.tied = model[0].weight
     freeze(model, ["tied"])
     assert not model[0].weight.requires_grad  # type: ignore[union-attr]
 
 
-def test_statistics_are_held_where_all_of_a_batchnorm_is_frozen() -> None:
-    """In a copy, too, of which the task's first batches are tried with."""
+def test_statistics_of_a_completely_frozen_batchnorm_are_constant() -> None:
+    """Holds for copies, too: the check of the first loss uses one."""
     model = net()
     freeze_batchnorm_statistics(model, ["0.*", "1.*", "3.weight"])
     for held in (model, copy.deepcopy(model)):
@@ -74,7 +74,7 @@ def test_statistics_are_held_where_all_of_a_batchnorm_is_frozen() -> None:
         assert [module.training for module in held] == [True, False, True, True]
 
 
-# ---------------------------------------------------------------------------------------------- left out
+# ---------------------------------------------------------------------------------------------- checkpoints
 def state_of(model: nn.Module) -> tuple[Plain, CanonicalState[Any]]:
     replica = Plain().holding(model, torch.optim.SGD(model.parameters()))
     return replica, without_frozen(replica.state(), replica, SingleRank())
@@ -88,7 +88,7 @@ def frozen(value: float = 1.0) -> nn.Sequential:
     return model
 
 
-def test_what_is_not_trained_is_left_out_and_stays_as_it_is() -> None:
+def test_checkpoints_omit_frozen_weights_and_verify_them_on_resume() -> None:
     replica, state = state_of(frozen())
     assert set(state.model) == {"1.weight"}
     assert state.scalars == {"scale": 3.0, "left_out.magnitude": 2.0, "left_out.squares": 2.0}
@@ -103,8 +103,8 @@ def test_what_is_not_trained_is_left_out_and_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("trained", [[True, True], [False, False]])
-def test_what_is_frozen_may_change(trained: list[bool]) -> None:
-    """What the checkpoint has left out is trained now, or what it holds is frozen: it is completed all the same."""
+def test_the_set_of_frozen_weights_may_change_on_resume(trained: list[bool]) -> None:
+    """If an omitted weight is trained now, or a saved weight is frozen, the state is completed nevertheless."""
     _, state = state_of(frozen())
     on_disk: Any = CanonicalState({name: Saved(x) for name, x in state.model.items()}, {}, scalars=state.scalars)
     model = frozen()
@@ -115,22 +115,22 @@ def test_what_is_frozen_may_change(trained: list[bool]) -> None:
     assert set(fill_frozen(on_disk, replica, SingleRank()).model) == {"0.weight", "1.weight"}
 
 
-def test_what_is_frozen_on_resume_has_no_optimizer_state() -> None:
-    """That of an unknown parameter stays, to be refused."""
+def test_optimizer_state_of_frozen_weights_is_dropped_on_resume() -> None:
+    """State of an unknown parameter is kept; loading it is refused later."""
     replica, _ = state_of(frozen())
     known: Any = {"0.weight": {"step": 1}, "1.weight": {"step": 2}, "gone": {"step": 3}}
     found = without_state_of_frozen(CanonicalState({}, known), replica)
     assert found.optimizer == {"1.weight": {"step": 2}, "gone": {"step": 3}}
 
 
-def test_a_checkpoint_that_holds_everything_is_as_it_is() -> None:
+def test_a_complete_checkpoint_is_returned_unchanged() -> None:
     replica, _ = state_of(frozen())
     state: Any = CanonicalState({"0.weight": Saved(torch.zeros(1, 2))}, {}, scalars={"scale": 3.0})
     assert fill_frozen(state, replica, SingleRank()) is state
 
 
-def test_weights_are_measured_alike_whole_and_in_parts() -> None:
-    """The second of two ranks has what the first has, or another half: counted once in either case."""
+def test_the_checksum_is_the_same_for_whole_and_sharded_weights() -> None:
+    """Each element counts once: the second of two ranks has a replica of the weight, or its other half."""
     weight = torch.tensor([1.0, -2.0])
     whole = checksum({"w": TensorShard.whole(weight, replica=1, replicas=2)}, Elsewhere(2, 1))
     assert whole == {"magnitude": 1.5, "squares": 2.5}

@@ -1,4 +1,4 @@
-"""Orders of training data as ranks see them: who computes a sample, and when, does not change which form a step."""
+"""Samplers and ranks: the samples of a step do not depend on ranks, blocks or a resume."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ from ddpforge.interfaces import BatchSampler, Duration
 
 
 class Samples:
-    """Each sample is its index; random, so that what it draws can be seen."""
+    """Dataset whose samples are their index and a random number, which shows the draws per sample."""
 
     labels = np.arange(103) % 5 // 3
     lengths = np.arange(103) * 37 % 101
@@ -33,7 +33,7 @@ class Samples:
 
 
 class Squares(BatchSampler):
-    """An order of a plugin: steps of one, two, three, … samples, at most six."""
+    """Sampler of a plugin: steps of one, two, three, … samples, at most six."""
 
     steps_per_epoch = 3
 
@@ -62,7 +62,7 @@ def opened(order: BatchSampler | None, *, rank: int = 0, ranks: int = 1, data: A
 
 
 def steps(batches: Batches, number: int, start: int = 0) -> Iterator[list[tuple[int, float]]]:
-    """The samples of each step that a rank computes, and what was drawn for them."""
+    """Yields the samples of each step that a rank computes, with their random numbers."""
     source = batches.training(start)
     for _ in range(number):
         step: list[tuple[int, float]] = []
@@ -76,7 +76,7 @@ def steps(batches: Batches, number: int, start: int = 0) -> Iterator[list[tuple[
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_any_number_of_ranks_forms_the_same_steps_and_a_resume_goes_on_with_them(
+def test_any_number_of_ranks_has_the_same_steps_and_a_resume_continues_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpforge.data.batch_assignment._BLOCK", 100)
@@ -96,8 +96,8 @@ def test_blocks_of_steps_join_seamlessly(name: str, monkeypatch: pytest.MonkeyPa
     assert list(steps(opened(ORDERS[name]()), 30)) == whole
 
 
-def test_a_step_of_another_size_says_so() -> None:
-    """The loss is divided by what is there."""
+def test_the_size_of_a_step_is_part_of_its_micro_batches() -> None:
+    """Divides the loss by the real number of samples."""
     source = opened(Squares()).training(0)
     assert [(micro.samples, micro.step_samples, micro.last) for micro in islice(source, 4)] == [
         (1, 1, True),
@@ -107,7 +107,7 @@ def test_a_step_of_another_size_says_so() -> None:
     ]
     hands = [list(steps(opened(Squares(), rank=rank, ranks=4), 5)) for rank in range(4)]
     assert [[len(step) for step in hand] for hand in zip(*hands, strict=True)] == [
-        [0, 0, 0, 1],  # the others have stand-ins
+        [0, 0, 0, 1],  # the others have padding samples
         [0, 1, 0, 1],
         [0, 1, 1, 1],
         [1, 1, 1, 1],
@@ -115,7 +115,7 @@ def test_a_step_of_another_size_says_so() -> None:
     ]
 
 
-def test_what_is_drawn_for_a_sample_is_its_own_in_every_epoch_or_every_time() -> None:
+def test_random_numbers_of_a_sample_depend_on_its_epoch_or_repetition() -> None:
     def draws(order: BatchSampler, number: int) -> list[tuple[int, float]]:
         return [one for step in steps(opened(order), number) for one in step]
 
@@ -127,7 +127,7 @@ def test_what_is_drawn_for_a_sample_is_its_own_in_every_epoch_or_every_time() ->
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_is_told_epochs_and_steps_before_their_first_sample(workers: int) -> None:
+def test_set_epoch_and_set_step_are_called_before_the_first_sample(workers: int) -> None:
     class Told(Samples):
         random = False
         step = epoch = -1
@@ -168,12 +168,12 @@ class Odd(BatchSampler):
         (np.array([-1]), "returned sample -1 for step"),
     ],
 )
-def test_what_is_no_step_is_refused(found: Any, said: str) -> None:
+def test_invalid_steps_of_a_sampler_are_refused(found: Any, said: str) -> None:
     with pytest.raises(PluginError, match=said):
         list(steps(opened(Odd(found)), 3))
 
 
-def test_the_smallest_micro_batches_of_an_order_are_those_of_its_first_steps() -> None:
+def test_the_smallest_micro_batches_of_a_sampler_follow_from_its_first_steps() -> None:
     assert opened(Squares(), ranks=1).fewest(None) == (1, 1)
     assert opened(ORDERS["shuffled"](), ranks=2).fewest(None) == (3, 1)
     assert opened(ORDERS["batch_size_warmup"](), ranks=2).fewest(None) == (0, 0)

@@ -1,4 +1,4 @@
-"""What ranks compute together is compared with the whole model, before the first step."""
+"""Comparison of the model that ranks compute together with the whole model, before the first step."""
 
 import logging
 import random
@@ -44,14 +44,14 @@ GPT_PLAN = {
 
 
 class Result:
-    """What a comparison in one rank came to: the error's words, if any, and lines of the log."""
+    """Result of a comparison on one rank: the error message, if any, and lines of the log."""
 
     def __init__(self, words: str, lines: list[str]) -> None:
         self.words, self.lines = words, lines
 
     @property
     def distance(self) -> float:
-        """How far the gradients were found to differ."""
+        """Returns the difference of the gradients."""
         (line,) = [line for line in self.lines if line.startswith("together")] or self.lines
         assert "off by" in line, line
         return float(line.split("off by ")[1].split(",")[0])
@@ -70,7 +70,7 @@ def compare(
     data: Callable[[], Any] = tokens,
     **options: Any,
 ) -> Result:
-    """Spreads a model of `build` over the ranks that call this, as a run does, and compares it."""
+    """Shards a model of `build` over the calling ranks, as a run does, and compares it with the whole model."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -101,15 +101,15 @@ def gpt(**sizes: Any) -> Callable[[], nn.Module]:
     return lambda: GPT(**SIZES | sizes)
 
 
-def in_all(ranks: int, action: Callable[[], list[Result]]) -> list[Result]:
-    """Rank 0's, which all have alike."""
+def on_all_ranks(ranks: int, action: Callable[[], list[Result]]) -> list[Result]:
+    """Returns the results of rank 0, after checking that all ranks have the same messages."""
     everyone = in_ranks(ranks, lambda _: [(one.words, one.lines) for one in action()])
     assert all([words for words, _ in one] == [words for words, _ in everyone[0]] for one in everyone)
     return [Result(*one) for one in everyone[0]]
 
 
-# ---------------------------------------------------------------------------------------------- what is right
-def test_what_is_declared_rightly_differs_by_rounding_alone() -> None:
+# ---------------------------------------------------------------------------------------------- correct declarations
+def test_correct_declarations_differ_only_by_rounding() -> None:
     def right() -> list[Result]:
         def moe() -> nn.Module:
             return MoEGPT(**SIZES, experts=4)
@@ -126,13 +126,13 @@ def test_what_is_declared_rightly_differs_by_rounding_alone() -> None:
             ),
         ]
 
-    for found in in_all(2, right):
+    for found in on_all_ranks(2, right):
         assert found.words == "", found.lines
         assert found.distance < 1e-5
 
 
 @pytest.mark.full
-def test_what_is_declared_rightly_differs_by_rounding_alone_in_several_dimensions() -> None:
+def test_correct_declarations_in_several_dimensions_differ_only_by_rounding() -> None:
     def right() -> list[Result]:
         lm = LanguageModelling
         return [
@@ -142,14 +142,14 @@ def test_what_is_declared_rightly_differs_by_rounding_alone_in_several_dimension
             compare(Pipeline(stages=2, tensor=2), gpt(), lm()),
         ]
 
-    for found in in_all(4, right):
+    for found in on_all_ranks(4, right):
         assert found.words == "", found.lines
         assert found.distance < 1e-5
 
 
-# ---------------------------------------------------------------------------------------------- what is wrong
+# ---------------------------------------------------------------------------------------------- wrong declarations
 class Net(nn.Module):
-    """Two linear layers around something that has no weights, on [B, T, 8]."""
+    """Two linear layers around a module without weights, on [B, T, 8]."""
 
     tensor_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
     pipeline: ClassVar = ("up", "between", "down")
@@ -165,7 +165,7 @@ class Net(nn.Module):
 
 
 class Attentive(nn.Module):
-    """Asks a context, and has a `mix` beside that."""
+    """Model with attention through an AttentionContext, and a module `mix`."""
 
     def __init__(self, mix: nn.Module) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Attentive(nn.Module):
 
 
 class LessMean(nn.Module):
-    """Subtracts the mean over a dimension: of positions or, last, of channels, as norms do."""
+    """Subtracts the mean over a dimension: of positions, or of channels (-1) as norms do."""
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Convolved(nn.Module):
 
 
 class Squares(Task):
-    """The squared errors of all positions."""
+    """Task with the squared errors of all positions."""
 
     by_position = True
 
@@ -210,15 +210,15 @@ class Squares(Task):
 
 
 class Pooled(Squares):
-    """Says that it is by position, and takes a mean over them."""
+    """Task that declares a loss by position, but averages over positions."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         out = model(batch[0])
         return (out.mean(1) - batch[1].mean(1)).square().sum(), out
 
 
-def silent(net: Net) -> Net:
-    """Lets a net begin with what only its gradient tells from another."""
+def with_zero_output(net: Net) -> Net:
+    """Returns the net with a zero output layer: only its gradient differs from another net."""
     nn.init.zeros_(net.down.weight)
     return net
 
@@ -228,8 +228,8 @@ def vectors() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 8, 8, generator=generator), torch.randn(4, 8, 8, generator=generator)
 
 
-def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named() -> None:
-    """A fused qkv cut as one weight, norm and softmax over cut channels, mixed positions, steps less than forward."""
+def test_wrong_declarations_are_refused_with_the_first_module_that_differs() -> None:
+    """Cases: a fused qkv split as one weight, norm and softmax over split channels, mixed positions, missing steps."""
 
     def wrong() -> list[Result]:
         fused = GPT_PLAN | {"blocks.*.attention.qkv": "colwise"}
@@ -244,13 +244,13 @@ def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named
             compare(FSDP(context=2), lambda: Attentive(Convolved()), Squares(), **plain),
             compare(FSDP(context=2), lambda: Attentive(nn.Identity()), Pooled(), **plain),
             compare(Pipeline(), scaled, Squares(), **plain),
-            compare(FSDP(tensor=2), lambda: silent(Net(nn.Softmax(-1))), Squares(), **plain),
+            compare(FSDP(tensor=2), lambda: with_zero_output(Net(nn.Softmax(-1))), Squares(), **plain),
             compare(FSDP(tensor=2), lambda: Net(nn.GELU()), Squares(), **plain),
             compare(FSDP(context=2), lambda: Attentive(nn.GELU()), Squares(), **plain),
             compare(Pipeline(), lambda: Net(nn.GELU()), Squares(), **plain),
         ]
 
-    fused, softmax, less, norm, mean, conv, pooled, steps, zero, *right = in_all(2, wrong)
+    fused, softmax, less, norm, mean, conv, pooled, steps, zero, *right = on_all_ranks(2, wrong)
     for found in right:
         assert found.words == ""
         assert found.distance < 1e-5
@@ -273,7 +273,7 @@ def test_wrong_declarations_are_refused_and_the_first_module_that_parts_is_named
     assert "different output is `down` | the model's `pipeline` must name all steps of `forward`" in steps.words
 
 
-# ---------------------------------------------------------------------------------------------- what is left out
+# ---------------------------------------------------------------------------------------------- skipped comparisons
 class Random(Squares):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         return super().loss(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
@@ -284,25 +284,25 @@ class Uncounted(Squares):
         return torch.zeros(())
 
 
-class Whimsical(Net):
-    """Does not use a layer in evaluation."""
+class UnusedInEvaluation(Net):
+    """Net that does not use a layer in evaluation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.up(x)[..., :8] if not self.training else super().forward(x)
 
 
-def test_what_cannot_be_compared_is_left_out_and_a_line_says_so() -> None:
-    def left_out() -> list[Result]:
+def test_models_that_cannot_be_compared_are_skipped_with_a_log_line() -> None:
+    def skipped_comparisons() -> list[Result]:
         net = lambda: Net(nn.GELU())  # noqa: E731
         return [
             compare(FSDP(tensor=2), net, Random(), data=vectors),
             compare(FSDP(tensor=2), net, Uncounted(), data=vectors),
-            compare(FSDP(tensor=2), lambda: Whimsical(nn.GELU()), Squares(), data=vectors),
-            compare(FSDP(tensor=2), net, Squares(), data=lambda: (*vectors(), lambda: "what no process can send")),
+            compare(FSDP(tensor=2), lambda: UnusedInEvaluation(nn.GELU()), Squares(), data=vectors),
+            compare(FSDP(tensor=2), net, Squares(), data=lambda: (*vectors(), lambda: "cannot be pickled")),
         ]
 
     for found, why in zip(
-        in_all(2, left_out),
+        on_all_ranks(2, skipped_comparisons),
         (
             "its loss is random, or rounding alone changes it",
             "no target counts in the first micro-batch",
@@ -318,9 +318,9 @@ def test_what_cannot_be_compared_is_left_out_and_a_line_says_so() -> None:
         assert why in line
 
 
-# ---------------------------------------------------------------------------------------------- nothing is noticed
+# ---------------------------------------------------------------------------------------------- no side effects
 class Counting(Squares):
-    """Remembers how often it was called."""
+    """Task that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -331,7 +331,7 @@ class Counting(Squares):
 
 
 class Bumped(nn.Module):
-    """Counts its calls in a buffer, and draws random numbers."""
+    """Module that counts its calls in a buffer, and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,8 +343,8 @@ class Bumped(nn.Module):
         return x
 
 
-def test_a_run_does_not_notice_the_comparison() -> None:
-    """Buffers, gradients, random numbers, what modules train and the task are as before."""
+def test_the_comparison_does_not_change_the_run() -> None:
+    """Buffers, gradients, random numbers, training modes and the task are unchanged."""
 
     def after() -> Any:
         strategy, task = FSDP(tensor=2), Counting()
@@ -382,7 +382,7 @@ def test_a_run_does_not_notice_the_comparison() -> None:
     ],
     ids=["tensor", "pipeline", "context"],
 )
-def test_curves_are_bit_identical_to_those_of_runs_that_compare_nothing(
+def test_loss_curves_are_bit_identical_with_and_without_the_comparison(
     monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     """With dropout, ragged targets and accumulation."""
@@ -393,8 +393,8 @@ def test_curves_are_bit_identical_to_those_of_runs_that_compare_nothing(
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
-def kept(*, build: Callable[[], nn.Module] = lambda: Net(nn.GELU()), trains: bool = True, **parts: Any) -> Any:
-    """What is kept of parts, of a strategy that cuts layers."""
+def prepared(*, build: Callable[[], nn.Module] = lambda: Net(nn.GELU()), trains: bool = True, **parts: Any) -> Any:
+    """Returns the reference check of the given parts, for a strategy that splits layers."""
     model = build()
     off = SimpleNamespace(compile="off", fp8="off")
     given = {"updates": {}, "auxiliary": {}, "task": Squares(), "train": off} | parts
@@ -407,18 +407,18 @@ def kept(*, build: Callable[[], nn.Module] = lambda: Net(nn.GELU()), trains: boo
     )  # type: ignore[arg-type]
 
 
-def test_models_that_do_not_fit_a_rank_are_left_out_and_a_line_says_so(
+def test_models_that_cannot_be_held_by_one_rank_are_skipped_with_a_log_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "ddpforge")
-    assert kept() is not None
+    assert prepared() is not None
     assert not caplog.messages
 
     def meta() -> nn.Module:
         with torch.device("meta"):
             return Net(nn.GELU())
 
-    assert kept(trains=False) is None
+    assert prepared(trains=False) is None
     assert not caplog.messages
     for parts, why in (
         ({"build": meta}, "it is built without memory"),
@@ -426,14 +426,14 @@ def test_models_that_do_not_fit_a_rank_are_left_out_and_a_line_says_so(
         ({"turns": {"a": 1}}, "the task has several updates"),
         ({"beside": {"a": 1}}, "the task uses auxiliary modules"),
     ):
-        assert kept(**parts) is None
+        assert prepared(**parts) is None
         assert why in caplog.messages[-1]
     monkeypatch.setattr("ddpforge.training.reference_check.SMALL", 100)
-    assert kept() is None
+    assert prepared() is None
     assert "not compared with the whole model: its 280 parameters are too many for one rank" in caplog.messages[-1]
 
 
-def test_a_run_with_a_wrong_plan_ends_before_its_first_step_however_often_it_is_run(
+def test_a_run_with_a_wrong_plan_always_fails_before_its_first_step(
     tmp_path: Path, ddpforge: Callable[..., Ranks]
 ) -> None:
     bench = Bench(tmp_path, ddpforge)

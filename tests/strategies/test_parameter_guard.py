@@ -1,4 +1,4 @@
-"""The first forward passes are watched: what writes into weights, or calls backward, is refused by name."""
+"""The first forward passes are guarded: code that writes into weights or calls backward is refused."""
 
 import re
 from collections.abc import Callable
@@ -104,7 +104,7 @@ def rectify(net: Net, x: Tensor) -> None:
 @pytest.mark.parametrize(
     "also", [assign, add, divide, add_out, several, initialise, rectify], ids=lambda also: also.__name__
 )
-def test_every_way_of_torch_to_write_is_seen(also: Any) -> None:
+def test_every_torch_operation_that_writes_is_detected(also: Any) -> None:
     with pytest.raises(UsageError, match=r"forward changes parameter `layer\.weight`"):
         run(also, shards=True)
 
@@ -123,14 +123,14 @@ def test_every_way_of_torch_to_write_is_seen(also: Any) -> None:
     ],
 )
 def test_a_forward_pass_that_changes_weights_is_refused(also: Any, name: str, shards: bool) -> None:
-    """Even where, this time, it writes what was there."""
+    """Holds even if the written values are equal."""
     owner = name.partition(".")[0]
     with pytest.raises(UsageError, match=rf"forward changes parameter `{name}` of `{owner}` \(Linear\)"):
         run(also, shards=shards)
 
 
 @pytest.mark.parametrize("also", [clamp, look_up, put_another])
-def test_what_compiled_code_does_is_seen_by_its_traces(also: Any) -> None:
+def test_writes_of_compiled_code_are_detected(also: Any) -> None:
     with pytest.raises(UsageError, match="forward changes parameter"):
         run(also, eager=False)
 
@@ -165,7 +165,7 @@ def test_buffers_activations_and_copies_may_be_written(shards: bool) -> None:
         ),
     ],
 )
-def test_what_sharding_cannot_follow_is_refused(also: Any, said: str, everywhere: bool) -> None:
+def test_operations_that_sharding_does_not_support_are_refused(also: Any, said: str, everywhere: bool) -> None:
     with pytest.raises(ForgeError, match=said):
         run(also, shards=True)
     if not everywhere:
@@ -185,9 +185,9 @@ def test_a_loss_must_be_a_number_that_depends_on_the_weights(loss: Tensor, said:
     check_loss(torch.ones((), requires_grad=True))
 
 
-# ---------------------------------------------------------------------------------------------- whose memory it is
+# ---------------------------------------------------------------------------------------------- shared memory
 class Flat(nn.Module):
-    """Two weights in one piece of memory, of eight elements, that begins and ends with what belongs to nobody."""
+    """Two weights in one block of memory of eight elements, which begins and ends with unused elements."""
 
     def __init__(self, begin: int, end: int) -> None:
         super().__init__()
@@ -208,9 +208,7 @@ class Flat(nn.Module):
         *((4, 5, "b"), (5, 6, "b"), (6, 7, "b"), (6, 8, "b")),
     ],
 )
-def test_of_weights_that_share_memory_the_one_that_is_written_into_is_named(
-    begin: int, end: int, name: str | None
-) -> None:
+def test_the_written_weight_is_named_if_weights_share_memory(begin: int, end: int, name: str | None) -> None:
     net = Flat(begin, end)
 
     def run() -> None:
@@ -224,7 +222,7 @@ def test_of_weights_that_share_memory_the_one_that_is_written_into_is_named(
         run()
 
 
-def test_a_weight_of_the_model_itself_that_another_takes_the_place_of_is_named() -> None:
+def test_a_replaced_weight_of_the_root_module_is_named() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -242,12 +240,12 @@ def test_a_weight_of_the_model_itself_that_another_takes_the_place_of_is_named()
         net(torch.ones(2))
 
 
-def test_every_training_pass_is_watched_anew() -> None:
-    """Weights may have moved since."""
+def test_every_training_pass_is_guarded_separately() -> None:
+    """Weights may have new memory since the last pass."""
     net = Net()
     with guarded_forward(net, shards_weights=False, shards_gradients=False, eager=True):
         net(torch.ones(3, 4))
-        net.layer = nn.Linear(4, 4)  # a module in place of another is no weight that changes
+        net.layer = nn.Linear(4, 4)  # replacing a module does not change a weight
     net.also = clamp
     with (
         pytest.raises(UsageError, match=r"forward changes parameter `layer\.weight`"),
@@ -257,9 +255,7 @@ def test_every_training_pass_is_watched_anew() -> None:
 
 
 @pytest.mark.parametrize(("shards", "refuses"), [(False, True), (True, False)])
-def test_what_compiled_code_writes_is_not_looked_for_where_weights_are_gathered_anew(
-    shards: bool, refuses: bool
-) -> None:
+def test_writes_of_compiled_code_are_ignored_if_weights_are_gathered_again(shards: bool, refuses: bool) -> None:
     if refuses:
         with pytest.raises(UsageError, match=r"forward changes parameter `layer\.weight`"):
             run(clamp, shards=shards, eager=False)
@@ -268,7 +264,9 @@ def test_what_compiled_code_writes_is_not_looked_for_where_weights_are_gathered_
 
 
 @pytest.mark.parametrize(("weights", "gradients"), [(True, False), (False, True), (False, False)])
-def test_gradients_of_the_losss_own_need_what_is_not_sharded(weights: bool, gradients: bool) -> None:
+def test_a_loss_that_computes_gradients_is_refused_if_weights_or_gradients_are_sharded(
+    weights: bool, gradients: bool
+) -> None:
     net = Net(lambda net, x: torch.autograd.grad(net.layer(x).sum(), net.layer.bias))
 
     def run() -> None:
@@ -286,7 +284,7 @@ def test_gradients_of_the_losss_own_need_what_is_not_sharded(weights: bool, grad
     "also",
     [
         lambda net, x: nn.functional.embedding(torch.tensor([1]), net.layer.weight),  # dense
-        lambda net, x: nn.functional.embedding(torch.tensor([1]), torch.ones(3, 4), sparse=True),  # no weight
+        lambda net, x: nn.functional.embedding(torch.tensor([1]), torch.ones(3, 4), sparse=True),  # not a weight
         lambda net, x: nn.functional.embedding_bag(torch.tensor([[1]]), net.layer.weight),
     ],
 )
@@ -294,7 +292,7 @@ def test_only_sparse_gradients_of_weights_are_refused(also: Any) -> None:
     run(also, shards=True)
 
 
-def test_sparse_gradients_of_bags_are_refused_too() -> None:
+def test_sparse_gradients_of_embedding_bags_are_refused() -> None:
     def look(net: Net, x: Tensor) -> None:
         nn.functional.embedding_bag(torch.tensor([[1]]), net.layer.weight, sparse=True)
 
@@ -302,7 +300,7 @@ def test_sparse_gradients_of_bags_are_refused_too() -> None:
         run(look, shards=True)
 
 
-def test_what_is_watched_is_let_go_of() -> None:
+def test_the_guard_ends_with_its_context() -> None:
     with pytest.raises(UsageError):
         run(put_another)
     net = Net()
@@ -328,7 +326,7 @@ def write_copy(net: Net) -> None:
 
 
 @pytest.mark.parametrize("write", [average, replace_data, write_copy])
-def test_what_a_callback_writes_where_it_would_be_lost_is_refused_by_name(write: Callable[[Net], None]) -> None:
+def test_callback_writes_that_would_be_lost_are_refused(write: Callable[[Net], None]) -> None:
     net = Net()
     guard = ParameterGuard(net, {"layer.weight"})
     said = "a callback writes into parameter `layer.weight` of the model"
@@ -340,10 +338,10 @@ def test_what_a_callback_writes_where_it_would_be_lost_is_refused_by_name(write:
     guard.off = False
     with ParameterGuard(net, {"layer.bias", "teacher.weight"}).on():
         write(net)
-    write(net)  # nobody looks any more
+    write(net)  # no guard is active any more
 
 
-def test_a_callback_may_read_and_write_what_is_not_lost() -> None:
+def test_a_callback_may_read_weights_and_write_unguarded_tensors() -> None:
     net = Net()
     with ParameterGuard(net, {"layer.weight"}).on():
         net.layer.weight.detach().clone().zero_()
@@ -355,16 +353,16 @@ def test_a_callback_may_read_and_write_what_is_not_lost() -> None:
     assert net.teacher.weight.sum().item() == 16.0
 
 
-def test_a_weight_that_is_not_gathered_has_no_elements_and_is_watched_all_the_same() -> None:
+def test_a_weight_without_elements_is_guarded() -> None:
     net = Net()
     net.layer.weight.data = torch.empty(0)
     with pytest.raises(StrategyError, match=r"`layer\.weight`"), ParameterGuard(net, {"layer.weight"}).on():
         net.layer.weight.data.zero_()
 
 
-# ---------------------------------------------------------------------------------------------- tensors in parts
+# ---------------------------------------------------------------------------------------------- split tensors
 class Outside(nn.Module):
-    """Reads a block's weight outside of the block."""
+    """Model that reads a block's weight outside of the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +373,7 @@ class Outside(nn.Module):
 
 
 class Smoothed(nn.Module):
-    """Takes of logits, of which ranks have parts, what torch computes of whole ones only."""
+    """Applies to split logits a function that torch supports only for whole logits."""
 
     tensor_plan = {"layer": "colwise_gather_output"}  # noqa: RUF012
 
@@ -398,7 +396,7 @@ class Smoothed(nn.Module):
         ),
     ],
 )
-def test_tensors_in_parts_where_whole_ones_are_needed_are_refused_by_name(
+def test_split_tensors_are_refused_if_whole_tensors_are_needed(
     build: Callable[[], nn.Module], options: dict[str, Any], said: str
 ) -> None:
     def action(rank: int) -> str:
@@ -409,8 +407,8 @@ def test_tensors_in_parts_where_whole_ones_are_needed_are_refused_by_name(
         assert re.search(said, found)
 
 
-def test_an_evaluation_before_the_first_update_is_not_watched() -> None:
-    """A model may write a weight where nothing is trained, as one that folds two into one does."""
+def test_an_evaluation_before_the_first_update_is_not_guarded() -> None:
+    """Models may write a weight outside of training, for instance to fold two weights into one."""
 
     def fold(net: Net, x: Tensor) -> None:
         if not net.training:

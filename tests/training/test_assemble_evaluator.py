@@ -1,4 +1,4 @@
-"""An evaluator is put together, lent, and ended: callbacks hear how, whatever happens."""
+"""Assembly of an evaluator, and what its callbacks receive in all cases."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ callbacks.ema = { decay = 0.5 }
 """
 
 
-class Hears(Callback):
-    """Keeps what it hears; `start` is done when the run starts, `end` when it ends."""
+class Recorder(Callback):
+    """Callback that records its calls. Calls `start` in `on_start` and `end` in `on_end`."""
 
     def __init__(self, start: Callable[[], Any] = lambda: None, end: Callable[[], Any] = lambda: None) -> None:
-        self.start, self.end, self.heard = start, end, list[Any]()
+        self.start, self.end, self.received = start, end, list[Any]()
 
     def on_start(self, run: RunContext) -> None:
         self.start()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.heard.append(dict(state))
+        self.received.append(dict(state))
 
     def on_end(self, error: BaseException | None) -> None:
-        self.heard.append(error)
+        self.received.append(error)
         self.end()
 
 
 class Saved:
-    """A checkpoint of the model that is evaluated, whose weights are all `value`; another's if `of` says so."""
+    """Checkpoint of the evaluated model, with all weights equal to `value`. `of`: prefix of names, for another
+    model."""
 
     def __init__(self, parts: Dealt, value: float = 0.0, of: str = "") -> None:
         self.model = {of + name: _Full(torch.full_like(x, value)) for name, x in parts.model.state_dict().items()}
@@ -88,64 +89,64 @@ def world(parts: Dealt) -> World:
 
 
 def watched(parts: Dealt, **callbacks: Callback) -> Dealt:
-    """Has the recipe name these callbacks, and no other."""
+    """Returns the parts with these callbacks only."""
     component = next(iter(parts.recipe.callbacks.values()))
     named = dict.fromkeys(callbacks, component)
     loaded = replace(parts.loaded, recipe=parts.recipe.model_copy(update={"callbacks": named}))
     return replace(parts, loaded=loaded, callbacks=callbacks)
 
 
-def test_an_evaluator_has_the_weights_of_the_checkpoint_and_callbacks_their_state(parts: Dealt, world: World) -> None:
-    """With all weights zero every class is as likely: the loss is ln 10."""
-    first, second = Hears(), Hears()
+def test_an_evaluator_restores_weights_and_callback_state_from_the_checkpoint(parts: Dealt, world: World) -> None:
+    """If all weights are zero, all classes have equal probability: the loss is ln 10."""
+    first, second = Recorder(), Recorder()
     parts = watched(parts, first=first, second=second)
     with assemble_evaluator(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
         assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
-        assert (first.heard, second.heard) == ([{"n": 1}], [])
-    assert (first.heard[1:], second.heard) == ([None], [None])
+        assert (first.received, second.received) == ([{"n": 1}], [])
+    assert (first.received[1:], second.received) == ([None], [None])
 
 
-def test_averages_that_the_checkpoint_lacks_are_not_evaluated(
+def test_missing_ema_weights_fall_back_to_the_model_weights(
     parts: Dealt, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They would be those of the initial weights; the checkpoint's have a loss of ln 10."""
+    """Averages would be the initial weights. The loss of the checkpoint's weights is ln 10."""
     with assemble_evaluator(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
         assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
     assert "ema: there are no averages yet; this evaluation uses the weights themselves" in caplog.text
 
 
-def test_callbacks_hear_of_an_evaluation_that_fails(parts: Dealt, world: World) -> None:
-    first, second = Hears(end=lambda: 1 / 0), Hears()
+def test_callbacks_receive_the_error_of_a_failed_evaluation(parts: Dealt, world: World) -> None:
+    first, second = Recorder(end=lambda: 1 / 0), Recorder()
     parts = watched(parts, first=first, second=second)
     failure = RuntimeError("no memory")
     with pytest.raises(RuntimeError, match="no memory"), assemble_evaluator(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         raise failure
-    assert first.heard[-1] is second.heard[-1] is failure
+    assert first.received[-1] is second.received[-1] is failure
 
 
-def test_callbacks_that_have_started_hear_that_another_could_not(parts: Dealt, world: World) -> None:
-    first, second = Hears(), Hears(start=lambda: {}["key"])
+def test_started_callbacks_receive_the_error_of_a_callback_that_fails_to_start(parts: Dealt, world: World) -> None:
+    first, second = Recorder(), Recorder(start=lambda: {}["key"])
     parts = watched(parts, first=first, second=second)
     with pytest.raises(KeyError), assemble_evaluator(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         pytest.fail("there is nothing to lend")
-    assert [type(error) for error in first.heard] == [KeyError]
-    assert second.heard == []
+    assert [type(error) for error in first.received] == [KeyError]
+    assert second.received == []
 
 
-def test_callbacks_hear_that_the_checkpoint_is_of_another_model(parts: Dealt, world: World) -> None:
-    first = Hears()
+def test_callbacks_receive_the_error_of_a_checkpoint_of_another_model(parts: Dealt, world: World) -> None:
+    first = Recorder()
     parts = watched(parts, first=first)
     with (
         pytest.raises(CheckpointError, match="of another model"),
         assemble_evaluator(parts, world, Saved(parts, of="encoder."), FOLDER),  # type: ignore[arg-type]
     ):
         pytest.fail("there is nothing to lend")
-    assert [type(error) for error in first.heard] == [CheckpointError]
+    assert [type(error) for error in first.received] == [CheckpointError]
 
 
-def test_what_a_callback_raises_at_the_end_is_told_when_all_have_heard_of_it(parts: Dealt, world: World) -> None:
-    first, second = Hears(end=lambda: 1 / 0), Hears()
+def test_an_error_in_on_end_is_raised_after_all_callbacks_have_ended(parts: Dealt, world: World) -> None:
+    first, second = Recorder(end=lambda: 1 / 0), Recorder()
     parts = watched(parts, first=first, second=second)
     with pytest.raises(ZeroDivisionError), assemble_evaluator(parts, world, Saved(parts), FOLDER):  # type: ignore[arg-type]
         pass
-    assert second.heard == [None]
+    assert second.received == [None]

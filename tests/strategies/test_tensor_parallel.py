@@ -1,4 +1,4 @@
-"""What ranks that share layers compute and hold: numbers of one process, and of theory."""
+"""Tensor parallelism: results of one process, and the predicted number of elements per rank."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -20,12 +20,12 @@ from ddpforge.strategies.fsdp import FSDP
 from ddpforge.training.activation_checkpointing import checkpointed
 from ddpforge.training.contract import contract_of, count_parameters, verify_contract
 
-VOCABULARY = 31  # which two ranks cannot share equally
+VOCABULARY = 31  # two ranks cannot share it equally
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "block_size": 16, "layers": 2, "heads": 4, "width": 32}
 
 
 class Run:
-    """A small GPT in some steps of 8 sequences, in micro-batches of 2 on a rank; its targets are not all counted."""
+    """Small GPT that trains on steps of 8 sequences, in micro-batches of 2 per rank. Some targets do not count."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Run:
         ], items
 
     def train(self, steps: int) -> list[tuple[float, float]]:
-        """Loss and norm of each of the next steps."""
+        """Trains the next steps; returns loss and gradient norm of each."""
         found = []
         for _ in range(steps):
             self.step += 1
@@ -89,7 +89,7 @@ class Run:
 
         results = self.replica.run_microbatches(passes, compute, trains=trains)
         total = sum((result[0].detach().double() for result in results if result), torch.zeros((), dtype=torch.float64))
-        same = self.world.global_ranks.size / self.world.dp_ranks.size  # ranks that see the same samples
+        same = self.world.global_ranks.size / self.world.dp_ranks.size  # ranks with the same samples
         return float(self.world.global_ranks.all_reduce_sum(total)) / same / items
 
     def held(self) -> int:
@@ -97,12 +97,12 @@ class Run:
 
 
 def worst(one: Sequence[Any], other: Sequence[Any]) -> float:
-    """The largest relative difference of losses and norms."""
+    """Returns the largest relative difference of losses and norms."""
     return max(abs(a - b) / abs(b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def curve(strategy: Callable[[], Strategy], ranks: int, steps: int, **options: Any) -> list[Any]:
-    """What each rank says of the steps."""
+    """Returns the results of each rank."""
     return in_ranks(ranks, lambda _: Run(strategy(), **options).train(steps))
 
 
@@ -111,7 +111,7 @@ def expected() -> list[Any]:
     return curve(DDP, 1, 8)[0]
 
 
-# ---------------------------------------------------------------------------------------------- the curve
+# ---------------------------------------------------------------------------------------------- loss curve
 SAME = [
     (2, {"sequence_parallel": True, "loss_parallel": True}),
     (4, {"sequence_parallel": True, "no_sync": True}),
@@ -128,7 +128,7 @@ SAME = [
 
 
 @pytest.mark.parametrize(("ranks", "options"), SAME, ids=str)
-def test_losses_and_norms_are_those_of_one_process(ranks: int, options: Any, expected: list[Any]) -> None:
+def test_losses_and_norms_equal_those_of_one_process(ranks: int, options: Any, expected: list[Any]) -> None:
     for found in curve(lambda: FSDP(**{"tensor": 2} | options), ranks, 8):
         assert worst(found, expected) < 1e-5
 
@@ -146,14 +146,14 @@ def momentum(weights: Any) -> SGD:
     ],
     ids=["untied, on meta", "vocabulary, on meta", "momentum"],
 )
-def test_other_models_and_options_give_the_same_too(strategy: Any, options: Any) -> None:
+def test_other_models_and_options_equal_one_process(strategy: Any, options: Any) -> None:
     (one,) = curve(DDP, 1, 3, **options)
     for found in curve(lambda: FSDP(tensor=2, sequence_parallel=True, **strategy), 2, 3, **options):
         assert worst(found, one) < 1e-5
 
 
 class Exact(LanguageModelling):
-    """The loss in the model's own precision."""
+    """Computes the loss in the model's own precision."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits = model(batch[0])
@@ -164,16 +164,16 @@ class Exact(LanguageModelling):
 @pytest.mark.parametrize(
     "options", [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "loss_parallel": True}], ids=str
 )
-def test_what_differs_in_float32_is_rounding(options: Any) -> None:
-    """20 steps in float64: what a wrong formula would add would still be there."""
+def test_results_in_float64_differ_only_by_rounding(options: Any) -> None:
+    """20 steps in float64 would show the error of a wrong formula."""
     sizes: Any = {"dtype": torch.float64, "task": Exact}
     (one,) = curve(DDP, 1, 20, **sizes)
     for found in curve(lambda: FSDP(tensor=2, **options), 2, 20, **sizes):
         assert worst(found, one) < 1e-12
 
 
-def test_the_heads_of_a_classifier_see_the_mean_over_the_whole_sequence() -> None:
-    """`gpt` with classes: the sequence is whole again before the mean over it."""
+def test_a_classifier_averages_over_the_whole_sequence() -> None:
+    """For `gpt` with classes, the sequence is gathered before the mean over it."""
 
     def rank(_: int, strategy: Strategy) -> Any:
         training = Training(strategy, lambda: GPT(**SIZES, classes=3), lambda w: SGD(w, lr=0.1))
@@ -187,15 +187,15 @@ def test_the_heads_of_a_classifier_see_the_mean_over_the_whole_sequence() -> Non
 
 
 @pytest.mark.parametrize(("precision", "close"), [("bf16", 5e-3), pytest.param("fp16", 2e-3, marks=pytest.mark.full)])
-def test_in_lower_precision_ranks_agree_to_its_rounding(precision: str, close: float) -> None:
+def test_losses_in_low_precision_differ_by_its_rounding(precision: str, close: float) -> None:
     (one,) = curve(DDP, 1, 3, precision=precision)
     for found in curve(lambda: FSDP(tensor=2, sequence_parallel=True, loss_parallel=True), 2, 3, precision=precision):
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], rel=close)
 
 
-# ---------------------------------------------------------------------------------------------- what is held
+# ---------------------------------------------------------------------------------------------- elements per rank
 def elements(shards: int, shard: int, tensor: int, rank: int) -> int:
-    """What theory says of a rank: of each weight its share, and of that its rows among shards."""
+    """Returns the predicted number of elements: the rank's share of each weight, and of that its rows among shards."""
 
     def rows(count: int) -> int:
         each = -(-count // shards)
@@ -217,14 +217,14 @@ def elements(shards: int, shard: int, tensor: int, rank: int) -> int:
 
 
 @pytest.mark.parametrize(("ranks", "tensor"), [(4, 2), pytest.param(4, 4, marks=pytest.mark.full)])
-def test_a_rank_holds_as_many_elements_as_theory_says(ranks: int, tensor: int) -> None:
+def test_a_rank_holds_the_predicted_number_of_elements(ranks: int, tensor: int) -> None:
     found = in_ranks(ranks, lambda _: Run(FSDP(tensor=tensor)).held())
     assert found == [elements(ranks // tensor, rank // tensor, tensor, rank % tensor) for rank in range(ranks)]
 
 
 # ---------------------------------------------------------------------------------------------- random numbers
-def test_random_numbers_are_the_same_on_ranks_where_activations_are_and_others_where_they_are_split() -> None:
-    """Of each rank: what attention's heads drop, and what the residual stream drops."""
+def test_random_numbers_differ_between_ranks_exactly_if_activations_are_split() -> None:
+    """Compares dropout of attention heads and of the residual stream."""
 
     def draws(sequence: bool) -> Any:
         run = Run(FSDP(tensor=2, sequence_parallel=sequence), sizes={"dropout": 0.5})
@@ -249,7 +249,7 @@ def test_random_numbers_are_the_same_on_ranks_where_activations_are_and_others_w
         assert first == second
 
 
-def test_a_block_that_is_recomputed_draws_the_same_numbers() -> None:
+def test_a_recomputed_block_uses_the_same_random_numbers() -> None:
     def steps(twice: bool) -> Any:
         strategy = FSDP(tensor=2)
         wrap = strategy.wrap
@@ -266,8 +266,8 @@ def test_a_block_that_is_recomputed_draws_the_same_numbers() -> None:
         assert once == again
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
-def test_options_without_shared_layers_have_no_effect_and_compiling_shared_ones_is_refused() -> None:
+# ---------------------------------------------------------------------------------------------- refusals
+def test_options_without_tensor_parallelism_and_compilation_with_it_are_refused() -> None:
     def keys(strategy: FSDP, **options: Any) -> list[str]:
         return [refusal.key for refusal in strategy.unsupported(train(**options), 2, "cpu")]
 
@@ -281,7 +281,7 @@ def test_options_without_shared_layers_have_no_effect_and_compiling_shared_ones_
     assert keys(FSDP(tensor=3)) == ["strategy.tensor"]
 
 
-def test_a_loss_that_wants_whole_logits_gets_no_parts_of_them() -> None:
+def test_loss_parallel_is_refused_for_a_loss_that_needs_whole_logits() -> None:
     task = LanguageModelling()
     task.takes_split_logits = False
     said = refused(UsageError, lambda: FSDP(tensor=2, loss_parallel=True).check(GPT(**SIZES), task, []))
@@ -289,7 +289,7 @@ def test_a_loss_that_wants_whole_logits_gets_no_parts_of_them() -> None:
 
 
 class Halves(nn.Module):
-    """Each rank multiplies its half of some rows with a weight that all have."""
+    """Each rank multiplies its half of the channels with a weight that all ranks hold."""
 
     tensor_plan: ClassVar[dict[str, str]] = {"up": "colwise", "down": "rowwise"}
 
@@ -302,7 +302,7 @@ class Halves(nn.Module):
         return self.down(self.up(x) * self.scale)  # type: ignore[no-any-return]
 
 
-def test_a_weight_of_which_ranks_have_different_gradients_is_refused_before_the_first_update() -> None:
+def test_a_whole_weight_with_different_gradients_on_ranks_is_refused_before_the_first_update() -> None:
     def rank(_: int) -> str:
         training = Training(FSDP(tensor=2), Halves)
         training.backward(torch.ones(4, 4))
@@ -314,8 +314,8 @@ def test_a_weight_of_which_ranks_have_different_gradients_is_refused_before_the_
         )
 
 
-def test_a_weight_whose_shares_of_a_gradient_add_up_is_trained_like_a_whole_one() -> None:
-    """The module that holds it is named; here the model's own weight is in a module of its own."""
+def test_replicated_with_grad_allreduce_sums_gradients_over_ranks() -> None:
+    """Uses a separate module for the weight, because the plan names modules."""
 
     class Scale(nn.Module):
         def __init__(self) -> None:
@@ -343,7 +343,7 @@ def test_a_weight_whose_shares_of_a_gradient_add_up_is_trained_like_a_whole_one(
 
 
 @pytest.mark.parametrize("padding", [1, 3])
-def test_padding_has_no_gradient_whichever_rank_has_its_embedding(padding: int) -> None:
+def test_padding_has_no_gradient_on_any_rank(padding: int) -> None:
     """Rank 0 has the first two of four embeddings, rank 1 the others."""
 
     class Tokens(nn.Sequential):
@@ -360,7 +360,7 @@ def test_padding_has_no_gradient_whichever_rank_has_its_embedding(padding: int) 
     assert in_ranks(2, lambda number: rank(number, FSDP(tensor=2))) == [pytest.approx(norm, rel=1e-5)] * 2
 
 
-def test_an_optimizer_that_looks_at_a_whole_weight_is_refused() -> None:
+def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
     def rank(_: int) -> str:
         return refused(StrategyError, lambda: Run(FSDP(tensor=2), optimizer=Muonlike))
 
@@ -369,7 +369,7 @@ def test_an_optimizer_that_looks_at_a_whole_weight_is_refused() -> None:
 
 
 class Muonlike(SGD):
-    """Divides each gradient by its own norm."""
+    """Optimizer that divides each gradient by its norm."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__(weights, lr=0.1)
@@ -384,7 +384,7 @@ class Muonlike(SGD):
                 weight.add_(gradient, alpha=-group["lr"] / float(norm))
 
 
-def test_a_sequence_that_does_not_divide_is_refused_by_name() -> None:
+def test_a_sequence_length_that_does_not_divide_is_refused() -> None:
     def rank(_: int) -> str:
         run = Run(FSDP(tensor=2, sequence_parallel=True))
         return refused(UsageError, lambda: run.replica.module(torch.zeros(2, 15, dtype=torch.int64)))

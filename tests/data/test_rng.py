@@ -1,4 +1,4 @@
-"""Seeds out of several integers, the generators that get them, and states that outlast other uses."""
+"""Seeds from several integers, seeded generators, and RNG states that survive other uses."""
 
 import random
 from types import SimpleNamespace
@@ -13,36 +13,36 @@ from ddpforge.interfaces import mix
 
 
 def draw() -> tuple[float, ...]:
-    """What every generator gives next; a normal number leaves a second one behind in python's and numpy's."""
+    """Returns the next number of every generator. A normal number leaves a second one buffered in python and numpy."""
     return random.gauss(0, 1), float(np.random.normal()), torch.randn(()).item(), random.random(), np.random.rand()
 
 
 # ---------------------------------------------------------------------------------------------- seeds
 def test_seeds_are_pinned() -> None:
-    """Runs of today must go on with the same numbers under any later version."""
+    """Runs of today must continue with the same numbers under any later version."""
     assert mix(0) == 8147104208329303767
     assert mix(2**63, 5, -7) == 2582340942062019994
 
 
-def test_a_seed_has_63_bits_whatever_it_is_made_of() -> None:
+def test_a_seed_has_63_bits() -> None:
     seeds = [mix(part, other) for part in (-1, 0, 1, 2**63, 2**64 - 1, 2**70) for other in (0, -5, 2**80)]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**62
 
 
-def test_negative_parts_are_those_modulo_two_to_the_64() -> None:
+def test_parts_of_a_seed_are_taken_modulo_two_to_the_64() -> None:
     assert mix(-1) == mix(2**64 - 1)
     assert mix(3, 2**64 + 5) == mix(3, 5)
     assert mix(-1) != mix(1)
 
 
-def test_each_part_its_place_and_the_number_of_parts_matter() -> None:
+def test_a_seed_depends_on_each_part_its_place_and_the_number_of_parts() -> None:
     seeds = [mix(*parts) for parts in ((), (0,), (0, 0), (1,), (1, 0), (0, 1), (1, 1), (1, 2), (2, 1), (0, 0, 0))]
     assert len(set(seeds)) == len(seeds)
 
 
 def test_one_bit_of_a_part_changes_half_of_the_bits_of_the_seed() -> None:
-    """63 bits, 64 single-bit changes of each of two parts: 31.5 on average, 16 for certain."""
+    """63 bits, with 64 single-bit changes of each of two parts: 31.5 changes on average, at least 16."""
     changed = [
         (mix(7, 9) ^ other).bit_count() for bit in range(64) for other in (mix(7 ^ 1 << bit, 9), mix(7, 9 ^ 1 << bit))
     ]
@@ -61,8 +61,8 @@ def test_all_three_generators_are_seeded() -> None:
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
-def test_they_are_seeded_as_by_their_own_functions() -> None:
-    """numpy takes 32 bits."""
+def test_generators_are_seeded_as_by_their_own_functions() -> None:
+    """numpy uses 32 bits."""
     seed = 2**40 + 3
     seed_all(seed)
     found = draw()
@@ -87,13 +87,15 @@ def test_a_gpu_is_seeded_by_its_own_generator(
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("meta")])
-def test_no_gpu_is_visited_for_other_devices(monkeypatch: pytest.MonkeyPatch, device: torch.device | None) -> None:
+def test_seeding_other_devices_does_not_touch_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device | None
+) -> None:
     monkeypatch.setattr(torch.cuda, "default_generators", ())
     seed_all(9, device)
 
 
-# ---------------------------------------------------------------------------------------------- states
-def test_a_state_begins_with_its_seed_and_goes_on_where_it_was_kept() -> None:
+# ---------------------------------------------------------------------------------------------- RNG states
+def test_a_state_starts_with_its_seed_and_continues_where_it_was_kept() -> None:
     seed_all(11)
     straight = [draw() for _ in range(4)]
 
@@ -109,12 +111,12 @@ def test_a_state_begins_with_its_seed_and_goes_on_where_it_was_kept() -> None:
     assert found == straight
 
 
-def test_a_state_that_is_not_kept_is_resumed_at_the_same_place() -> None:
+def test_a_state_that_is_not_kept_resumes_at_the_same_place() -> None:
     state = RandomState(11)
     assert draw() == (state.resume(), draw())[1]
 
 
-def test_the_state_of_now_draws_nothing() -> None:
+def test_capturing_the_current_state_draws_no_numbers() -> None:
     seed_all(3)
     wanted = draw()
     seed_all(3)
@@ -125,8 +127,8 @@ def test_the_state_of_now_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_random_numbers_of_ones_own_leave_the_others_alone(fails: bool) -> None:
-    """Also half of a pair of normal numbers, and where what draws them fails."""
+def test_isolated_rng_restores_all_generators(fails: bool) -> None:
+    """Includes the buffered half of a pair of normal numbers, and a failure inside."""
     seed_all(3)
     draw()
     wanted = (draw(), draw())

@@ -1,4 +1,4 @@
-"""Data in parts: each sample is read once, by whoever keeps it, and a resume enters the parts where the run stood."""
+"""Sharded data: each sample is read once over all ranks, and a resume enters the shards at the position of the run."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ PARTS = [7, 0, 31, 1, 18, 12, 25, 3, 40, 6]  # 143 samples
 
 
 class Shards(ShardedDataset):
-    """Each sample is its part and its place in there; notes what is read, and how often a part is opened."""
+    """Dataset whose samples are their shard and place in it. Records reads, and how often a shard is opened."""
 
     random = False
 
@@ -49,13 +49,13 @@ def terms(
 
 
 def epoch(data: Shards, *, rank: int, ranks: int, worker: int = 0, workers: int = 1, **more: Any) -> list[MicroBatch]:
-    """What one loader process of one rank gives for one epoch."""
+    """Returns the micro-batches of one loader process of one rank for one epoch."""
     stream = ShardedStream(data, terms(rank, ranks, **more), 0, stop_after_epoch=True)
     return list(stream.batches(worker, workers))
 
 
 def steps(data: Shards, ranks: int, workers: int, number: int, start: int = 0, **more: Any) -> list[list[Any]]:
-    """The samples of each step over all ranks, as loader processes that take turns give them."""
+    """Returns the samples of each step over all ranks, with loader processes in rotation."""
     found: list[list[Any]] = [[] for _ in range(number)]
     for rank in range(ranks):
         stream = ShardedStream(data, terms(rank, ranks, **more), start, stop_after_epoch=False)
@@ -73,7 +73,7 @@ def steps(data: Shards, ranks: int, workers: int, number: int, start: int = 0, *
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 @pytest.mark.parametrize("window", [1, 5])
 def test_every_sample_is_read_once_over_all_ranks_and_loader_processes(ranks: int, workers: int, window: int) -> None:
-    """With windows and processes that share lanes some are read by several; each is used once in any case."""
+    """With windows, and with processes that share lanes, some samples are read several times; each is used once."""
     data = Shards(shuffle=True, shuffle_buffer=window, interleave=(12, 6))
     used: Counter[Any] = Counter()
     for rank in range(ranks):
@@ -84,13 +84,13 @@ def test_every_sample_is_read_once_over_all_ranks_and_loader_processes(ranks: in
             used.update(one for micro in micro_batches for one in micro.data[: micro.samples])
     assert used == Counter(EVERY)
     extra = len(data.read) - len(EVERY)
-    assert extra <= (ranks * max(1, workers) if window == 1 else 0.5 * len(EVERY))  # stand-ins; ends of windows
+    assert extra <= (ranks * max(1, workers) if window == 1 else 0.5 * len(EVERY))  # padding samples; ends of windows
 
 
 @pytest.mark.parametrize("lanes", [(1, 1), (8, 4), (3, 5), (40, 2)])
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("batch", [1, 10, 16, 143, 200])
-def test_lanes_hold_every_place_of_the_row_once(lanes: tuple[int, int], drop: bool, batch: int) -> None:
+def test_lanes_contain_every_place_once(lanes: tuple[int, int], drop: bool, batch: int) -> None:
     layout = ShardOrder(143, batch, drop, lanes)
     assert layout.steps == (143 // batch if drop else -(-143 // batch))
     found = []
@@ -104,7 +104,7 @@ def test_lanes_hold_every_place_of_the_row_once(lanes: tuple[int, int], drop: bo
 @pytest.mark.parametrize(
     "more", [{}, {"shuffle": True}, {"shuffle": True, "shuffle_buffer": 4}, {"jumps": False, "shuffle_buffer": 3}]
 )
-def test_ranks_and_loader_processes_do_not_change_which_samples_form_a_step(more: dict[str, Any]) -> None:
+def test_ranks_and_loader_processes_do_not_change_the_samples_of_a_step(more: dict[str, Any]) -> None:
     alone = steps(Shards(**more), 1, 1, 20)
     for ranks, workers in ((1, 3), (2, 1), (2, 2), (4, 2), (4, 5)):
         assert steps(Shards(**more), ranks, workers, 20) == alone
@@ -112,7 +112,7 @@ def test_ranks_and_loader_processes_do_not_change_which_samples_form_a_step(more
         assert steps(Shards(**more), 2, 2, 3, start=start) == alone[start : start + 3]
 
 
-def test_epochs_have_their_own_order_where_parts_are_shuffled() -> None:
+def test_epochs_have_different_orders_if_shards_are_shuffled() -> None:
     found = steps(Shards(shuffle=True), 1, 1, 18)  # 9 steps per epoch
     one, two = sum(found[:9], []), sum(found[9:], [])
     assert sorted(one) == sorted(two) == EVERY
@@ -140,17 +140,17 @@ PINNED = [
     [(2, 3), (2, 2), (0, 3), (0, 4)],
     [(2, 7), (2, 6), (3, 2), (3, 3)],
 ]
-"""The steps of two epochs: parts are shuffled, and each of two times three lanes in windows of two."""
+"""The steps of two epochs: shards are shuffled, and so is each of two times three lanes, in windows of two."""
 
 
-def test_the_order_of_data_in_parts_is_pinned() -> None:
-    """A checkpoint of today must go on with the same samples under any later version."""
+def test_the_order_of_sharded_data_is_pinned() -> None:
+    """Checkpoints of today must continue with the same samples under any later version."""
     data = Shards([5, 0, 9, 6], shuffle=True, shuffle_buffer=2, interleave=(2, 3))
     assert steps(data, 1, 1, 10, batch=4) == PINNED
 
 
-def test_every_window_of_every_lane_is_shuffled_in_its_own_way() -> None:
-    """Twelve windows of eight in each of two epochs, which one permutation would shuffle alike."""
+def test_every_window_of_every_lane_is_shuffled_differently() -> None:
+    """Twelve windows of eight in each of two epochs; a single permutation would shuffle all of them identically."""
     data = Shards([96], shuffle_buffer=8, interleave=(4, 1))
     found = [[place for step in epoch for _, place in step] for epoch in
              (steps(data, 1, 1, 6), steps(data, 1, 1, 6, start=6))]  # fmt: skip
@@ -160,9 +160,9 @@ def test_every_window_of_every_lane_is_shuffled_in_its_own_way() -> None:
     assert len(set(windows)) == 24
 
 
-# ---------------------------------------------------------------------------------------------- what is read
-def test_a_lane_is_read_by_one_process_and_a_part_opened_once_by_each_that_needs_it() -> None:
-    """4 ranks and 2 loader processes each, over (8, 4) lanes: 8 × 4 places in the row of 10 parts."""
+# ---------------------------------------------------------------------------------------------- read samples
+def test_a_lane_is_read_by_one_process_and_a_shard_opened_once_per_lane() -> None:
+    """4 ranks with 2 loader processes each, over (8, 4) lanes: 8 × 4 places in the row of 10 shards."""
     opened = []
     for rank in range(4):
         for worker in range(2):
@@ -170,20 +170,20 @@ def test_a_lane_is_read_by_one_process_and_a_part_opened_once_by_each_that_needs
             epoch(data, rank=rank, ranks=4, worker=worker, workers=2, batch=16, micro=4)
             assert len(data.read) == len(set(data.read)) in range(110, 140)
             opened.append(data.opened)
-    assert max(opened) <= 2 * 4  # each of its four lanes spans two parts at most
+    assert max(opened) <= 2 * 4  # each of its four lanes spans at most two shards
 
 
 @pytest.mark.parametrize(("start", "jumps"), [(1, True), (55, True), (55, False)])
-def test_a_resume_opens_each_lane_where_it_stands(start: int, jumps: bool) -> None:
-    """A step of 16 samples reads 16, wherever it is, and opens no more than there are lanes in a step."""
+def test_a_resume_opens_each_lane_at_its_position(start: int, jumps: bool) -> None:
+    """Reads 16 samples for a step of 16, at any position, and opens at most as many shards as a step has lanes."""
     data = Shards([100] * 10, seekable=jumps)
     (found,) = steps(data, 1, 1, 1, start=start)
     assert len(data.read) == len(found) == 16
     assert data.opened <= 8
 
 
-def test_data_that_cannot_jump_is_read_over_where_that_is_shorter() -> None:
-    """Two processes share one lane: each reads what lies between, from where it stands."""
+def test_data_that_is_not_seekable_is_read_through_if_that_is_cheaper() -> None:
+    """Two processes share one lane: each reads the samples in between, from its position."""
     opened = {}
     for jumps in (True, False):
         data = Shards([64], interleave=(1, 1), seekable=jumps)
@@ -192,11 +192,11 @@ def test_data_that_cannot_jump_is_read_over_where_that_is_shorter() -> None:
     assert opened == {True: (4, 32), False: (1, 56)}
 
 
-def test_lengths_may_be_numbers_of_numpy() -> None:
+def test_shard_sizes_may_be_a_numpy_array() -> None:
     assert len(list(opened(Shards(np.array(PARTS))).evaluation())) == len(list(opened(Shards()).evaluation()))  # type: ignore[arg-type]
 
 
-def test_a_part_that_is_shorter_than_it_says_is_named() -> None:
+def test_a_shard_that_is_shorter_than_declared_is_refused() -> None:
     class Short(Shards):
         def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
             return iter([(part, place) for place in range(skip, min(5, self.shard_sizes[part]))])
@@ -205,8 +205,8 @@ def test_a_part_that_is_shorter_than_it_says_is_named() -> None:
         steps(Short([5, 9], interleave=(1, 1)), 1, 1, 1, batch=14)
 
 
-def test_a_part_that_is_longer_than_it_says_is_named() -> None:
-    """Its last samples would never be used, and nobody would know."""
+def test_a_shard_that_is_longer_than_declared_is_refused() -> None:
+    """Otherwise its last samples would never be used, without a message."""
 
     class Long(Shards):
         def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
@@ -216,8 +216,8 @@ def test_a_part_that_is_longer_than_it_says_is_named() -> None:
         steps(Long([10, 9], interleave=(1, 1)), 1, 1, 1, batch=19)
 
 
-# ---------------------------------------------------------------------------------------------- opened as any data
-def test_samples_that_cannot_be_stacked_are_told_whose_they_are() -> None:
+# ---------------------------------------------------------------------------------------------- open_data
+def test_samples_that_cannot_be_stacked_are_refused_with_their_dataset() -> None:
     batches = open_data(
         [torch.zeros(1), torch.zeros(2)],
         global_batch=2,
@@ -233,7 +233,7 @@ def test_samples_that_cannot_be_stacked_are_told_whose_they_are() -> None:
 
 
 class Draws(Shards):
-    """Random where samples are prepared, and where batches are made."""
+    """Shards that draw random numbers when samples are prepared."""
 
     random = True
 
@@ -247,7 +247,7 @@ def opened(data: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, batch:
     return open_data(data, global_batch=batch, share=share, **options)
 
 
-def test_what_is_drawn_for_a_sample_depends_on_the_epoch_and_the_sample_alone() -> None:
+def test_random_numbers_of_a_sample_depend_only_on_the_epoch_and_the_sample() -> None:
     alone = {tuple(one): drawn for micro in opened(Draws()).evaluation() for one, drawn in micro.data}
     hands = [opened(Draws(), rank=rank, ranks=3, batch=12).evaluation() for rank in range(3)]
     together = {tuple(one): drawn for hand in hands for micro in hand for one, drawn in micro.data[: micro.samples]}
@@ -257,7 +257,7 @@ def test_what_is_drawn_for_a_sample_depends_on_the_epoch_and_the_sample_alone() 
 
 
 @pytest.mark.slow
-def test_loader_processes_give_what_this_process_does() -> None:
+def test_loader_processes_yield_the_batches_of_this_process() -> None:
     def seen(workers: int) -> list[Any]:
         source = opened(Draws(shuffle=True, shuffle_buffer=4), workers=workers).training(4)
         return [next(source).data for _ in range(30)]
@@ -276,12 +276,12 @@ def test_loader_processes_give_what_this_process_does() -> None:
         (Shards(shuffle_buffer=0), "shuffle_buffer must be at least 1, not 0"),
     ],
 )
-def test_parts_that_cannot_be_are_refused(data: Any, said: str) -> None:
+def test_invalid_shards_are_refused(data: Any, said: str) -> None:
     with pytest.raises(PluginError, match=said):
         opened(data)
 
 
-def test_ranks_that_see_other_parts_are_told_apart() -> None:
+def test_ranks_with_different_shards_have_different_read_fingerprints() -> None:
     one, other = (next(iter(opened(Shards(parts)).evaluation())).read for parts in ([10, 20], [20, 10]))
     assert one != other
     assert all(0 < read < 2**20 for read in (one, other))

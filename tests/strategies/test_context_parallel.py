@@ -1,4 +1,4 @@
-"""Sequences cut over ranks: attention of the whole sequence, each rank's positions, and what cannot be cut."""
+"""Context parallelism: attention over the whole sequence, positions of each rank, and refusals."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from ddpforge.strategies.fsdp.context_parallel import ContextParallel
 
 
 def attended(causal: bool) -> tuple[Tensor, ...]:
-    """Attention over 12 positions, as one process computes it; its result, and the gradients of q, k and v."""
+    """Computes attention over 12 positions in one process; returns inputs, result, and the gradients of q, k and v."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, gradient = (torch.randn(2, 3, 12, 4, generator=generator, dtype=torch.float64) for _ in range(4))
     for tensor in (q, k, v):
@@ -35,9 +35,9 @@ def attended(causal: bool) -> tuple[Tensor, ...]:
     return q.detach(), k.detach(), v.detach(), gradient, mixed.detach(), q.grad, k.grad, v.grad
 
 
-# ---------------------------------------------------------------------------------------------- what ranks compute
+# ---------------------------------------------------------------------------------------------- attention
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_attention_and_its_gradients_are_those_of_the_whole_sequence(ranks: int) -> None:
+def test_attention_and_its_gradients_equal_those_of_the_whole_sequence(ranks: int) -> None:
     def rank(number: int) -> Any:
         dist.init_process_group("gloo")
         cut = ContextParallel(ProcessGroup(dist.group.WORLD))  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(ranks: int)
         assert max(worst) < 1e-13
 
 
-def test_every_position_is_one_ranks_and_all_attend_to_as_many() -> None:
+def test_positions_are_split_once_with_equal_attention_cost() -> None:
     cuts = [ContextParallel(Elsewhere(4, rank)) for rank in range(4)]
     positions = [cut.positions(4, torch.device("cpu")).tolist() for cut in cuts]
     assert positions == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
@@ -69,7 +69,7 @@ def test_every_position_is_one_ranks_and_all_attend_to_as_many() -> None:
     assert cuts[1].length(4) == 16
 
 
-def test_ranks_draw_other_numbers_for_other_positions() -> None:
+def test_ranks_use_different_random_numbers() -> None:
     seeds = []
     for rank in range(3):
         ContextParallel(Elsewhere(3, rank)).seed(
@@ -80,7 +80,7 @@ def test_ranks_draw_other_numbers_for_other_positions() -> None:
     assert len({*seeds}) == 3
 
 
-# ---------------------------------------------------------------------------------------------- what cannot be cut
+# ---------------------------------------------------------------------------------------------- refusals
 class Sequences:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -90,7 +90,7 @@ def gpt() -> GPT:
     return GPT(vocab_size=16, block_size=16, layers=1, heads=1, width=4)
 
 
-def test_what_sequences_are_cut_for_is_asked_before_ranks_join() -> None:
+def test_model_and_task_are_checked_before_ranks_join() -> None:
     task = LanguageModelling()
     FSDP(context=2).check(gpt(), task, ())
     FSDP().check(MLP(inputs=4, outputs=2), task, ())
@@ -109,7 +109,7 @@ def test_what_sequences_are_cut_for_is_asked_before_ranks_join() -> None:
     assert "into 4 chunks, which does not divide its length, 14 | give sequences 16 tokens" in message
 
 
-def test_batches_that_cannot_be_cut_are_refused_by_their_shapes() -> None:
+def test_batches_that_cannot_be_split_are_refused_with_their_shapes() -> None:
     cut = ContextParallel(Elsewhere(2, 0))
     message = refused(UsageError, lambda: cut.own_part((torch.zeros(2, 8), torch.zeros(2))))
     assert "a batch has a tensor of shape [2], not [B, T, …]" in message
@@ -125,7 +125,7 @@ def test_batches_that_cannot_be_cut_are_refused_by_their_shapes() -> None:
         ({"compile": "default"}, 2, "train.compile", "within attention, which cannot be compiled"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(options: Any, ranks: int, key: str, says: str) -> None:
+def test_incompatible_settings_are_refused(options: Any, ranks: int, key: str, says: str) -> None:
     (refusal,) = FSDP(context=2).unsupported(train(**options), ranks, "cpu")
     assert refusal.key == key
     assert says in refusal.message

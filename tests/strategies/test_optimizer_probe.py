@@ -1,4 +1,4 @@
-"""An optimizer is tried out on small weights, which leaves the optimizer as it was; sparse gradients are for few."""
+"""Probe of an optimizer on small weights, which leaves it unchanged; checks for sparse gradients."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ def ones(value: float) -> Tensor:
     return torch.full((2,), value)
 
 
-def test_each_weight_begins_with_its_first_value_and_gets_the_others_as_gradients() -> None:
+def test_each_weight_starts_with_its_first_value_and_receives_the_others_as_gradients() -> None:
     weight = nn.Parameter(torch.ones(5))
     optimizer = SGD([weight], lr=3.0, momentum=0.5)
     starts = [ones(1.0), ones(5.0)]
     weights, state = probe_optimizer(
         optimizer, optimizer.param_groups[0], [starts[0], ones(1.0), ones(2.0)], [starts[1], ones(4.0), ones(0.0)]
     )
-    # A rate of 0.1; momenta of 1 and 2.5, of 4 and 2.
+    # Rate 0.1; momenta 1 and 2.5, and 4 and 2.
     assert [each.tolist() for each in weights] == [[pytest.approx(0.65)] * 2, [pytest.approx(4.4)] * 2]
     assert state["momentum_buffer"].tolist() == [2.5, 2.5]
     assert not any(each.requires_grad for each in weights)
@@ -33,14 +33,14 @@ def test_each_weight_begins_with_its_first_value_and_gets_the_others_as_gradient
     assert optimizer.param_groups[0]["params"] == [weight]
 
 
-def test_the_options_are_those_of_the_group() -> None:
+def test_the_probe_uses_the_options_of_the_group() -> None:
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = SGD([{"params": [first]}, {"params": [second], "weight_decay": 1.0}], lr=1.0)
     updated = [probe_optimizer(optimizer, group, [ones(1.0), ones(1.0)])[0][0] for group in optimizer.param_groups]
     assert [each[0].item() for each in updated] == [pytest.approx(0.9), pytest.approx(0.8)]
 
 
-def test_the_optimizers_own_counters_stay_as_they_are_also_where_it_fails() -> None:
+def test_counters_of_the_optimizer_are_unchanged_even_if_the_probe_fails() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = Counting([weight])
     group = optimizer.param_groups[0]
@@ -59,7 +59,7 @@ def test_the_optimizers_own_counters_stay_as_they_are_also_where_it_fails() -> N
 
 
 class Prefilled(Optimizer):
-    """Keeps a sum of squares of each weight from its constructor on, as torch's Adagrad did before torch 2.12."""
+    """Optimizer whose constructor creates a sum of squares per weight, as torch's Adagrad did before torch 2.12."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__(weights, {"lr": 0.1})
@@ -73,7 +73,7 @@ class Prefilled(Optimizer):
                 self.state[weight]["sum"] += weight.grad.to_dense() ** 2
 
 
-def test_one_that_needs_what_its_constructor_keeps_is_refused_by_name() -> None:
+def test_an_optimizer_that_needs_state_from_its_constructor_is_refused() -> None:
     optimizer = Prefilled([nn.Parameter(torch.ones(2))])
     with pytest.raises(StrategyError) as caught:
         probe_optimizer(optimizer, optimizer.param_groups[0], [ones(1.0), ones(1.0)])
@@ -82,8 +82,8 @@ def test_one_that_needs_what_its_constructor_keeps_is_refused_by_name() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- sparse gradients
-class Looks(nn.Module):
-    """An embedding, which may be of another class, and a linear layer."""
+class WithEmbedding(nn.Module):
+    """Embedding of class `kind`, and a linear layer."""
 
     def __init__(self, kind: type[nn.Embedding | nn.EmbeddingBag] = nn.Embedding, *, sparse: bool = True) -> None:
         super().__init__()
@@ -114,8 +114,8 @@ def message(model: nn.Module, optimizer: Optimizer, *, sharded: bool = False) ->
         (lambda weights: SGD(weights, lr=0.1, fused=True), "does not take them: "),
     ],
 )
-def test_an_optimizer_that_cannot_take_or_save_sparse_gradients_is_refused(kind: Any, build: Any, reason: str) -> None:
-    model = Looks(kind)
+def test_an_optimizer_without_support_for_sparse_gradients_is_refused(kind: Any, build: Any, reason: str) -> None:
+    model = WithEmbedding(kind)
     said = message(model, build(model.parameters()))
     assert said.startswith(f"`table` ({kind.__name__}) gives sparse gradients, but ")
     assert reason in said
@@ -123,28 +123,28 @@ def test_an_optimizer_that_cannot_take_or_save_sparse_gradients_is_refused(kind:
 
 
 @pytest.mark.parametrize("build", [lambda w: SGD(w, lr=0.1), lambda w: Adagrad(w), lambda w: Prefilled(w)])
-def test_one_that_can_will_do(build: Any) -> None:
-    model = Looks()
+def test_an_optimizer_that_supports_sparse_gradients_is_accepted(build: Any) -> None:
+    model = WithEmbedding()
     check_sparse_gradients(build(model.parameters()), model, sharded=False)
 
 
-def test_dense_and_frozen_embeddings_are_like_any_layer() -> None:
-    frozen = Looks()
+def test_dense_and_frozen_embeddings_are_accepted() -> None:
+    frozen = WithEmbedding()
     frozen.table.weight.requires_grad_(False)
-    for model in (Looks(sparse=False), frozen):
+    for model in (WithEmbedding(sparse=False), frozen):
         for sharded in (False, True):
             check_sparse_gradients(AdamW(model.parameters()), model, sharded=sharded)
 
 
-def test_where_gradients_are_sharded_nothing_takes_sparse_ones() -> None:
-    model = Looks()
+def test_sparse_gradients_are_refused_if_gradients_are_sharded() -> None:
+    model = WithEmbedding()
     said = message(model, SGD(model.parameters(), lr=0.1), sharded=True)
     assert said.startswith("`table` (Embedding) gives sparse gradients, but sharded gradients are dense")
 
 
 @pytest.mark.parametrize(("table", "other", "fits"), [(0.0, 0.9, True), (0.9, 0.0, False)])
-def test_the_embeddings_own_group_decides(table: float, other: float, fits: bool) -> None:
-    model = Looks()
+def test_the_options_of_the_embeddings_group_decide(table: float, other: float, fits: bool) -> None:
+    model = WithEmbedding()
     groups = [
         {"params": model.linear.parameters(), "momentum": other},
         {"params": model.table.parameters(), "momentum": table},
@@ -156,11 +156,11 @@ def test_the_embeddings_own_group_decides(table: float, other: float, fits: bool
         assert "keeps its `momentum_buffer` sparse" in message(model, optimizer)
 
 
-def test_sparse_adam_takes_nothing_else() -> None:
+def test_sparse_adam_refuses_dense_gradients() -> None:
     pure = Pure()
     check_sparse_gradients(SparseAdam(pure.parameters()), pure, sharded=False)
 
-    model = Looks()
+    model = WithEmbedding()
     said = message(model, SparseAdam(model.parameters()))
     assert said.startswith("SparseAdam takes sparse gradients only, but the gradient of `linear.weight` is dense")
     model.linear.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The weights that a rank holds are those of theory, to the element; the table in the documentation has them."""
+"""Number of weight elements on each rank: equal to theory, and to the table in the documentation."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,8 @@ PAGE = Path(__file__).parents[2] / "docs/how-to/which-parallelism.md"
 TOKENS, PLACES, NORM = 16 * 16, 8 * 16, 2 * 16
 WHOLE = TOKENS + PLACES + 4 * BLOCK + NORM
 FIRST, LAST = TOKENS + PLACES + 2 * BLOCK, TOKENS + NORM + 2 * BLOCK  # tied embeddings are in both stages
-LAYERS = 4 * (12 * 16**2 // 2 + 7 * 16 // 2 + 6 * 16) + TOKENS // 2 + PLACES + NORM  # norms, some biases, places: whole
+# norms, some biases, positions: whole
+LAYERS = 4 * (12 * 16**2 // 2 + 7 * 16 // 2 + 6 * 16) + TOKENS // 2 + PLACES + NORM
 STAGES = PIPELINE.format("1F1B")
 
 LAYOUTS = {
@@ -26,7 +27,7 @@ LAYOUTS = {
 }
 
 
-def test_the_table_in_the_documentation_is_that_of_theory() -> None:
+def test_the_table_in_the_documentation_equals_theory() -> None:
     rows = re.findall(r"^\| (.+?) \| (\d) \| ([\d, ]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     said = [(name, int(ranks), held) for name, ranks, held in rows]
     assert said == [
@@ -37,6 +38,6 @@ def test_the_table_in_the_documentation_is_that_of_theory() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_rank_holds_as_many_elements_as_theory_says(layout: str) -> None:
+def test_each_rank_holds_the_predicted_number_of_elements(layout: str) -> None:
     strategy, expected = LAYOUTS[layout]
     assert [one.held for one in train(strategy, len(expected), length="3st")] == expected

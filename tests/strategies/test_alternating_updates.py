@@ -1,4 +1,4 @@
-"""Each turn trains its own parameters, under every strategy that takes turns: numbers worked out by hand."""
+"""Alternating updates under every strategy that supports them, with values checked by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpforge.strategies.fsdp import FSDP
 
 
 class Product(nn.Module):
-    """a·b·x, of two elements each."""
+    """Computes a·b·x, with two elements each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def take(training: Training, turn: str, *inputs: Tensor) -> float:
 
 
 def whole(training: Training) -> dict[str, list[float]]:
-    """The weights, of which a rank may hold a part, put together over ranks."""
+    """Returns the full weights, gathered over ranks."""
     found = {}
     for name, part in training.replica.weights.shards().items():
         mine = torch.zeros(part.shape).flatten()
@@ -52,7 +52,7 @@ def whole(training: Training) -> dict[str, list[float]]:
 
 
 def duel(build: Callable[[], Strategy]) -> Callable[[int], Any]:
-    """Both turns of a step; ranks have 1 and 2 for x, in two micro-batches of a half each."""
+    """Returns an action for a step with both updates. Ranks have 1 and 2 for x, in two micro-batches of a half each."""
 
     def action(rank: int) -> Any:
         training = Training(build(), Product, optimizer)
@@ -68,8 +68,8 @@ def duel(build: Callable[[], Strategy]) -> Callable[[int], Any]:
 @pytest.mark.parametrize(
     "build", [DDP, FSDP, lambda: FSDP(replicas=2), lambda: DDP(static_graph=True), lambda: FSDP(no_sync=True)]
 )
-def test_the_second_turn_sees_what_the_first_has_done(build: Callable[[], Strategy]) -> None:
-    """The gradient of a is 1.5·b, that of b then 1.5·a with the new a, clipped to a norm of 2."""
+def test_the_second_update_uses_the_weights_of_the_first(build: Callable[[], Strategy]) -> None:
+    """With the gradient of a, 1.5·b, and that of b, 1.5·a with the new a, clipped to a norm of 2."""
     (norms, weights, clean, state), other = in_ranks(2, duel(build))
     assert norms == pytest.approx([math.hypot(1.5, 3.0), math.hypot(0.75, 3.0)])
     assert weights["a"] == pytest.approx([1 - 1.5, 1 - 3.0])
@@ -80,8 +80,8 @@ def test_the_second_turn_sees_what_the_first_has_done(build: Callable[[], Strate
     assert other[:2] == (norms, weights)
 
 
-def test_ranks_that_share_layers_take_turns() -> None:
-    """Each turn trains one of two layers, of which ranks hold columns and rows."""
+def test_alternating_updates_work_with_tensor_parallelism() -> None:
+    """Each update trains one of two layers. Ranks hold columns of the first and rows of the second."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -101,7 +101,7 @@ def test_ranks_that_share_layers_take_turns() -> None:
     assert in_ranks(2, lambda _: action(FSDP(tensor=2))) == [pytest.approx(expected, rel=1e-5)] * 2
 
 
-def test_state_goes_back_to_the_optimizer_of_its_parameter() -> None:
+def test_state_is_restored_to_the_optimizer_of_its_parameter() -> None:
     def action(rank: int) -> Any:
         one, other = (Training(DDP(), Product, optimizer) for _ in range(2))
         take(one, "a", torch.ones(2))
@@ -116,7 +116,7 @@ def test_state_goes_back_to_the_optimizer_of_its_parameter() -> None:
     assert one["a"] != [1.0, 1.0]
 
 
-def test_a_gradient_that_is_not_finite_leaves_out_one_update() -> None:
+def test_a_nonfinite_gradient_skips_one_update() -> None:
     def action(rank: int) -> Any:
         training = Training(DDP(), Product, optimizer)
         norms = [take(training, "a", torch.full((2,), math.nan if rank else 1.0)), take(training, "b", torch.ones(2))]
@@ -128,7 +128,7 @@ def test_a_gradient_that_is_not_finite_leaves_out_one_update() -> None:
         assert weights["b"] == pytest.approx([0.0, 1.0])
 
 
-def test_a_turn_that_does_not_use_its_parameters_is_told_so() -> None:
+def test_an_update_that_does_not_use_its_parameters_is_refused() -> None:
     class Half(Product):
         def forward(self, x: Tensor) -> Tensor:
             return self.a * x
@@ -149,7 +149,7 @@ def test_a_turn_that_does_not_use_its_parameters_is_told_so() -> None:
 
 @pytest.mark.parametrize("turn", ["a", "b"])
 @pytest.mark.parametrize("build", [DDP, FSDP])
-def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Strategy], turn: str) -> None:
+def test_a_failed_update_restores_the_replica(build: Callable[[], Strategy], turn: str) -> None:
     def action(rank: int) -> Any:
         replica = Training(build(), Product, optimizer).replica
         before = (replica.module, replica.optimizer, replica.gradients, replica.clip_norm)
@@ -163,8 +163,8 @@ def test_a_turn_that_fails_leaves_the_replica_as_it_was(build: Callable[[], Stra
     assert in_ranks(2, action) == [True, True]
 
 
-def test_weights_that_an_evaluation_leaves_gathered_are_frozen_in_a_turn() -> None:
-    """A weight learns that it is frozen when it is gathered, and without resharding it stays as it was."""
+def test_weights_left_gathered_by_an_evaluation_are_frozen_in_an_update() -> None:
+    """FSDP freezes a gathered weight when it is gathered; without resharding it would stay as it was."""
 
     def action(rank: int) -> Any:
         training = Training(

@@ -1,4 +1,4 @@
-"""Several optimizers in one step, Muon for matrices and SGD for the rest: the same under every strategy."""
+"""Several optimizers in one step, Muon for matrices and SGD for other weights: the same under every strategy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ddpforge.strategies.fsdp import FSDP
 
 
 class Layers(nn.Module):
-    """Matrices taller and wider than long, one whose rows ranks do not share evenly."""
+    """Taller and wider matrices, one of them with a number of rows that ranks cannot share equally."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ def optimizer(parameters: Any) -> CompositeOptimizer:
 
 
 def inputs(step: int) -> torch.Tensor:
-    """The same on every rank, so that the mean of gradients is each rank's to the last bit: Muon rounds to bf16."""
+    """Returns inputs equal on every rank, so that the mean of gradients is bit-identical: Muon rounds to bf16."""
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
 
 
 def whole(training: Training) -> dict[str, torch.Tensor]:
-    """The weights, of which a rank may hold a part, put together over ranks."""
+    """Returns the full weights, gathered over ranks."""
     found = {}
     for name, part in training.replica.weights.shards().items():
         mine = torch.zeros(part.shape).flatten()
@@ -76,7 +76,7 @@ def trained(build: Callable[[], Strategy]) -> Callable[[int], Any]:
 
 
 @pytest.mark.parametrize("build", [DDP, FSDP, lambda: FSDP(replicas=2)])
-def test_muon_and_sgd_do_the_same_on_whole_and_on_sharded_matrices(build: Callable[[], Strategy]) -> None:
+def test_muon_and_sgd_have_the_same_results_on_whole_and_sharded_matrices(build: Callable[[], Strategy]) -> None:
     ((norms, expected, kept),) = in_ranks(1, trained(DDP))
     for found, weights, state in in_ranks(2, trained(build)):
         assert found == pytest.approx(norms, rel=1e-6)
@@ -87,8 +87,8 @@ def test_muon_and_sgd_do_the_same_on_whole_and_on_sharded_matrices(build: Callab
     assert {tuple(keys) for keys in kept.values()} == {("momentum_buffer",)}
 
 
-def test_a_matrix_moves_by_an_orthogonal_one() -> None:
-    """Without weight decay and momentum the first update has singular values near one, however small the gradient."""
+def test_muon_updates_a_matrix_by_a_nearly_orthogonal_matrix() -> None:
+    """Without weight decay and momentum the first update has singular values near one, for gradients of any size."""
     weight = nn.Parameter(torch.zeros(4, 4))
     weight.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) * 1e-3
     muon([{"params": [weight]}], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0).step()
@@ -96,14 +96,14 @@ def test_a_matrix_moves_by_an_orthogonal_one() -> None:
     assert 0.5 < values.min() <= values.max() < 1.5
 
 
-def test_what_is_no_matrix_is_named() -> None:
+def test_muon_refuses_parameters_that_are_not_matrices() -> None:
     layer = nn.Linear(2, 2)
     groups = [{"params": list(layer.parameters()), "names": ["weight", "bias"]}]
     with pytest.raises(ValueError, match=r"`bias` has the shape \[2\]; select the matrices with"):
         muon(groups, lr=0.1)
 
 
-def test_momentum_goes_on_where_it_stood_under_another_strategy() -> None:
+def test_momentum_continues_under_another_strategy() -> None:
     def action(rank: int) -> Any:
         one, other = (Training(build(), Layers, optimizer) for build in (DDP, FSDP))
         one.step(inputs(0))
@@ -116,7 +116,7 @@ def test_momentum_goes_on_where_it_stood_under_another_strategy() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-# ------------------------------------------------------------------------------------- state, resumed and taken back
+# ------------------------------------------------------------------------------------- resume and rollback
 KINDS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "adamw": lambda weights: adamw([{"params": weights}], lr=0.1),
     "sgd": lambda weights: sgd([{"params": weights}], lr=0.1, momentum=0.9),
@@ -137,7 +137,7 @@ def pairs(kinds: Sequence[str]) -> list[tuple[str, str, tuple[str, str]]]:
 
 
 def resumes(build: Callable[[], Strategy], one: str, other: str, names: tuple[str, str], *, turns: bool) -> bool:
-    """Three steps, and after two of them a second run that goes on from there, and a return to there."""
+    """Returns True if a resumed run and a rollback after two of three steps have the weights of the straight run."""
 
     def both(weights: Any) -> CompositeOptimizer:
         trained = list(weights)
@@ -157,7 +157,7 @@ def resumes(build: Callable[[], Strategy], one: str, other: str, names: tuple[st
         step(straight, number)
     kept = collected(straight)
     step(again, 7)
-    again.replica.load_state(saved(kept))  # a fresh process, and one that goes back, have other state before
+    again.replica.load_state(saved(kept))  # has different state before, as in a fresh process or before a rollback
     step(straight, 2)
     step(again, 2)
     expected = straight.weights()
@@ -167,7 +167,7 @@ def resumes(build: Callable[[], Strategy], one: str, other: str, names: tuple[st
 
 
 def collected(training: Training) -> Any:
-    """A copy of the state, whole, also where this rank holds a part."""
+    """Returns a copy of the full state, gathered over ranks."""
     state = training.state()
 
     def full(value: Any) -> Any:
@@ -191,11 +191,11 @@ def copied(state: Any) -> Any:
     [
         pytest.param(DDP, 1, tuple(KINDS), False, id="ddp, groups"),
         pytest.param(FSDP, 2, SHARDED, False, id="fsdp, groups"),
-        pytest.param(DDP, 1, ("adamw", "sgd", "with counters of its own"), True, id="ddp, turns"),
-        pytest.param(FSDP, 2, SHARDED, True, id="fsdp, turns", marks=pytest.mark.full),
+        pytest.param(DDP, 1, ("adamw", "sgd", "with counters of its own"), True, id="ddp, updates"),
+        pytest.param(FSDP, 2, SHARDED, True, id="fsdp, updates", marks=pytest.mark.full),
     ],
 )
-def test_every_pair_of_optimizers_resumes_and_goes_back(
+def test_every_pair_of_optimizers_resumes_and_rolls_back(
     build: Callable[[], Strategy], ranks: int, kinds: Sequence[str], turns: bool
 ) -> None:
     tried = [pair for pair in pairs(kinds) if pair[:2] != ("muon", "muon")]  # there are no matrices for both
@@ -224,7 +224,7 @@ groups.last = {{ use = "sgd", lr = 0.1, momentum = 0.9, parameters = ["*bias"] }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_with_another_optimizer_for_a_group_resumes(tmp_path: Path, strategy: str) -> None:
+def test_a_run_with_a_separate_optimizer_for_a_group_resumes(tmp_path: Path, strategy: str) -> None:
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     recipe = partial(RECIPE.format, points="Points", train="", strategy=strategy)
@@ -234,7 +234,7 @@ def test_a_run_with_another_optimizer_for_a_group_resumes(tmp_path: Path, strate
     assert first + rest == straight
 
 
-def test_a_run_with_another_optimizer_for_a_group_rolls_back(tmp_path: Path) -> None:
+def test_a_run_with_a_separate_optimizer_for_a_group_rolls_back(tmp_path: Path) -> None:
     recipe = RECIPE.format(points="SpoiltPoints", train=', on_nonfinite = "rollback"', strategy="ddp", length=9)
     (found, *_) = runs(tmp_path, recipe, 2)
     finite = [math.isfinite(loss) for loss in found.column()]

@@ -1,4 +1,4 @@
-"""When memory is full, people are told what to change in their recipe, what costs least first."""
+"""Errors for full memory list recipe changes that save memory, cheapest first."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def hints(*arguments: Any, **train: Any) -> tuple[str, ...]:
     return found.hints
 
 
-def test_the_error_keeps_what_torch_says_and_ends_with_code_1() -> None:
+def test_the_error_keeps_the_message_of_torch_and_exits_with_code_1() -> None:
     found = explain_oom(FULL, recipe(), 2)
     assert isinstance(found, OutOfMemory)
     assert found.message.startswith("memory is full: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has")
@@ -52,13 +52,15 @@ def test_the_error_keeps_what_torch_says_and_ends_with_code_1() -> None:
         ({"micro_batch": 1}, None),
     ],
 )
-def test_first_of_all_a_smaller_micro_batch_that_divides_the_batch(train: dict[str, Any], smaller: int | None) -> None:
+def test_the_first_hint_is_a_smaller_micro_batch_that_divides_the_batch(
+    train: dict[str, Any], smaller: int | None
+) -> None:
     first = hints(**train)[0]
     assert ("train.micro_batch" in first) == (smaller is not None)
     assert smaller is None or f"train.micro_batch = {smaller}:" in first
 
 
-def test_what_is_set_already_is_not_advised() -> None:
+def test_hints_skip_settings_that_are_set() -> None:
     some = hints("ddp", eval_batch=8)
     assert [
         word for word in ("eval_batch = 4", "checkpointing = true", '"fsdp"', '"bf16"') if word not in str(some)
@@ -85,5 +87,5 @@ def test_what_is_set_already_is_not_advised() -> None:
         (ValueError("out of memory"), False),
     ],
 )
-def test_other_errors_stay_what_they_are(error: Exception, full: bool) -> None:
+def test_other_errors_are_returned_unchanged(error: Exception, full: bool) -> None:
     assert (explain_oom(error, recipe(), 1) is not error) == full

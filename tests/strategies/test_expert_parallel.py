@@ -1,4 +1,4 @@
-"""Experts spread over ranks: who holds what, what is sent, and what is refused."""
+"""Expert parallelism: experts per rank, results, and refusals."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from ddpforge.strategies.single import Single
 
 
 class Layer(nn.Module):
-    """Four experts of two channels, and another weight."""
+    """Four experts with two channels, and a weight `scale`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def build() -> Layer:
 
 
 def stepped(training: Training, slots: Tensor) -> float:
-    """The norm of a step of one pass."""
+    """Runs a step of one pass; returns its gradient norm."""
 
     def compute(module: nn.Module, one: Pass) -> Any:
         one.seed()
@@ -47,7 +47,7 @@ def stepped(training: Training, slots: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(2, 2), (4, 2)])
-def test_each_rank_holds_its_share_and_steps_are_those_of_one_process(ranks: int, experts: int) -> None:
+def test_each_rank_holds_its_experts_and_steps_equal_those_of_one_process(ranks: int, experts: int) -> None:
     """Ranks have different numbers of slots; the gradient is the mean over ranks."""
     everyone = [torch.randn(4, 2 + rank, 2, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
 
@@ -76,7 +76,7 @@ def test_each_rank_holds_its_share_and_steps_are_those_of_one_process(ranks: int
         torch.testing.assert_close(torch.tensor(values), up[start : start + 64 // ranks])
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------- refusals
 def moe(experts: int = 4) -> MoEGPT:
     return MoEGPT(vocab_size=16, block_size=8, layers=1, heads=1, width=4, experts=experts)
 
@@ -106,7 +106,7 @@ def test_models_without_experts_or_with_too_few_are_refused_before_ranks_join() 
         (FSDP(experts=2), {"compile": "default"}, "train.compile", "within a layer, which cannot be compiled"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(strategy: FSDP, options: Any, key: str, says: str) -> None:
+def test_incompatible_settings_are_refused(strategy: FSDP, options: Any, key: str, says: str) -> None:
     (refusal,) = strategy.unsupported(train(**options), 4, "cpu")
     assert refusal.key == key
     assert says in refusal.message

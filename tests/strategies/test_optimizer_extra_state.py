@@ -1,4 +1,4 @@
-"""An optimizer's own counters are saved and restored; what else it changes is refused by name."""
+"""Extra state of an optimizer: counters are saved and restored, other changes are refused."""
 
 import math
 import threading
@@ -25,7 +25,7 @@ def stepped(kind: type[Optimizer], steps: int) -> tuple[Optimizer, OptimizerExtr
     return optimizer, own
 
 
-def test_counters_of_every_kind_come_back() -> None:
+def test_counters_of_every_kind_are_restored() -> None:
     _, own = stepped(Counting, 3)
     saved = own.capture()
     assert {name: pytest.approx(float(value or 0)) for name, value in saved.items()} == {
@@ -42,45 +42,45 @@ def test_counters_of_every_kind_come_back() -> None:
     assert (fresh.count, fresh.state["global"], fresh.seen) == (3, {"k": 6}, {"steps": 3})  # type: ignore[attr-defined, comparison-overlap]
 
 
-def test_a_checkpoint_without_counters_gives_those_of_a_new_optimizer() -> None:
+def test_a_checkpoint_without_counters_resets_them() -> None:
     optimizer, own = stepped(Counting, 3)
     own.restore({})
     assert (optimizer.count, optimizer.param_groups[0]["d"], float(optimizer.factor)) == (0, 1.0, 1.0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, torch.optim.NAdam])
-def test_torchs_optimizers_keep_nothing_of_their_own(kind: type[Optimizer]) -> None:
+def test_torch_optimizers_have_no_extra_state(kind: type[Optimizer]) -> None:
     _, own = stepped(kind, 3)
     assert own.capture() == {}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Remembering, "attributes.rates.length"), (Noisy, "attributes.generator")])
-def test_what_no_checkpoint_can_hold_is_refused_by_name(kind: type[Optimizer], name: str) -> None:
+def test_extra_state_that_is_not_a_number_is_refused(kind: type[Optimizer], name: str) -> None:
     _, own = stepped(kind, 2)
     with pytest.raises(CheckpointError, match=f"{kind.__name__} changes its `{name}`"):
         own.capture()
 
 
-def test_hyper_parameters_that_the_recipe_decides_are_not_state() -> None:
+def test_hyperparameters_of_the_recipe_are_not_extra_state() -> None:
     optimizer, own = stepped(Common, 0)
     optimizer.param_groups[0]["lr"] = 5.0
     assert own.capture() == {}
 
 
-def test_a_number_that_there_is_no_place_for_is_refused() -> None:
+def test_a_number_without_a_place_in_the_optimizer_is_refused() -> None:
     _, own = stepped(Common, 0)
     with pytest.raises(CheckpointError, match="has no place"):
         own.restore({"optimizer.groups.3.d": 1.0})
 
 
-# ---------------------------------------------------------------------------------------------- what counts as changed
+# ---------------------------------------------------------------------------------------------- changes
 class Box:
     def __init__(self) -> None:
         self.n = 0
 
 
 class Keeping(Optimizer):
-    """Does nothing but keep values, which tests change."""
+    """Optimizer that only stores values, which tests change."""
 
     def __init__(self) -> None:
         super().__init__([torch.nn.Parameter(torch.ones(3))], {"lr": 0.1})
@@ -110,7 +110,7 @@ def changed(change: Callable[[Keeping], object]) -> tuple[Keeping, OptimizerExtr
     ("change", "name", "value"),
     [
         (lambda o: setattr(o, "number", 2.0), "attributes.number", 2.0),
-        (lambda o: setattr(o, "number", 1), "attributes.number", 1),  # of another type
+        (lambda o: setattr(o, "number", 1), "attributes.number", 1),  # of a different type
         (lambda o: setattr(o, "number", True), "attributes.number", True),
         (lambda o: setattr(o, "number", math.nan), "attributes.number", math.nan),
         (lambda o: setattr(o, "number", None), "attributes.number", None),
@@ -129,9 +129,7 @@ def changed(change: Callable[[Keeping], object]) -> tuple[Keeping, OptimizerExtr
         (lambda o: setattr(o, "new", 10.0), "attributes.new", 10.0),
     ],
 )
-def test_one_number_that_changes_is_all_that_is_saved_of_it(
-    change: Callable[[Keeping], object], name: str, value: Any
-) -> None:
+def test_only_the_changed_number_is_saved(change: Callable[[Keeping], object], name: str, value: Any) -> None:
     _, _, found = changed(change)
     assert list(found) == [f"optimizer.{name}"]
     (one,) = found.values()
@@ -157,12 +155,12 @@ def test_one_number_that_changes_is_all_that_is_saved_of_it(
         lambda o: setattr(o, "lock", threading.Lock()),
     ],
 )
-def test_what_does_not_change_or_is_saved_elsewhere_is_left_out(change: Callable[[Keeping], object]) -> None:
+def test_unchanged_state_and_state_saved_elsewhere_are_skipped(change: Callable[[Keeping], object]) -> None:
     assert changed(change)[2] == {}
 
 
 @pytest.mark.parametrize("number", [math.nan, torch.tensor(math.nan)])
-def test_what_is_not_a_number_and_stays_so_has_not_changed(number: Any) -> None:
+def test_nan_that_stays_nan_is_unchanged(number: Any) -> None:
     optimizer = Keeping()
     optimizer.number = number
     own = OptimizerExtraState(optimizer)
@@ -177,7 +175,7 @@ def test_what_is_not_a_number_and_stays_so_has_not_changed(number: Any) -> None:
     ("change", "name"),
     [
         (lambda o: o.vector.add_(1), "attributes.vector"),
-        (lambda o: setattr(o, "vector", torch.ones(2)), "attributes.vector"),  # another, though equal
+        (lambda o: setattr(o, "vector", torch.ones(2)), "attributes.vector"),  # a new tensor, though equal
         (lambda o: setattr(o, "vector", 3.0), None),  # a number
         (lambda o: setattr(o, "number", torch.ones(2)), "attributes.number"),
         (lambda o: o.complex.add_(1), "attributes.complex"),
@@ -187,7 +185,7 @@ def test_what_is_not_a_number_and_stays_so_has_not_changed(number: Any) -> None:
         (lambda o: o.items[1].pop("inner"), "attributes.items.1.inner"),
     ],
 )
-def test_a_change_that_is_no_number_is_refused_by_name(change: Callable[[Keeping], object], name: str | None) -> None:
+def test_a_change_that_is_not_a_number_is_refused(change: Callable[[Keeping], object], name: str | None) -> None:
     if name is None:
         assert changed(change)[2] == {"optimizer.attributes.vector": 3.0}
         return
@@ -202,20 +200,20 @@ def all_numbers(o: Keeping) -> None:
     o.param_groups[0]["d"], o.state["global"], o.new = 9.0, 10.0, 11.0  # type: ignore[index, attr-defined]
 
 
-def test_every_number_comes_back_in_its_place_also_those_that_a_new_optimizer_does_not_have() -> None:
+def test_every_number_is_restored_even_if_a_new_optimizer_lacks_it() -> None:
     _, _, found = changed(all_numbers)
     fresh = Keeping()
     tensor = fresh.tensor
     own = OptimizerExtraState(fresh)
-    own.restore(found | {"powersgd.step": 3})  # whose that is, is not the optimizer's concern
+    own.restore(found | {"powersgd.step": 3})  # not state of the optimizer: ignored
     assert own.capture() == found
     assert (fresh.number, fresh.none, fresh.numpy, fresh.box.n) == (2.0, 3, 4.0, 5)
-    assert fresh.tensor is tensor  # somebody else may hold it too
+    assert fresh.tensor is tensor  # other objects may refer to it
     assert (float(tensor), fresh.items[0], fresh.items[1]["inner"]) == (6.0, 7.0, 8.0)
     assert (fresh.param_groups[0]["d"], fresh.state["global"], fresh.new) == (9.0, 10.0, 11.0)  # type: ignore[index, attr-defined]
 
 
-def test_what_is_not_saved_becomes_what_it_was_and_what_was_not_there_goes() -> None:
+def test_restore_resets_unsaved_numbers_and_removes_new_ones() -> None:
     optimizer, own, found = changed(all_numbers)
     own.restore({"optimizer.attributes.none": 3})
     assert own.capture() == {"optimizer.attributes.none": 3}
@@ -228,14 +226,14 @@ def test_what_is_not_saved_becomes_what_it_was_and_what_was_not_there_goes() -> 
     assert own.capture() == {}
 
 
-def test_a_number_under_a_key_that_is_no_name_comes_back_under_that_key() -> None:
+def test_a_number_under_a_key_that_is_not_a_string_is_restored() -> None:
     _, _, found = changed(lambda o: o.items[1].update({("a", 1): 7.0}))
     fresh = Keeping()
     OptimizerExtraState(fresh).restore(found)
     assert fresh.items[1] == {"lr": 2.0, "inner": 3.0, ("a", 1): 7.0}
 
 
-def test_a_list_that_has_grown_is_not_shortened_in_silence() -> None:
+def test_restore_refuses_a_list_that_has_grown() -> None:
     optimizer = Keeping()
     own = OptimizerExtraState(optimizer)
     optimizer.items.append(1.0)
@@ -244,5 +242,5 @@ def test_a_list_that_has_grown_is_not_shortened_in_silence() -> None:
 
 
 @pytest.mark.parametrize("name", ["grad_scaler", "found_inferior", "defaults_used"])
-def test_attributes_whose_names_begin_as_torchs_are_state(name: str) -> None:
+def test_attributes_with_names_similar_to_those_of_torch_are_saved(name: str) -> None:
     assert changed(lambda o: setattr(o, name, 3.0))[2] == {f"optimizer.attributes.{name}": 3.0}

@@ -1,4 +1,4 @@
-"""What a task declares beside its model, and what becomes of it: in one process, in numbers."""
+"""Auxiliary modules of a task: declaration, following the model, checkpoints. One process."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from ddpforge.training.auxiliary import PlacedAuxiliary, declared, modules_with_
 
 
 class Declares(Task):
-    """Declares `modules`, or what that makes of the model."""
+    """Task that declares `modules(model)` as its auxiliary modules."""
 
     def __init__(self, modules: Callable[[nn.Module], Mapping[str, Any]]) -> None:
         self.modules = modules
@@ -33,7 +33,7 @@ class Declares(Task):
 
 
 def net() -> nn.Sequential:
-    """Two weights of 1 and 2, and BatchNorm over one feature."""
+    """Returns a linear layer with weight 1 and bias 2, followed by BatchNorm over one feature."""
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     with torch.no_grad():
         model[0].weight.fill_(1.0)
@@ -60,13 +60,13 @@ def numbers(module: nn.Module) -> list[float]:
 
 
 def saved(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state as a checkpoint gives it back."""
+    """Returns a state as a checkpoint would load it."""
     tensors = {name: x.tensor if isinstance(x, TensorShard) else x for name, x in state.items()}
     return {name: Saved(x.clone()) if isinstance(x, Tensor) else x for name, x in tensors.items()}
 
 
-# ---------------------------------------------------------------------------------------------- declared
-def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> None:
+# ---------------------------------------------------------------------------------------------- declaration
+def test_auxiliary_modules_are_frozen_and_in_evaluation_mode_unless_training_is_set() -> None:
     modules = {"one": AuxiliaryModule(module=net()), "two": AuxiliaryModule(module=net(), training=True)}
     found = declared(Declares(lambda _: modules), net())
     assert [(name, one.module.training) for name, one in found.items()] == [("one", False), ("two", True)]
@@ -117,7 +117,7 @@ def test_a_module_is_frozen_and_in_evaluation_mode_unless_it_is_to_train() -> No
         (lambda model: {"it": AuxiliaryModule(module=net().double(), follows="")}, UsageError, "is torch.float64"),
     ],
 )
-def test_a_declaration_that_cannot_work_is_refused(
+def test_invalid_declarations_are_refused(
     modules: Callable[[nn.Module], Mapping[str, Any]], error: type[Exception], complaint: str
 ) -> None:
     with pytest.raises(error, match=complaint):
@@ -125,7 +125,7 @@ def test_a_declaration_that_cannot_work_is_refused(
 
 
 # ---------------------------------------------------------------------------------------------- following
-def test_a_module_that_follows_begins_as_a_copy_and_moves_by_its_momentum() -> None:
+def test_a_following_module_starts_as_a_copy_and_moves_with_its_momentum() -> None:
     model, other = net(), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     beside = placed(model, AuxiliaryModule(module=other, follows="", momentum=lambda step: (0.75, 0.0)[step]))
     assert numbers(other) == [1.0, 2.0, 1.0, 0.0]
@@ -134,12 +134,12 @@ def test_a_module_that_follows_begins_as_a_copy_and_moves_by_its_momentum() -> N
         model[1].running_mean.fill_(3.0)
     beside.on_step(step(1))
     assert numbers(other)[0] == 2.0  # 0.75 * 1 + 0.25 * 5
-    assert other[1].running_mean.item() == 3.0  # which forward passes of the model have changed
+    assert other[1].running_mean.item() == 3.0  # changed by forward passes of the model
     beside.on_step(step(2))
     assert numbers(other)[0] == 5.0
 
 
-def test_it_may_follow_a_part_of_the_model_and_stays_a_copy_of_the_beginning_without_momentum() -> None:
+def test_a_module_without_momentum_stays_a_copy_of_the_initial_submodule() -> None:
     model = net()
     beside = placed(model, AuxiliaryModule(module=(other := nn.Linear(1, 1)), follows="0"))
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_it_may_follow_a_part_of_the_model_and_stays_a_copy_of_the_beginning_wit
     assert numbers(other) == [1.0, 2.0]
 
 
-def test_a_module_without_parameters_may_follow() -> None:
+def test_a_module_without_parameters_can_follow() -> None:
     model = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1))
     beside = placed(
         model, AuxiliaryModule(module=(other := nn.BatchNorm1d(1, affine=False)), follows="0", momentum=0.9)
@@ -158,7 +158,7 @@ def test_a_module_without_parameters_may_follow() -> None:
     assert [buffer.item() for name, buffer in other.named_buffers() if name == "running_mean"] == [3.0]
 
 
-def test_a_module_in_training_mode_keeps_its_own_statistics_and_is_evaluated_like_the_model() -> None:
+def test_a_training_module_keeps_its_own_statistics_and_switches_mode_for_evaluation() -> None:
     model = net()
     beside = placed(model, AuxiliaryModule(module=(other := net()), follows="", momentum=0.5, training=True))
     other[1].running_mean.fill_(7.0)
@@ -173,7 +173,7 @@ def test_a_module_in_training_mode_keeps_its_own_statistics_and_is_evaluated_lik
     }
 
 
-def test_a_strategy_that_lays_them_out_differently_cannot_let_it_follow() -> None:
+def test_following_is_refused_if_the_strategy_shards_the_modules_differently() -> None:
     class Halves(Weights):
         def shards(self) -> Mapping[str, TensorShard]:
             return {}
@@ -200,8 +200,8 @@ def test_a_strategy_that_lays_them_out_differently_cannot_let_it_follow() -> Non
         place(found, strategy, replica, replica.world, begins=True)
 
 
-# ---------------------------------------------------------------------------------------------- to disk and back
-def test_what_is_saved_is_what_a_resumed_run_goes_on_with() -> None:
+# ---------------------------------------------------------------------------------------------- checkpoints
+def test_a_resumed_module_continues_with_its_saved_weights() -> None:
     model = net()
     first = placed(model, AuxiliaryModule(module=net(), follows="", momentum=0.5))
     with torch.no_grad():
@@ -224,7 +224,7 @@ def weights(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-def test_weights_of_a_file_are_read_at_every_start_and_not_saved(weights: Callable[..., str]) -> None:
+def test_weights_from_a_file_are_read_at_every_start_and_not_saved(weights: Callable[..., str]) -> None:
     teacher = placed(net(), AuxiliaryModule(module=(one := net()), weights=weights(3.0)))
     assert numbers(one) == [3.0] * 4
     state = saved(teacher.state())
@@ -234,14 +234,14 @@ def test_weights_of_a_file_are_read_at_every_start_and_not_saved(weights: Callab
         placed(net(), AuxiliaryModule(module=net(), weights=weights(3.001)), begins=False).load_state(state)
 
 
-def test_weights_of_a_file_that_are_saved_are_read_once(weights: Callable[..., str]) -> None:
+def test_saved_weights_from_a_file_are_read_once(weights: Callable[..., str]) -> None:
     teacher = placed(net(), AuxiliaryModule(module=net(), weights=weights(3.0), saved=True))
     again = placed(net(), AuxiliaryModule(module=(other := net()), weights="gone", saved=True), begins=False)
     again.load_state(saved(teacher.state()))
     assert numbers(other) == [3.0] * 4
 
 
-def test_a_teacher_lacks_nothing(weights: Callable[..., str]) -> None:
+def test_weights_from_a_file_must_match_the_module(weights: Callable[..., str]) -> None:
     file = weights(3.0)
     with pytest.raises(UsageError, match=r"weights of other = .*: it lacks 2.bias, 2.weight"):
         placed(net(), AuxiliaryModule(module=nn.Sequential(*net(), nn.Linear(1, 1)), weights=file))
@@ -249,8 +249,8 @@ def test_a_teacher_lacks_nothing(weights: Callable[..., str]) -> None:
         placed(net(), AuxiliaryModule(module=nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), weights=file))
 
 
-def test_statistics_that_training_changes_are_kept_though_the_weights_come_from_elsewhere(tmp_path: Path) -> None:
-    """Read again from `weights` they would be those of the beginning."""
+def test_statistics_updated_in_training_are_saved_even_if_weights_come_from_a_file(tmp_path: Path) -> None:
+    """Reading `weights` again would reset the statistics."""
     save_file(net().state_dict(), tmp_path / "net.safetensors")
     given: dict[str, Any] = {"weights": str(tmp_path / "net.safetensors"), "training": True}
     beside = placed(net(), AuxiliaryModule(module=(module := net()), **given))
@@ -261,6 +261,6 @@ def test_statistics_that_training_changes_are_kept_though_the_weights_come_from_
     again.load_state(saved(beside.state()))
     assert other[1].running_mean.item() == mean
 
-    assert not AuxiliaryModule(module=nn.Linear(1, 1), **given).is_saved  # nothing in it changes
+    assert not AuxiliaryModule(module=nn.Linear(1, 1), **given).is_saved  # no buffer or parameter of it changes
     with pytest.raises(PluginError, match="updates statistics in training mode, and a resumed run would lose them"):
         declared(Declares(lambda _: {"it": AuxiliaryModule(module=net(), saved=False, **given)}), net())

@@ -1,4 +1,4 @@
-"""What a plan cuts, element by element, and which plans are refused before anything is cut."""
+"""Splits of a tensor-parallel plan, element by element, and plans that are refused before any split."""
 
 from typing import Any, ClassVar
 
@@ -28,10 +28,10 @@ def gpt(**sizes: Any) -> GPT:
         return GPT(**{"vocab_size": 31, "block_size": 16, "layers": 2, "heads": 4, "width": 32} | sizes)
 
 
-# ---------------------------------------------------------------------------------------------- the cuts
+# ---------------------------------------------------------------------------------------------- splits
 @st.composite
 def cuts(draw: Any) -> list[SplitSpec]:
-    """A random tensor's cuts, one for each rank."""
+    """Draws the splits of a random tensor, one for each rank."""
     ranks, parts, ndim = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     dim = draw(st.integers(0, min(1, ndim - 1)))
     parts = parts if dim == 0 else 1
@@ -41,7 +41,7 @@ def cuts(draw: Any) -> list[SplitSpec]:
 
 
 @given(cuts(), st.integers(1, 4))
-def test_shards_of_shares_are_each_element_once_and_in_the_places_that_the_region_says(
+def test_shards_of_splits_cover_each_element_once_at_the_place_of_their_region(
     ranks: list[SplitSpec], shards: int
 ) -> None:
     shape = ranks[0].shape
@@ -62,7 +62,7 @@ def test_shards_of_shares_are_each_element_once_and_in_the_places_that_the_regio
     assert find_gap(shape, regions) is None
 
 
-def test_the_plan_of_gpt_cuts_queries_keys_and_values_by_heads() -> None:
+def test_the_plan_of_gpt_splits_queries_keys_and_values_by_heads() -> None:
     cut = plan_of(gpt()).cuts["blocks.0.attention.qkv.weight"]
     assert [cut.of(rank).spans() for rank in range(2)] == [
         [(0, 16), (32, 48), (64, 80)],
@@ -70,7 +70,7 @@ def test_the_plan_of_gpt_cuts_queries_keys_and_values_by_heads() -> None:
     ]
 
 
-def test_what_the_plan_of_gpt_cuts() -> None:
+def test_the_plan_of_gpt_splits_these_weights() -> None:
     cuts = {name: (cut.dim, cut.parts) for name, cut in plan_of(gpt()).cuts.items() if "blocks.1" not in name}
     assert cuts == {
         "tokens.weight": (0, 1),
@@ -83,7 +83,7 @@ def test_what_the_plan_of_gpt_cuts() -> None:
     }
 
 
-def test_words_of_transformers_mean_the_same() -> None:
+def test_styles_of_transformers_plans_are_supported() -> None:
     class Theirs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,7 +112,7 @@ def test_words_of_transformers_mean_the_same() -> None:
     assert plan_of(Theirs()) == plan_of(Theirs(), ours)
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------- refusals
 class Blocks(nn.Module):
     tensor_plan: ClassVar[dict[str, str]] = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -213,12 +213,13 @@ WRONG: list[tuple[Any, dict[str, str] | None, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("build", "plan", "options", "said"), WRONG, ids=[wrong[-1][:60] for wrong in WRONG])
-def test_a_plan_that_cannot_work_is_refused_by_name(build: Any, plan: Any, options: Any, said: str) -> None:
-    kind = StrategyError if said.startswith("Blocks.tensor_plan") else UsageError  # the model's own is no recipe's
+def test_invalid_plans_are_refused(build: Any, plan: Any, options: Any, said: str) -> None:
+    # the plan of a model is not part of the recipe
+    kind = StrategyError if said.startswith("Blocks.tensor_plan") else UsageError
     assert refused(kind, lambda: plan_of(build(), plan, **options)).startswith(said)
 
 
 @pytest.mark.parametrize("word", ["grouped_gemm", "moe_tp_experts", "rowwise_split_input"])
-def test_words_of_transformers_that_mean_something_else_are_refused(word: str) -> None:
+def test_unsupported_styles_of_transformers_plans_are_refused(word: str) -> None:
     said = refused(UsageError, lambda: plan_of(Blocks(), {"blocks.*.up": word}))
     assert f'has the style "{word}", which tensor parallelism does not have' in said

@@ -1,4 +1,4 @@
-"""Whether less or more of a metric is better is told from its name, or not at all."""
+"""Direction of a metric (lower or higher is better), derived from its name if possible."""
 
 import pytest
 
@@ -26,5 +26,5 @@ def test_more_is_better_for_accuracies_and_scores(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reward", "maes", "mapping", "accent", "lossless", "bits2", ""])
-def test_other_names_do_not_tell(name: str) -> None:
+def test_other_names_have_no_direction(name: str) -> None:
     assert lower_is_better(f"eval/{name}") is None

@@ -1,4 +1,4 @@
-"""Which ranks share what, of every rank, worked out by hand."""
+"""Process groups and meshes of every rank for parallel dimensions, checked by hand."""
 
 import pytest
 from support.forked import in_ranks, train
@@ -9,7 +9,7 @@ from ddpforge.strategies.fsdp.mesh import ParallelDims
 
 
 def placed(grid: ParallelDims, ranks: int) -> list[dict[str, list[int]]]:
-    """The ranks of each group of each rank."""
+    """Returns the ranks of each group, for each rank."""
 
     def rank(number: int) -> dict[str, list[int]]:
         places = grid.places(join(train(), FSDP()))
@@ -19,34 +19,34 @@ def placed(grid: ParallelDims, ranks: int) -> list[dict[str, list[int]]]:
     return in_ranks(ranks, rank)
 
 
-def test_neighbours_share_layers_and_the_ranks_between_see_other_data() -> None:
+def test_tensor_groups_are_neighbours_and_data_groups_are_strided() -> None:
     found = placed(ParallelDims(tensor=2), 4)
     assert [each["tensor"] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [each["data"] for each in found] == [each["mesh"] for each in found] == [[0, 2], [1, 3]] * 2
     assert [each["context"] for each in found] == [[0], [1], [2], [3]]
 
 
-def test_replicas_are_the_outermost() -> None:
+def test_replicas_are_the_outermost_dimension() -> None:
     found = placed(ParallelDims(replicas=2, tensor=2), 4)
     assert [each["mesh"] for each in found] == [[[0], [2]], [[1], [3]]] * 2
     assert [each["data"] for each in found] == [[0, 2], [1, 3]] * 2
 
 
-def test_weights_are_sharded_over_parts_of_a_sequence_too() -> None:
+def test_weights_are_sharded_over_context_ranks() -> None:
     found = placed(ParallelDims(context=2), 4)
     assert [each["context"] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [each["data"] for each in found] == [[0, 2], [1, 3]] * 2
     assert [each["mesh"] for each in found] == [[0, 1, 2, 3]] * 4
 
 
-def test_context_lies_between_data_and_tensor() -> None:
+def test_context_is_between_data_and_tensor() -> None:
     found = placed(ParallelDims(context=2, tensor=2), 4)
     assert [each["tensor"] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [each["context"] for each in found] == [each["mesh"] for each in found] == [[0, 2], [1, 3]] * 2
     assert [each["data"] for each in found] == [[0], [1], [2], [3]]
 
 
-def test_without_a_grid_all_ranks_are_one_mesh_and_see_different_data() -> None:
+def test_without_dimensions_all_ranks_are_one_mesh_with_different_data() -> None:
     assert placed(ParallelDims(), 2) == [
         {"data": [0, 1], "context": [number], "tensor": [number], "mesh": [0, 1]} for number in range(2)
     ]
@@ -72,7 +72,9 @@ def test_without_a_grid_all_ranks_are_one_mesh_and_see_different_data() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_divide_is_named_with_what_would(grid: ParallelDims, ranks: int, key: str, said: str) -> None:
+def test_sizes_that_do_not_divide_are_refused_with_valid_sizes(
+    grid: ParallelDims, ranks: int, key: str, said: str
+) -> None:
     (refusal,) = grid.refusals(ranks)
     assert (refusal.key, " | ".join([refusal.message, *refusal.hints])) == (key, f"{key} {said}")
 
@@ -80,12 +82,12 @@ def test_what_does_not_divide_is_named_with_what_would(grid: ParallelDims, ranks
 @pytest.mark.parametrize(
     ("grid", "data"), [(ParallelDims(), 8), (ParallelDims(replicas=2), 8), (ParallelDims(context=2, tensor=2), 2)]
 )
-def test_ranks_that_see_the_same_samples_count_once(grid: ParallelDims, data: int) -> None:
+def test_ranks_with_the_same_samples_count_once(grid: ParallelDims, data: int) -> None:
     assert grid.data_ranks(8) == data
     assert not list(grid.refusals(8))
 
 
-def test_with_fewer_ranks_sizes_that_no_longer_divide_what_is_left_are_dropped() -> None:
+def test_sizes_that_do_not_divide_fewer_ranks_are_dropped() -> None:
     assert ParallelDims(tensor=2, replicas=2).fitting(2) == ParallelDims(tensor=2)
     assert ParallelDims(tensor=2, replicas=2).fitting(4) == ParallelDims(tensor=2, replicas=2)
     assert ParallelDims(tensor=2, context=3, replicas=2).fitting(4) == ParallelDims(tensor=2, replicas=2)

@@ -1,4 +1,4 @@
-"""Several updates a step: which there are, what each is computed from, and what is reported of them."""
+"""Alternating updates in a step: declaration, batches, metrics, parameters and optimizers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Duel(Task):
         return torch.tensor(2.0 if turn == "d" else 3.0), turn
 
 
-class Noted:
-    """A stepper, and the replica around it, that note what they are asked for; norms are given."""
+class Recorder:
+    """Stepper and replica in one, which record their calls; `norms` are the gradient norms."""
 
     def __init__(self, norms: Iterable[float] = (3.0, 4.0, 12.0)) -> None:
         self.seen: list[tuple[str, int, list[float]]] = []
@@ -60,36 +60,36 @@ class Noted:
 
 
 def batches(number: int) -> Iterator[tuple[MicroBatch, Iterator[MicroBatch]]]:
-    """Global batches 1, 2, … of two micro-batches each: n, and n and a half."""
+    """Yields global batches 1, 2, … of two micro-batches each: n and n + 0.5."""
     for n in range(1, number + 1):
         two = [MicroBatch(n + half, 1, 2, bool(half), 0, 0) for half in (0.0, 0.5)]
         yield two[0], iter(two)
 
 
-def run(turns: dict[str, UpdateComponent], norms: Iterable[float] = (3.0, 4.0, 12.0)) -> tuple[Noted, Any]:
-    noted = Noted(norms)
+def run(turns: dict[str, UpdateComponent], norms: Iterable[float] = (3.0, 4.0, 12.0)) -> tuple[Recorder, Any]:
+    noted = Recorder(norms)
     functions: Any = dict.fromkeys(turns, noted.train_step)
     step = step_function(noted, functions, turns)  # type: ignore[arg-type]
     return noted, step(1, batches(batches_per_step(turns)), measure=True)
 
 
-# ---------------------------------------------------------------------------------------------- updates and draws
-def test_turns_share_the_batch_of_the_step() -> None:
+# ---------------------------------------------------------------------------------------------- updates and batches
+def test_alternating_updates_share_the_batch_of_the_step() -> None:
     noted, (totals, norm) = run({"d": turn(), "g": turn()})
     assert noted.seen == [("d", 0, [1.0, 1.5]), ("g", 1, [1.0, 1.5])]
-    assert norm.item() == 5.0  # of the whole step: 3 and 4 are of different parameters
+    assert norm.item() == 5.0  # of the whole step: 3 and 4 belong to different parameters
     assert sorted(totals) == ["grad_norm/d", "grad_norm/g", "loss/d", "loss/g"]
 
 
-def test_a_critic_with_samples_of_its_own_and_a_generator_that_uses_the_last() -> None:
+def test_an_update_with_new_batches_precedes_an_update_with_the_last_batch() -> None:
     noted, (totals, norm) = run({"d": turn(n_updates=2, new_batch=True), "g": turn()})
     assert noted.seen == [("d", 0, [1.0, 1.5]), ("d", 1, [2.0, 2.5]), ("g", 2, [2.0, 2.5])]
-    assert (totals["loss/d"].sum, totals["loss/d"].count) == (12.0, 4)  # a mean over both
+    assert (totals["loss/d"].sum, totals["loss/d"].count) == (12.0, 4)  # a mean over both updates
     assert totals["grad_norm/d"].sum.item() == pytest.approx((25 / 2) ** 0.5)
     assert norm.item() == pytest.approx((25 / 2 + 144) ** 0.5)
 
 
-def test_a_gradient_that_is_not_finite_marks_the_step_and_not_the_other_updates() -> None:
+def test_a_nonfinite_gradient_marks_the_step_and_does_not_stop_other_updates() -> None:
     noted, (totals, norm) = run({"d": turn(n_updates=2), "g": turn()}, [torch.nan, 4.0, 12.0])
     assert len(noted.seen) == 3
     assert norm.isnan()
@@ -107,12 +107,12 @@ def test_a_gradient_that_is_not_finite_marks_the_step_and_not_the_other_updates(
         ({"d": turn(n_updates=5, new_batch=True), "g": turn(n_updates=2, new_batch=True)}, 7),
     ],
 )
-def test_a_step_draws_what_its_updates_ask_for(turns: dict[str, UpdateComponent], draws: int) -> None:
+def test_the_batches_of_a_step_follow_from_its_updates(turns: dict[str, UpdateComponent], draws: int) -> None:
     assert batches_per_step(turns) == draws
 
 
 # ---------------------------------------------------------------------------------------------- the task
-def test_each_turn_sees_the_task_with_its_own_loss() -> None:
+def test_each_update_has_a_task_with_its_loss() -> None:
     views = tasks_by_update(Duel())
     assert [(name, float(view.loss(nn.Identity(), None)[0])) for name, view in views.items()] == [
         ("d", 2.0),
@@ -123,7 +123,7 @@ def test_each_turn_sees_the_task_with_its_own_loss() -> None:
     assert views["g"].finish({"loss": 1.0}) == {"loss/g": 1.0}
 
 
-def test_a_task_without_turns_is_itself() -> None:
+def test_a_task_without_alternating_updates_is_unchanged() -> None:
     class Plain(Task):
         def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
             raise NotImplementedError
@@ -133,12 +133,12 @@ def test_a_task_without_turns_is_itself() -> None:
     assert finish_metrics(task, {"loss": 1.0}) == {"loss": 1.0}
 
 
-def test_the_loss_of_a_step_is_the_sum_over_its_turns() -> None:
+def test_the_loss_of_a_step_is_the_sum_over_its_updates() -> None:
     assert finish_metrics(Duel(), {"loss/d": 2.0, "loss/g": 3.0, "x/d": 1.0})["loss"] == 5.0
 
 
 @pytest.mark.parametrize("names", ["dg", ("a/b",), (1,), ("",)])
-def test_names_of_turns_are_names(names: Any) -> None:
+def test_invalid_names_of_updates_are_refused(names: Any) -> None:
     task = Duel()
     task.updates = names
     with pytest.raises(PluginError, match="must be names of letters"):
@@ -160,18 +160,18 @@ class Pair(nn.Module):
         ({"d": ["d.*"], "g": ["h.*"]}, "optimizer.updates.g.parameters: `h.*` matches no parameter; similar names:"),
     ],
 )
-def test_a_parameter_is_in_one_turn(turns: dict[str, list[str]], said: str) -> None:
+def test_each_parameter_belongs_to_exactly_one_update(turns: dict[str, list[str]], said: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as found:
         parameters_by_update(Pair(), turns)
     assert said in str(found.value)
 
 
-def test_parameters_of_turns_are_in_the_models_order() -> None:
+def test_parameters_of_updates_are_in_the_order_of_the_model() -> None:
     found = parameters_by_update(Pair(), {"g": ["shared.*", "g.*"], "d": ["d.*"]})
     assert found == {"g": ["g.weight", "g.bias", "shared.weight"], "d": ["d.weight", "d.bias"]}
 
 
-def test_a_tied_parameter_is_in_both_turns_that_name_it() -> None:
+def test_a_tied_parameter_in_two_updates_is_refused() -> None:
     pair = Pair()
     pair.g.weight = pair.d.bias  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"`d.bias` is in the updates d and g"):
@@ -179,14 +179,14 @@ def test_a_tied_parameter_is_in_both_turns_that_name_it() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the optimizers
-def in_turns() -> tuple[Pair, AlternatingOptimizer]:
+def alternating() -> tuple[Pair, AlternatingOptimizer]:
     pair = Pair()
     inner = CompositeOptimizer({"": SGD(pair.g.parameters(), lr=0.5), "s": SGD(pair.shared.parameters(), lr=2.0)})
     return pair, AlternatingOptimizer({"d": AdamW(pair.d.parameters(), lr=0.1), "g": inner}, {"d": None, "g": 1.0})
 
 
-def test_several_optimizers_look_like_one() -> None:
-    pair, optimizer = in_turns()
+def test_an_alternating_optimizer_steps_all_its_members() -> None:
+    pair, optimizer = alternating()
     assert [name for name, _ in member_optimizers(optimizer)] == ["d", "g", "g/s"]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5, 2.0]
     for parameter in pair.parameters():
@@ -197,8 +197,8 @@ def test_several_optimizers_look_like_one() -> None:
     assert set(optimizer.state) == set(pair.d.parameters())
 
 
-def test_a_turn_may_have_a_schedule_of_its_own() -> None:
-    _, optimizer = in_turns()
+def test_an_update_may_have_a_separate_schedule() -> None:
+    _, optimizer = alternating()
     rates = Rates(optimizer, {"": lambda step: 1.0, "g": lambda step: 1 / (step + 1)})
     rates.set(1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.25, 1.0]
@@ -214,5 +214,5 @@ def test_one_optimizer_has_one_rate() -> None:
     assert (optimizer.param_groups[0]["lr"], rates.named()) == (0.25, {})
 
 
-def test_a_schedule_of_a_turn_is_a_component() -> None:
+def test_the_schedule_of_an_update_is_a_component() -> None:
     assert turn(schedule={"use": "cosine"}).schedule == Component(use="cosine")

@@ -1,4 +1,4 @@
-"""What is shown comes to trackers in one form by kind, or is refused."""
+"""Media for trackers: one format per kind; invalid values are refused."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ from ddpforge.training.trackers import TrackerGroup
 
 
 class Screen(Tracker):
-    """What it was shown last, and all of it."""
+    """Tracker that records all media."""
 
     def __init__(self) -> None:
         self.all: list[tuple[int, str, Any, str]] = []
@@ -39,19 +39,19 @@ def refused(value: Any, kind: Any, name: str = "x") -> str:
     return " | ".join([error.value.message, *error.value.hints])
 
 
-def test_floats_from_0_to_1_become_bytes_and_grey_becomes_grey_of_three_colours() -> None:
+def test_float_images_become_bytes_and_grey_images_become_rgb() -> None:
     image = shown(torch.tensor([[0.0, 0.5], [1.0, 0.25]]), "image")
     assert (image.dtype, image.shape) == (np.uint8, (2, 2, 3))
     assert image[..., 0].tolist() == image[..., 2].tolist() == [[0, 128], [255, 64]]
 
 
-def test_colours_come_first_and_go_last() -> None:
+def test_channels_first_becomes_channels_last() -> None:
     image = shown(np.arange(12, dtype=np.uint8).reshape(3, 2, 2), "image")
     assert image[0, 1].tolist() == [1, 5, 9]
 
 
 def test_several_images_become_a_grid_in_rows() -> None:
-    """Three of 4 × 5 pixels: two in the first row, one in the second, two black pixels between."""
+    """Three images of 4 × 5 pixels: two in the first row, one in the second, with gaps of two black pixels."""
     images = torch.stack([torch.full((1, 4, 5), value) for value in (0.2, 0.4, 0.6)])
     grid = shown(images, "image")
     assert grid.shape == (10, 12, 3)
@@ -60,12 +60,12 @@ def test_several_images_become_a_grid_in_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int64])
-def test_images_of_any_dtype(dtype: torch.dtype) -> None:
+def test_images_of_any_dtype_are_accepted(dtype: torch.dtype) -> None:
     expected = 1 if dtype == torch.int64 else 255
     assert shown(torch.ones(2, 2, dtype=dtype), "image").max() == expected
 
 
-def test_a_histogram_counts_what_is_finite() -> None:
+def test_a_histogram_counts_finite_values() -> None:
     value = torch.tensor([0.0, 1.0, 1.0, 64.0, float("nan"), float("inf")], requires_grad=True)
     found = shown(value, "histogram")
     assert (sum(found.counts), found.counts[0], found.counts[1], found.counts[-1]) == (4, 1, 2, 1)
@@ -76,7 +76,7 @@ def test_a_histogram_counts_what_is_finite() -> None:
     assert shown(ready, "histogram") is ready
 
 
-def test_text_and_tables_are_shown_as_they_are() -> None:
+def test_text_and_tables_are_logged_unchanged() -> None:
     assert shown("once upon a time", "text") == "once upon a time"
     assert shown("half \udcff", "text") == "half ?"
     rows = [{"a": 1, "b": torch.tensor(0.5)}, {"b": None, "a": "x"}]
@@ -105,19 +105,19 @@ def test_text_and_tables_are_shown_as_they_are() -> None:
         (1, "video", "kind 'video' | expected one of image, histogram, text, table"),
     ],
 )
-def test_a_value_of_another_form_is_refused(value: Any, kind: str, words: str) -> None:
+def test_a_value_with_an_invalid_format_is_refused(value: Any, kind: str, words: str) -> None:
     assert words in refused(value, kind)
 
 
 @pytest.mark.parametrize(
     "name", ["", "../up", "a//b", "a/../b", ".hidden", "a/.b", "a b", "ä", "/root", "a" * 201, "a/"]
 )
-def test_a_name_that_could_not_be_a_file_below_the_folder_is_refused(name: str) -> None:
+def test_a_name_that_is_not_a_relative_file_path_is_refused(name: str) -> None:
     assert "words of letters, digits" in refused("x", "text", name)
 
 
 @pytest.mark.parametrize("value", [float("nan"), -0.1, 1.1, float("inf")])
-def test_numbers_that_no_image_has_are_left_out_with_one_warning(
+def test_images_with_values_out_of_range_are_skipped_with_one_warning(
     value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     screen = Screen()
@@ -130,31 +130,31 @@ def test_numbers_that_no_image_has_are_left_out_with_one_warning(
     assert record.getMessage().startswith("step 3: image `samples` is not shown: its values go from ")
 
 
-def test_a_range_that_cannot_be_cut_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_histogram_with_a_range_too_small_for_bins_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     MediaLogger(screen := Screen(), is_main=True)("weights", [1.0, 1.0000000000000002], "histogram")
     (message,) = caplog.messages
     assert (screen.all, message[:60]) == ([], "step 0: histogram `weights` is not shown: its values go from")
 
 
-def test_a_table_without_rows_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_without_rows_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     MediaLogger(screen := Screen(), is_main=True)("worst", [], "table")
     assert (screen.all, caplog.messages) == ([], ["step 0: table `worst` is not shown: it has no rows"])
 
 
-def test_what_is_shown_belongs_to_the_present_step() -> None:
+def test_media_are_logged_at_the_current_step() -> None:
     shows = MediaLogger(screen := Screen(), is_main=True)
     for shows.step in (1, 2):
         shows("a/b", "x", "text")
     assert screen.all == [(1, "a/b", "x", "text"), (2, "a/b", "x", "text")]
 
 
-def test_only_the_main_rank_shows() -> None:
+def test_only_the_main_rank_logs_media() -> None:
     MediaLogger(screen := Screen(), is_main=False)("no name", object(), "image")
     assert screen.all == []
 
 
-def test_a_copy_of_a_task_shows_nothing_and_its_loss_is_still_found_to_be_a_mean(tmp_path: Path) -> None:
-    """Trackers hold files, which nobody can copy."""
+def test_the_check_for_a_mean_loss_logs_no_media(tmp_path: Path) -> None:
+    """Trackers hold files, which cannot be copied."""
 
     class Means(Task):
         def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -171,7 +171,7 @@ def test_a_copy_of_a_task_shows_nothing_and_its_loss_is_still_found_to_be_a_mean
 
 
 @pytest.mark.parametrize(("resumed_at", "step"), [(None, 0), (7, 7)])
-def test_what_is_shown_before_trackers_start_waits_for_them(tmp_path: Path, resumed_at: int | None, step: int) -> None:
+def test_media_logged_before_trackers_start_are_buffered(tmp_path: Path, resumed_at: int | None, step: int) -> None:
     group = TrackerGroup({"screen": (screen := Screen())})
     MediaLogger(group, is_main=True)("model", "two layers", "text")
     assert screen.all == []

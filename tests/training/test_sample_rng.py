@@ -1,4 +1,4 @@
-"""What a task draws in evaluation depends on the sample alone: the same metrics on any ranks, in any batches."""
+"""Random numbers of a task in evaluation depend on the sample alone: metrics are independent of ranks and batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLES = 11
 
 
 class Both(nn.Module):
-    """A generator and a discriminator of images of 4 values."""
+    """Generator and discriminator of images with 4 values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Samples:
 
 
 class Parts(Samples, ShardedDataset):
-    """The same in two parts."""
+    """The same samples in two shards."""
 
     parts, lanes = (7, 4), (2, 2)
 
@@ -83,7 +83,7 @@ class Stream:
 
 
 def evaluated(task: Task, model: nn.Module, data: Any, ranks: int, batch: int) -> dict[str, float]:
-    """Means over what each of the ranks counts."""
+    """Returns the metrics, averaged over the totals of all simulated ranks."""
     found: dict[str, list[float]] = {}
     for rank in range(ranks):
         share = RankShare(rank, ranks, batch)
@@ -113,7 +113,7 @@ def test_metrics_depend_neither_on_ranks_nor_on_batches(name: str, kind: Any) ->
             assert evaluated(task, net, data, ranks, batch) == pytest.approx(alone, rel=1e-6)
 
 
-def test_training_draws_from_the_generator_as_ever() -> None:
+def test_training_uses_the_global_generator() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2, 3), torch.randn(2, 5)
     torch.manual_seed(3)
@@ -121,7 +121,7 @@ def test_training_draws_from_the_generator_as_ever() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_each_draw_of_a_sample_is_another_and_a_wrong_number_of_rows_is_refused() -> None:
+def test_sample_rng_never_repeats_numbers_and_refuses_a_wrong_number_of_rows() -> None:
     draws = SampleRNG([7, 8])
     one, other = draws.rand(2, 6), draws.rand(2, 6)
     assert len({round(float(x), 6) for x in torch.cat([one, other]).flatten()}) == 24
