@@ -1,4 +1,4 @@
-"""What each task predicts of a batch: one row for every sample, worked out by hand."""
+"""Predictions of each task: one row per sample, computed by hand."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from ddpforge.interfaces import Task
 
 
 class Gives(nn.Module):
-    """Returns the same whatever it is given."""
+    """Returns the same output for any input."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ def predicted(task: Task, output: Any, batch: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("task", [Classification(), SequenceClassification()])
-def test_classes_with_their_probabilities(task: Task) -> None:
+def test_classification_predicts_classes_and_probabilities(task: Task) -> None:
     inputs = INPUTS.long()
     chosen = {"class": [1, 0], "probability": pytest.approx([0.75, 0.75])}
     assert predicted(task, LOGITS, inputs) == chosen  # data without classes
     assert predicted(task, LOGITS, (inputs, torch.tensor([0, 0]))) == chosen | {"target": [0, 0]}
 
 
-def test_labels_numbers_and_pixels() -> None:
+def test_multilabel_regression_and_segmentation_predictions() -> None:
     labels = predicted(Multilabel(), LOGITS - 0.5, INPUTS)
     assert labels["labels"] == [[0, 1], [1, 0]]
     assert labels["probability"][0] == pytest.approx([0.37754, 0.64534], abs=1e-5)
@@ -59,7 +59,7 @@ def test_labels_numbers_and_pixels() -> None:
     assert predicted(Segmentation(), pixels, INPUTS) == {"classes": [[[2, 2]], [[1, 1]]]}
 
 
-def test_losses_of_tokens_that_count() -> None:
+def test_language_models_predict_losses_of_tokens_that_count() -> None:
     targets = torch.tensor([[1, -100], [1, 0]])
     found = predicted(LanguageModelling(), LOGITS.expand(2, 2, 2), (targets, targets))
     assert found["tokens"] == [1, 2]
@@ -72,12 +72,12 @@ def test_losses_of_tokens_that_count() -> None:
     assert [sum(loss > 0 for loss in row) for row in masked["losses"]] == [2, 2]
 
 
-def test_embeddings_have_length_one() -> None:
+def test_contrastive_embeddings_have_unit_length() -> None:
     found = predicted(Contrastive(), torch.tensor([[3.0, 4.0], [0.0, 2.0]]), (INPUTS, INPUTS))
     assert found["embedding"] == [pytest.approx([0.6, 0.8]), [0.0, 1.0]]
 
 
-def test_a_task_that_says_nothing_predicts_its_outputs() -> None:
+def test_task_without_predict_returns_its_outputs() -> None:
     class Doubles(Task):
         def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
             return torch.zeros(()), model(batch)
@@ -89,7 +89,7 @@ def test_a_task_that_says_nothing_predicts_its_outputs() -> None:
 @pytest.mark.parametrize(
     ("task", "way"), [(Diffusion(), "sample(ddpforge.load(RUN)"), (Adversarial(latent=7), "torch.randn(16, 7)")]
 )
-def test_noise_has_nothing_to_predict(task: Task, way: str) -> None:
+def test_generative_tasks_refuse_to_predict(task: Task, way: str) -> None:
     with pytest.raises(UsageError, match="cannot predict") as refusal:
         task.predict(Gives(None), INPUTS)
     assert way in refusal.value.hints[0]

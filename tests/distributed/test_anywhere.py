@@ -1,4 +1,4 @@
-"""Any checkpoint goes on under any strategy on any number of ranks, as if nothing had happened."""
+"""Any checkpoint resumes under any strategy on any number of ranks, with the curve of an uninterrupted run."""
 
 from collections.abc import Callable
 from itertools import product
@@ -17,7 +17,7 @@ from ddpforge.errors import ExitCode
 
 
 class Where(NamedTuple):
-    """A strategy, and a number of ranks."""
+    """Strategy and number of ranks."""
 
     strategy: str
     ranks: int
@@ -40,7 +40,7 @@ LAYOUTS = {
 }
 FURTHER = {"single": Where('use = "single"', 1), "hsdp@4": Where(HSDP, 4), "zero2@4": Where(ZERO[2], 4)}
 
-HALF, WHOLE = 6, 12  # steps; an epoch has four, of which the last is ragged
+HALF, WHOLE = 6, 12  # steps; an epoch has four, the last of them ragged
 ELASTIC = "virtual_ranks = 4"
 MORE = """
 [callbacks.ema]
@@ -61,22 +61,22 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 def go(bench: Bench, name: str, where: Where, end: int = WHOLE, **text: Any) -> None:
-    """Trains a run from where it stands up to a step; the recipe always plans for all of them."""
-    asked = MORE.format(step=end - 1 if end < WHOLE else 100)  # at the last step it would cost the last evaluation
+    """Trains a run from its newest checkpoint up to step `end`; the recipe always plans for `WHOLE` steps."""
+    asked = MORE.format(step=end - 1 if end < WHOLE else 100)  # a stop at the last step would skip the last evaluation
     options = {"model": "dropout = 0.2", "train": ELASTIC, "length": f"{WHOLE}st", "more": asked}
     ended = bench(name, where.strategy, nproc=where.ranks, fails=end < WHOLE, **options | text)
     assert set(ended.codes) == {ExitCode.PREEMPTED if end < WHOLE else ExitCode.DONE}, ended.stderr
 
 
 def dropout(*layouts: str) -> str:
-    """Ranks that share a model draw other random numbers than one that has all of it."""
+    """Returns the dropout option: 0 if ranks share a model, because they draw other random numbers than one rank."""
     shared = any(layout.startswith(("tensor", "pipeline")) for layout in layouts)
     return f"dropout = {0.0 if shared else 0.2}"
 
 
 @pytest.fixture(scope="module")
 def written(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
-    """Trains up to a step under a layout, once, and returns the bench with this run."""
+    """Returns a function that trains up to a step under a layout, once, and returns the bench with this run."""
     benches: dict[tuple[str, str, int], Bench] = {}
 
     def train(layout: str, model: str, end: int) -> Bench:
@@ -90,8 +90,8 @@ def written(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return train
 
 
-def alike(bench: Bench, whole: Bench) -> None:
-    """Asserts that a run has the curve of the one that nothing interrupted."""
+def assert_same_curve(bench: Bench, whole: Bench) -> None:
+    """Asserts that a run has the curve of the uninterrupted run."""
     for key in ("train/loss", "eval/loss"):
         assert bench.column("run", key)[-1] == pytest.approx(whole.column("run", key)[-1], rel=5e-6)
     assert bench.column("run") == pytest.approx(whole.column("run"), rel=5e-6)
@@ -100,12 +100,12 @@ def alike(bench: Bench, whole: Bench) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("source", "target"), [*product(LAYOUTS, LAYOUTS)])
-def test_a_run_goes_on_anywhere(written: Callable[..., Bench], bench: Bench, source: str, target: str) -> None:
-    """Traps 16, 17 and 19; with dropout, averaged weights, a schedule, clipping and ragged epochs."""
+def test_run_resumes_under_any_layout(written: Callable[..., Bench], bench: Bench, source: str, target: str) -> None:
+    """Covers traps 16, 17 and 19; with dropout, averaged weights, a schedule, clipping and ragged epochs."""
     model = dropout(source, target)
     copytree(written(source, model, HALF).folder / "runs", bench.folder / "runs")
     go(bench, "run", LAYOUTS[target], model=model)
-    alike(bench, written("single", model, WHOLE))
+    assert_same_curve(bench, written("single", model, WHOLE))
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_a_run_goes_on_anywhere(written: Callable[..., Bench], bench: Bench, sou
     ],
     ids=", ".join,
 )
-def test_six_layouts_in_turn_train_one_curve(
+def test_six_layouts_after_each_other_train_one_curve(
     written: Callable[..., Bench], bench: Bench, layouts: tuple[str, ...]
 ) -> None:
     model = dropout(*layouts)
     for number, layout in enumerate(layouts, 1):
         go(bench, "run", (LAYOUTS | FURTHER)[layout], 2 * number, model=model)
-    alike(bench, written("single", model, WHOLE))
+    assert_same_curve(bench, written("single", model, WHOLE))
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_six_layouts_in_turn_train_one_curve(
         pytest.param("tensor@4", "pipeline@4", marks=pytest.mark.full),
     ],
 )
-def test_there_and_back_again_not_a_bit_is_lost(
+def test_checkpoint_saved_again_by_another_layout_is_bitwise_equal(
     tmp_path: Path, ddpforge: Callable[..., Ranks], recipe: str, there: str, back: str
 ) -> None:
-    """A saves, B restores and saves, A restores: five more steps are those of A alone, bitwise."""
+    """Saves with A, restores and saves with B, restores with A: five more steps are bitwise those of A alone."""
     bench = Bench(tmp_path, ddpforge, recipe)
     layouts = LAYOUTS | FURTHER
     go(bench, "alone", layouts[there], 7)
@@ -175,8 +175,8 @@ def sorted_by_time(checkpoints: Path) -> list[Path]:
     return sorted(checkpoints.glob("step-*"), key=lambda path: CheckpointReader(path).manifest.created)
 
 
-def test_batchnorm_statistics_do_not_depend_on_the_ranks(bench: Bench) -> None:
-    """With elastic shards; without them each rank's forward passes are of other samples (trap 13)."""
+def test_batchnorm_statistics_are_the_same_on_any_number_of_ranks(bench: Bench) -> None:
+    """Uses virtual ranks; without them each rank's forward passes have other samples (trap 13)."""
     for name, where in (("one", LAYOUTS["ddp@1"]), ("two", LAYOUTS["ddp@2"]), ("four", FURTHER["hsdp@4"])):
         go(bench, name, where, parts=CNN, model="")
     one, *others = [CheckpointReader(bench.newest(name)) for name in ("one", "two", "four")]

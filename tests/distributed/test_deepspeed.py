@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO shards what it says, and changes nothing. What all strategies share is in the other files."""
+"""DeepSpeed's ZeRO shards what its contract says and keeps the curve. Tests of all strategies are in other files."""
 
 import json
 import os
@@ -23,17 +23,19 @@ HOST = 'offload_optimizer = "cpu"'
 PARAMETERS_TOO = f'{HOST}\noffload_parameters = "cpu"'
 DISK = 'offload_optimizer = "nvme"\nnvme_path = "."'
 ALL_ON_DISK = f'{DISK}\noffload_parameters = "nvme"'
-WIDE = GPT.replace("width = 16", "width = 384").replace("layers = 2", "layers = 1")  # whose parts are large enough
+WIDE = GPT.replace("width = 16", "width = 384").replace("layers = 2", "layers = 1")  # large enough to be offloaded
 
 each_stage = pytest.mark.parametrize("stage", ZERO)
-stages_1_and_3 = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])  # 2 is 1's code
+stages_1_and_3 = pytest.mark.parametrize(
+    "stage", [1, pytest.param(2, marks=pytest.mark.full), 3]
+)  # stages 1 and 2 share their code
 PARTS = """
 import torch
 from torch import nn
 from ddpforge.interfaces import Callback, Task
 
 class Mode(Task):
-    \"\"\"Its loss is 1 per sample in training and 2 in evaluation.\"\"\"
+    \"\"\"Returns a loss of 1 per sample in training and of 2 in evaluation.\"\"\"
 
     def loss(self, model, batch):
         outputs = model(batch[0])
@@ -69,7 +71,7 @@ class Empty(nn.Module):
         return self.head(x) + self.nothing.sum()
 
 class Dwindling(nn.Module):
-    \"\"\"From its third pass on it leaves out a layer.\"\"\"
+    \"\"\"Skips a layer from its third pass on.\"\"\"
 
     def __init__(self):
         super().__init__()
@@ -81,7 +83,7 @@ class Dwindling(nn.Module):
         return self.head(x) + self.late(x) if self.passes < 3 else self.head(x)
 
 class Loud(nn.Module):
-    \"\"\"Its losses, and so its gradients, are in the thousands.\"\"\"
+    \"\"\"Has losses, and so gradients, in the thousands.\"\"\"
 
     def __init__(self):
         super().__init__()
@@ -102,7 +104,7 @@ class Large(nn.Module):
         return self.frozen(self.layers(x)).tanh().mean(1, keepdim=True)
 
 class Misplace(Callback):
-    \"\"\"Makes the strategy look for a weight where it is not.\"\"\"
+    \"\"\"Replaces a shard of a weight by a copy that is not the strategy's.\"\"\"
 
     def on_start(self, run):
         name, part = next((name, part) for name, part in run.weights.shards().items() if part.tensor.numel())
@@ -130,7 +132,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Everything in a checkpoint, whole."""
+    """Returns all tensors of a checkpoint, whole."""
     reader = CheckpointReader(checkpoint)
     state = reader.state()
     owners = {"model": state.model, **state.optimizer, **reader.callbacks()}
@@ -165,8 +167,8 @@ EXTRA = "\n[strategy.extra.zero_optimization]\n"
     ],
     ids=", ".join,
 )
-def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Bench, ways: dict[str, str]) -> None:
-    """Buckets that fill up within a backward pass, padding inside of groups, weights that are never kept whole."""
+def test_options_for_memory_and_speed_keep_the_curve(bench: Bench, ways: dict[str, str]) -> None:
+    """Covers buckets that fill up within a backward pass, padding inside groups, weights that are never kept whole."""
     bench("one", 'use = "single"', nproc=1, length="8st", more=EMA)
     for name, strategy in ways.items():
         bench(name, strategy, nproc=4 if name.endswith("-4") else 2, length="8st", more=EMA)
@@ -174,7 +176,7 @@ def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Be
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_task_is_told_whether_the_model_trains(bench: Bench, stage: int) -> None:
+def test_task_sees_the_training_flag_of_the_model(bench: Bench, stage: int) -> None:
     parts = POINTS.format(model="own.py:Loud").replace('use = "regression"', 'use = "./own.py:Mode"')
     bench("run", ZERO[stage], nproc=1, parts=parts, length="8st")
     assert set(bench.column("run", "train/loss")) == {1.0}
@@ -182,8 +184,8 @@ def test_a_task_is_told_whether_the_model_trains(bench: Bench, stage: int) -> No
 
 
 @stages_1_and_3
-@pytest.mark.full  # tests/distributed/test_recompute.py has another model
-def test_recomputed_activations_change_nothing(bench: Bench, stage: int) -> None:
+@pytest.mark.full  # tests/distributed/test_activation_checkpointing.py has another model
+def test_activation_checkpointing_keeps_the_losses(bench: Bench, stage: int) -> None:
     bench("plain", ZERO[stage], model="dropout = 0.2", length="6st")
     bench("recomputed", ZERO[stage], model="dropout = 0.2", length="6st", train="activation_checkpointing = true")
     assert bench.column("recomputed") == bench.column("plain")
@@ -191,7 +193,7 @@ def test_recomputed_activations_change_nothing(bench: Bench, stage: int) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "blocks"), [(2, "false"), (3, "true")])
-def test_a_compiled_model_trains_like_an_eager_one_under_the_same_names(bench: Bench, stage: int, blocks: str) -> None:
+def test_compiled_model_has_the_curve_and_names_of_an_eager_model(bench: Bench, stage: int, blocks: str) -> None:
     bench("eager", ZERO[stage], nproc=1, length="6st")
     train = f'compile = "default"\ncompile_blocks = {blocks}'
     bench("compiled", ZERO[stage], nproc=1, length="6st", train=train)
@@ -199,8 +201,8 @@ def test_a_compiled_model_trains_like_an_eager_one_under_the_same_names(bench: B
     assert set(tensors(bench.newest("compiled"))) == set(tensors(bench.newest("eager")))
 
 
-def test_fp16_skips_the_steps_that_ddp_skips_and_goes_on_with_its_scale(bench: Bench) -> None:
-    """Trap 35b: the first scales overflow, which lowers the scale and skips the step, on all ranks."""
+def test_fp16_skips_the_steps_that_ddp_skips_and_resumes_its_loss_scale(bench: Bench) -> None:
+    """Covers trap 35b: the first scales overflow, which lowers the scale and skips the step, on all ranks."""
     options = {"parts": POINTS.format(model="own.py:Loud"), "train": 'precision = "fp16"', "length": "12st"}
 
     def scale(name: str) -> float:
@@ -215,7 +217,7 @@ def test_fp16_skips_the_steps_that_ddp_skips_and_goes_on_with_its_scale(bench: B
         assert scale(f"zero{stage}") == scale("ddp") < 2**16
     assert bench.column("ddp", "train/skipped_steps")[-1] >= 2
 
-    skipped = int(bench.column("ddp", "train/skipped_steps")[-1])  # all of them at the beginning: the next fits
+    skipped = int(bench.column("ddp", "train/skipped_steps")[-1])  # all of them at the beginning: the next step fits
     assert bench.column("ddp", "train/skipped_steps").count(skipped) > 1
     stopped = bench("parts", ZERO[2], **options, more=STOP.format(step=skipped), fails=True)
     assert set(stopped.codes) == {75}
@@ -233,8 +235,8 @@ def test_fp16_skips_the_steps_that_ddp_skips_and_goes_on_with_its_scale(bench: B
         pytest.param(f"{ZERO[3]}\n{PARAMETERS_TOO}", id="3-host"),
     ],
 )
-def test_a_resume_on_the_same_ranks_is_bitwise(bench: Bench, strategy: str) -> None:
-    """Traps 08, 09, 36, with dropout and averaged weights; a state that is taken before the first step is harmless."""
+def test_resume_on_the_same_ranks_is_bitwise(bench: Bench, strategy: str) -> None:
+    """Covers traps 08, 09, 36, with dropout and averaged weights; a checkpoint before the first step is harmless."""
     bench("whole", strategy, model="dropout = 0.2", length="12st", more=EMA)
     more = f"{EMA}{STOP.format(step=5)}\n[checkpoint]\nat_start = true"
     stopped = bench("parts", strategy, model="dropout = 0.2", length="12st", more=more, fails=True)
@@ -245,8 +247,8 @@ def test_a_resume_on_the_same_ranks_is_bitwise(bench: Bench, strategy: str) -> N
 
 
 @pytest.mark.full
-def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench) -> None:
-    """Trap 19: the curve of the run that nobody interrupted."""
+def test_run_resumes_under_other_strategies_and_numbers_of_ranks(bench: Bench) -> None:
+    """Covers trap 19: the curve is that of the uninterrupted run."""
     bench("whole", DDP, length="20st", more=EMA)
     for strategy, nproc, step in (
         (ZERO[1], 4, 4),
@@ -263,8 +265,8 @@ def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(bench: Bench)
 
 
 @stages_1_and_3
-def test_a_checkpoint_is_that_of_a_plain_model(bench: Bench, stage: int) -> None:
-    """Traps 13, 25, 29, 35c: all of it under the same names and in the same shapes as after DDP, wherever it was."""
+def test_checkpoint_equals_that_of_ddp(bench: Bench, stage: int) -> None:
+    """Covers traps 13, 25, 29, 35c: names, shapes and dtypes are those of DDP, wherever a tensor was."""
     points = POINTS.format(model="own.py:Everything")
     for name, strategy in (("ddp", DDP), ("zero", ZERO[stage])):
         said = bench(name, strategy, parts=points, length="8st", more=EMA)
@@ -282,8 +284,8 @@ def test_a_checkpoint_is_that_of_a_plain_model(bench: Bench, stage: int) -> None
 
 
 @pytest.mark.parametrize("optimizer", ["NAdam", pytest.param("SGD", marks=pytest.mark.full)])
-def test_any_optimizer_that_treats_elements_alone_goes_on_elsewhere(bench: Bench, optimizer: str) -> None:
-    """NAdam keeps two numbers per parameter, plain SGD keeps nothing."""
+def test_elementwise_optimizers_resume_under_other_strategies(bench: Bench, optimizer: str) -> None:
+    """Covers NAdam, which keeps two numbers per parameter, and plain SGD, which keeps nothing."""
     text = RECIPE.replace('"adamw"\nlr = 1e-2', f'"torch.optim:{optimizer}"\nlr = 1e-2')
     blank: dict[str, Any] = {"train": "", "length": "9st", "parts": GPT.format(model="")}
 
@@ -299,8 +301,8 @@ def test_any_optimizer_that_treats_elements_alone_goes_on_elsewhere(bench: Bench
     bench.alike("parts", "whole")
 
 
-def test_optimizer_state_that_a_flat_tensor_cannot_hold_is_refused(bench: Bench) -> None:
-    """Under DDP `b` is updated for the first time in the second step; ZeRO keeps one count for both."""
+def test_optimizer_state_that_differs_within_a_group_is_refused(bench: Bench) -> None:
+    """Updates `b` under DDP for the first time in the second step; ZeRO keeps one count for both."""
     text = (
         'recipe = 2\nname = "run"\n[model]\nuse = "./parts.py:Scalars"\nweights = "ab"\n{uses}\n'
         '[data.train]\nuse = "./parts.py:Values"\nvalues = [1.0, 1.0]\n[task]\nuse = "./parts.py:SumOfLosses"\n'
@@ -326,7 +328,7 @@ def test_optimizer_state_that_a_flat_tensor_cannot_hold_is_refused(bench: Bench)
 # ---------------------------------------------------------------------------------------------- on disk
 @pytest.fixture(scope="session")
 def asynchronous_io() -> None:
-    """Builds DeepSpeed's operation, which takes minutes the first time."""
+    """Builds DeepSpeed's asynchronous I/O, which takes minutes the first time."""
     program = (
         "from deepspeed.ops.op_builder import AsyncIOBuilder\n"
         "from ddpforge.strategies.deepspeed.nvme import require_io\n"
@@ -347,8 +349,8 @@ def asynchronous_io() -> None:
         pytest.param(ALL_ON_DISK, id="all", marks=pytest.mark.full),
     ],
 )
-def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, where: str) -> None:
-    """Averaged weights, which read and write weights that are not in memory; a resume, bitwise."""
+def test_nvme_offload_keeps_the_curve(bench: Bench, asynchronous_io: None, where: str) -> None:
+    """Covers averaged weights, which read and write weights that are not in memory, and a bitwise resume."""
     options: dict[str, Any] = {"parts": WIDE, "length": "8st"}
     bench("memory", ZERO[3], more=EMA, **options)
     said = bench("disk", f"{ZERO[3]}\n{where}", more=EMA, **options)
@@ -371,7 +373,7 @@ def test_offload_to_disk_changes_nothing(bench: Bench, asynchronous_io: None, wh
 
 
 @pytest.mark.full
-def test_a_run_goes_on_from_and_to_disk(bench: Bench, asynchronous_io: None) -> None:
+def test_run_resumes_from_and_to_nvme_offload(bench: Bench, asynchronous_io: None) -> None:
     options: dict[str, Any] = {"parts": WIDE, "length": "8st", "more": EMA}
     bench("whole", DDP, **options)
     for strategy, nproc, step in ((DDP, 1, 2), (f"{ZERO[3]}\n{ALL_ON_DISK}", 2, 4), (FSDP, 2, 6)):
@@ -381,7 +383,7 @@ def test_a_run_goes_on_from_and_to_disk(bench: Bench, asynchronous_io: None) -> 
     bench.alike("parts", "whole")
 
 
-def test_large_and_frozen_layers_may_be_on_disk(bench: Bench, asynchronous_io: None) -> None:
+def test_nvme_offload_of_large_and_frozen_layers(bench: Bench, asynchronous_io: None) -> None:
     options: dict[str, Any] = {"parts": POINTS.format(model="own.py:Large"), "length": "6st"}
     bench("memory", ZERO[3], **options)
     bench("disk", f"{ZERO[3]}\n{ALL_ON_DISK}", **options)
@@ -394,7 +396,7 @@ def test_large_and_frozen_layers_may_be_on_disk(bench: Bench, asynchronous_io: N
     assert bench.column("parts") == bench.column("disk")
 
 
-def test_disk_that_would_hold_nothing_is_refused(bench: Bench, asynchronous_io: None) -> None:
+def test_nvme_offload_without_effect_is_refused(bench: Bench, asynchronous_io: None) -> None:
     for where, said in (
         (DISK, 'strategy.offload_optimizer = "nvme": no group of parameters has 1,048,576 bytes on each of 2 ranks'),
         ('offload_parameters = "nvme"\nnvme_path = "."', 'strategy.offload_parameters = "nvme": no parameter has'),
@@ -417,7 +419,7 @@ def test_disk_that_would_hold_nothing_is_refused(bench: Bench, asynchronous_io: 
         ("own.py:Empty", "parameter `nothing` has no elements"),
     ],
 )
-def test_models_that_cannot_be_sharded_faithfully(bench: Bench, model: str, said: str, stage: int) -> None:
+def test_unsupported_models_are_refused(bench: Bench, model: str, said: str, stage: int) -> None:
     failed = bench("run", ZERO[stage], parts=POINTS.format(model=model), fails=True)
     assert 3 in failed.codes
     assert said in failed.stderr
@@ -435,8 +437,10 @@ def test_models_that_cannot_be_sharded_faithfully(bench: Bench, model: str, said
         ({"DS_ACCELERATOR": "cuda"}, "the environment has DS_ACCELERATOR=cuda, but this run is on cpu"),
     ],
 )
-def test_a_launcher_that_contradicts_the_recipe_is_refused(bench: Bench, env: dict[str, str], said: str) -> None:
-    """Traps 05 and 24; what it says like the recipe is fine."""
+def test_launcher_variables_that_contradict_the_recipe_are_refused(
+    bench: Bench, env: dict[str, str], said: str
+) -> None:
+    """Covers traps 05 and 24; variables that agree with the recipe are accepted."""
     agreeing = {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
@@ -452,8 +456,8 @@ def test_a_launcher_that_contradicts_the_recipe_is_refused(bench: Bench, env: di
 
 
 @pytest.mark.full
-def test_no_launcher_is_needed_for_one_process(bench: Bench) -> None:
-    """Two processes that import DeepSpeed by themselves are launched in `tests/launchers/test_launch.py`."""
+def test_one_process_runs_without_a_launcher(bench: Bench) -> None:
+    """Runs one process; `tests/launchers/test_launch.py` launches two that import DeepSpeed themselves."""
     bench("forked", ZERO[3], nproc=1, length="6st")
     text = (bench.folder / "forked.toml").read_text().replace('"forked"', '"alone"')
     (bench.folder / "alone.toml").write_text(text)
@@ -465,7 +469,7 @@ def test_no_launcher_is_needed_for_one_process(bench: Bench) -> None:
 
 
 @stages_1_and_3
-def test_weights_that_are_not_where_they_are_looked_for_are_not_saved(bench: Bench, stage: int) -> None:
+def test_misplaced_shards_are_not_saved(bench: Bench, stage: int) -> None:
     failed = bench("run", ZERO[stage], nproc=1, more='[callbacks.misplace]\nuse = "./own.py:Misplace"', fails=True)
     assert failed.codes == [3]
     assert "are not where ddpforge expects them" in failed.stderr

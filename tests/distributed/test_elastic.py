@@ -1,4 +1,4 @@
-"""Machines come and go while a run trains; each host here has a network of its own. All launchers are real."""
+"""Machines join and leave while a run trains; each host here has its own network. All launchers are real."""
 
 import json
 import signal
@@ -69,7 +69,7 @@ def until(what: Callable[[], bool], limit: float = 180) -> None:
 
 
 def trains(folder: Path, ranks: int, more: int = 30) -> None:
-    """Waits until so many ranks have done more steps together."""
+    """Waits until `ranks` ranks have trained `more` steps together."""
     until(lambda: status(folder)["world_size"] == ranks)
     rows = folder / "runs/run/metrics.jsonl"
     began = rows.stat().st_size
@@ -81,8 +81,8 @@ def launched(hosts: Hosts, host: str, folder: Path, *more: str) -> Command:
     return hosts[host].start(*words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
 
 
-def test_machines_join_leave_and_die_and_the_curve_stays(hosts: Hosts, folder: Path) -> None:
-    """b joins, leaves as asked, comes back, and loses its power; a alone trains to the end."""
+def test_curve_is_unchanged_when_machines_join_leave_and_die(hosts: Hosts, folder: Path) -> None:
+    """Lets b join, leave on request, come back, and lose its power; a alone trains to the end."""
     ddpforge = (sys.executable, "-m", "ddpforge", "run", "run.toml", "--set=name=undisturbed")
     code, said = hosts["a"].start(*ddpforge, cwd=folder, env={"OMP_NUM_THREADS": "1"}).ended(timeout=300)
     assert code == 0, said
@@ -105,8 +105,8 @@ def test_machines_join_leave_and_die_and_the_curve_stays(hosts: Hosts, folder: P
     assert losses(folder, "run") == pytest.approx(losses(folder, "undisturbed"), rel=1e-4)
 
 
-def test_a_world_that_does_not_divide_the_batch_ends_the_run_and_says_so(hosts: Hosts, folder: Path) -> None:
-    """With torchrun's own flags nobody knows beforehand how many may come; nor does a restart help."""
+def test_world_size_that_does_not_divide_the_batch_is_refused(hosts: Hosts, folder: Path) -> None:
+    """Uses torchrun's own flags, with which the world size is unknown beforehand; a restart does not help."""
     flags = ("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=nodea:29500", "--max-restarts=3")
     given = ("--set=train.global_batch=11", "--set=callbacks.slow.seconds=0.03", "--", *flags)
     first = launched(hosts, "a", folder, *given)

@@ -57,7 +57,7 @@ use = "./parts.py:Hears"
 
 @pytest.fixture(scope="module")
 def trained(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of six steps, evaluated and saved after three and six."""
+    """Returns a folder with a run of six steps, evaluated and saved after three and six."""
     folder = tmp_path_factory.mktemp("trained")
     copy(SUPPORT / "parts.py", folder)
     (folder / "run.toml").write_text(RECIPE)
@@ -67,7 +67,7 @@ def trained(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def evaluate(trained: Path, tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Callable[..., Ranks]:
-    """`evaluate("--step", "3", strategy=…)`: what training needs is gone."""
+    """Returns `evaluate("--step", "3", strategy=…)`, in whose environment training components fail."""
     copytree(trained, tmp_path, dirs_exist_ok=True)
     for heard in tmp_path.glob("heard-*.txt"):
         heard.unlink()
@@ -82,7 +82,7 @@ def evaluate(trained: Path, tmp_path: Path, ddpforge: Callable[..., Ranks]) -> C
 
 
 def reported(folder: Path, step: int = 6) -> dict[str, float]:
-    """What training said of its evaluation after a step."""
+    """Returns the metrics that training logged for its evaluation after a step."""
     rows = map(json.loads, (folder / "runs/run/metrics.jsonl").read_text().splitlines())
     (row,) = (row for row in rows if row["step"] == step and "eval/few/loss" in row)
     return {name: value for name, value in row.items() if name.startswith("eval/")}
@@ -93,11 +93,11 @@ def found(ranks: Ranks) -> tuple[int, Any]:
     return said.pop("step"), pytest.approx(said, rel=1e-5)
 
 
-def heard(folder: Path, rank: int = 0) -> list[str]:
+def callback_calls(folder: Path, rank: int = 0) -> list[str]:
     return (folder / f"heard-{rank}.txt").read_text().splitlines()
 
 
-def test_a_run_tells_the_metrics_of_every_set_everywhere(trained: Path) -> None:
+def test_metrics_of_every_set_are_in_rows_status_and_checkpoint(trained: Path) -> None:
     metrics = reported(trained)
     assert {name.rpartition("/")[0] for name in metrics} == {"eval/few", "eval/many"}
     status = json.loads((trained / "runs/run/status.json").read_text())
@@ -107,10 +107,10 @@ def test_a_run_tells_the_metrics_of_every_set_everywhere(trained: Path) -> None:
 
 
 @each_strategy
-def test_every_strategy_finds_what_training_reported_with_averaged_weights(
+def test_every_strategy_reproduces_the_metrics_of_training_with_averaged_weights(
     tmp_path: Path, evaluate: Callable[..., Ranks], strategy: str
 ) -> None:
-    """Neither training data nor the recipe's optimizer and schedule can be built here."""
+    """Fails if training data, optimizer or schedule of the recipe are built."""
     ranks = evaluate(strategy=strategy)
     step, metrics = found(ranks)
     assert step == 6
@@ -118,16 +118,16 @@ def test_every_strategy_finds_what_training_reported_with_averaged_weights(
     assert "with the weights of ema, hears, on 11 samples of few, 50 samples of many" in " ".join(ranks.stderr.split())
 
 
-def test_ranks_of_an_evaluation_need_no_group_for_checkpoints(
+def test_evaluation_creates_no_group_for_checkpoints(
     tmp_path: Path, trained: Path, evaluate: Callable[..., Ranks]
 ) -> None:
-    """Nor do they train: three do not divide the training batch."""
+    """Evaluates on three ranks, which do not divide the training batch."""
     assert reported(tmp_path, step=3) == found(evaluate("--step", "3", nproc=3))[1]
-    assert heard(tmp_path) == ["start in 1 groups", "evaluation", "end: None"]
-    assert heard(trained) == ["start in 2 groups", "evaluation", "evaluation", "end: None"]
+    assert callback_calls(tmp_path) == ["start in 1 groups", "evaluation", "end: None"]
+    assert callback_calls(trained) == ["start in 2 groups", "evaluation", "evaluation", "end: None"]
 
 
-def test_a_process_alone_finds_the_same(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
+def test_single_process_reproduces_the_metrics(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
     assert reported(tmp_path) == found(evaluate(nproc=1))[1]
 
 
@@ -144,7 +144,7 @@ def test_a_process_alone_finds_the_same(tmp_path: Path, evaluate: Callable[..., 
     ],
     ids=["fsdp", "replicas", "pipeline"],
 )
-def test_fewer_ranks_than_a_layout_needs_evaluate_under_another(
+def test_evaluation_on_too_few_ranks_for_the_layout_uses_another_layout(
     tmp_path: Path, evaluate: Callable[..., Ranks], strategy: str, nproc: int, said: str
 ) -> None:
     ranks = evaluate(strategy=strategy, nproc=nproc)
@@ -152,7 +152,7 @@ def test_fewer_ranks_than_a_layout_needs_evaluate_under_another(
     assert said in " ".join(ranks.stderr.split())
 
 
-def test_one_of_the_sets_may_be_asked_for(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
+def test_only_option_selects_an_evaluation_set(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
     few = {name: value for name, value in reported(tmp_path).items() if name.startswith("eval/few/")}
     assert few == found(evaluate("--only", "few"))[1]
 
@@ -162,8 +162,8 @@ def test_one_of_the_sets_may_be_asked_for(tmp_path: Path, evaluate: Callable[...
     assert "did you mean `few`?" in refused.stderr
 
 
-def test_the_state_of_the_optimizer_is_not_read(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
-    """Bytes of it that are damaged go unnoticed; those of weights do not."""
+def test_evaluation_does_not_read_optimizer_state(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
+    """Damages bytes: those of optimizer state go unnoticed, those of weights do not."""
     path = next((tmp_path / "runs/run/checkpoints").glob("step-000000006-*"))
     reader = CheckpointReader(path)
 
@@ -184,9 +184,9 @@ def test_the_state_of_the_optimizer_is_not_read(tmp_path: Path, evaluate: Callab
     assert "Traceback" not in refused.stderr
 
 
-def test_callbacks_hear_of_an_evaluation_that_fails(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
+def test_on_end_receives_the_error_of_a_failed_evaluation(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
     failed = evaluate(fails=True, FAIL="1")
     assert 0 not in failed.codes
     assert "ValueError: cannot lend weights" in failed.stderr
     for rank in (0, 1):
-        assert heard(tmp_path, rank)[1:] == ["evaluation", "end: ValueError('cannot lend weights')"]
+        assert callback_calls(tmp_path, rank)[1:] == ["evaluation", "end: ValueError('cannot lend weights')"]

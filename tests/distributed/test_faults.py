@@ -1,4 +1,4 @@
-"""A rank hangs, freezes or dies: the job is over soon, and says which rank it was, in which phase of which step."""
+"""A rank hangs, freezes or dies: the job ends soon and reports rank, phase and step."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def in_forward(layer, inputs):
 class Net(MLP):
     def __init__(self) -> None:
         super().__init__(inputs=64, outputs=10, hidden=[8])
-        for layer in self.layers:  # of which each rank of a pipeline has some
+        for layer in self.layers:  # each rank of a pipeline has some of them
             layer.register_forward_pre_hook(in_forward)
 
 
@@ -115,7 +115,7 @@ class Fault(Callback):
 
 
 class Expected(NamedTuple):
-    """What is said of a fault."""
+    """Expected report of a fault."""
 
     said: str
     phase: str
@@ -124,7 +124,7 @@ class Expected(NamedTuple):
 
 
 KINDS = {
-    # By which signal, only the kernel knows, until whoever started the rank has asked it.
+    # Only the kernel knows the signal, until the parent process has waited for the rank.
     "killed": Expected(r"(was killed by signal 9 \(SIGKILL\)|ended without a report)", "forward", 4, 0.0),
     "frozen": Expected("was frozen, as by SIGSTOP, in forward of step 4", "forward", 4),
     "gil": Expected("made no progress in forward of step 4", "forward", 4),
@@ -150,13 +150,13 @@ def prepare(folder: Path, kind: str, rank: int, strategy: str, every: str = "5st
     (folder / "faults.py").write_text(FAULTS)
 
 
-def told(folder: Path, name: str) -> dict[str, Any]:
+def read_report(folder: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / f"runs/run/{name}.json").read_text())
     return found
 
 
-def left(folder: Path) -> list[str]:
-    """The processes that, after a moment, still have to do with a run in `folder`."""
+def remaining_processes(folder: Path) -> list[str]:
+    """Returns the processes of a run in `folder` that still exist after a moment."""
     deadline = time.monotonic() + 5
     while (found := _processes(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -175,7 +175,7 @@ def _processes(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "strategy", "rank"), CASES)
-def test_a_fault_of_one_rank_ends_the_job_and_is_named(
+def test_fault_of_one_rank_ends_the_job_and_is_reported(
     tmp_path: Path,
     ddpforge: Callable[..., Ranks],
     kind: str,
@@ -188,14 +188,14 @@ def test_a_fault_of_one_rank_ends_the_job_and_is_named(
     seconds = time.time() - float((tmp_path / "struck").read_text())
     print(f"{kind} {strategy} {rank}: over after {seconds:.1f} s, limit {expected.limit:g} s")
     assert all(ended.codes)
-    status, failure = told(tmp_path, "status"), told(tmp_path, "failure")
+    status, failure = read_report(tmp_path, "status"), read_report(tmp_path, "failure")
     assert status["state"] == "failed"
     assert re.match(f"rank {rank} {expected.said}", status["error"]), status["error"]
     assert (failure["error"], failure["told_by"]) == (status["error"], "watch")
     assert (failure["rank"], failure["phase"], failure["step"]) == (rank, expected.phase, expected.step)
     assert failure["waited_for"] == [rank]
     assert seconds < expected.limit + 10
-    assert left(tmp_path) == []
+    assert remaining_processes(tmp_path) == []
     assert ended.stderr.count(f"error: {status['error']}") == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     if kind != "killed":
@@ -207,16 +207,16 @@ def test_a_fault_of_one_rank_ends_the_job_and_is_named(
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
-def test_a_full_disk_of_one_rank_ends_the_job_and_is_named(
+def test_full_disk_of_one_rank_ends_the_job_and_is_reported(
     tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str, rank: int
 ) -> None:
     prepare(tmp_path, "full", rank, strategy)
     ended = ddpforge("run", "run.toml", nproc=2, fails=True)
     assert time.time() - float((tmp_path / "struck").read_text()) < 10
     assert ended.codes == [3, 3]
-    assert f"rank {rank}: " in told(tmp_path, "status")["error"].partition("CheckpointError")[2]
-    assert "No space left on device" in told(tmp_path, "failure")["error"]
-    assert left(tmp_path) == []
+    assert f"rank {rank}: " in read_report(tmp_path, "status")["error"].partition("CheckpointError")[2]
+    assert "No space left on device" in read_report(tmp_path, "failure")["error"]
+    assert remaining_processes(tmp_path) == []
 
 
 SERVES = """
@@ -228,9 +228,9 @@ with serving("", 29800):
 
 
 def until_watched(folder: Path, commands: Sequence[Command]) -> None:
-    """Waits until the processes beside both ranks have shown, in files, that training is beyond its first steps.
+    """Waits until the watchdog files of both ranks show that training is beyond its first steps.
 
-    In the first one each phase may take three times as long, and start-up six times.
+    In the first step each phase may take three times as long, and start-up six times.
     """
 
     def shown(rank: int) -> int:
@@ -248,10 +248,8 @@ def until_watched(folder: Path, commands: Sequence[Command]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("cut", ["a", "b"])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
-def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
-    tmp_path: Path, hosts: Hosts, strategy: str, cut: str
-) -> None:
-    """The first host has the store, so it is the other one that is out of touch."""
+def test_network_failure_ends_the_ranks_on_both_hosts(tmp_path: Path, hosts: Hosts, strategy: str, cut: str) -> None:
+    """Expects rank 1 to be reported: the first host has the store, so the other host lost the connection."""
     prepare(tmp_path, "none", 0, strategy, every="100000st")
     store = hosts["a"].start(sys.executable, "-c", SERVES, cwd=tmp_path)
     ranks = []
@@ -271,7 +269,7 @@ def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
     store.kill()
     assert all(codes)
     assert seconds < STALL + 10
-    error = told(tmp_path, "status")["error"]
+    error = read_report(tmp_path, "status")["error"]
     assert re.match(
         r"rank 1 (on nodeb lost its connection to the first host|did not answer \(process \d+ on nodeb\))", error
     )
@@ -287,10 +285,10 @@ def test_a_network_that_is_cut_ends_the_ranks_on_both_hosts(
         ("frozen", 0, KINDS["frozen"].said),
     ],
 )
-def test_launches_on_two_hosts_end_soon_and_say_why(
+def test_launches_on_two_hosts_end_soon_with_the_error(
     tmp_path: Path, hosts: Hosts, fault: str, rank: int, said: str
 ) -> None:
-    """Of a cut the launcher of the other host hears nothing: it would wait a minute for the store on the first one."""
+    """Covers a cut, which the other host's launcher does not see: it would wait a minute for the first host's store."""
     kind, _, cut = fault.partition(" ")
     prepare(tmp_path, "none" if cut else kind, rank, DDP, every="100000st" if cut else "5st")
     command = (sys.executable, "-m", "ddpforge", "launch", "run.toml", "-n", "1", "--nnodes=2", "--rdzv-endpoint=nodea")
@@ -303,9 +301,9 @@ def test_launches_on_two_hosts_end_soon_and_say_why(
     ended = [launch.ended() for launch in launches]
     seconds = time.time() - float((tmp_path / "struck").read_text())
     print(f"{fault}, by launch: over after {seconds:.1f} s")
-    error = told(tmp_path, "status")["error"]
+    error = read_report(tmp_path, "status")["error"]
     assert re.match(f"rank {rank} {said}", error), error
     assert [code for code, _ in ended] == [1, 1]
     assert all(f"error: {error}" in text and "Traceback" not in text for _, text in ended), ended
     assert seconds < STALL + 10
-    assert left(tmp_path) == []
+    assert remaining_processes(tmp_path) == []

@@ -1,4 +1,4 @@
-"""What a recipe can ask for does what it says, on two ranks as on one."""
+"""Options of a recipe have their effect, on two ranks as on one."""
 
 import json
 import re
@@ -54,7 +54,7 @@ every = "1st"
 
 
 class Bench:
-    """Writes a recipe, runs it, reads what came of it."""
+    """Writes a recipe, runs it, reads its results."""
 
     def __init__(self, folder: Path, ddpforge: Callable[..., Ranks]) -> None:
         self.folder, self.ddpforge = folder, ddpforge
@@ -84,7 +84,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 # ---------------------------------------------------------------------------------------------- DDP's options
-def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Bench) -> None:
+def test_ddp_options_for_memory_and_speed_keep_the_curve(bench: Bench) -> None:
     bench("plain")
     bench("static", strategy="static_graph = true")
     bench("copies", strategy="gradient_as_bucket_view = false\nbucket_cap_mb = 1")
@@ -97,8 +97,10 @@ def test_options_that_only_save_memory_or_time_do_not_change_the_curve(bench: Be
     ("compression", "tolerance", "alike"),
     [("fp16", 0.05, 1), pytest.param("bf16", 0.05, 1, marks=pytest.mark.full), ("powersgd", 0.1, 3)],
 )
-def test_compressed_gradients_train_nearly_alike(bench: Bench, compression: str, tolerance: float, alike: int) -> None:
-    """The first loss is that of the initial weights; PowerSGD begins after two steps of plain all-reduce."""
+def test_compressed_gradients_stay_close_to_the_curve(
+    bench: Bench, compression: str, tolerance: float, alike: int
+) -> None:
+    """Compares the first losses exactly: PowerSGD begins after two steps of plain all-reduce."""
     bench("plain")
     bench("compressed", strategy=f'compression = "{compression}"\npowersgd_start = 2')
     plain, compressed = bench.column("plain"), bench.column("compressed")
@@ -108,7 +110,7 @@ def test_compressed_gradients_train_nearly_alike(bench: Bench, compression: str,
 
 
 # ---------------------------------------------------------------------------------------------- precision, compile
-def test_bf16_is_near_fp32_and_alike_on_one_and_two_ranks(bench: Bench) -> None:
+def test_bf16_stays_close_to_fp32_on_one_and_two_ranks(bench: Bench) -> None:
     bench("fp32", nproc=1)
     bench("one", nproc=1, train='precision = "bf16"')
     bench("two", nproc=2, train='precision = "bf16"')
@@ -118,7 +120,7 @@ def test_bf16_is_near_fp32_and_alike_on_one_and_two_ranks(bench: Bench) -> None:
 
 
 def test_fp16_scales_the_loss_and_resumes_with_its_scale(bench: Bench) -> None:
-    """An overflow halves the scale and skips the step; the scale and its good steps are part of a checkpoint."""
+    """Halves the scale at an overflow and skips the step; scale and number of good steps are part of a checkpoint."""
     bench("whole", train='precision = "fp16"')
     bench("parts", length="5st", train='precision = "fp16"')
     bench("parts", length="12st", train='precision = "fp16"')
@@ -134,8 +136,8 @@ def test_fp16_scales_the_loss_and_resumes_with_its_scale(bench: Bench) -> None:
 
 
 @pytest.mark.full  # tests/strategies/test_ddp.py shows it without the code generator
-def test_a_compiled_model_trains_like_an_eager_one_under_the_same_names(bench: Bench) -> None:
-    """Trap 25."""
+def test_compiled_model_has_the_curve_and_names_of_an_eager_model(bench: Bench) -> None:
+    """Covers trap 25."""
     bench("eager", length="4st")
     bench("compiled", length="4st", train='compile = "default"')
     assert bench.column("compiled") == pytest.approx(bench.column("eager"), rel=1e-4)
@@ -145,22 +147,22 @@ def test_a_compiled_model_trains_like_an_eager_one_under_the_same_names(bench: B
 
 
 # ---------------------------------------------------------------------------------------------- data
-def test_loader_processes_change_nothing(bench: Bench) -> None:
+def test_loader_processes_keep_the_curve(bench: Bench) -> None:
     bench("none")
     bench("two", data="workers = 2")
     assert bench.column("two") == bench.column("none")
 
 
-def test_fewer_samples_than_ranks_at_the_end_of_an_epoch(bench: Bench) -> None:
-    """Trap 12: 17 samples in steps of 8 leave one for three ranks."""
+def test_epoch_may_end_with_fewer_samples_than_ranks(bench: Bench) -> None:
+    """Covers trap 12: 17 samples in steps of 8 leave one sample for four ranks."""
     bench("one", nproc=1, samples=17)
     bench("four", nproc=4, samples=17)
     assert bench.column("four") == pytest.approx(bench.column("one"), rel=1e-5)
     assert bench.column("four", "samples")[:4] == [8, 16, 17, 25]
 
 
-def test_a_stream_trains_alike_on_one_and_two_ranks(bench: Bench, tmp_path: Path) -> None:
-    """Trap 37."""
+def test_iterable_dataset_has_the_same_curve_on_one_and_two_ranks(bench: Bench, tmp_path: Path) -> None:
+    """Covers trap 37."""
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 30)
     recipe = """
 recipe = 2
@@ -182,7 +184,7 @@ track = {{ every = "1st" }}
 
 # ---------------------------------------------------------------------------------------------- callbacks
 def test_averaged_weights_are_the_same_on_one_and_two_ranks_and_can_be_exported(bench: Bench) -> None:
-    """Trap 43."""
+    """Covers trap 43."""
     ema = "[callbacks.ema]\ndecay = 0.8"
     for name, nproc in (("one", 1), ("two", 2)):
         bench(name, nproc=nproc, more=ema)
@@ -196,7 +198,7 @@ def test_averaged_weights_are_the_same_on_one_and_two_ranks_and_can_be_exported(
 
 
 def test_early_stopping_ends_both_ranks_at_the_same_step(bench: Bench) -> None:
-    """Trap 45: an impossible improvement of 10 is asked for, so the third evaluation without it ends the run."""
+    """Covers trap 45: the third evaluation without an improvement of 10, which is impossible, ends the run."""
     stop = '[callbacks.early_stopping]\nmetric = "eval/loss"\npatience = 2\nmin_delta = 10.0'
     bench("stopped", length="40st", more=stop)
     assert (bench.status("stopped")["state"], bench.status("stopped")["step"]) == ("done", 12)
@@ -204,14 +206,14 @@ def test_early_stopping_ends_both_ranks_at_the_same_step(bench: Bench) -> None:
     assert bench.status("stopped")["step"] == 12
 
 
-def test_throughput_adds_columns(bench: Bench) -> None:
+def test_throughput_callback_adds_columns(bench: Bench) -> None:
     bench("perf", more="[callbacks.throughput]")
     assert len(bench.column("perf", "perf/step_seconds")) == 12
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
-def test_the_best_checkpoint_is_saved_when_it_is_found_and_outlives_newer_ones(bench: Bench) -> None:
-    """Trap 46."""
+def test_best_checkpoint_is_saved_at_its_evaluation_and_kept(bench: Bench) -> None:
+    """Covers trap 46."""
     keep = '[checkpoint]\nevery = "100st"\nkeep = { last = 1, best = 1, monitor = "eval/loss" }'
     bench("best", length="40st", more=keep)
     losses = dict(zip(range(4, 41, 4), bench.column("best", "eval/loss"), strict=True))
@@ -222,7 +224,7 @@ def test_the_best_checkpoint_is_saved_when_it_is_found_and_outlives_newer_ones(b
     assert json.loads(chosen.stdout)["eval/loss"] == pytest.approx(losses[best], rel=1e-6)
 
 
-def test_a_run_can_be_as_long_as_a_wall_time(bench: Bench) -> None:
+def test_length_may_be_a_wall_time(bench: Bench) -> None:
     bench("timed", length="1s", more='[checkpoint]\nevery = "100st"')
     assert bench.status("timed")["state"] == "done"
     assert bench.status("timed")["step"] >= 1
@@ -231,26 +233,26 @@ def test_a_run_can_be_as_long_as_a_wall_time(bench: Bench) -> None:
     assert bench.status("timed")["step"] == step  # the time is used up
 
 
-def test_another_model_or_a_frozen_choice_cannot_slip_into_a_run(bench: Bench) -> None:
+def test_resume_refuses_a_changed_model(bench: Bench) -> None:
     bench("fixed", length="4st")
     failed = bench("fixed", length="12st", model="dropout = 0.5", fails=True)
     assert set(failed.codes) == {2}
     assert "model.dropout: 0.0 → 0.5" in failed.stderr
-    assert failed.stderr.count("error:") == 1  # rank 0 speaks for all
+    assert failed.stderr.count("error:") == 1  # only rank 0 prints it
     assert bench.status("fixed")["step"] == 4
 
 
 # ---------------------------------------------------------------------------------------------- logs
 def test_one_wandb_run_for_all_ranks_with_every_step(bench: Bench) -> None:
-    """Trap 32a."""
+    """Covers trap 32a."""
     wandb = '[track.wandb]\nproject = "test"\nmode = "offline"'
     bench("tracked", more=wandb, env={"WANDB_ERROR_REPORTING": "false", "HOME": str(bench.folder)})
     runs = list((bench.folder / "runs/tracked").glob("wandb/offline-run-*"))
     assert len(runs) == 1
 
 
-def test_what_a_run_says(bench: Bench) -> None:
-    """Rank 0 alone speaks; no cursor movement and no colour in a file; stdout holds the result."""
+def test_console_output_of_a_run(bench: Bench) -> None:
+    """Checks that rank 0 alone prints; a file gets neither cursor movement nor colour; stdout has the result."""
     said = bench("quiet")
     assert re.fullmatch(r"runs/quiet: done at step 12, eval/loss [\d.]+, eval/mae [\d.]+\n", said.stdout)
     assert not set(said.stderr) & {"\r", "\x1b"}
@@ -258,8 +260,8 @@ def test_what_a_run_says(bench: Bench) -> None:
     assert said.stderr.count("12/12") == 1
 
 
-def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
-    """DDP learns the graph in every process's first step, in which it cannot leave out the reduction."""
+def test_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
+    """Covers the first step of every process, in which DDP records the graph and cannot skip the all-reduce."""
     accumulates, static = "micro_batch = 2", 'compression = "bf16"\nstatic_graph = true'
     bench("plain", strategy='compression = "bf16"', train=accumulates)
     bench("static", strategy=static, train=accumulates)
@@ -269,13 +271,13 @@ def test_a_static_graph_accumulates_and_resumes_bitwise(bench: Bench) -> None:
     assert bench.column("parts") == bench.column("static")
 
 
-def test_the_console_shows_the_forward_passes_that_there_are(bench: Bench) -> None:
-    """Four shards of two samples, dealt to two ranks."""
+def test_console_shows_the_forward_passes_of_virtual_ranks(bench: Bench) -> None:
+    """Runs four virtual ranks of two samples each on two ranks."""
     ranks = bench("run", train="virtual_ranks = 4", length="1st")
     assert "8 per step = 2 per forward pass × 2 accumulation × 2 ranks" in ranks.stderr
 
 
-def test_full_memory_ends_a_run_with_what_to_change(bench: Bench, tmp_path: Path) -> None:
+def test_out_of_memory_error_suggests_a_smaller_micro_batch(bench: Bench, tmp_path: Path) -> None:
     copy(SUPPORT / "odd_models.py", tmp_path)
     (tmp_path / "run.toml").write_text(
         RECIPE.format(name="run", model="", data="", samples=43, strategy="", length="9st", train="", more="").replace(
@@ -285,7 +287,7 @@ def test_full_memory_ends_a_run_with_what_to_change(bench: Bench, tmp_path: Path
     ranks = bench.ddpforge("run", "run.toml", nproc=1, fails=True)
     assert ranks.codes == [1]
     assert "memory is full: " in ranks.stderr
-    assert "by the plan" not in ranks.stderr  # which would take memory, of which there is none
+    assert "by the plan" not in ranks.stderr  # a simulation would need memory that is not free
     assert re.search(r"help: for the memory of a step .*: ddpforge plan runs/run/recipe.resolved.toml", ranks.stderr)
     assert "help: set train.micro_batch = 4: the global batch stays" in ranks.stderr
     assert "Traceback" not in ranks.stderr

@@ -1,4 +1,4 @@
-"""A part of a model is frozen by the recipe: the same curve under every strategy, and checkpoints without that part."""
+"""The recipe freezes a part of a model: same curve under every strategy, and checkpoints that may omit that part."""
 
 import json
 from collections.abc import Callable
@@ -19,8 +19,8 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
     return Bench(tmp_path, ddpforge)
 
 
-def test_what_is_frozen_stays_and_need_not_be_in_checkpoints(bench: Bench) -> None:
-    """The second run is stopped, goes on under another strategy, and is evaluated afterwards."""
+def test_frozen_weights_stay_and_may_be_omitted_from_checkpoints(bench: Bench) -> None:
+    """Stops the second run, continues it under another strategy, and evaluates it afterwards."""
     bench("one", 'use = "single"', nproc=1, **OPTIONS)
     stop = f'{TRAINED}[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = 3\nrank = 0\n'
     assert set(bench("many", ZERO[3], more=stop, fails=True, **OPTIONS).codes) == {75}
@@ -35,7 +35,7 @@ def test_what_is_frozen_stays_and_need_not_be_in_checkpoints(bench: Bench) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", [DDP, ZERO[1], ZERO[2], FSDP], ids=["ddp", "zero1", "zero2", "fsdp"])
-def test_frozen_weights_are_what_they_were(bench: Bench, strategy: str) -> None:
+def test_only_frozen_weights_stay_unchanged(bench: Bench, strategy: str) -> None:
     keep = "[checkpoint]\nat_start = true\nkeep = { last = 9 }\n"
     bench("one", 'use = "single"', nproc=1, **OPTIONS)
     bench("many", strategy, more=keep, **OPTIONS)
@@ -45,7 +45,7 @@ def test_frozen_weights_are_what_they_were(bench: Bench, strategy: str) -> None:
     assert same == {name for name in first if name.startswith(("blocks.0.", "positions"))}
 
 
-def test_a_glob_that_names_nothing_is_refused_where_it_stands(bench: Bench) -> None:
+def test_freeze_pattern_without_a_match_is_refused(bench: Bench) -> None:
     failed = bench("none", 'use = "single"', nproc=1, fails=True, length="8st", train='freeze = ["block.0.*"]')
     assert failed.codes == [2]
     assert "train.freeze: `block.0.*` matches no parameter; similar names:" in failed.stderr

@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP shard everything and change nothing."""
+"""FSDP2 and HSDP shard everything and keep the curve."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +19,8 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 # ---------------------------------------------------------------------------------------------- one curve
-def test_every_way_to_shard_gives_the_curve_of_one_process(bench: Bench) -> None:
-    """Traps 01, 02, 04, 06, 24, 27; averaged weights are evaluated."""
+def test_every_fsdp_layout_has_the_curve_of_one_process(bench: Bench) -> None:
+    """Covers traps 01, 02, 04, 06, 24, 27; evaluates averaged weights."""
     bench("one", 'use = "single"', nproc=1, more=EMA)
     for name, nproc, strategy in (
         ("one-shard", 1, FSDP),
@@ -34,8 +34,8 @@ def test_every_way_to_shard_gives_the_curve_of_one_process(bench: Bench) -> None
         bench.alike(name, "one")
 
 
-@pytest.mark.full  # tests/distributed/test_recompute.py has another model
-def test_recomputed_blocks_change_nothing(bench: Bench) -> None:
+@pytest.mark.full  # tests/distributed/test_activation_checkpointing.py has another model
+def test_activation_checkpointing_keeps_the_losses(bench: Bench) -> None:
     dropout = "dropout = 0.2"
     bench("plain", FSDP, model=dropout)
     bench("recomputed", FSDP, model=dropout, train="activation_checkpointing = true")
@@ -45,7 +45,7 @@ def test_recomputed_blocks_change_nothing(bench: Bench) -> None:
 
 
 @pytest.mark.full
-def test_compiled_blocks_train_like_eager_ones(bench: Bench) -> None:
+def test_compiled_blocks_have_the_curve_of_eager_blocks(bench: Bench) -> None:
     bench("eager", FSDP)
     bench("compiled", FSDP, train='compile = "default"\ncompile_blocks = true\nactivation_checkpointing = true')
     bench("compiled-ddp", DDP, train='compile = "default"\ncompile_blocks = true')
@@ -54,8 +54,8 @@ def test_compiled_blocks_train_like_eager_ones(bench: Bench) -> None:
     assert set(weights_in(bench.newest("compiled"))) == set(weights_in(bench.newest("eager")))
 
 
-def test_weights_gathered_in_bf16_train_nearly_alike(bench: Bench) -> None:
-    """Half the traffic; an MLP, because a CPU's LayerNorm takes no mixed dtypes."""
+def test_bf16_all_gather_stays_close_to_autocast(bench: Bench) -> None:
+    """Halves the traffic. The model is an MLP, because LayerNorm takes no mixed dtypes on CPU."""
     mlp = """
 [model]
 use = "mlp"
@@ -86,7 +86,7 @@ use = "regression"
         (FSDP, 2, "sync_batchnorm = true", "train.sync_batchnorm needs CUDA"),
     ],
 )
-def test_what_cannot_be_is_refused(bench: Bench, strategy: str, nproc: int, train: str, said: str) -> None:
+def test_unsupported_options_are_refused(bench: Bench, strategy: str, nproc: int, train: str, said: str) -> None:
     failed = bench("run", strategy, nproc=nproc, train=train, fails=True)
     assert set(failed.codes) == {2}
     assert said in failed.stderr
@@ -133,16 +133,14 @@ def train_model(bench: Bench) -> Callable[..., Ranks]:
         ),
     ],
 )
-def test_models_that_cannot_be_sharded_faithfully(
-    train_model: Callable[..., Ranks], model: str, options: str, said: str
-) -> None:
+def test_unsupported_models_are_refused(train_model: Callable[..., Ranks], model: str, options: str, said: str) -> None:
     failed = train_model(model, f"{FSDP}\n{options}")
     assert 3 in failed.codes
     assert said in failed.stderr
 
 
-def test_optimizer_state_in_shapes_of_its_own_is_refused(bench: Bench) -> None:
-    """Adafactor keeps a vector per row and per column of a weight; it trains where weights are whole."""
+def test_optimizer_with_factored_state_is_refused(bench: Bench) -> None:
+    """Trains with Adafactor, which keeps a vector per row and column of a weight: it needs whole weights."""
     adafactor = bench.recipe.replace('use = "adamw"', 'use = "torch.optim:Adafactor"')
     factored = Bench(bench.folder, bench.ddpforge, adafactor)
     factored("moved", DDP, length="6st")

@@ -1,4 +1,4 @@
-"""Beginning with weights from elsewhere: `checkpoint.init_from`."""
+"""Initial weights from another run or file: `checkpoint.init_from`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 @pytest.fixture
 def weights(bench: Bench) -> dict[str, Tensor]:
-    """Those of a trained model, which are in the run `base`."""
+    """Returns the weights of a trained model, which is the run `base`."""
     bench("base", DDP, length="6st")
     return weights_in(bench.newest("base"))
 
@@ -42,12 +42,12 @@ def begin(bench: Bench, source: str, strategy: str = DDP, more: str = "", **opti
 
 
 def first(bench: Bench) -> Path:
-    """The checkpoint before the first step."""
+    """Returns the checkpoint before the first step."""
     return min((bench.folder / "runs/tuned/checkpoints").glob("step-*"))
 
 
 @ddp_and_zero
-def test_a_run_begins_with_the_weights_of_another(bench: Bench, weights: dict[str, Tensor], strategy: str) -> None:
+def test_init_from_loads_the_weights_of_a_run(bench: Bench, weights: dict[str, Tensor], strategy: str) -> None:
     said = begin(bench, "base", strategy)
     checkpoint = CheckpointReader(first(bench))
     torch.testing.assert_close(weights_in(first(bench)), weights, rtol=0, atol=0)
@@ -57,17 +57,15 @@ def test_a_run_begins_with_the_weights_of_another(bench: Bench, weights: dict[st
     assert not any(checkpoint.state().optimizer.values())
     assert f"initial weights: {len(weights)} tensors from" in said.stderr
 
-    rmtree(bench.folder / "runs/base")  # a run that goes on does not need them
+    rmtree(bench.folder / "runs/base")  # a resumed run does not need them
     more = BEGIN.format(source="base", more="")
     bench("tuned", strategy, length="8st", more=more)
     assert CheckpointReader(bench.newest("tuned")).metadata.step == 8
 
 
 @ddp_and_zero
-def test_what_is_missing_and_what_is_left_over_is_named(
-    bench: Bench, weights: dict[str, Tensor], strategy: str
-) -> None:
-    """In another dtype, too."""
+def test_missing_and_unexpected_tensors_are_reported(bench: Bench, weights: dict[str, Tensor], strategy: str) -> None:
+    """Covers weights in another dtype, too."""
     names = list(weights)
     half = {name: weights[name].bfloat16() for name in names[2:]}
     save_file({**half, "head.extra": torch.zeros(2)}, bench.folder / "some.safetensors")
@@ -82,7 +80,7 @@ def test_what_is_missing_and_what_is_left_over_is_named(
     assert not torch.equal(began[names[0]], weights[names[0]])
 
 
-def test_a_folder_that_transformers_wrote_will_do(bench: Bench, weights: dict[str, Tensor]) -> None:
+def test_init_from_reads_a_transformers_folder(bench: Bench, weights: dict[str, Tensor]) -> None:
     folder, names = bench.folder / "hub", list(weights)
     folder.mkdir()
     parts = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
@@ -94,7 +92,7 @@ def test_a_folder_that_transformers_wrote_will_do(bench: Bench, weights: dict[st
     torch.testing.assert_close(weights_in(first(bench)), weights, rtol=0, atol=0)
 
 
-def test_another_shape_is_an_error_unless_it_is_skipped(bench: Bench, weights: dict[str, Tensor]) -> None:
+def test_shape_mismatch_is_refused_unless_ignored(bench: Bench, weights: dict[str, Tensor]) -> None:
     name = next(name for name, tensor in weights.items() if tensor.ndim == 2)
     save_file({**weights, name: torch.zeros(2, 2)}, bench.folder / "odd.safetensors")
     refused = begin(bench, "odd.safetensors", fails=True)
@@ -113,7 +111,7 @@ def test_another_shape_is_an_error_unless_it_is_skipped(bench: Bench, weights: d
         ("other.safetensors", "none of its tensors has the name of one in the model"),
     ],
 )
-def test_a_source_that_is_none_is_refused(bench: Bench, source: str, reason: str) -> None:
+def test_invalid_source_is_refused(bench: Bench, source: str, reason: str) -> None:
     save_file({"w": torch.zeros(2)}, bench.folder / "other.safetensors")
     refused = begin(bench, source, fails=True)
     assert ExitCode.USAGE in refused.codes
@@ -128,7 +126,7 @@ def test_a_source_that_is_none_is_refused(bench: Bench, source: str, reason: str
         ("*", "checkpoint.init_ignore matches all tensors of the model"),
     ],
 )
-def test_a_glob_that_matches_nothing_or_everything_is_refused(
+def test_init_ignore_that_matches_nothing_or_everything_is_refused(
     bench: Bench, weights: dict[str, Tensor], skip: str, reason: str
 ) -> None:
     refused = begin(bench, "base", more=f'init_ignore = ["{skip}"]', fails=True)
@@ -137,7 +135,7 @@ def test_a_glob_that_matches_nothing_or_everything_is_refused(
     assert "Traceback" not in refused.stderr
 
 
-def test_a_broken_file_is_named(bench: Bench) -> None:
+def test_broken_file_is_named(bench: Bench) -> None:
     (bench.folder / "broken.safetensors").write_bytes(b"\xff" * 64)
     refused = begin(bench, "broken.safetensors", fails=True)
     assert set(refused.codes) == {ExitCode.ENVIRONMENT}

@@ -1,4 +1,4 @@
-"""A rank is killed (-9) at any moment of training and saving: the next start goes on, and nothing shows in the end."""
+"""A rank is killed (-9) at any moment of training and saving: the next attempt resumes, with the same final result."""
 
 import random
 import signal
@@ -22,7 +22,7 @@ use = "./parts.py:Killed"
 every = "2st"
 layout = "{layout}"
 """
-LONGEST = 0.015  # seconds for each step until a rank is killed; undisturbed training takes about as long
+LONGEST = 0.015  # seconds per step up to the kill; undisturbed training takes about as long
 
 
 CASES = {"ddp": (DDP, "sharded"), "fsdp": (FSDP, "sharded"), "fsdp-full": (FSDP, "full"), "zero2": (ZERO[2], "sharded")}
@@ -35,10 +35,10 @@ CASES = {"ddp": (DDP, "sharded"), "fsdp": (FSDP, "sharded"), "fsdp-full": (FSDP,
         *(pytest.param(case, 80, LENGTH, id=f"{case}-80", marks=pytest.mark.full) for case in CASES),
     ],
 )
-def test_a_run_survives_any_number_of_kills(
+def test_run_survives_any_number_of_kills(
     tmp_path: Path, ddpforge: Callable[..., Ranks], case: str, kills: int, steps: int
 ) -> None:
-    """Traps 16, 18 and 22; dropout is on. Runs are started anew until so many of their ranks were killed."""
+    """Covers traps 16, 18 and 22, with dropout. Starts runs until `kills` ranks were killed."""
     bench = Bench(tmp_path, ddpforge)
     strategy, layout = CASES[case]
     options = {"model": "dropout = 0.2", "length": f"{steps}st", "more": MORE.format(layout=layout)}
@@ -74,10 +74,10 @@ def test_a_run_survives_any_number_of_kills(
         *(pytest.param(case, 34, id=f"{case}-34", marks=pytest.mark.full) for case in ("ddp", "fsdp", "zero3")),
     ],
 )
-def test_a_launch_that_restarts_its_ranks_survives_any_number_of_kills(
+def test_launch_with_restarts_survives_any_number_of_kills(
     tmp_path: Path, ddpforge: Callable[..., Ranks], zygote: Zygote, case: str, kills: int
 ) -> None:
-    """One command from beginning to end; dropout is on. Launches follow each other until so many ranks were killed."""
+    """Starts launches, one command each, until `kills` ranks were killed; with dropout."""
     bench = Bench(tmp_path, ddpforge)
     strategy = {"ddp": DDP, "fsdp": FSDP, "zero3": ZERO[3]}[case]
     more = MORE.format(layout="sharded").replace(":Killed", ":KilledAgain")
@@ -104,7 +104,7 @@ def test_a_launch_that_restarts_its_ranks_survives_any_number_of_kills(
 
 
 def contents(bench: Bench, name: str, steps: int = LENGTH) -> dict[str, torch.Tensor]:
-    """Every tensor of a run's last checkpoint, verified."""
+    """Returns every tensor of a run's last checkpoint, verified."""
     reader = CheckpointReader(bench.newest(name))
     assert reader.metadata.step == steps
     sections = ("model", "optimizer", "callbacks")

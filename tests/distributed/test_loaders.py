@@ -1,4 +1,4 @@
-"""A process whose components fail ends, whatever its loader processes are doing."""
+"""A process whose components fail ends, in whatever state its loader processes are."""
 
 import subprocess
 import sys
@@ -44,8 +44,8 @@ raise SystemExit(7)
 
 
 @pytest.mark.parametrize("command", ["a script", pytest.param("the command line", marks=pytest.mark.full)])
-def test_a_process_ends_though_its_loader_processes_leave_stopping_to_it(tmp_path: Path, command: str) -> None:
-    """They let one SIGTERM pass, and the interpreter, which waits for them in the end, sends no more than one."""
+def test_process_with_loader_processes_ends_after_an_error(tmp_path: Path, command: str) -> None:
+    """Covers loader processes that ignore one SIGTERM; the interpreter sends no more than one and waits for them."""
     raises = '[callbacks.raises]\nuse = "./parts.py:Raises"'
     (tmp_path / "data.toml").write_text(RECIPE.format(name="data", data="./parts.py:Broken", more=""))
     (tmp_path / "callback.toml").write_text(RECIPE.format(name="callback", data="digits", more=raises))
@@ -76,8 +76,8 @@ leaving.leave(5)
 
 
 @pytest.mark.parametrize("threads", ["", "leaving.at_once()"])
-def test_nobody_complains_of_loader_processes_that_end_with_their_rank(threads: str) -> None:
-    """Torch does in its handler of SIGCHLD, in place of what the run had to say last."""
+def test_loader_processes_that_end_with_their_rank_raise_no_error(threads: str) -> None:
+    """Replaces torch's SIGCHLD handler, whose error would hide the last message of the run."""
     script = [sys.executable, "-c", LEAVES.format(threads=threads)]
     ended = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.stdout, ended.returncode) == ("", 5), ended.stderr

@@ -1,4 +1,4 @@
-"""Every strategy trains every recipe alike: accumulation, clipping that bites, a schedule, token-weighted losses."""
+"""Every strategy has the same curve: accumulation, active clipping, a schedule, token-weighted losses."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ STRATEGIES = ["ddp", "single@1", "fsdp", "fsdp:2@4", "deepspeed:1", "deepspeed:2
 
 @pytest.fixture
 def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ParityReport]:
-    """`ddpforge parity`, with ranks that the tests' own launcher forks."""
+    """Returns a function that runs `ddpforge parity` with ranks that the tests' own launcher forks."""
     copy(SUPPORT / "parts.py", tmp_path)
     monkeypatch.chdir(tmp_path)
 
@@ -40,9 +40,9 @@ def compare(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def check(report: ParityReport) -> None:
-    """Every run is the first one's equal; the message says where one is not.
+    """Asserts that every run equals the first one; the message has the quantities that differ.
 
-    BatchNorm's running statistics depend on how many micro-batches a rank sees, so they, and an evaluation that uses
+    BatchNorm's running statistics depend on the number of micro-batches of a rank. So they, and evaluations that use
     them, are compared between equal numbers of ranks only.
     """
     ranks = report.verdicts[0].spec.ranks
@@ -56,17 +56,17 @@ def check(report: ParityReport) -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param("gpt", marks=pytest.mark.slow), pytest.param("cnn", marks=pytest.mark.full)]
 )
-def test_every_strategy_trains_alike(compare: Callable[..., ParityReport], kind: str) -> None:
-    """Traps 01, 02, 04, 05, 06, 07, 24, 27: the losses of 20 steps are those of DDP to 1e-5."""
+def test_every_strategy_has_the_same_curve(compare: Callable[..., ParityReport], kind: str) -> None:
+    """Covers traps 01, 02, 04, 05, 06, 07, 24, 27: the losses of 20 steps equal those of DDP to 1e-5."""
     report = compare(kind, STRATEGIES)
     check(report)
     assert report.tolerances.loss == 1e-5
 
     rows = map(json.loads, (Path("out") / report.verdicts[0].name / "metrics.jsonl").read_text().splitlines())
-    assert sum(row.get("train/grad_norm", 0) > 0.5 for row in rows) > 10  # the clipping bites
+    assert sum(row.get("train/grad_norm", 0) > 0.5 for row in rows) > 10  # the clipping is active
 
 
 @pytest.mark.full
-def test_every_strategy_trains_alike_in_bf16(compare: Callable[..., ParityReport]) -> None:
-    """Trap 26: the tolerance is that of `parity` for bf16, 2 % of the loss."""
+def test_every_strategy_has_the_same_curve_in_bf16(compare: Callable[..., ParityReport]) -> None:
+    """Covers trap 26: the tolerance is that of `parity` for bf16, 2 % of the loss."""
     check(compare("gpt", STRATEGIES, 'precision = "bf16"'))

@@ -1,4 +1,4 @@
-"""A callback moves frozen weights, as momentum encoders do: under every strategy with the same result."""
+"""A callback changes frozen weights, as momentum encoders do, with the same result under every strategy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +37,8 @@ OTHERS = {"hybrid": HSDP, "zero2": ZERO[2], "zero3": ZERO[3], "host": HOST}
 
 
 @pytest.mark.parametrize("strategies", [FAST, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["some", "others"])
-def test_parts_of_frozen_weights_are_live_under_every_strategy(bench: Bench, strategies: dict[str, str]) -> None:
-    """The teacher is kept whole, sharded in earnest, or sharded and kept gathered; it is in the checkpoint."""
+def test_shards_of_frozen_weights_are_writable_under_every_strategy(bench: Bench, strategies: dict[str, str]) -> None:
+    """Covers a teacher that is whole, really sharded, or sharded but kept gathered; checkpoints contain it."""
     bench("one", SINGLE, nproc=1, more=STRAIGHT, **OPTIONS)
     expected = weights_in(bench.newest("one"))
     for name, strategy in strategies.items():
@@ -49,13 +49,13 @@ def test_parts_of_frozen_weights_are_live_under_every_strategy(bench: Bench, str
 
 
 @pytest.mark.parametrize("strategy", [FSDP, ZERO[1]], ids=["fsdp", "zero1"])
-def test_writing_straight_into_frozen_parameters_counts(bench: Bench, strategy: str) -> None:
+def test_direct_writes_to_unsharded_frozen_parameters_take_effect(bench: Bench, strategy: str) -> None:
     bench("one", SINGLE, nproc=1, more=STRAIGHT, **OPTIONS)
     bench("straight", strategy, more=STRAIGHT, **OPTIONS)
     bench.alike("straight", "one")
 
 
-def test_writing_straight_into_sharded_parameters_is_refused(bench: Bench) -> None:
+def test_direct_writes_to_sharded_parameters_are_refused(bench: Bench) -> None:
     failed = bench("straight", ZERO[3], more=STRAIGHT, fails=True, **OPTIONS)
     assert set(failed.codes) == {3}
     assert "a callback writes into parameter `teacher.0.weight` of the model" in failed.stderr

@@ -1,4 +1,4 @@
-"""Odd models train under every strategy as in one process, or are refused by name before the first update."""
+"""Unusual models train under every strategy as in one process, or are refused by name before the first update."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +53,7 @@ def odd(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Odd:
     [pytest.param("Odd", [DDP, FSDP, ZERO[1]], marks=needs_torch("2.12")), ("Double", [DDP, FSDP])],
     ids=["forms", "float64"],
 )
-def test_odd_forms_train_as_in_one_process(odd: Odd, model: str, strategies: list[str]) -> None:
+def test_unusual_layouts_and_dtypes_have_the_curve_of_one_process(odd: Odd, model: str, strategies: list[str]) -> None:
     odd.train(model, SINGLE)
     for strategy in strategies:
         odd.train(model, strategy)
@@ -78,20 +78,20 @@ def test_odd_forms_train_as_in_one_process(odd: Odd, model: str, strategies: lis
         ("Looked", DDP, "`table` (Embedding) gives sparse gradients, but AdamW does not take them"),
     ],
 )
-def test_models_that_a_strategy_cannot_train(odd: Odd, model: str, strategy: str, said: str) -> None:
+def test_models_that_a_strategy_cannot_train_are_refused(odd: Odd, model: str, strategy: str, said: str) -> None:
     refused(odd.train(model, strategy, fails=True), said)
 
 
 @pytest.mark.parametrize("strategy", [FSDP, ZERO[1], ZERO[3]], ids=["fsdp", "zero1", "zero3"])
-def test_a_gradient_penalty_needs_whole_weights(odd: Odd, strategy: str) -> None:
-    """Under ZeRO-1 it trained another curve, silently."""
+def test_gradient_penalty_with_sharded_weights_is_refused(odd: Odd, strategy: str) -> None:
+    """Covers a former bug: ZeRO-1 silently trained another curve."""
     failed = odd.train("OwnSeed", strategy, task="./odd_models.py:Penalty", fails=True)
     refused(failed, "the loss computes gradients itself (torch.autograd.grad)")
 
 
 @pytest.mark.parametrize("name", ["Rprop", "Adafactor"])
-def test_optimizers_that_cannot_update_shards(odd: Odd, name: str) -> None:
-    """Which those are depends on torch: 2.15 updates shards with Rprop. Then they train as under DDP."""
+def test_optimizers_that_cannot_update_shards_are_refused(odd: Odd, name: str) -> None:
+    """Accepts an optimizer if it trains as under DDP: torch 2.15 updates shards with Rprop."""
     use = f"torch.optim:{name}"
     trained = odd.train("OwnSeed", FSDP, optimizer=use, fails=True)
     if any(trained.codes):

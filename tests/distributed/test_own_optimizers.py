@@ -1,4 +1,4 @@
-"""Optimizers with state of their own resume exactly, under every strategy and from any into any."""
+"""Optimizers with custom state resume exactly, from any strategy under any other."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Callable[[str], Ben
     return make
 
 
-def test_counters_go_on_whatever_strategy_resumes(bench: Callable[[str], Bench]) -> None:
+def test_optimizer_counters_resume_under_any_strategy(bench: Callable[[str], Bench]) -> None:
     counting = bench("Counting")
     counting("straight", SINGLE, nproc=1, length="5st")
     expected = weights_in(counting.newest("straight"))
@@ -39,14 +39,14 @@ def test_counters_go_on_whatever_strategy_resumes(bench: Callable[[str], Bench])
         torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_what_cannot_be_saved_is_refused_at_the_first_save(bench: Callable[[str], Bench]) -> None:
+def test_optimizer_state_that_cannot_be_saved_is_refused_at_the_first_save(bench: Callable[[str], Bench]) -> None:
     failed = bench("Remembering")("run", DDP, length="2st", fails=True)
     assert set(failed.codes) == {3}
     assert "Remembering changes its `attributes.rates.length`" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
-def test_one_step_size_for_all_weights_is_refused_where_ranks_hold_parts(bench: Callable[[str], Bench]) -> None:
+def test_global_step_size_is_refused_under_zero(bench: Callable[[str], Bench]) -> None:
     common = bench("Common")
     failed = common("zero", ZERO[1], length="2st", fails=True)
     assert set(failed.codes) == {3}
@@ -54,7 +54,7 @@ def test_one_step_size_for_all_weights_is_refused_where_ranks_hold_parts(bench: 
 
 
 def test_powersgd_resumes_bitwise(bench: Callable[[str], Bench]) -> None:
-    """Before, at and after the step in which it begins; with buckets that DDP sorts anew after every start."""
+    """Resumes before, at and after the first PowerSGD step; DDP sorts its buckets anew after every start."""
     powersgd = f'{DDP}\ncompression = "powersgd"\npowersgd_start = 3\npowersgd_rank = 2\nbucket_cap_mb = 1'
     wide = POINTS.format(hidden="[300, 400, 300]")
     adam = bench("torch.optim:Adam")
@@ -72,7 +72,7 @@ def test_powersgd_resumes_bitwise(bench: Callable[[str], Bench]) -> None:
     for one, other in ((straight.model, resumed.model), (straight.extra_state, resumed.extra_state)):
         for name, value in one.items():
             torch.testing.assert_close(read(value), read(other[name]), rtol=0, atol=0, msg=name)
-    adam("parts", ZERO[1], length="8st", parts=wide)  # which has no use for it
+    adam("parts", ZERO[1], length="8st", parts=wide)  # ZeRO ignores PowerSGD's state
 
 
 POINTS = """
@@ -92,8 +92,8 @@ def read(value: Any) -> torch.Tensor:
     return value.read() if hasattr(value, "read") else torch.as_tensor(value)
 
 
-def test_powersgd_forgets_a_gradient_that_was_not_finite(bench: Callable[[str], Bench]) -> None:
-    """The step with the spoilt sample is left out, and those behind it train."""
+def test_powersgd_drops_a_nonfinite_gradient(bench: Callable[[str], Bench]) -> None:
+    """Skips the step with the NaN sample; the steps after it train."""
     powersgd = f'{DDP}\ncompression = "powersgd"\npowersgd_start = 2'
     parts = POINTS.format(hidden="[16, 16]").replace("Points", "SpoiltPoints")
     adam = bench("torch.optim:Adam")

@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on as if nothing had happened."""
+"""An interrupted run resumes with the results of an uninterrupted run."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def status(folder: Path) -> dict[str, object]:
 
 @pytest.fixture
 def undisturbed(ddpforge: Callable[..., Ranks], folder: Path) -> Callable[..., list[tuple[int, float]]]:
-    """The losses of the run that nobody interrupts; its folder is cleared away."""
+    """Returns a function that returns the losses of an uninterrupted run and moves its folder away."""
 
     def run(**options: float) -> list[tuple[int, float]]:
         write(folder, **options)
@@ -94,11 +94,13 @@ def undisturbed(ddpforge: Callable[..., Ranks], folder: Path) -> Callable[..., l
     return run
 
 
-def test_after_a_stop_request_to_one_rank(
+def test_resume_after_a_stop_request_to_one_rank_is_bitwise(
     ddpforge: Callable[..., Ranks], folder: Path, undisturbed: Callable[..., list[tuple[int, float]]]
 ) -> None:
-    """Traps 08, 09, 36: SIGTERM on rank 1 in mid-epoch stops both ranks with a checkpoint of that very step; then,
-    dropout and augmentation on, the losses are bitwise those of the undisturbed run."""
+    """Covers traps 08, 09, 36: SIGTERM on rank 1 in mid-epoch stops both ranks with a checkpoint of the same step.
+
+    After the resume, with dropout and augmentation, the losses are bitwise those of the undisturbed run.
+    """
     expected = undisturbed()
     write(folder, callbacks=INTERRUPTED.format(rank=1, signal="SIGTERM"))
     stopped = ddpforge("run", "run.toml", nproc=2, fails=True)
@@ -113,10 +115,10 @@ def test_after_a_stop_request_to_one_rank(
     assert status(folder)["state"] == "done"
 
 
-def test_after_a_crash(
+def test_resume_after_a_crash_replaces_later_rows(
     ddpforge: Callable[..., Ranks], folder: Path, undisturbed: Callable[..., list[tuple[int, float]]]
 ) -> None:
-    """Killed at step 13, it goes on from the checkpoint of step 7, and rows 8 to 13 are there once."""
+    """Kills the run at step 13: it resumes from the checkpoint of step 7, and rows 8 to 13 exist once."""
     expected = undisturbed()
     write(folder, callbacks=INTERRUPTED.format(rank=0, signal="SIGKILL"))
     at_once = ("--set", "checkpoint.async_save=false")  # step 7 is saved before step 8 begins
@@ -132,13 +134,13 @@ def test_after_a_crash(
 
 
 @pytest.mark.parametrize("nproc", [1, 4])
-def test_on_another_number_of_ranks(
+def test_resume_on_another_number_of_ranks(
     ddpforge: Callable[..., Ranks],
     folder: Path,
     undisturbed: Callable[..., list[tuple[int, float]]],
     nproc: int,
 ) -> None:
-    """Trap 19: without dropout the losses are the same to rounding."""
+    """Covers trap 19: without dropout the losses are equal up to rounding."""
     expected = undisturbed(dropout=0.0)
     write(folder, dropout=0.0, callbacks=INTERRUPTED.format(rank=0, signal="SIGUSR1"))
     assert ddpforge("run", "run.toml", nproc=2, fails=True).codes == [75, 75]
@@ -149,10 +151,10 @@ def test_on_another_number_of_ranks(
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-6)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(
+def test_damaged_newest_checkpoint_is_skipped(
     ddpforge: Callable[..., Ranks], folder: Path, undisturbed: Callable[..., list[tuple[int, float]]]
 ) -> None:
-    """Traps 16, 22, 29."""
+    """Covers traps 16, 22, 29."""
     expected = undisturbed()
     copytree(folder / "undisturbed", folder / "runs")
     newest = max((folder / "runs/run/checkpoints").glob("step-*"))
@@ -166,8 +168,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     assert rows(folder) == expected
 
 
-def test_an_evaluation_that_a_stop_left_out_is_made_up_for(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
-    """Step 4 ends an epoch, and the stop of step 3 takes effect there."""
+def test_resume_runs_an_evaluation_that_a_stop_skipped(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+    """Stops in step 3, which takes effect at step 4, the end of an epoch."""
     bench = Bench(tmp_path, ddpforge)
     stop = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = 3\nrank = 0'
     bench("whole", length="8st")
@@ -178,7 +180,7 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(ddpforge: Callable[..
     assert len(bench.column("whole", "eval/loss")) == 2
 
 
-def test_another_callback_of_the_same_name_starts_afresh(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_other_callback_of_the_same_name_starts_from_scratch(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
     bench = Bench(tmp_path, ddpforge)
     bench("run", length="6st", more='[callbacks.watch]\nuse = "ema"\ndecay = 0.5')
     stopping = '[callbacks.watch]\nuse = "early_stopping"\nmetric = "eval/loss"\npatience = 9'
@@ -200,8 +202,8 @@ def test_another_callback_of_the_same_name_starts_afresh(ddpforge: Callable[...,
         pytest.param(ZERO[1], id="zero1"),
     ],
 )
-def test_another_optimizer_starts_afresh(ddpforge: Callable[..., Ranks], tmp_path: Path, strategy: str) -> None:
-    """Its predecessor's state would be none of its own: SGD's momentum means nothing to AdamW."""
+def test_other_optimizer_starts_from_scratch(ddpforge: Callable[..., Ranks], tmp_path: Path, strategy: str) -> None:
+    """Drops the state of the previous optimizer: SGD's momentum means nothing to AdamW."""
     bench = Bench(tmp_path, ddpforge)
     sets = ["--set=optimizer.use=sgd", "--set=optimizer.lr=0.01", "--set=optimizer.momentum=0.9"]
     bench("run", strategy, length="8st")
@@ -221,9 +223,7 @@ def test_another_optimizer_starts_afresh(ddpforge: Callable[..., Ranks], tmp_pat
     assert "afresh" not in on.stderr
 
 
-def test_a_stopped_run_may_end_where_it_was_stopped_and_is_evaluated_then_but_not_earlier(
-    ddpforge: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_length_may_be_cut_to_the_current_step_but_not_below(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
     bench = Bench(tmp_path, ddpforge)
     stop = '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = 6\nrank = 0'
     assert set(bench("run", length="30st", train='eval_every = "30st"', more=stop, fails=True).codes) == {75}
@@ -239,9 +239,7 @@ def test_a_stopped_run_may_end_where_it_was_stopped_and_is_evaluated_then_but_no
     assert len(bench.column("run", "eval/loss")) == 1
 
 
-def test_a_run_without_checkpoints_does_not_begin_anew_in_silence(
-    ddpforge: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_run_without_checkpoints_restarts_with_a_warning(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
     bench = Bench(tmp_path, ddpforge)
     bench("run", length="8st", nproc=1)
     checkpoints = tmp_path / "runs/run/checkpoints"
@@ -261,7 +259,7 @@ def test_a_run_without_checkpoints_does_not_begin_anew_in_silence(
 
 
 def test_only_one_process_trains_in_a_folder(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
-    """A second one would clear away the checkpoint that the first is writing."""
+    """Protects the checkpoint that the first process is writing: a second process would delete it."""
     bench = Bench(tmp_path, ddpforge)
     bench("run", length="8st", nproc=1)
     folder = RunFolder(tmp_path / "runs/run")

@@ -1,4 +1,4 @@
-"""One recipe, one curve: the number of ranks changes who computes, and nothing else."""
+"""One recipe has one curve on any number of ranks."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def rows(folder: Path, key: str) -> list[float]:
 
 
 def by_hand() -> tuple[list[float], list[float]]:
-    """The loss and the gradient norm before clipping of 50 steps, in 40 lines of plain torch."""
+    """Returns loss and gradient norm before clipping of 50 steps, in 40 lines of plain torch."""
     torch.manual_seed(mix(3, WEIGHTS))
     model = GPT(vocab_size=16, block_size=8, layers=2, heads=2, width=16)
     plain = [p for n, p in model.named_parameters() if n.endswith("bias") or "norm" in n]
@@ -100,10 +100,10 @@ def curves(ddpforge: Callable[..., Ranks], tmp_path: Path) -> dict[int, Path]:
     return folders
 
 
-def test_one_two_and_four_ranks_train_like_a_hand_written_loop(curves: dict[int, Path]) -> None:
-    """Traps 01, 02, 04, 15, 24, 27: token-weighted loss, accumulation 4, 2 and 1, clipping, a ragged last batch."""
+def test_one_two_and_four_ranks_match_a_hand_written_loop(curves: dict[int, Path]) -> None:
+    """Covers traps 01, 02, 04, 15, 24, 27: token-weighted loss, accumulation 4, 2, 1, clipping, ragged last batch."""
     losses, norms = by_hand()
-    assert sum(norm > 0.5 for norm in norms) > 25  # the clipping bites
+    assert sum(norm > 0.5 for norm in norms) > 25  # the clipping is active
     for folder in curves.values():
         assert rows(folder, "train/loss") == pytest.approx(losses, rel=1e-5)
         assert rows(folder, "train/grad_norm") == pytest.approx(norms, rel=1e-4)

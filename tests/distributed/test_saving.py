@@ -1,4 +1,4 @@
-"""What a run does about its checkpoints: in the background or not, when one cannot be written, which it keeps."""
+"""Checkpoints of a run: in the background or not, with failing writes, and their retention."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,9 @@ def steps(bench: Bench, folder: str = "checkpoints") -> list[int]:
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_every_checkpoint_is_there_and_the_run_does_not_depend_on_who_writes(bench: Bench, background: str) -> None:
+def test_every_checkpoint_is_saved_and_training_is_the_same_with_background_saves(
+    bench: Bench, background: str
+) -> None:
     saves(bench, f"background = {background}")
     assert steps(bench) == [2, 4, 6, 8]
     bench("plain", FSDP, length="8st")
@@ -47,15 +49,15 @@ def test_every_checkpoint_is_there_and_the_run_does_not_depend_on_who_writes(ben
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_a_run_that_may_goes_on_without_a_checkpoint(bench: Bench, background: str) -> None:
-    """Trap 18: nobody hangs, the earlier ones are intact, and the next that can be written is."""
+def test_run_may_continue_without_a_failed_checkpoint(bench: Bench, background: str) -> None:
+    """Covers trap 18: no rank hangs, earlier checkpoints are intact, and the next checkpoint is written."""
     said = saves(bench, f'background = {background}\non_failure = "continue"', begin=3, end=5)
     assert steps(bench) == [2, 6, 8]
     assert "checkpoint of step 4 could not be written" in said.stderr
     assert "training continues without it" in said.stderr
 
 
-def test_a_run_stops_when_a_checkpoint_cannot_be_written(bench: Bench) -> None:
+def test_run_fails_if_a_checkpoint_cannot_be_written(bench: Bench) -> None:
     failed = saves(bench, begin=3, fails=True)
     assert set(failed.codes) == {ExitCode.ENVIRONMENT}
     assert "checkpoint of step 4 could not be written" in failed.stderr
@@ -64,7 +66,7 @@ def test_a_run_stops_when_a_checkpoint_cannot_be_written(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_the_last_checkpoint_must_be_written(bench: Bench, background: str) -> None:
+def test_run_fails_if_the_last_checkpoint_cannot_be_written(bench: Bench, background: str) -> None:
     failed = saves(bench, f'background = {background}\non_failure = "continue"', begin=7, fails=True)
     assert set(failed.codes) == {ExitCode.ENVIRONMENT}
     assert json.loads((bench.folder / "runs/run/status.json").read_text())["state"] == "failed"
@@ -72,7 +74,7 @@ def test_the_last_checkpoint_must_be_written(bench: Bench, background: str) -> N
 
 
 @each_strategy
-def test_a_full_checkpoint_holds_the_model_for_other_tools_and_resumes_like_any(bench: Bench, strategy: str) -> None:
+def test_full_checkpoint_has_a_whole_model_file_and_resumes(bench: Bench, strategy: str) -> None:
     full = '[checkpoint]\nlayout = "full"\nevery = "100st"\n'
     bench("run", strategy, length="8st", more=full)
     model = load_file(bench.newest("run") / "model.safetensors")
@@ -119,8 +121,8 @@ class Gone(Callback):
         pytest.param("checkpoint", "cannot write runs/run/metrics.jsonl: No such file", marks=pytest.mark.full),
     ],
 )
-def test_a_run_whose_folder_is_removed_fails_and_says_so(bench: Bench, when: str, said: str) -> None:
-    """Also when nothing is left to do. What is wrong with status.json must not hide why the run failed."""
+def test_run_fails_if_its_folder_is_removed(bench: Bench, when: str, said: str) -> None:
+    """Covers a removal at the end of the run, too. Errors of status.json must not hide the reason of the failure."""
     (bench.folder / "gone.py").write_text(GONE)
     bench.recipe = bench.recipe.replace('every = "1st"', 'every = "100st"')
     more = f'[checkpoint]\nevery = "100st"\n[callbacks.gone]\nuse = "./gone.py:Gone"\nwhen = "{when}"'
@@ -132,7 +134,7 @@ def test_a_run_whose_folder_is_removed_fails_and_says_so(bench: Bench, when: str
     assert failed.stdout == ""
 
 
-def test_rows_that_somebody_removes_during_training_are_written_again(bench: Bench) -> None:
+def test_rows_removed_during_training_are_written_again(bench: Bench) -> None:
     (bench.folder / "gone.py").write_text(GONE)
     more = '[callbacks.gone]\nuse = "./gone.py:Gone"\nwhen = "step"\nwhat = "runs/run/metrics.jsonl"'
     said = bench("run", length="8st", more=more, nproc=1)
@@ -141,7 +143,7 @@ def test_rows_that_somebody_removes_during_training_are_written_again(bench: Ben
     assert bench.column("run") == bench.column("plain")
 
 
-def test_checkpoints_that_somebody_removes_during_training_are_missed(bench: Bench) -> None:
+def test_checkpoints_removed_during_training_cause_a_warning(bench: Bench) -> None:
     (bench.folder / "gone.py").write_text(GONE)
     more = '[callbacks.gone]\nuse = "./gone.py:Gone"\nwhen = "step"\nwhat = "runs/run/checkpoints"'
     said = bench("run", length="8st", more=f'[checkpoint]\nevery = "2st"\nasync_save = false\n{more}', nproc=1)
@@ -151,7 +153,7 @@ def test_checkpoints_that_somebody_removes_during_training_are_missed(bench: Ben
     assert "a new one is created" not in bench("plain", length="9st", nproc=1).stderr
 
 
-def test_a_metric_that_is_to_decide_what_is_best_and_does_not_exist_is_named(bench: Bench) -> None:
+def test_unknown_monitor_metric_is_refused(bench: Bench) -> None:
     keep = '[checkpoint]\nkeep = { best = 1, monitor = "eval/acuracy", mode = "max" }'
     refused = bench("run", length="8st", more=keep, fails=True)
     assert set(refused.codes) == {ExitCode.USAGE}

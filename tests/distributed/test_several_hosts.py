@@ -1,4 +1,4 @@
-"""Ranks on two hosts, with networks and processes of their own, train as those on one do."""
+"""Ranks on two hosts, with their own networks and processes, train as ranks on one host do."""
 
 import json
 import os
@@ -76,8 +76,8 @@ def test_two_hosts_train_as_one_does(hosts: Hosts, tmp_path: Path, strategy: str
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_a_launch_on_each_of_two_hosts_trains_as_one_does(hosts: Hosts, tmp_path: Path, strategy: str) -> None:
-    """What is typed on every machine, with nothing prepared: launchers meet, ranks join, one run comes of it."""
+def test_launches_on_two_hosts_train_as_one_launch(hosts: Hosts, tmp_path: Path, strategy: str) -> None:
+    """Runs the same command on every machine, without preparation: launchers find each other, ranks join one run."""
     for name in ("apart", "together"):
         (tmp_path / f"{name}.toml").write_text(RECIPE.format(name=name, strategy=strategy))
     # One rank of a host has more threads than one of two, and a sum has another order in more threads.
@@ -94,7 +94,7 @@ def test_a_launch_on_each_of_two_hosts_trains_as_one_does(hosts: Hosts, tmp_path
     assert len(losses(tmp_path, "apart")) == 12
 
 
-# A clock that is ahead, for all processes of a host: torch's rendezvous asks `datetime`, others `time`.
+# A clock that is ahead, for all processes of a host: torch's rendezvous uses `datetime`, others `time`.
 AHEAD = """
 import copyreg, datetime, os, time
 
@@ -123,10 +123,10 @@ if ahead:
     ("ahead", "where"),
     [(20, "a"), pytest.param(300, "a", marks=pytest.mark.full), pytest.param(300, "b", marks=pytest.mark.full)],
 )
-def test_two_hosts_whose_clocks_differ_train_together_or_not_at_all(
+def test_two_hosts_with_different_clocks_train_together_or_fail(
     hosts: Hosts, tmp_path: Path, ahead: int, where: str
 ) -> None:
-    """By torch's own settings the host that is 20 s ahead drops the other, trains alone, and ends with 0."""
+    """Covers a trap of torch's defaults: the host that is 20 s ahead drops the other, trains alone, exits with 0."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(AHEAD)
     (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
@@ -166,7 +166,7 @@ def test_two_hosts_whose_clocks_differ_train_together_or_not_at_all(
     assert "Traceback" not in first + second
 
 
-# The launcher of rank 1 is as good as cut off when the run is done.
+# Stops the launcher of rank 1 at the last step, as if its host were cut off.
 LOST = """
 import os, signal
 from ddpforge.interfaces import Callback
@@ -179,8 +179,8 @@ class Lost(Callback):
 
 
 @pytest.mark.full
-def test_a_host_that_is_lost_right_after_the_end_does_not_hold_the_other(hosts: Hosts, tmp_path: Path) -> None:
-    """torchrun alone waits 300 s; `tests/launchers/test_launch.py` has the same without hosts."""
+def test_host_lost_after_the_last_step_does_not_block_the_other(hosts: Hosts, tmp_path: Path) -> None:
+    """Waits less than torchrun, which waits 300 s; `tests/launchers/test_launch.py` has the same without hosts."""
     (tmp_path / "lost.py").write_text(LOST)
     recipe = RECIPE.format(name="tiny", strategy=DDP) + '[callbacks.lost]\nuse = "./lost.py:Lost"\n'
     (tmp_path / "tiny.toml").write_text(recipe)
@@ -201,10 +201,10 @@ def test_a_host_that_is_lost_right_after_the_end_does_not_hold_the_other(hosts: 
     assert [launch.ended(timeout=150)[0] for launch in launches] == [0, 0]
 
 
-def test_hosts_that_do_not_know_each_others_names_meet_by_address_and_both_show_a_refusal(
+def test_hosts_without_name_resolution_rendezvous_by_address_and_both_print_a_refusal(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    """By torchrun's own settings they hang: rank 0 gives the others its name. What only ranks find, both hosts show."""
+    """Covers a hang with torchrun's defaults: rank 0 sends its host name. Both hosts print the errors of ranks."""
     for host in hosts.values():
         host.names.write_text("127.0.0.1 localhost\n")
     hosts["b"].own_disk(tmp_path / "runs", tmp_path / "disk")
@@ -220,7 +220,7 @@ def test_hosts_that_do_not_know_each_others_names_meet_by_address_and_both_show_
         assert "Traceback" not in said
 
 
-def test_an_endpoint_that_another_program_holds_is_named_on_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
+def test_occupied_rendezvous_port_is_named_on_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(RECIPE.format(name="tiny", strategy=DDP))
     hold = "import socket; server = socket.create_server(('', 29501)); print(flush=True); server.accept(); input()"
     hosts["a"].start(sys.executable, "-u", "-c", hold, cwd=tmp_path).stdout.readline()

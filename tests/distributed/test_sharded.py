@@ -1,4 +1,4 @@
-"""What must hold under every strategy that shards: checkpoints, odd models, contracts."""
+"""Guarantees under every strategy that shards: checkpoints, unusual models, contracts."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ use = "regression"
 each_sharded = pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(table, id=name, marks=pytest.mark.full if name == "zero1" else ())  # which is as zero2
+        pytest.param(table, id=name, marks=pytest.mark.full if name == "zero1" else ())  # the same as zero2
         for name, table in EACH.items()
         if name != "ddp"
     ],
@@ -45,8 +45,8 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 # ---------------------------------------------------------------------------------------------- to disk and back
-def test_a_resume_under_fsdp_is_bitwise(bench: Bench) -> None:
-    """Traps 08, 09, 36, with dropout and averaged weights."""
+def test_resume_under_fsdp_is_bitwise(bench: Bench) -> None:
+    """Covers traps 08, 09, 36, with dropout and averaged weights."""
     options = {"model": "dropout = 0.2"}
     bench("whole", FSDP, more=EMA, **options)
     stopped = bench("parts", FSDP, more=EMA + STOP.format(step=5), fails=True, **options)
@@ -59,14 +59,14 @@ def test_a_resume_under_fsdp_is_bitwise(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(FSDP, id="fsdp", marks=pytest.mark.full),  # hsdp is fsdp, twice
+        pytest.param(FSDP, id="fsdp", marks=pytest.mark.full),  # hsdp is fsdp with replicas
         pytest.param(HSDP, id="hsdp"),
         pytest.param(ZERO[2], id="zero2", marks=pytest.mark.full),  # its checkpoints: test_deepspeed.py
         pytest.param(ZERO[3], id="zero3", marks=pytest.mark.full),
     ],
 )
-def test_a_checkpoint_and_an_export_are_those_of_a_plain_model(bench: Bench, strategy: str) -> None:
-    """Trap 25; tied embeddings are one tensor; averaged weights are those of DDP."""
+def test_checkpoint_and_export_equal_those_of_ddp(bench: Bench, strategy: str) -> None:
+    """Covers trap 25; tied embeddings are one tensor; averaged weights are those of DDP."""
     nproc = 4 if strategy == HSDP else 2
     bench("run", strategy, nproc=nproc, more=EMA)
     bench("ddp", DDP, more=EMA)
@@ -88,8 +88,8 @@ def test_a_checkpoint_and_an_export_are_those_of_a_plain_model(bench: Bench, str
 
 # ---------------------------------------------------------------------------------------------- odd models
 @each_sharded
-def test_a_parameter_with_two_names_stays_one(bench: Bench, strategy: str) -> None:
-    """Trap 35c."""
+def test_parameter_with_two_names_stays_one_tensor(bench: Bench, strategy: str) -> None:
+    """Covers trap 35c."""
     bench("ddp", DDP, parts=POINTS.format(name="TiedNames"))
     bench("run", strategy, parts=POINTS.format(name="TiedNames"))
     bench.alike("run", "ddp")
@@ -104,7 +104,7 @@ def test_a_parameter_with_two_names_stays_one(bench: Bench, strategy: str) -> No
         ("BySample", "got no gradient on rank"),  # trap 30: other parameters in other micro-batches
     ],
 )
-def test_models_that_cannot_be_trained_faithfully(bench: Bench, strategy: str, model: str, said: str) -> None:
+def test_unsupported_models_are_refused(bench: Bench, strategy: str, model: str, said: str) -> None:
     failed = bench("run", strategy, parts=POINTS.format(name=model), fails=True)
     assert 0 not in failed.codes
     assert 3 in failed.codes
@@ -112,8 +112,8 @@ def test_models_that_cannot_be_trained_faithfully(bench: Bench, strategy: str, m
 
 
 # ---------------------------------------------------------------------------------------------- contracts
-def test_a_strategy_that_does_not_keep_its_contract_is_found(bench: Bench) -> None:
-    """Trap 05: it says that it shards, and every rank holds everything."""
+def test_strategy_that_breaks_its_contract_is_refused(bench: Bench) -> None:
+    """Covers trap 05: the strategy declares that it shards, but every rank holds everything."""
     (bench.folder / "lying.py").write_text(
         "from dataclasses import replace\n"
         "from ddpforge.strategies.ddp import DDP\n\n"
@@ -128,8 +128,8 @@ def test_a_strategy_that_does_not_keep_its_contract_is_found(bench: Bench) -> No
 
 # ---------------------------------------------------------------------------------------------- how long ranks wait
 @pytest.mark.parametrize("strategy", [DDP, HSDP, ZERO[2]], ids=["ddp", "hsdp", "zero2"])
-def test_the_recipes_timeout_holds_in_every_group_of_ranks(bench: Bench, strategy: str) -> None:
-    """Also in those that FSDP forms for replicas and DeepSpeed for itself, where torch would wait for 30 minutes."""
+def test_collective_timeout_applies_to_every_process_group(bench: Bench, strategy: str) -> None:
+    """Covers groups that FSDP creates for replicas and DeepSpeed for itself, for which torch would use 30 minutes."""
     timeouts = '[callbacks.timeouts]\nuse = "./parts.py:ShowTimeouts"'
     bench("run", strategy, length="6st", train='collective_timeout = "7m"', more=timeouts)
     waits = json.loads((bench.folder / "timeouts.json").read_text())

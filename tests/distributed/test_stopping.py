@@ -1,4 +1,4 @@
-"""A request to stop on one rank, or in the run's folder, stops all ranks at one step, and nothing shows in the end."""
+"""A stop request on one rank, or in the run's folder, stops all ranks at one step, with the same final result."""
 
 import json
 import os
@@ -80,8 +80,8 @@ def rows(name: str = "run") -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
-def test_a_stop_in_an_evaluation_leaves_no_trace(ddpforge: Callable[..., Ranks], strategy: str) -> None:
-    """Rank 1 alone is asked, when it fetches its first samples to evaluate."""
+def test_stop_during_an_evaluation_keeps_the_curve(ddpforge: Callable[..., Ranks], strategy: str) -> None:
+    """Sends the stop request to rank 1 only, when it fetches its first samples to evaluate."""
     given = ["run", "run.toml", f"--set=strategy.use={strategy}", "--allow-change=data.eval"]
     ddpforge(*given, "--set=name=undisturbed", nproc=2)
 
@@ -96,8 +96,8 @@ def test_a_stop_in_an_evaluation_leaves_no_trace(ddpforge: Callable[..., Ranks],
 
 
 @pytest.mark.parametrize("asked", ["--max-time=1s", "--set=callbacks.touches.at=4"])
-def test_the_owner_of_a_run_stops_it_by_the_clock_or_a_file(ddpforge: Callable[..., Ranks], asked: str) -> None:
-    """An old file, which was meant for that attempt, does not stop the next one."""
+def test_max_time_or_a_stop_file_stops_a_run(ddpforge: Callable[..., Ranks], asked: str) -> None:
+    """Ignores and removes an old file, which was meant for the previous attempt."""
     given = ["run", "run.toml", "--set=train.eval_every=99999ep"]
     stopped = ddpforge(*given, "--set=train.length=99999ep", asked, nproc=2, fails=True)
     assert stopped.codes == [ExitCode.PREEMPTED] * 2, stopped.stderr
@@ -114,7 +114,7 @@ def test_the_owner_of_a_run_stops_it_by_the_clock_or_a_file(ddpforge: Callable[.
     assert not Path("runs/run/STOP").exists()
 
 
-def test_a_request_before_ranks_have_met_ends_all_of_them_and_nothing_has_begun() -> None:
+def test_stop_request_before_the_rendezvous_ends_all_ranks() -> None:
     def rank(number: int) -> int:
         with StopRequests():
             if number == 1:
@@ -135,7 +135,7 @@ from ddpforge.builtin.datasets.digits import Digits
 
 
 class Hanging(Digits):
-    \"""Comes to no third step: its process is asked to stop in there, as by a scheduler.\"""
+    \"""Hangs before the third step and sends its process SIGTERM there, as a scheduler does.\"""
 
     def set_step(self, step):
         if step == 2:
@@ -147,7 +147,7 @@ class Hanging(Digits):
 """
 
 
-def test_one_process_that_waits_for_data_saves_and_stops(ddpforge: Callable[..., Ranks]) -> None:
+def test_stop_request_while_waiting_for_data_saves_and_stops(ddpforge: Callable[..., Ranks]) -> None:
     Path("hanging.py").write_text(HANGING)
     sets = ("data.train.use=./hanging.py:Hanging", "~data.eval", "~train.eval_every")
     ended = ddpforge("run", "run.toml", *(f"--set={one}" for one in sets), nproc=1, fails=True)
@@ -194,7 +194,7 @@ class Undeclared(Callback):
 
 
 @pytest.mark.parametrize(("name", "step"), [("InEvaluation", 4), ("InStep", 3), ("GoesBack", 5)])
-def test_a_callback_that_says_stop_on_one_rank_stops_all(ddpforge: Callable[..., Ranks], name: str, step: int) -> None:
+def test_callback_that_returns_true_on_one_rank_stops_all(ddpforge: Callable[..., Ranks], name: str, step: int) -> None:
     Path("one.py").write_text(ON_ONE_RANK)
     ended = ddpforge("run", "run.toml", f"--set=callbacks.one.use=./one.py:{name}", nproc=2)
     assert ended.codes == [0, 0], ended.stderr
@@ -203,7 +203,7 @@ def test_a_callback_that_says_stop_on_one_rank_stops_all(ddpforge: Callable[...,
     assert ("rank 1 wants to; back to step 0" in ended.stderr) == (name == "GoesBack")
 
 
-def test_a_callback_that_is_declared_to_return_none_and_says_stop_is_refused(ddpforge: Callable[..., Ranks]) -> None:
+def test_callback_declared_to_return_none_must_not_return_true(ddpforge: Callable[..., Ranks]) -> None:
     Path("one.py").write_text(ON_ONE_RANK)
     ended = ddpforge("run", "run.toml", "--set=callbacks.one.use=./one.py:Undeclared", nproc=2, fails=True)
     assert ended.codes == [ExitCode.ENVIRONMENT] * 2

@@ -1,4 +1,4 @@
-"""Known traps of distributed training, each with the number that is right."""
+"""Known traps of distributed training, each with the correct number."""
 
 import json
 import math
@@ -70,31 +70,31 @@ def run(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Run:
 
 # ---------------------------------------------------------------------------------------------- the step
 @each_strategy_and_one_process
-def test_the_last_incomplete_step_weighs_its_samples_not_its_configuration(run: Run, nproc: int, strategy: str) -> None:
-    """Traps 02 and 24: gradient 1 for every sample, 5 samples in steps of 4, learning rate 1: w is -1, then -2."""
+def test_incomplete_last_step_is_weighted_by_its_samples(run: Run, nproc: int, strategy: str) -> None:
+    """Covers traps 02 and 24: gradient 1 per sample, 5 samples in steps of 4, learning rate 1: w is -1, then -2."""
     run(nproc=nproc, strategy=strategy, values=[1.0] * 5, batch=4, length="1ep", train="micro_batch = 1")
     assert run.weights()["a"] == -2.0
-    assert [row["samples"] for row in run.rows()] == [4, 5]  # trap 31: what was processed, not configured
+    assert [row["samples"] for row in run.rows()] == [4, 5]  # trap 31: samples processed, not configured
 
 
 @each_strategy
-def test_nobody_clips_unasked(run: Run, strategy: str) -> None:
-    """Trap 07."""
+def test_gradients_are_not_clipped_by_default(run: Run, strategy: str) -> None:
+    """Covers trap 07."""
     run(nproc=2, strategy=strategy, values=[100.0] * 2)
     assert run.weights()["a"] == -100.0
     assert run.rows()[0]["train/grad_norm"] == 100.0
 
 
 @each_strategy
-def test_a_small_gradient_is_not_scaled_up_by_clipping(run: Run, strategy: str) -> None:
+def test_clipping_does_not_scale_up_a_small_gradient(run: Run, strategy: str) -> None:
     run(nproc=2, strategy=strategy, values=[0.25] * 2, train="clip_norm = 0.5")
     assert run.weights()["a"] == -0.25
 
 
 @each_strategy
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full), "fp16"])
-def test_clipping_is_of_the_true_gradient_at_every_precision(run: Run, precision: str, strategy: str) -> None:
-    """Traps 07 and 35b: fp16's scaled gradient is unscaled before it is measured and clipped."""
+def test_clipping_uses_the_unscaled_gradient_at_every_precision(run: Run, precision: str, strategy: str) -> None:
+    """Covers traps 07 and 35b: fp16's scaled gradient is unscaled before it is measured and clipped."""
     run(nproc=2, strategy=strategy, values=[100.0] * 2, train=f'clip_norm = 0.5\nprecision = "{precision}"')
     assert run.weights()["a"] == pytest.approx(-0.5, rel=1e-5)
     assert run.rows()[0]["train/grad_norm"] == pytest.approx(100.0)
@@ -102,7 +102,7 @@ def test_clipping_is_of_the_true_gradient_at_every_precision(run: Run, precision
 
 @each_strategy
 def test_master_weights_are_fp32_under_bf16(run: Run, strategy: str) -> None:
-    """Trap 26: thirty steps of 0.001 from 1.0; in bf16 none of them would change the weight."""
+    """Covers trap 26: thirty steps of 0.001 from 1.0; in bf16 none of them would change the weight."""
     run(
         nproc=2,
         strategy=strategy,
@@ -115,8 +115,8 @@ def test_master_weights_are_fp32_under_bf16(run: Run, strategy: str) -> None:
 
 
 @each_strategy
-def test_the_logged_loss_is_that_of_all_ranks(run: Run, strategy: str) -> None:
-    """Trap 15: the samples 1 and 3 on two ranks, weights of one: the loss of the step is 2."""
+def test_logged_loss_is_the_mean_over_all_ranks(run: Run, strategy: str) -> None:
+    """Covers trap 15: the samples 1 and 3 on two ranks, weights of one: the loss of the step is 2."""
     run(nproc=2, strategy=strategy, values=[1.0, 3.0], model="start = 1.0")
     (row,) = run.rows()
     assert row["train/loss"] == 2.0
@@ -124,8 +124,8 @@ def test_the_logged_loss_is_that_of_all_ranks(run: Run, strategy: str) -> None:
 
 
 @each_strategy
-def test_all_ranks_begin_with_the_weights_of_rank_0(run: Run, tmp_path: Path, strategy: str) -> None:
-    """Trap 11: a model that seeds itself by rank."""
+def test_all_ranks_start_with_the_weights_of_rank_0(run: Run, tmp_path: Path, strategy: str) -> None:
+    """Covers trap 11: a model that seeds itself by rank."""
     copy(SUPPORT / "odd_models.py", tmp_path)
     text = (
         RECIPE.replace("./parts.py:Scalars", "./odd_models.py:OwnSeed")
@@ -144,16 +144,16 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(run: Run, tmp_path: Path, st
 
 # ---------------------------------------------------------------------------------------------- parameters
 @each_strategy
-def test_an_unused_parameter_is_named(run: Run, strategy: str) -> None:
-    """Trap 30 (2)."""
+def test_unused_parameter_is_named(run: Run, strategy: str) -> None:
+    """Covers trap 30 (2)."""
     failed = run(nproc=2, strategy=strategy, values=[1.0] * 2, model='weights = "ab"\nuses = "a"', fails=True)
     assert set(failed.codes) == {3}
     assert "parameter `b` got no gradient on rank 0: forward did not use it" in failed.stderr
     assert ("find_unused_parameters" in failed.stderr) == (strategy == DDP)
 
 
-def test_ranks_that_use_different_parameters(run: Run) -> None:
-    """Trap 30 (3): refused by name, or, where the recipe allows it, averaged over both ranks."""
+def test_parameters_used_on_one_rank_only_are_refused_or_averaged(run: Run) -> None:
+    """Covers trap 30 (3): refused by name or, if the recipe allows it, averaged over both ranks."""
     failed = run(nproc=2, values=[1.0, 1.0], model='weights = "ab"\nuses = "one by rank"', fails=True)
     assert 0 not in failed.codes
     assert "forward did not use it" in failed.stderr
@@ -168,8 +168,8 @@ def test_ranks_that_use_different_parameters(run: Run) -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_parameters_used_in_some_micro_batches_only(tmp_path: Path, run: Run, nproc: int) -> None:
-    """Trap 30 (1): the samples 1, 2 for `a` and 1, 2 for `b`, one to a micro-batch: both gradients are 3 / 4."""
+def test_parameters_used_in_some_micro_batches_have_correct_gradients(tmp_path: Path, run: Run, nproc: int) -> None:
+    """Covers trap 30 (1): samples 1, 2 for `a` and 1, 2 for `b`, one per micro-batch: both gradients are 3 / 4."""
     text = RECIPE.replace("parts.py:Scalars", "parts.py:Branches")
     options = {"model": "", "more": "", "length": "1st", "batch": 4, "values": [1.0, 2.0, 11.0, 12.0]}
     strategy, train = f"{DDP}\nfind_unused_parameters = true", "micro_batch = 1"
@@ -179,14 +179,14 @@ def test_parameters_used_in_some_micro_batches_only(tmp_path: Path, run: Run, np
 
 
 @each_strategy
-def test_frozen_parameters_stay(run: Run, strategy: str) -> None:
+def test_frozen_parameters_stay_unchanged(run: Run, strategy: str) -> None:
     run(nproc=2, strategy=strategy, values=[1.0, 1.0], model='weights = "ab"\nfrozen = "b"\nstart = 3.0')
     assert run.weights() == {"a": 2.0, "b": 3.0}
 
 
 @each_strategy
-def test_a_parameter_that_is_unfrozen_later_is_an_error(run: Run, strategy: str) -> None:
-    """Trap 38: it would be trained apart on each rank."""
+def test_parameter_unfrozen_during_training_is_refused(run: Run, strategy: str) -> None:
+    """Covers trap 38: each rank would train the parameter separately."""
     failed = run(
         nproc=2,
         strategy=strategy,
@@ -205,8 +205,8 @@ NAN = f"{[1.0] * 12}\nnan = 4"
 
 
 @each_strategy_and_one_process
-def test_a_nan_on_one_rank_stops_all_before_the_weights(run: Run, nproc: int, strategy: str) -> None:
-    """Trap 14."""
+def test_nan_on_one_rank_stops_all_before_the_update(run: Run, nproc: int, strategy: str) -> None:
+    """Covers trap 14."""
     failed = run(
         nproc=nproc, strategy=strategy, values=NAN, length="1ep", fails=True, more='[checkpoint]\nevery = "1st"'
     )
@@ -218,21 +218,21 @@ def test_a_nan_on_one_rank_stops_all_before_the_weights(run: Run, nproc: int, st
     assert f"the gradient of step {bad} is not finite" in failed.stderr
     assert all(math.isfinite(value) for value in run.weights().values())
     assert run.rows()[-1]["step"] == bad
-    assert "train/loss" in run.rows()[-1]["nonfinite"]  # the log tells the truth
+    assert "train/loss" in run.rows()[-1]["nonfinite"]  # the row reports the NaN loss
 
 
 @each_strategy_and_one_process
-def test_a_nan_step_is_skipped_on_all_ranks_and_counted(run: Run, nproc: int, strategy: str) -> None:
-    """Trap 14: six steps, one of them skipped, gradient 1 and learning rate 1."""
+def test_nan_step_is_skipped_on_all_ranks_and_counted(run: Run, nproc: int, strategy: str) -> None:
+    """Covers trap 14: six steps, one of them skipped, gradient 1 and learning rate 1."""
     run(nproc=nproc, strategy=strategy, values=NAN, length="1ep", train='on_nonfinite = "skip"')
     assert run.weights()["a"] == -5.0
     assert run.rows()[-1]["train/skipped_steps"] == 1
     steps = [row["step"] for row in run.rows()]
-    assert steps == sorted(set(steps))  # one row each, also for the one that was skipped
+    assert steps == sorted(set(steps))  # one row per step, also for the skipped one
 
 
 @each_strategy
-def test_a_rollback_goes_back_and_leaves_the_step_out(run: Run, strategy: str) -> None:
+def test_rollback_skips_the_nan_step(run: Run, strategy: str) -> None:
     run(
         nproc=2,
         strategy=strategy,
@@ -248,10 +248,10 @@ def test_a_rollback_goes_back_and_leaves_the_step_out(run: Run, strategy: str) -
 
 # ---------------------------------------------------------------------------------------------- buffers
 @each_strategy
-def test_batchnorm_statistics_are_the_mean_over_ranks_when_somebody_looks(
+def test_batchnorm_statistics_are_averaged_over_ranks_for_evaluation_and_checkpoints(
     tmp_path: Path, run: Run, strategy: str
 ) -> None:
-    """Trap 13: rank 0 sees 0 and 2 (mean 1), rank 1 sees 10 and 12 (mean 11): both evaluate and save with 6."""
+    """Covers trap 13: rank 0 has 0 and 2 (mean 1), rank 1 has 10 and 12 (mean 11): both evaluate and save with 6."""
     more = '[callbacks.show]\nuse = "./parts.py:ShowBuffers"\n[data.eval]\nuse = "./parts.py:Values"\nvalues = [0.0]'
     text = {"model": "", "values": "[0.0, 2.0, 10.0, 12.0]", "batch": 4, "more": more}
     recipe = RECIPE.replace("parts.py:Scalars", "parts.py:Statistics")
@@ -265,8 +265,10 @@ def test_batchnorm_statistics_are_the_mean_over_ranks_when_somebody_looks(
 
 
 @each_strategy
-def test_other_buffers_are_those_of_rank_0_when_somebody_looks(tmp_path: Path, run: Run, strategy: str) -> None:
-    """A buffer that holds each rank's newest sample, 1 and 3: evaluation adds it to samples of 0 on both ranks."""
+def test_other_buffers_are_those_of_rank_0_for_evaluation_and_checkpoints(
+    tmp_path: Path, run: Run, strategy: str
+) -> None:
+    """Keeps each rank's newest sample, 1 and 3, in a buffer: evaluation adds it to samples of 0 on both ranks."""
     recipe = RECIPE.replace("parts.py:Scalars", "parts.py:Remembers")
     more = '[data.eval]\nuse = "./parts.py:Values"\nvalues = [0.0, 0.0]'
     options = {"model": "", "strategy": strategy, "train": "eval_batch = 1", "length": "1st", "batch": 2, "more": more}
@@ -277,19 +279,19 @@ def test_other_buffers_are_those_of_rank_0_when_somebody_looks(tmp_path: Path, r
 
 
 def seen_first(run: Run) -> float:
-    """The sample that rank 0 was given."""
+    """Returns the first training sample of rank 0."""
     return float((run.folder / "seen-0.txt").read_text().split()[0])
 
 
-def test_gradients_are_summed_over_ranks_once_a_step(tmp_path: Path, run: Run) -> None:
-    """DDP's contract: the other three micro-batches are held back."""
+def test_gradients_are_all_reduced_once_per_step(tmp_path: Path, run: Run) -> None:
+    """Covers DDP's contract: the first three micro-batches of a step are not all-reduced."""
     strategy = 'use = "./parts.py:CountsReductions"'
     run(nproc=2, strategy=strategy, values=[1.0] * 8, batch=8, length="2st", train="micro_batch = 1")
     assert [(tmp_path / f"reductions-{rank}.txt").read_text() for rank in (0, 1)] == ["2", "2"]
 
 
 def test_sync_batchnorm_is_refused_on_a_cpu(run: Run) -> None:
-    """Trap 13."""
+    """Covers trap 13."""
     failed = run(nproc=2, values=[1.0] * 2, train="sync_batchnorm = true", fails=True)
     assert set(failed.codes) == {2}
     assert "train.sync_batchnorm needs CUDA, but this run is on cpu" in failed.stderr
@@ -299,7 +301,7 @@ def test_sync_batchnorm_is_refused_on_a_cpu(run: Run) -> None:
 @each_strategy
 @pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_eleven_samples_are_evaluated_once_each(run: Run, nproc: int, strategy: str) -> None:
-    """Traps 03 and 12: the mean of 0 to 10 is 5 on any number of ranks."""
+    """Covers traps 03 and 12: the mean of 0 to 10 is 5 on any number of ranks."""
     values = [float(value) for value in range(11)]
     more = f'[data.eval]\nuse = "./parts.py:Values"\nvalues = {values}'
     run(nproc=nproc, strategy=strategy, values=[-1.0] * 6, batch=6, train="eval_batch = 2", more=more)
@@ -309,8 +311,8 @@ def test_eleven_samples_are_evaluated_once_each(run: Run, nproc: int, strategy: 
 
 # ---------------------------------------------------------------------------------------------- what ranks share
 @pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_metrics_are_put_together_by_name(tmp_path: Path, run: Run, nproc: int) -> None:
-    """Ids 0 to 3, in their order: with two ranks one has the names in the other order than the other, or lacks one."""
+def test_metrics_are_reduced_by_name(tmp_path: Path, run: Run, nproc: int) -> None:
+    """Uses ids 0 to 3 in order: of two ranks, one has the names in another order than the other, or lacks one."""
     text = RECIPE.replace("SumOfLosses", "ByParity")
     more = '[data.eval]\nuse = "./parts.py:Values"\nvalues = [0.0, 2.0, 1.0, 3.0]'
     options = {"model": "", "strategy": DDP, "train": "eval_batch = 2", "batch": 6, "length": "1st", "more": more}
@@ -322,7 +324,7 @@ def test_metrics_are_put_together_by_name(tmp_path: Path, run: Run, nproc: int) 
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_mean_for_a_sum_is_refused_before_the_first_update(tmp_path: Path, run: Run, nproc: int) -> None:
+def test_mean_loss_is_refused_before_the_first_update(tmp_path: Path, run: Run, nproc: int) -> None:
     options = {"model": "start = 1.0", "strategy": DDP, "train": "", "batch": 4, "length": "9st", "more": ""}
     text = RECIPE.replace("SumOfLosses", "MeanOfLosses").format(values=[1.0, 2.0, 3.0, 4.0], **options)
     (tmp_path / "run.toml").write_text(text)
@@ -333,8 +335,8 @@ def test_a_mean_for_a_sum_is_refused_before_the_first_update(tmp_path: Path, run
 
 
 @each_strategy_and_one_process
-def test_samples_may_weigh_less_than_one(tmp_path: Path, run: Run, nproc: int, strategy: str) -> None:
-    """Weights 0.1, 0.3 and 0.5: the gradient is (0.1·1 + 0.3·3 + 0.5·5) / 0.9; the last rank has a stand-in."""
+def test_sample_weights_may_be_less_than_one(tmp_path: Path, run: Run, nproc: int, strategy: str) -> None:
+    """Uses weights 0.1, 0.3, 0.5: the gradient is (0.1·1 + 0.3·3 + 0.5·5) / 0.9; the last rank has a padding sample."""
     text = RECIPE.replace("SumOfLosses", "WeighedSamples")
     options = {"model": "start = 1.0", "strategy": strategy, "train": "micro_batch = 1", "batch": 4, "more": ""}
     (tmp_path / "run.toml").write_text(text.format(values=[1.0, 3.0, 5.0], length="1ep", **options))
@@ -345,7 +347,7 @@ def test_samples_may_weigh_less_than_one(tmp_path: Path, run: Run, nproc: int, s
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_shuffles_with_the_global_generator_is_read_once(tmp_path: Path, run: Run, workers: int) -> None:
+def test_stream_shuffled_with_the_global_rng_is_read_once(tmp_path: Path, run: Run, workers: int) -> None:
     text = RECIPE.replace('Values"\nvalues = {values}', 'NumbersByRank"\nshuffled = true').replace("Scalars", "Seen")
     options = {"model": "", "strategy": DDP, "train": "", "batch": 2, "length": "10st"}
     more = f'[checkpoint]\nevery = "10st"\n[data]\nworkers = {workers}'
@@ -358,7 +360,7 @@ def test_a_stream_that_shuffles_with_the_global_generator_is_read_once(tmp_path:
 
 
 @pytest.mark.parametrize("where", ["train", "eval"])
-def test_ranks_that_read_different_streams_are_told_so(tmp_path: Path, run: Run, where: str) -> None:
+def test_different_streams_on_ranks_are_refused(tmp_path: Path, run: Run, where: str) -> None:
     text = RECIPE.replace('Values"\nvalues = {values}', 'NumbersByRank"\napart = {apart}')
     more = '[checkpoint]\nevery = "10st"\n[data.eval]\nuse = "./parts.py:NumbersByRank"\napart = {apart}'
     text = text.format(
@@ -374,8 +376,8 @@ def test_ranks_that_read_different_streams_are_told_so(tmp_path: Path, run: Run,
 
 
 # ---------------------------------------------------------------------------------------------- failures, the world
-def test_one_failing_rank_ends_the_run_in_its_own_words(run: Run) -> None:
-    """Trap 28b."""
+def test_error_of_a_failing_rank_ends_the_run_and_is_reported(run: Run) -> None:
+    """Covers trap 28b."""
     more = '[callbacks.fail]\nuse = "./parts.py:FailAt"\nstep = 3\nrank = 1'
     failed = run(nproc=2, values=[1.0] * 20, length="10st", more=more, fails=True)
     assert 0 not in failed.codes
@@ -386,7 +388,7 @@ def test_one_failing_rank_ends_the_run_in_its_own_words(run: Run) -> None:
 
 
 def test_single_refuses_several_processes(tmp_path: Path, run: Run) -> None:
-    """Trap 05b."""
+    """Covers trap 05b."""
     options = {
         "model": "",
         "strategy": 'use = "single"',
@@ -411,8 +413,10 @@ def test_single_refuses_several_processes(tmp_path: Path, run: Run) -> None:
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "train.micro_batch"),
     ],
 )
-def test_a_launcher_that_contradicts_the_recipe_is_refused(run: Run, variable: str, value: str, key: str) -> None:
-    """Traps 05 and 24."""
+def test_launcher_variables_that_contradict_the_recipe_are_refused(
+    run: Run, variable: str, value: str, key: str
+) -> None:
+    """Covers traps 05 and 24."""
     run(nproc=1, values=[1.0] * 2)
     failed = run.ddpforge("run", "run.toml", "--fresh", nproc=2, env={variable: value}, fails=True)
     assert set(failed.codes) == {3}

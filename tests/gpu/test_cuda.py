@@ -51,7 +51,7 @@ every = "1st"
 
 @pytest.fixture
 def losses(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Callable[..., list[float]]:
-    """The training loss of every step of a recipe."""
+    """Returns a function that runs a recipe and returns the training loss of every step."""
 
     def run(
         name: str, *, precision: str = "fp32", compile: str = "off", train: str = "", cpu: bool = False
@@ -66,13 +66,13 @@ def losses(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Callable[..., list
     return run
 
 
-def test_fp32_on_cuda_trains_like_the_cpu(losses: Callable[..., list[float]]) -> None:
+def test_fp32_on_cuda_matches_cpu(losses: Callable[..., list[float]]) -> None:
     assert losses("cuda") == pytest.approx(losses("cpu", cpu=True), rel=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("compile", ["off", "default", "reduce-overhead"])
-def test_low_precision_and_compilation_stay_near_fp32(
+def test_low_precision_and_compilation_stay_close_to_fp32(
     losses: Callable[..., list[float]], precision: str, compile: str
 ) -> None:
     found = losses("low", precision=precision, compile=compile)
@@ -84,7 +84,7 @@ def test_low_precision_and_compilation_stay_near_fp32(
 )
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("compile", ["off", "default"])
-def test_float8_stays_near_bf16(losses: Callable[..., list[float]], fp8: str, compile: str) -> None:
+def test_float8_stays_close_to_bf16(losses: Callable[..., list[float]], fp8: str, compile: str) -> None:
     found = losses("float8", precision="bf16", compile=compile, train=f'fp8 = "{fp8}"')
     bf16 = losses("bf16", precision="bf16", compile=compile)
     assert found == pytest.approx(bf16, rel=0.05)
@@ -92,7 +92,7 @@ def test_float8_stays_near_bf16(losses: Callable[..., list[float]], fp8: str, co
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_a_loss_in_chunks_takes_less_memory_for_the_same_gradients(compile: bool) -> None:
+def test_chunked_loss_saves_memory_and_keeps_gradients(compile: bool) -> None:
     tokens = torch.randint(32_768, (2, 2048), device="cuda")
 
     def trained(task: LanguageModelling) -> tuple[float, torch.Tensor, int]:

@@ -1,4 +1,4 @@
-"""A machine with a GPU: whose it is, what fits into it, what is written down of it. Run with `pytest -m gpu`."""
+"""One GPU: device assignment, memory errors, env.json and data transfer. Run with `pytest -m gpu`."""
 
 import json
 import os
@@ -44,14 +44,14 @@ def test_more_processes_than_gpus_are_refused(bench: Bench, strategy: str) -> No
     assert "Traceback" not in ranks.stderr
 
 
-def test_a_rank_that_sees_one_gpu_trains_on_it_whatever_its_number(bench: Bench) -> None:
+def test_rank_with_one_visible_gpu_uses_it_under_any_local_rank(bench: Bench) -> None:
     env = {"CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
     for name, strategy in (("ddp", DDP), ("zero", ZERO[3])):
         bench(name, strategy, nproc=1, env=env)
         assert json.loads((bench.folder / f"runs/{name}/status.json").read_text())["state"] == "done"
 
 
-def test_the_recipe_may_say_cpu(bench: Bench) -> None:
+def test_recipe_can_select_cpu(bench: Bench) -> None:
     bench("cpu", nproc=2, train='device = "cpu"')
     assert json.loads((bench.folder / "runs/cpu/env.json").read_text())["cuda"] is None
 
@@ -66,9 +66,9 @@ def test_env_json_names_the_gpu(bench: Bench) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_may_begin_in_a_step_that_is_left_out(precision: str, nesterov: bool) -> None:
+def test_skipped_first_step_leaves_momentum_intact(precision: str, nesterov: bool) -> None:
     weight = nn.Parameter(torch.ones(4096, device="cuda"))
-    _ = [torch.full((4096,), 7e3, device="cuda") for _ in range(40)]  # what memory is found to hold
+    _ = [torch.full((4096,), 7e3, device="cuda") for _ in range(40)]  # leaves large numbers in freed memory
     optimizer = sgd([{"params": [weight]}], lr=0.1, momentum=0.9, nesterov=nesterov)
     kind = precision_for(precision, weight.device)  # type: ignore[arg-type]
     for gradient in (torch.inf, 1.0, 1.0):
@@ -79,7 +79,7 @@ def test_momentum_may_begin_in_a_step_that_is_left_out(precision: str, nesterov:
     torch.testing.assert_close(weight.detach(), torch.full_like(weight, 1 - (0.461 if nesterov else 0.29)))
 
 
-def test_a_recomputed_block_called_with_keywords_drops_the_same(bench: Bench) -> None:
+def test_recomputed_block_with_keyword_arguments_repeats_dropout(bench: Bench) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,8 +100,8 @@ def test_a_recomputed_block_called_with_keywords_drops_the_same(bench: Bench) ->
         torch.testing.assert_close(recomputed, kept)
 
 
-def test_batches_copied_beside_long_passes_arrive_whole() -> None:
-    """Each copy is begun while the device is busy, and into memory that was another batch's."""
+def test_batches_copied_during_long_kernels_arrive_intact() -> None:
+    """Starts each copy while the device is busy, into memory of an earlier batch."""
     device = torch.device("cuda", torch.cuda.current_device())
     large = torch.randn(4096, 4096, device=device)
     sums = []
@@ -120,7 +120,7 @@ def test_packed_sequences_move_by_their_own_method() -> None:
     assert sequences.data.tolist() == packed.data.tolist()
 
 
-def test_full_memory_is_told_with_what_to_change(bench: Bench) -> None:
+def test_out_of_memory_error_suggests_a_smaller_micro_batch(bench: Bench) -> None:
     parts = """
 [model]
 use = "./odd_models.py:Hungry"
@@ -135,7 +135,7 @@ use = "regression"
     assert "train.micro_batch = 1" in ranks.stderr
 
 
-def test_images_are_fetched_by_loader_processes_without_being_asked() -> None:
+def test_images_use_loader_processes_by_default() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     images = torchvision_dataset(name="FakeData", split="train")
     options: dict[str, Any] = {"seed": 0, "drop_last": False, "workers": 0, "prefetch": 2, "pin": True}

@@ -57,14 +57,16 @@ def test_fp32_trains_like_one_process_on_the_cpu(bench: Bench, strategy: str) ->
 
 @each_strategy
 def test_ranks_that_share_one_gpu_train_like_one_process(bench: Bench, strategy: str) -> None:
-    """NCCL has several ranks on one GPU where it is told to: so all that ranks say to each other is tried on one."""
+    """Runs two ranks on one GPU, which NCCL allows by an option: so their collectives are tested on one GPU, too."""
     bench("one", 'use = "single"', nproc=1, more=LOOKS)
     bench("two", strategy, nproc=2, more=LOOKS, env=SHARED)
     bench.alike("two", "one", rel=1e-4)
 
 
-def test_a_checkpoint_of_two_ranks_on_one_gpu_goes_on_in_one(bench: Bench) -> None:
-    bench.recipe = bench.recipe.replace('use = "cosine"\nwarmup = "5st"', 'use = "constant"')  # of any length
+def test_checkpoint_of_two_ranks_on_one_gpu_resumes_in_one_process(bench: Bench) -> None:
+    bench.recipe = bench.recipe.replace(
+        'use = "cosine"\nwarmup = "5st"', 'use = "constant"'
+    )  # independent of the length
     bench("whole", FSDP, nproc=1, length="20st")
     bench("parts", FSDP, nproc=2, env=SHARED)
     bench("parts", DDP, nproc=1, length="20st")
@@ -79,14 +81,14 @@ def test_blocks_compiled_one_by_one_train_like_eager_ones(bench: Bench, strategy
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_shards_in_host_memory_train_like_those_on_the_device(bench: Bench, precision: str) -> None:
+def test_cpu_offload_matches_shards_on_the_device(bench: Bench, precision: str) -> None:
     train = f'precision = "{precision}"'
     bench("device", FSDP, nproc=1, train=train, more=LOOKS)
     bench("host", f"{FSDP}\ncpu_offload = true", nproc=1, train=train, more=f'{LOOKS}weights_on = "cpu"\n')
     bench.alike("host", "device", rel=1e-4 if precision == "fp32" else TOLERANCE)
 
 
-def test_weights_gathered_in_bf16_train_nearly_alike(bench: Bench) -> None:
+def test_bf16_all_gather_stays_close_to_autocast(bench: Bench) -> None:
     bench("autocast", FSDP, nproc=1, train=BF16, more=LOOKS)
     bench("gathered", f'{FSDP}\nall_gather_dtype = "compute"', nproc=1, train=BF16, more=LOOKS)
     bench.alike("gathered", "autocast", rel=TOLERANCE)
@@ -94,7 +96,7 @@ def test_weights_gathered_in_bf16_train_nearly_alike(bench: Bench) -> None:
 
 @pytest.mark.parametrize("name", ["NaiveSplit", "DataParallel"])
 def test_several_gpus_in_one_process_give_the_curve_of_one(bench: Bench, name: str) -> None:
-    """Those of ddpforge-teaching; on a machine with one GPU, that one is all there is."""
+    """Uses strategies of ddpforge-teaching; on a machine with one GPU, they use only that one."""
     bench("one", 'use = "single"', nproc=1, more=LOOKS)
     bench("several", f'use = "ddpforge_teaching:{name}"', nproc=1, more=LOOKS)
     bench.alike("several", "one", rel=1e-4)

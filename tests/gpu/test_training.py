@@ -1,4 +1,4 @@
-"""What training on a GPU must keep: no waiting, no bad step, the same bits, the same checkpoints. `pytest -m gpu`."""
+"""Guarantees of training on a GPU: no host waits, no bad step, bitwise resume, equal checkpoints. `pytest -m gpu`."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from ddpforge.interfaces import Callback
 
 
 class Poisoned(LanguageModelling):
-    "Its loss is not a number in the first and in the seventh of its training passes."
+    "Returns NaN as the loss of the first and the seventh training pass."
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -61,7 +61,7 @@ class Waits(Callback):
 
 
 class Unchanged(Callback):
-    "Ends the run if the weights of a step that was left out are not those before it, or not finite."
+    "Ends the run if the weights after a skipped step are not those before it, or not finite."
 
     def on_start(self, run):
         self.model, self.skipped = run.model, 0
@@ -81,7 +81,7 @@ class Unchanged(Callback):
 
 
 class Allocated(Callback):
-    "Notes the bytes that torch has given out, every hundredth step."
+    "Records the bytes that torch has allocated, every hundredth step."
 
     def on_step(self, info):
         if info.step % 100 == 0:
@@ -97,7 +97,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 def quiet(bench: Bench) -> Bench:
-    """The same bench, whose runs log now and then only."""
+    """Returns the same bench with a row every 100 steps."""
     return Bench(bench.folder, bench.ddpforge, bench.recipe.replace('every = "1st"', 'every = "100st"'))
 
 
@@ -110,7 +110,7 @@ def quiet(bench: Bench) -> Bench:
         *((strategy, "adamw", 3) for strategy in ZERO.values()),
     ],
 )
-def test_no_step_waits_for_the_device_unless_ranks_agree(
+def test_steps_do_not_wait_for_the_device_unless_ranks_agree(
     bench: Bench, strategy: str, optimizer: str, each: int
 ) -> None:
     """Optimizers that are not fused need the norm on the host, and DeepSpeed waits by itself."""
@@ -119,7 +119,7 @@ def test_no_step_waits_for_the_device_unless_ranks_agree(
     more = '[callbacks.waits]\nuse = "./help.py:Waits"\n[checkpoint]\nevery = "1000st"'
     bench("run", strategy, nproc=1, length="120st", more=more)
     waits = json.loads((bench.folder / "waits.json").read_text())
-    assert len(waits) <= 100 * each + 10  # two where ranks agree: for the row of step 100, and about once a second
+    assert len(waits) <= 100 * each + 10  # two when ranks agree: for the row of step 100, and about once a second
 
 
 def test_memory_does_not_grow_with_steps_evaluations_and_saves(bench: Bench) -> None:
@@ -140,7 +140,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_a_gradient_that_is_not_finite_does_what_it_does_on_the_cpu(
+def test_nonfinite_gradient_has_the_same_effect_as_on_cpu(
     bench: Bench, policy: str, precision: str, optimizer: str
 ) -> None:
     bench.recipe = bench.recipe.replace('use = "adamw"\nlr = 1e-2\nweight_decay = 0.1', OPTIMIZERS[optimizer])
@@ -148,7 +148,7 @@ def test_a_gradient_that_is_not_finite_does_what_it_does_on_the_cpu(
     codes = {}
     for device in ("cuda", "cpu"):
         train = f'device = "{device}"\nprecision = "{precision}"\non_nonfinite = "{policy}"'
-        more = '[checkpoint]\nevery = "2st"'  # the second bad step, too, is one to save
+        more = '[checkpoint]\nevery = "2st"'  # the second bad step is a step with a save
         if policy == "skip":
             more += '\n[callbacks.unchanged]\nuse = "./help.py:Unchanged"'
         codes[device] = bench(device, SINGLE, nproc=1, parts=parts, train=train, more=more, fails=True).codes
@@ -162,7 +162,7 @@ def test_a_gradient_that_is_not_finite_does_what_it_does_on_the_cpu(
 
 # ---------------------------------------------------------------------------------------------- the same bits
 def bits(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors in a checkpoint."""
+    """Returns all tensors of a checkpoint."""
     optimizer = CheckpointReader(checkpoint).state().optimizer
     moments = {f"{name} {key}": value for name, entry in optimizer.items() for key, value in entry.items()}
     whole = {key: value.read() if hasattr(value, "read") else value for key, value in moments.items()}
@@ -177,10 +177,10 @@ def assert_same_bits(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("strategy", [SINGLE, FSDP], ids=["single", "fsdp"])
-def test_a_run_that_was_stopped_half_way_ends_in_the_same_bits(
+def test_stopped_and_resumed_run_equals_uninterrupted_run_bitwise(
     bench: Bench, strategy: str, deterministic: bool, record_property: Callable[[str, object], None]
 ) -> None:
-    """Where the algorithms are deterministic; else the difference is reported."""
+    """Compares bitwise if the algorithms are deterministic; otherwise reports the largest difference."""
     train = "deterministic = true" if deterministic else ""
     text = {"model": "dropout = 0.1", "train": train, "length": "40st"}
     bench("whole", strategy, nproc=1, **text)
@@ -197,7 +197,7 @@ def test_a_run_that_was_stopped_half_way_ends_in_the_same_bits(
         record_property("largest difference of a weight", max(float((a - b).abs().max()) for a, b in pairs))
 
 
-def test_saves_in_the_background_are_those_that_training_waits_for(bench: Bench) -> None:
+def test_async_saves_equal_blocking_saves(bench: Bench) -> None:
     for name, background in (("waits", "false"), ("trains_on", "true")):
         more = f'[checkpoint]\nevery = "2st"\nbackground = {background}\n[checkpoint.keep]\nlast = 30'
         bench(name, SINGLE, nproc=1, train="deterministic = true", length="40st", more=more)
@@ -208,8 +208,10 @@ def test_saves_in_the_background_are_those_that_training_waits_for(bench: Bench)
 
 
 @pytest.mark.parametrize(("first", "second"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_a_checkpoint_goes_on_on_another_device(bench: Bench, first: str, second: str) -> None:
-    bench.recipe = bench.recipe.replace('use = "cosine"\nwarmup = "5st"', 'use = "constant"')  # of any length
+def test_checkpoint_resumes_on_another_device(bench: Bench, first: str, second: str) -> None:
+    bench.recipe = bench.recipe.replace(
+        'use = "cosine"\nwarmup = "5st"', 'use = "constant"'
+    )  # independent of the length
     bench("whole", SINGLE, nproc=1, length="20st", train='device = "cpu"')
     bench("parts", SINGLE, nproc=1, length="10st", train=f'device = "{first}"')
     bench("parts", SINGLE, nproc=1, length="20st", train=f'device = "{second}"')
@@ -217,7 +219,7 @@ def test_a_checkpoint_goes_on_on_another_device(bench: Bench, first: str, second
 
 
 @pytest.mark.parametrize(("first", "second"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_a_checkpoint_is_saved_again_on_another_device_to_the_bit(bench: Bench, first: str, second: str) -> None:
+def test_checkpoint_saved_again_on_another_device_is_bitwise_equal(bench: Bench, first: str, second: str) -> None:
     stop, again = (
         '[callbacks.stop]\nuse = "./parts.py:StopAt"\nstep = 7\nrank = 0',
         '[callbacks.again]\nuse = "./parts.py:SaveAgain"',
@@ -235,8 +237,8 @@ def test_a_checkpoint_is_saved_again_on_another_device_to_the_bit(bench: Bench, 
         *((mode, 12, strategy) for mode in ("reduce-overhead", "max-autotune") for strategy in (SINGLE, DDP)),
     ],
 )
-def test_compiled_steps_stay_near_eager_ones(bench: Bench, compile: str, micro_batch: int, strategy: str) -> None:
-    """CUDA graphs do not accumulate, nor do they go with FSDP: that is refused."""
+def test_compiled_steps_stay_close_to_eager_steps(bench: Bench, compile: str, micro_batch: int, strategy: str) -> None:
+    """CUDA graphs support neither accumulation nor FSDP: both are refused."""
     bench.recipe = bench.recipe.replace("micro_batch = 3", f"micro_batch = {micro_batch}")
     bench("eager", SINGLE, nproc=1, train='precision = "bf16"')
     bench("compiled", strategy, nproc=1, train=f'precision = "bf16"\ncompile = "{compile}"')
@@ -254,7 +256,7 @@ def test_compiled_steps_stay_near_eager_ones(bench: Bench, compile: str, micro_b
         pytest.param({"train": "activation_checkpointing = true"}, id="recomputed"),
     ],
 )
-def test_other_options_train_like_on_the_cpu(bench: Bench, text: dict[str, str]) -> None:
+def test_other_options_match_cpu(bench: Bench, text: dict[str, str]) -> None:
     for device in ("cuda", "cpu"):
         train = f'device = "{device}"\n{text.get("train", "")}'
         bench(device, SINGLE, nproc=1, **text | {"train": train})
@@ -262,8 +264,8 @@ def test_other_options_train_like_on_the_cpu(bench: Bench, text: dict[str, str])
 
 
 @pytest.mark.parametrize("channels_last", ["true", "false"])
-def test_convolutions_in_fp32_train_like_on_the_cpu(bench: Bench, channels_last: str) -> None:
-    """TF32, which torch allows convolutions, is not fp32."""
+def test_fp32_convolutions_match_cpu(bench: Bench, channels_last: str) -> None:
+    """Torch allows convolutions to use TF32, which is not fp32."""
     for device in ("cuda", "cpu"):
         train = f'device = "{device}"\nchannels_last = {channels_last}'
         bench(device, SINGLE, nproc=1, parts=CNN, train=train)
@@ -271,7 +273,7 @@ def test_convolutions_in_fp32_train_like_on_the_cpu(bench: Bench, channels_last:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_optimizer_that_looks_around_first_trains_like_on_the_cpu(bench: Bench, precision: str) -> None:
+def test_multi_pass_optimizer_matches_cpu(bench: Bench, precision: str) -> None:
     copy(SUPPORT / "exploring.py", bench.folder)
     bench.recipe = bench.recipe.replace(OPTIMIZERS["adamw"], 'use = "./exploring.py:Uphill"\nlr = 0.1')
     bench.recipe = bench.recipe.replace("weight_decay = 0.1", "")

@@ -3,4 +3,4 @@
 from pathlib import Path
 
 SUPPORT = Path(__file__).parent
-"""The folder of components that tests copy beside their recipes."""
+"""The folder of components that tests copy next to their recipes."""

@@ -47,7 +47,7 @@ class Clock:
 
 
 class Elsewhere(SingleRank):
-    """Rank `rank` of `ranks`, of which only this one is there: what the others count is `counts`."""
+    """Rank `rank` of `ranks`; the others do not exist: `counts` is their contribution to every sum."""
 
     def __init__(self, ranks: int = 1, rank: int = 0, counts: float = 0.0) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Elsewhere(SingleRank):
 
 
 def run_of(model: nn.Module, world: World, **given: Any) -> RunContext:
-    """The run of a model that each rank holds whole; what is shown is what `given` does with it."""
+    """Returns the run context of a model that each rank holds whole; `given` overrides its fields."""
     context = {
         "model": model,
         "world": world,
@@ -74,7 +74,7 @@ def run_of(model: nn.Module, world: World, **given: Any) -> RunContext:
 
 
 class Plain(Replica):
-    """A model on one rank of `ranks`, with an optimizer. Notes what it is asked for in `events`."""
+    """Model on one rank of `ranks`, with an optimizer. Records its calls in `events`."""
 
     contract = Contract(clipping="never", accumulation="autograd")
 
@@ -130,7 +130,7 @@ class Saved:
 
 
 class Memory:
-    """Checkpoints in memory: what is saved is there when it has been waited for."""
+    """Checkpoints in memory; a checkpoint exists once `wait` has returned."""
 
     def __init__(self, events: list[str], fails_at: Sequence[int] = ()) -> None:
         self.events, self.fails_at = events, fails_at
@@ -193,12 +193,12 @@ class Rows(Tracker):
         self.rows = [row for row in self.rows if row[0] <= step]
 
     def steps(self, name: str = "train/loss") -> list[int]:
-        """The steps of rows that have a column."""
+        """Returns the steps of rows that have the column."""
         return [step for step, row in self.rows if name in row]
 
 
 class Line(nn.Module):
-    """w·x for scalars x; `modes` says in which mode each forward pass was."""
+    """w·x for scalars x; `modes` records the training flag of each forward pass."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Sums(Task):
 
 
 class Numbers:
-    """The sample at index i is the number i, that at an index in `bad` is not a number."""
+    """The sample at index i is the number i; the samples at the indices in `bad` are NaN."""
 
     random = False
 
@@ -238,7 +238,7 @@ class Numbers:
 
 
 class Loop:
-    """A trainer of doubles, and what they saw. `bad` are steps, in the order of training, whose gradient is NaN.
+    """Trainer built from doubles, which record its calls. `bad` are steps, in training order, with a NaN gradient.
 
     `evaluation` is the number of samples of each evaluation set by name; true stands for one of 3 without a name.
     """
@@ -316,7 +316,7 @@ class Loop:
 
 
 def _samples_of(step: int, batch: int, samples: int) -> list[int]:
-    """The ids that a step of the first epoch trains on."""
+    """Returns the ids that a step of the first epoch trains on."""
     source = _open(Numbers(samples), batch, shuffle=True).training(step - 1)
     return [int(x) for x in next(source).data]
 
@@ -337,7 +337,7 @@ def _open(data: Any, batch: int, *, shuffle: bool) -> Any:
 
 @contextmanager
 def noting(events: list[str], name: str) -> Iterator[None]:
-    """Notes when it is entered and left."""
+    """Records in `events` when the context is entered and left."""
     events.append(f"{name} begins")
     yield
     events.append(f"{name} ends")

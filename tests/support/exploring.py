@@ -1,4 +1,4 @@
-"""An optimizer that makes several passes per step, and a model for which its answers can be worked out by hand."""
+"""Multi-pass optimizer, and a model for which its results can be computed by hand."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ class Bowl(nn.Module):
 
 
 class OnePass(Single):
-    """A strategy whose author has not thought of optimizers that perturb."""
+    """Strategy that does not support multi-pass optimizers."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         return _OnePass(super().prepare(model, optimizer))

@@ -34,7 +34,7 @@ def install(
 
 @contextmanager
 def forgetting_modules_below(folder: Path) -> Iterator[None]:
-    """Removes what was imported from `folder` from sys.modules, so that tests do not see each other's."""
+    """Removes modules imported from `folder` from sys.modules, so that tests do not share them."""
     try:
         yield
     finally:

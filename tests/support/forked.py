@@ -1,7 +1,4 @@
-"""Strategies tried by themselves: ranks that the tests' own process forks, and one training step after another.
-
-A strategy's answers are then numbers that a test can look at, without a recipe and a run around them.
-"""
+"""Tests of strategies without a recipe and a run: forked ranks train step by step and return numbers."""
 
 import gc
 import os
@@ -39,10 +36,11 @@ def in_ranks(
     timeout: float = 90,
     forking: Callable[[int], AbstractContextManager[None]] = lambda rank: nullcontext(),
 ) -> list[Any]:
-    """What `action(rank)` returns in each of `ranks` processes that may form a group, or in one that no launcher has
-    started; a rank that raises fails the test with its own words. Each is forked within `forking(rank)`.
+    """Returns the results of `action(rank)` in each of `ranks` forked processes, which may form a process group.
 
-    Rank 0 keeps what the others meet at until these have ended: they may still be joining a group that it has joined.
+    A single process has no launcher's environment. A rank that raises fails the test with its traceback. Each process
+    is forked within `forking(rank)`. Rank 0 keeps the rendezvous store until the others have ended: they may still be
+    joining a group that rank 0 has joined.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -71,11 +69,11 @@ def _be(rank: int, ranks: int, port: int, action: Callable[[int], Any], answer: 
     if ranks > 1:
         os.environ.update({name: str(value) for name, value in world.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)  # makes torch's pool of threads anew, which a fork breaks, before several threads do
-    os.environ["OMP_NUM_THREADS"] = "1"  # else accelerate asks for more, of a pool that was the parent's
-    gc.freeze()  # it need not look through what the tests' process has, which would copy the pages that it is on
+    torch.set_num_threads(1)  # recreates torch's thread pool, which a fork breaks, before several threads do
+    os.environ["OMP_NUM_THREADS"] = "1"  # otherwise accelerate requests more threads of the parent's pool
+    gc.freeze()  # keeps the collector off the parent's objects: a scan would copy their memory pages
     try:
-        AcceleratorState._reset_state(reset_partial_state=True)  # what another test may have left
+        AcceleratorState._reset_state(reset_partial_state=True)  # left over from another test
         torch.manual_seed(0)
         well, found = True, pickle.dumps((True, action(rank)))
     except BaseException:
@@ -84,12 +82,12 @@ def _be(rank: int, ranks: int, port: int, action: Callable[[int], Any], answer: 
     part.write_bytes(found)
     part.rename(answer)
     if well and rank == 0:
-        os.read(stays, 1)  # returns when nobody can write to it any more
+        os.read(stays, 1)  # returns when the parent has closed the other end
     os._exit(0)
 
 
 def _wait(children: Sequence[int], timeout: float, leaves: int) -> None:
-    """Waits for all, and lets the first one leave last; ends those that are left when time is up."""
+    """Waits for all children and releases the first one last; kills the rest at the timeout."""
     deadline, left = time.monotonic() + timeout, set(children)
     with os.fdopen(leaves, "wb") as door:
         while left:
@@ -104,25 +102,25 @@ def _wait(children: Sequence[int], timeout: float, leaves: int) -> None:
 
 
 def train(**options: Any) -> TrainSection:
-    """The [train] table of a recipe, on a CPU."""
+    """Returns the [train] table of a recipe for CPU."""
     return TrainSection.model_validate({"length": "1st", "global_batch": 4, "device": "cpu"} | options)
 
 
 def set_up(strategy: Strategy, **options: Any) -> World:
-    """The world of a strategy that has joined the other ranks, as `train(**options)` asks it to."""
+    """Joins the other ranks with the options of `train(**options)`; returns the strategy's world."""
     settings = train(**options)
     return strategy.setup(settings, join(settings, strategy))
 
 
 def refused(kind: type[Exception], action: Callable[[], object]) -> str:
-    """What an error of `kind` says, which `action` must raise, and its hints."""
+    """Returns message and hints of the error of `kind` that `action` must raise."""
     with pytest.raises(kind) as found:
         action()
     return " | ".join([found.value.message, *found.value.hints])  # type: ignore[attr-defined]
 
 
 def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
-    """A state of whole tensors, as a checkpoint gives it back."""
+    """Returns a state of whole tensors in the form in which a checkpoint returns it."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -139,7 +137,7 @@ def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
 
 
 class Training:
-    """A model and its optimizer under a strategy, on this rank; a loss is the sum of what the model returns."""
+    """Model and optimizer under a strategy, on this rank; the loss is the sum of the model's outputs."""
 
     def __init__(
         self,
@@ -161,14 +159,14 @@ class Training:
         self.model = self.replica.module
 
     def backward(self, *inputs: Tensor) -> None:
-        """One micro-batch for each input."""
+        """Runs forward and backward, one micro-batch per input."""
         for number, x in enumerate(inputs, 1):
             with self.replica.forward(last=number == len(inputs)):
                 loss = self.model(x).sum()
             self.replica.backward(loss)
 
     def step(self, *inputs: Tensor) -> float:
-        """The norm of the step's gradient."""
+        """Runs one step; returns the gradient norm."""
         self.backward(*inputs)
         return float(self.replica.step().item())
 
@@ -176,5 +174,5 @@ class Training:
         return self.replica.state()
 
     def weights(self) -> dict[str, list[float]]:
-        """What this rank holds of the trained weights."""
+        """Returns this rank's shards of the trained weights."""
         return {name: part.tensor.flatten().tolist() for name, part in self.replica.weights.shards().items()}

@@ -1,4 +1,4 @@
-"""Hosts on one machine: each has a network, a name, process numbers and, if a test wants, disks of its own.
+"""Hosts on one machine: each has a network, a name, process numbers and, if a test needs them, disks of its own.
 
 A host is a set of kernel namespaces whose first process reads a pipe of the test's. However the test's process ends,
 the pipe closes, that process ends, and the kernel ends all others of the host and takes down its network. Nothing has
@@ -28,11 +28,13 @@ _READY = (
 )
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_FS = 0x200  # of <sched.h>
-_IN_FOLDER = 'cd "$1" && shift && exec "$@"'  # inside: a folder that was entered before is the one outside
+_IN_FOLDER = (
+    'cd "$1" && shift && exec "$@"'  # cd inside the namespace: a working directory entered before is the one outside
+)
 
 
 def needs_root(*programs: str) -> None:
-    """Skips the test where namespaces cannot be made, or one of `programs` is missing."""
+    """Skips the test if namespaces cannot be created, or one of `programs` is missing."""
     if os.geteuid() != 0:
         pytest.skip("needs root, for network namespaces")
     if lacks := [name for name in ("ip", "nsenter", "unshare", *programs) if shutil.which(name) is None]:
@@ -52,7 +54,7 @@ class Command(subprocess.Popen[str]):
             child.send_signal(number)
 
     def ended(self, timeout: float = 120) -> tuple[int, str]:
-        """The exit code and what was printed, once it has ended."""
+        """Waits for the end; returns exit code and output."""
         text, _ = self.communicate(timeout=timeout)
         return self.returncode, text
 
@@ -74,7 +76,7 @@ class Host:
         self.pid = first.pid
 
     def command(self, words: Sequence[str | Path], cwd: Path) -> list[str]:
-        """The command that runs `words` on this host."""
+        """Returns the command that runs `words` on this host."""
         enter = ["nsenter", f"--target={self.pid}", "--net", "--uts", "--pid", "--mount"]
         return [*enter, "bash", "-c", _IN_FOLDER, "_", str(cwd), *map(str, words)]
 
@@ -95,14 +97,14 @@ class Host:
         )
 
     def run(self, *words: str | Path, cwd: Path = Path("/"), env: Mapping[str, str] | None = None) -> str:
-        """Prints of a command that must end well."""
+        """Runs a command that must succeed; returns its output."""
         code, text = self.start(*words, cwd=cwd, env=env).ended()
         assert code == 0, f"{self.name}: {words} ended with {code}\n{text}"
         return text
 
     @contextmanager
     def numbering(self) -> Iterator[None]:
-        """Processes that this one forks meanwhile are numbered by the host, as only new ones can be."""
+        """Gives processes forked in this context numbers of the host; a process cannot change its own."""
         with open("/proc/self/ns/pid") as own, open(f"/proc/{self.pid}/ns/pid") as of_host:
             _enter(of_host)
             try:
@@ -111,26 +113,26 @@ class Host:
                 _enter(own)
 
     def enter(self) -> None:
-        """Gives this process, which was forked while the host was `numbering`, the host's network, name and disks."""
-        _LIBC.unshare(_CLONE_FS)  # libraries start threads after a fork, and who shares a folder with one cannot enter
+        """Moves this process, which was forked within `numbering`, to the host's network, name and disks."""
+        _LIBC.unshare(_CLONE_FS)  # threads started after the fork share the working directory, which setns refuses
         with ExitStack() as opened:
             spaces = [opened.enter_context(open(f"/proc/{self.pid}/ns/{kind}")) for kind in ("net", "uts", "mnt")]
             for space in spaces:
                 _enter(space)
 
     def own_disk(self, path: Path, store: Path) -> None:
-        """Puts `store`, which only this host sees there, in the place of `path`."""
+        """Mounts `store` at `path`, on this host only."""
         path.mkdir(parents=True, exist_ok=True)
         store.mkdir(parents=True, exist_ok=True)
         self.run("mount", "--bind", store, path)
 
     def resolves_itself_to(self, address: str) -> None:
-        """Lets /etc/hosts say so, as Debian's does: 127.0.1.1."""
+        """Maps the host's own name to `address` in /etc/hosts, as Debian does with 127.0.1.1."""
         names = [line for line in self.names.read_text().splitlines() if self.name not in line.split()]
         self.names.write_text("\n".join([*names, f"{address} {self.name}"]) + "\n")
 
     def end(self) -> None:
-        """Ends all that runs here, at once, as when the power goes."""
+        """Kills all processes of the host at once, as a power failure does."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._first.communicate()
@@ -168,9 +170,9 @@ class Hosts(Mapping[str, Host]):
         return len(self._hosts)
 
     def in_ranks(self, where: str, action: Callable[[int], Any]) -> list[Any]:
-        """What `action(rank)` returns in a world that has one rank on each host in `where`.
+        """Returns the results of `action(rank)` in a world with one rank on each host in `where`.
 
-        "aab" are two ranks on nodea and one on nodeb; they meet on the first host.
+        "aab": two ranks on nodea and one on nodeb. The rendezvous is on the first host.
         """
 
         def there(rank: int) -> Any:
@@ -186,7 +188,7 @@ class Hosts(Mapping[str, Host]):
         return in_ranks(len(where), there, timeout=300, forking=lambda rank: self[where[rank]].numbering())
 
     def cut(self, letter: str) -> None:
-        """Loses all that the host sends and is sent; it cannot see that."""
+        """Drops all packets to and from the host; the host cannot detect it."""
         self._switch.run("ip", "link", "set", f"to-{letter}", "nomaster")
 
     def heal(self, letter: str) -> None:
@@ -194,7 +196,7 @@ class Hosts(Mapping[str, Host]):
         self._switch.run("ip", "link", "set", f"to-{letter}", "master", "br0")
 
     def unplug(self, letter: str) -> None:
-        """Takes the host's cable away, which it can see."""
+        """Sets the host's link down, which the host can detect."""
         self._switch.run("ip", "link", "set", f"to-{letter}", "down")
 
     def end(self) -> None:
@@ -210,7 +212,7 @@ def _enter(namespace: IO[str]) -> None:
 
 @contextmanager
 def new_hosts(letters: str, folder: Path) -> Iterator[Hosts]:
-    """Hosts with these letters; `folder` takes the few files that they need."""
+    """Yields hosts with these letters; `folder` holds their few files."""
     hosts = Hosts(letters, folder)
     try:
         yield hosts

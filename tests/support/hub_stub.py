@@ -1,4 +1,4 @@
-"""A Hugging Face hub small enough to read: takes commits of small files from the real client."""
+"""Minimal Hugging Face hub that accepts commits of small files from the real client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class HubStub:
-    """A server on 127.0.0.1; `files` holds what was committed, by repository and name. Only `token` may write."""
+    """Server on 127.0.0.1; `files` holds the committed files by repository and name. Only `token` may write."""
 
     def __init__(self, token: str) -> None:
         self.token = token
@@ -22,7 +22,7 @@ class HubStub:
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        """The address, while it serves."""
+        """Serves within the context; yields the address."""
         stub = self
 
         class Handler(BaseHTTPRequestHandler):

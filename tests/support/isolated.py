@@ -1,4 +1,4 @@
-"""Things that leave their marks on a process, done in one that the tests' own forks."""
+"""Runs an action that changes process-wide state in a forked process."""
 
 import pickle
 from collections.abc import Callable
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def apart(action: Callable[[], T]) -> T:
-    """What `action` returns in a process of its own: torch keeps shardings for ranks that it has met.
+    """Returns the result of `action` in a forked process: torch caches shardings by ranks.
 
-    Raises RuntimeError, with its name and words, for an exception.
+    Raises RuntimeError with type and message of an exception of `action`.
     """
     context: Any = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -1,4 +1,4 @@
-"""Starts real ranks quickly: a process that has imported torch once forks them, where a launcher would start each anew.
+"""Starts real ranks quickly: forks them from a process that has already imported torch; a launcher starts each anew.
 
 Every rank is a process of its own with the environment that torchrun gives it, joins a real gloo group and leaves the
 way a launched rank leaves. `tests/launchers/test_launch.py` covers the launchers themselves.
@@ -17,20 +17,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ranks:
-    """What became of the ranks of one world."""
+    """Exit codes and output of the ranks of one world."""
 
     codes: list[int]
     stdout: str
     stderr: str
 
     def check(self) -> "Ranks":
-        """Fails the test with the ranks' own words unless all of them ended well."""
+        """Fails the test with the ranks' output unless all of them succeeded."""
         assert not any(self.codes), f"exit codes {self.codes}\n{self.stdout}\n{self.stderr}"
         return self
 
 
 class Zygote:
-    """The process that forks; started on first use, ended with the test session."""
+    """Process that forks ranks; started on first use, ended with the test session."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
@@ -45,10 +45,10 @@ class Zygote:
         timeout: float = 300,
         restarts: int | None = None,
     ) -> Ranks:
-        """`ddpforge ARGUMENTS` in each of `nproc` ranks.
+        """Runs `ddpforge ARGUMENTS` in each of `nproc` ranks.
 
-        With `restarts` they are those of the launcher that `ddpforge launch` runs, which starts them again so often;
-        the only code is then the launch's.
+        With `restarts`, the launcher of `ddpforge launch` starts the ranks and restarts them up to `restarts` times;
+        the only exit code is then that of the launch.
         """
         if self.process is None:
             command = [sys.executable, __file__]
@@ -74,7 +74,7 @@ class Zygote:
 
 
 # ---------------------------------------------------------------------------------------------- in the zygote
-# What nearly every rank would import for itself, which is a third of what a short run costs.
+# Modules that nearly every rank would import itself: a third of the time of a short run.
 _IMPORTED = [
     *("click", "pydantic._internal._serializers", "rich._emoji_codes", "rich.progress", "tomlkit"),
     "torch._dynamo",  # by the first optimizer of every process: 2 seconds
@@ -124,11 +124,11 @@ def _serve() -> None:
     metadata.entry_points = cache(metadata.entry_points)  # torch looks for backends in all distributions, in every rank
     metadata.entry_points(group="torch.distributed.backends")
 
-    os.fsync = lambda fd: None  # type: ignore[assignment]  # nobody waits for the disk: see checkpoint/conftest.py
-    gc.freeze()  # a rank that collects garbage need not look through all that, which copies the pages that it is on
+    os.fsync = lambda fd: None  # type: ignore[assignment]  # tests need no durable files: see checkpoint/conftest.py
+    gc.freeze()  # keeps the collector of a rank off these objects: a scan would copy their memory pages
     for line in sys.stdin:
         print(json.dumps(_start(**json.loads(line))), flush=True)
-    os._exit(0)  # nor need anybody look through it at the end
+    os._exit(0)  # skips the collection of these objects at the end
 
 
 def _start(
@@ -206,7 +206,7 @@ def _launcher(command: list[str], cwd: str, env: dict[str, str], output: Path) -
 
 
 class _Forked:
-    """A rank that a launcher has forked, with what torchrun uses of a `subprocess.Popen`."""
+    """Rank forked by a launcher, with the parts of `subprocess.Popen` that torchrun uses."""
 
     def __init__(self, command: list[str], cwd: str, env: dict[str, str], output: Path) -> None:
         import signal
@@ -239,7 +239,7 @@ class _Forked:
 
 
 def _wait(children: list[int], timeout: float) -> list[int]:
-    """Exit codes; like a launcher, ends the others once one has failed, and all of them at the time limit."""
+    """Returns exit codes. Like a launcher, ends the others once one has failed, and all of them at the time limit."""
     import signal
     import time
 

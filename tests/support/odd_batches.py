@@ -1,4 +1,4 @@
-"""Batches that are no columns of tensors, graphs and images with boxes, with the model and the task of each."""
+"""Batches that are not columns of tensors (graphs, images with boxes), with a model and a task for each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ddpforge.interfaces import Task, Total
 
 
 class GraphBatch:
-    """Nodes of several graphs in one tensor, as libraries for graphs have it; moves as a whole."""
+    """Nodes of several graphs in one tensor, as graph libraries batch them; has its own method `to`."""
 
     def __init__(self, nodes: Tensor, graph: Tensor, targets: Tensor) -> None:
         self.nodes, self.graph, self.targets = nodes, graph, targets
@@ -20,7 +20,7 @@ class GraphBatch:
 
 
 class Graphs:
-    """Graphs of one to five nodes; the target is whether their numbers add up to more than zero."""
+    """Graphs of one to five nodes; the target is 1 if the sum of their values is positive."""
 
     def __len__(self) -> int:
         return 64
@@ -35,7 +35,7 @@ class Graphs:
 
 
 class GraphNet(nn.Module):
-    """Classifies the sum of what a layer makes of a graph's nodes."""
+    """Classifies the sum of a layer's outputs over the nodes of a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Detector(nn.Module):
 
 
 class Detection(Task):
-    """Moves the box that is found to all that are there."""
+    """Trains the predicted box towards all boxes of the image."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         images, targets = batch

@@ -1,6 +1,6 @@
-"""Models that a strategy may have trouble with; recipes in tests name them as `./odd_models.py:Name`.
+"""Models that are difficult for some strategies; recipes in tests name them as `./odd_models.py:Name`.
 
-All take [B, 4] and give [B, 1].
+They map [B, 4] to [B, 1].
 """
 
 import os
@@ -24,7 +24,7 @@ class _Block(nn.Module):
 
 
 class TiedBlocks(nn.Module):
-    """Two blocks have one weight."""
+    """Two blocks that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class TiedBlocks(nn.Module):
 
 
 class TiedNames(nn.Module):
-    """One parameter has two names, and its module another parameter."""
+    """A parameter with two names, in a module that has another parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class TiedNames(nn.Module):
 
 
 class Uninitialised(nn.Module):
-    """A parameter that nothing initialises but the constructor."""
+    """A parameter that only the constructor initializes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Scalar(nn.Module):
 
 
 class BySample(nn.Module):
-    """The first sample of a batch decides which of two layers all of it goes through."""
+    """The first sample of a batch selects one of two layers for the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class BySample(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Two branches of different sizes, of which rank 0 uses one and all others the other."""
+    """Two branches of different sizes: rank 0 uses one, all other ranks use the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Uneven(nn.Module):
 
 
 class _Normed(nn.Module):
-    """Forward changes what it keeps: running statistics, a power iteration, a buffer that is a new tensor each time."""
+    """Forward changes its buffers: running statistics, a power iteration, a buffer that is a new tensor each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class NormedBlocks(nn.Module):
 
 
 class Attending(nn.Module):
-    """Works on [B, 4, 8], with biases that are not zero, and changes products in place."""
+    """Attention on [B, 4, 8] with nonzero biases; changes products in place."""
 
     pipeline = (("enter", "rise"), "blocks", ("leave", "head"))
 
@@ -182,7 +182,7 @@ class _Attention(nn.Module):
 
 
 class Hungry(nn.Module):
-    """From the fourth training pass on it needs more memory than any machine has."""
+    """Needs more memory than any machine has from the fourth training pass on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Hungry(nn.Module):
 
 
 class OwnSeed(nn.Module):
-    """Every rank draws other weights."""
+    """Draws different initial weights on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Odd(nn.Module):
         self.mix = nn.Parameter(torch.randn(6, 4).t() / 3)
         self.shift = nn.Parameter(torch.arange(6).short(), requires_grad=False)
         self.head = nn.Linear(6, 1)
-        rank = int(os.environ.get("RANK", "0"))  # which must not matter: every rank gets what rank 0 has
+        rank = int(os.environ.get("RANK", "0"))  # must not matter: every rank receives the values of rank 0
         for dtype in (torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float64):
             self.register_buffer(f"b_{dtype}".rpartition(".")[2], torch.full((3,), rank).to(dtype))
         for dtype in (torch.uint16, torch.complex64):
@@ -232,7 +232,7 @@ class Odd(nn.Module):
 
 
 class Gapped(nn.Module):
-    """Weights that are slices of larger ones or lie in other orders, two names for one of them, expanded buffers."""
+    """Weights that are slices of larger tensors or have other strides, one with two names, and expanded buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Double(nn.Module):
 
 
 class Following(nn.Module):
-    """A teacher that follows the student in forward, as MoCo's own code has it."""
+    """A teacher that follows the student in forward, as in MoCo's own code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class Remembers(Task):
 
 
 class Forgets(Remembers):
-    """The same, and nothing of it is saved."""
+    """The same, but its state is not saved."""
 
     keeps = False
 
@@ -357,7 +357,7 @@ class Forgets(Remembers):
 
 
 class Apart(Remembers):
-    """The same, of the samples of each rank."""
+    """The same, with a mean over each rank's own samples."""
 
     apart = True
 
@@ -377,7 +377,7 @@ class Penalty(Task):
 
 
 class Deciding(nn.Module):
-    """Takes 40 MB more where it sees values than where it sees shapes alone."""
+    """Needs 40 MB more with values than with shapes alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ class Deciding(nn.Module):
 
 
 class Unforeseen(Deciding):
-    """Has no shapes without values."""
+    """Cannot run with shapes alone."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         found: Tensor = self.embedding(tokens)

@@ -30,7 +30,7 @@ class Counting(Optimizer):
 
 
 class Remembering(Counting):
-    """Keeps a list of what it did, which no checkpoint can hold."""
+    """Keeps a list of its rates, which a checkpoint cannot hold."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -56,7 +56,7 @@ class Noisy(Optimizer):
 
 
 class Common(Optimizer):
-    """One step size for all weights, from the norm of all of them: what Prodigy and D-Adaptation do, in short."""
+    """One step size for all weights, from the norm of all of them, as in Prodigy and D-Adaptation."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "d": 1.0})

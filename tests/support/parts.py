@@ -1,6 +1,6 @@
-"""Components for tests: small, and with answers that can be worked out by hand.
+"""Small components for tests, with results that can be computed by hand.
 
-Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts this file beside the recipe.
+Recipes in tests name them as `./parts.py:Name`; the fixture `write_recipe` puts this file next to the recipe.
 """
 
 import copy
@@ -99,7 +99,7 @@ class StopAt(Callback):
 
 
 class Killed(Callback):
-    """Is killed (-9) if it is rank KILL_RANK, by another process, KILL_AFTER seconds after it was set up."""
+    """Kills (-9) rank KILL_RANK from another process, KILL_AFTER seconds after `on_start`."""
 
     def on_start(self, run: RunContext) -> None:
         victim = os.getpid()
@@ -111,7 +111,7 @@ class Killed(Callback):
 
 
 class KilledAgain(Callback):
-    """Of the first KILLS attempts of a launch one rank is killed (-9), which and when within KILL_AFTER by chance."""
+    """Kills (-9) a random rank in each of the first KILLS attempts of a launch, after up to KILL_AFTER seconds."""
 
     def on_start(self, run: RunContext) -> None:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -131,7 +131,7 @@ class KilledAgain(Callback):
 
 
 class NoDisk(Callback):
-    """From step `begin` up to step `end` no checkpoint can be written; those that there are wait elsewhere."""
+    """Makes checkpoints unwritable from step `begin` to step `end`; the existing ones are moved away meanwhile."""
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
@@ -155,7 +155,7 @@ class NoDisk(Callback):
 
 
 class SaveAgain(Callback):
-    """Ends a run as soon as it has restored a checkpoint: it saves that again, and trains nothing."""
+    """Ends a run right after it has restored a checkpoint: saves it again and trains nothing."""
 
     def __init__(self) -> None:
         from ddpforge.training.loop import Trainer
@@ -170,7 +170,7 @@ class SaveAgain(Callback):
 
 
 class Scalars(nn.Module):
-    """A weight of shape [1] for each letter of `weights`, all `start`; `uses` says which of them forward touches."""
+    """A weight of shape [1] for each letter of `weights`, all `start`; forward uses those in `uses`."""
 
     def __init__(self, weights: str = "a", uses: str = "", frozen: str = "", start: float = 0.0) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Scalars(nn.Module):
 
 
 class Branches(Scalars):
-    """Samples below 10 go through `a`, others, less 10, through `b`; a micro-batch must be of one kind."""
+    """Uses `a` for samples below 10 and `b` for others, less 10; a micro-batch must be of one kind."""
 
     def __init__(self) -> None:
         super().__init__(weights="ab")
@@ -194,7 +194,7 @@ class Branches(Scalars):
 
 
 class Values:
-    """The sample at index i is the number `values[i]`; that at index `nan` is not a number."""
+    """The sample at index i is the number `values[i]`; the one at index `nan` is NaN."""
 
     random = False
 
@@ -246,7 +246,7 @@ class ShowBuffers(Callback):
 
 
 class ShowTimeouts(Callback):
-    """Writes how long the collectives of each group of ranks may wait, in seconds, after the second step."""
+    """Writes the timeout of each process group's collectives, in seconds, after the second step."""
 
     def on_step(self, info: StepInfo) -> None:
         if info.step == 2 and os.environ["RANK"] == "0":
@@ -270,7 +270,7 @@ class FailAt(Callback):
 
 
 class ByParity(Task):
-    """The mean of the even samples and that of the odd ones are two metrics, named where a batch has any."""
+    """Reports the means of even and of odd samples as two metrics, each only if the batch has such samples."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         return model(batch).sum(), batch
@@ -284,7 +284,7 @@ class ByParity(Task):
 
 
 class MeanOfLosses(SumOfLosses):
-    """Forgets that a loss is a sum."""
+    """Returns a mean as the loss, which must be a sum."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         losses = model(batch)
@@ -292,7 +292,7 @@ class MeanOfLosses(SumOfLosses):
 
 
 class WeighedSamples(Task):
-    """The sample x weighs x / 10: its loss is that of the model, times that."""
+    """Weighs the sample x by x / 10: multiplies the model's loss by it."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         losses = model(batch) * batch / 10
@@ -317,7 +317,7 @@ class NumbersByRank(torch.utils.data.IterableDataset[Tensor]):
 
 
 class Seen(Scalars):
-    """Writes down which samples each rank was given in training."""
+    """Writes the training samples of each rank to a file."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -327,7 +327,7 @@ class Seen(Scalars):
 
 
 class Remembers(Seen):
-    """Keeps its newest training sample in a buffer, which it adds to what it is asked for when it is evaluated."""
+    """Keeps its newest training sample in a buffer; in evaluation, returns its inputs plus that buffer."""
 
     newest: Tensor
 
@@ -343,7 +343,7 @@ class Remembers(Seen):
 
 
 class CountsReductions(DDP):
-    """Writes down how often gradients were reduced over ranks."""
+    """Writes the number of gradient all-reduces of each rank to a file."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         prepared = super().prepare(model, optimizer)
@@ -359,7 +359,7 @@ class CountsReductions(DDP):
 
 
 class Taught(nn.Module):
-    """A student beside a frozen teacher of the same form, whose output the student also sees."""
+    """A student and a frozen teacher of the same form; the output is the sum of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class Taught(nn.Module):
 
 
 class Momentum(Callback):
-    """The teacher follows the student: in the parts that ranks hold, or straight in the model's parameters."""
+    """Moves the teacher towards the student: in each rank's shards or, if `straight`, in the model's parameters."""
 
     def __init__(self, straight: bool = False) -> None:
         self.straight = straight
@@ -393,7 +393,7 @@ class Momentum(Callback):
 
 
 class Net(nn.Sequential):
-    """Two blocks and what follows them; `normed` by the statistics of a batch."""
+    """Two blocks and a linear head; `normed` adds BatchNorm before the head."""
 
     def __init__(self, normed: bool = False, inputs: int = 4) -> None:
         norms = [nn.BatchNorm1d(9)] if normed else []
@@ -443,7 +443,7 @@ def _rising(step: int) -> float:
 
 
 class SpoiltPoints(Points):
-    """Points of which one is not a number."""
+    """Points with one NaN sample."""
 
     def __init__(self, samples: int = 43, spoilt: int = 0) -> None:
         super().__init__(samples)
@@ -456,7 +456,7 @@ def _refuse_evaluation(what: str) -> None:
 
 
 class TrainingPoints(Points):
-    """Points for training; not to be had where EVALUATES is set."""
+    """Points for training; fails if EVALUATES is set."""
 
     def __init__(self, samples: int = 43) -> None:
         _refuse_evaluation("training data")
@@ -464,19 +464,19 @@ class TrainingPoints(Points):
 
 
 def training_adamw(params: Any, lr: float = 0.1) -> Optimizer:
-    """AdamW; not to be had where EVALUATES is set."""
+    """Builds AdamW; fails if EVALUATES is set."""
     _refuse_evaluation("optimizer")
     return torch.optim.AdamW(params, lr=lr)
 
 
 def training_schedule(horizon: Any) -> Any:
-    """The recipe's learning rate at every step; not to be had where EVALUATES is set."""
+    """Returns a constant schedule; fails if EVALUATES is set."""
     _refuse_evaluation("schedule")
     return lambda step: 1.0
 
 
 class Hears(Callback):
-    """Writes down what it hears, and how many groups of ranks there are; fails an evaluation where FAIL is set."""
+    """Records the calls it receives and the number of process groups; fails an evaluation if FAIL is set."""
 
     def on_start(self, run: RunContext) -> None:
         self.file = f"heard-{run.world.global_ranks.rank}.txt"
@@ -497,7 +497,7 @@ class Hears(Callback):
 
 
 class Spoils(LanguageModelling):
-    """The loss of some training batches, known by their tokens, is not a number."""
+    """Returns NaN as the loss of some training batches, selected by their tokens."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         loss, outputs = super().loss(model, batch)

@@ -1,4 +1,4 @@
-"""What every kind of ranks must do."""
+"""Checks that every implementation of `Ranks` must pass."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,13 +14,13 @@ DTYPES = [torch.float64, torch.bfloat16, torch.float8_e5m2, torch.int16, torch.u
 
 
 def adds_up(ranks: Ranks) -> None:
-    """Floats and integers, of any shape; what is given stays as it was."""
+    """Checks sums of floats and integers of any shape; the arguments stay unchanged."""
     for values in (torch.tensor([[1.0, ranks.rank]]), torch.tensor(1 << 40)):
         before = values.clone()
         expected = sum(_of(ranks, values, rank) for rank in range(ranks.size))
         assert torch.equal(ranks.all_reduce_sum(values), expected)
         later = ranks.all_reduce_sum_async(values.clone())
-        ranks.barrier()  # something else may be said before anybody asks
+        ranks.barrier()  # other collectives may run before the result is read
         assert torch.equal(later(), expected)
         assert torch.equal(later(), expected)
         assert torch.equal(values, before)
@@ -31,7 +31,7 @@ def _of(ranks: Ranks, values: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def takes_means(ranks: Ranks) -> None:
-    """Of names that only one rank has, too: sums over counts, both over all ranks."""
+    """Checks means (sums over counts, both over all ranks), also of names that only one rank has."""
     totals = {
         "x": Total(torch.tensor(float(ranks.rank)), 1 + ranks.rank),
         f"of {ranks.rank}": Total(torch.tensor(3.0), 2),
@@ -44,7 +44,7 @@ def takes_means(ranks: Ranks) -> None:
 
 
 def gathers_rows_with_gradients(ranks: Ranks) -> None:
-    """Rank r has r rows of the value r, and weighs the gathered rows by r + 1: each row's gradient is what all say."""
+    """Checks gathered rows: rank r has r rows of value r and weighs all rows by r + 1; ranks sum the gradients."""
     mine = torch.full((ranks.rank, 2), float(ranks.rank), requires_grad=True)
     rows, begin = ranks.all_gather(mine)
     assert rows[:, 0].tolist() == [float(rank) for rank in range(ranks.size) for _ in range(rank)]
@@ -54,8 +54,8 @@ def gathers_rows_with_gradients(ranks: Ranks) -> None:
     assert torch.equal(mine.grad, torch.full_like(mine, float(sum(range(1, ranks.size + 1)))))
 
 
-def gives_all_what_rank_0_has(ranks: Ranks) -> None:
-    """Tensors of any dtype and layout, in place, to the bit; and objects."""
+def broadcasts_from_rank_0(ranks: Ranks) -> None:
+    """Checks broadcasts of tensors of any dtype and layout, in place and bitwise, and of objects."""
     assert ranks.broadcast({"rank": ranks.rank}) == {"rank": 0}
     forms: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: x,
@@ -75,15 +75,15 @@ def gives_all_what_rank_0_has(ranks: Ranks) -> None:
     assert ranks.broadcast(parameter).tolist() == [0.0, 0.0]
 
 
-def lists_what_everyone_says(ranks: Ranks) -> None:
-    """By rank."""
+def gathers_objects_by_rank(ranks: Ranks) -> None:
+    """Checks that objects are gathered in the order of ranks."""
     assert ranks.all_gather_object(ranks.rank) == list(range(ranks.size))
     ranks.barrier()
     assert ranks.is_rank_zero == (ranks.rank == 0)
 
 
 def splits_into_groups(ranks: Ranks) -> None:
-    """Of neighbours, or of one each; a group is ranks like any other, and the whole may be one."""
+    """Checks groups of neighbours, of single ranks and of all ranks; a group behaves like any other ranks."""
     size = ranks.size
     pairs = [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
     mine = ranks.split(pairs)
@@ -101,14 +101,14 @@ CHECKS: list[Callable[[Ranks], None]] = [
     adds_up,
     takes_means,
     gathers_rows_with_gradients,
-    gives_all_what_rank_0_has,
-    lists_what_everyone_says,
+    broadcasts_from_rank_0,
+    gathers_objects_by_rank,
     splits_into_groups,
 ]
 
 
 def talk(rank: int, size: int, store: Path) -> None:
-    """Checks a gloo group, and the group of its own that writers have."""
+    """Checks a gloo group, and the separate group of checkpoint writers."""
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     ranks = ProcessGroup(dist.group.WORLD)  # type: ignore[arg-type]
@@ -116,8 +116,8 @@ def talk(rank: int, size: int, store: Path) -> None:
         for check in CHECKS:
             if group is ranks or check is not splits_into_groups:
                 check(group)
-    half = dist.new_group([1, 2], timeout=timeout)  # whose rank 0 is another one
+    half = dist.new_group([1, 2], timeout=timeout)  # its rank 0 is global rank 1
     if rank in (1, 2):
         for check in CHECKS:
-            if check is not splits_into_groups:  # which all ranks of the run do together
+            if check is not splits_into_groups:  # needs all ranks of the run
                 check(ProcessGroup(half))

@@ -1,4 +1,4 @@
-"""Run folders as a training leaves them, made without one."""
+"""Run folders in the state in which training leaves them, made without training."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def made(
     rows: list[dict[str, Any]] | None = None,
     **facts: Any,
 ) -> RunFolder:
-    """The run at `path`, whose recipe is `RECIPE` with other values; without `state`, one that has not begun."""
+    """Creates a run at `path`, whose recipe is `RECIPE` with other values; without `state`, one that has not begun."""
     folder = RunFolder(path)
     tables: dict[str, Any] = json.loads(json.dumps(RECIPE)) | {"name": path.name}
     for section, values in recipe.items():
@@ -52,7 +52,7 @@ def made(
 
 @contextmanager
 def trained(folder: RunFolder) -> Iterator[None]:
-    """Another process holds the folder, as the one that trains does."""
+    """Claims the folder in another process, as a training run does."""
     ready, tell = os.pipe()
     wait, done = os.pipe()
     if (child := os.fork()) == 0:

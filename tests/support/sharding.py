@@ -1,4 +1,4 @@
-"""Strategies that must all do the same, as the [strategy] tables of a recipe, and a recipe to run under them."""
+"""Strategies that must give the same results, as the [strategy] tables of a recipe, and a recipe to run under them."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ ZERO = {stage: f'use = "deepspeed"\nstage = {stage}' for stage in (1, 2, 3)}
 
 
 def weights_in(checkpoint: Path) -> dict[str, Tensor]:
-    """The model in a checkpoint, whole."""
+    """Reads the model of a checkpoint, whole."""
     return {name: saved.read() for name, saved in CheckpointReader(checkpoint).state().model.items()}
 
 
@@ -28,16 +28,16 @@ EACH = {"ddp": DDP, "fsdp": FSDP, **{f"zero{stage}": table for stage, table in Z
 
 
 def _families(*now: str) -> list[Any]:
-    """Every way to shard; those that are not to run `now` are for `make test-all`. ZeRO-2 differs in memory only."""
+    """Parametrizes over strategies; those not in `now` run in `make test-all` only. ZeRO-2 differs in memory only."""
     names = ("ddp", "fsdp", "zero1", "zero3")
     return [pytest.param(EACH[name], id=name, marks=() if name in now else pytest.mark.full) for name in names]
 
 
 _FAMILIES = _families("ddp", "fsdp", "zero3")
 each_strategy = pytest.mark.parametrize("strategy", _FAMILIES)
-"""Runs a test under every way to shard; `tests/strategies/test_zero.py` tries the steps of ZeRO-1."""
+"""Runs a test under every strategy; `tests/strategies/test_zero.py` covers the steps of ZeRO-1."""
 ddp_and_zero = pytest.mark.parametrize("strategy", _families("ddp", "zero3"))
-"""The same for what is one for FSDP and ZeRO."""
+"""The same for tests in which FSDP and ZeRO share their code."""
 each_strategy_and_one_process = pytest.mark.parametrize(
     ("strategy", "nproc"),
     [
@@ -108,9 +108,9 @@ every = "1st"
 
 
 class Bench:
-    """Runs the recipe in one folder, under any strategy on any number of ranks, and reads what came of it.
+    """Runs the recipe in one folder, under any strategy on any number of ranks, and reads its results.
 
-    Ten steps are the warm-up, a part of the schedule, and the ragged ends of two epochs.
+    Ten steps cover the warm-up, a part of the schedule, and the ragged ends of two epochs.
     """
 
     def __init__(self, folder: Path, ddpforge: Callable[..., Ranks], recipe: str = RECIPE) -> None:
@@ -138,7 +138,7 @@ class Bench:
         return [row[key] for row in rows if key in row]
 
     def newest(self, name: str) -> Path:
-        """The newest checkpoint of a run."""
+        """Returns the newest checkpoint of a run."""
         return max((self.folder / f"runs/{name}/checkpoints").glob("step-*"))
 
     def alike(self, name: str, other: str, rel: float = 1e-5) -> None:

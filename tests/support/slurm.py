@@ -1,4 +1,4 @@
-"""A real Slurm, of Debian's slurm-wlm, with nodes on one machine, for the time of a test.
+"""Real Slurm (Debian's slurm-wlm) with several nodes on one machine, for the time of a test.
 
 It runs on a host of its own (see `hosts.py`): nothing of it is seen or left outside, jobs included.
 """
@@ -64,23 +64,23 @@ class Job:
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """All that `scontrol show job` says, which remembers a job for a while after its end."""
+        """Returns the fields of `scontrol show job`, which remembers a job for a while after its end."""
         said = self.slurm.run("scontrol", "show", "job", "-o", self.number)
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
     @property
     def state(self) -> str:
-        """PENDING, RUNNING, COMPLETED, FAILED, ..."""
+        """Returns PENDING, RUNNING, COMPLETED, FAILED, ..."""
         return self.facts["JobState"]
 
     @property
     def restarts(self) -> int:
-        """The number of times that the job was requeued."""
+        """Returns how often the job was requeued."""
         return int(self.facts["Restarts"])
 
     def begin(self) -> None:
-        """Starts a requeued job now: Slurm lets it wait for two minutes."""
-        time.sleep(1.1)  # in the second in which it ended, slurmd takes a job for the old one, and it fails
+        """Starts a requeued job now; Slurm would wait for two minutes."""
+        time.sleep(1.1)  # within the second of its end, slurmd takes the requeued job for the old one and fails it
         until(self._begins, 30, lambda: f"job {self.number} does not begin: {self.facts}")
 
     def _begins(self) -> bool:
@@ -89,7 +89,7 @@ class Job:
         return self.state in ("RUNNING", *_ENDED)
 
     def wait(self, *states: str, timeout: float = 20) -> str:
-        """Waits until the job is in one of `states`, without any that it has ended, and says in which."""
+        """Waits until the job is in one of `states` or has ended; returns its state."""
         until(lambda: self.state in (*states, *_ENDED), timeout, lambda: f"job {self.number}: {self.facts}")
         return self.state
 
@@ -136,7 +136,7 @@ class Slurm:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of Slurm's commands: this process's without a trace of another Slurm."""
+        """Returns the environment of Slurm's commands: this process's without variables of another Slurm."""
         ours = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return {**ours, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
@@ -144,7 +144,7 @@ class Slurm:
         return len(set(self.run("sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%N").split()))
 
     def run(self, *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
-        """Prints of a command that must end well."""
+        """Runs a command that must succeed; returns its output."""
         ended = self.try_to(*words, cwd=cwd, env=env)
         assert ended.returncode == 0, f"{words} ended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
@@ -162,7 +162,7 @@ class Slurm:
 
 
 def until(check: Callable[[], bool], timeout: float, otherwise: Callable[[], str] = lambda: "") -> None:
-    """Waits for something; fails the test with what `otherwise` says."""
+    """Waits until `check()` is true; at the timeout, fails the test with the text of `otherwise()`."""
     deadline = time.monotonic() + timeout
     while not check():
         assert time.monotonic() < deadline, otherwise()
@@ -171,7 +171,7 @@ def until(check: Callable[[], bool], timeout: float, otherwise: Callable[[], str
 
 @contextmanager
 def new_slurm(folder: Path, *, nodes: int = 2, cores: int = 2) -> Iterator[Slurm]:
-    """A Slurm whose state and logs are in `folder`."""
+    """Yields a Slurm whose state and logs are in `folder`."""
     slurm = Slurm(folder, nodes=nodes, cores=cores)
     try:
         yield slurm

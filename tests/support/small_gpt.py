@@ -62,9 +62,9 @@ def train(strategy: str, ranks: int, folder: Path | None = None, **text: str) ->
 
 
 def shared(schedule: str, stage: int) -> int:
-    """The elements of each of two ranks that share the layers of a stage.
+    """Returns the number of elements on each of two tensor-parallel ranks of a stage.
 
-    Halves of a block's matrices, of biases of what is cut by rows of outputs, and of the vocabulary.
+    Each rank holds half of a block's matrices, of the biases of layers split by output rows, and of the vocabulary.
     """
     block = 12 * 16**2 // 2 + (3 + 4) * 16 // 2 + (1 + 1 + 4) * 16
     first, last = 256 // 2 + 128, 256 // 2 + 32

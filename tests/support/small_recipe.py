@@ -1,4 +1,4 @@
-"""A small recipe with code of its own in files beside it, and what is wrong with it under some settings."""
+"""Small recipe with local code, and the errors in it under some settings."""
 
 from support.stages import Staged
 
@@ -77,7 +77,7 @@ class Odd(Task):
 
 
 def told(parts: Staged, *, strict: bool = False) -> dict[str, str]:
-    """What is wrong, by key: what a run finds, or a check."""
+    """Returns the errors by key: those of a run or, if `strict`, those of a check."""
     return parts.errors(strict=strict)
 
 

@@ -1,4 +1,4 @@
-"""The stages of a recipe in one process, as `ddpforge check --build` and a run make them, with all that is wrong."""
+"""Builds the stages of a recipe in one process, as `ddpforge check --build` and a run do, and collects all problems."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALONE = World(global_ranks=SingleRank(), dp_ranks=SingleRank(), device=torch.dev
 
 @dataclass
 class Staged:
-    """A recipe as far as it is built; `fits` says that task and data do."""
+    """A recipe built up to some stage; `fits` is true if task and data match."""
 
     stage: Built
     problems: Problems
@@ -38,7 +38,7 @@ class Staged:
         return check_each_dataset(self.stage, self.problems) if self.fits else {}
 
     def errors(self, *, strict: bool = False) -> dict[str, str]:
-        """Every message by key: of what a run finds in the first batch or, if `strict`, a check in every dataset."""
+        """Returns messages by key: those of a run for the first batch or, if `strict`, of a check for all datasets."""
         if strict:
             self.evaluate()
         elif self.fits:
@@ -50,7 +50,7 @@ class Staged:
         return {}
 
     def deal(self, world: World = ALONE) -> Dealt:
-        """Deals the data out."""
+        """Assigns the data to ranks."""
         self.stage = dealt = deal(self.stage, world)
         return dealt
 
@@ -67,7 +67,7 @@ def staged(source: Any, *sets: str, ranks: int = 1, device: str = "cpu", meta: b
 
 
 def dealt(source: Any, world: World = ALONE, *, sets: Sequence[str] = (), **options: Any) -> Dealt:
-    """Builds a recipe that has no errors, and deals it out."""
+    """Builds a recipe that has no errors, and assigns its data to ranks."""
     found = staged(source, *sets, ranks=world.global_ranks.size, meta=False, **options)
     found.problems.raise_if_any()
     return found.deal(world)
@@ -76,7 +76,7 @@ def dealt(source: Any, world: World = ALONE, *, sets: Sequence[str] = (), **opti
 def chosen_with(
     train: TrainSection, *, ranks: int = 1, device: str = "cpu", recipe: Mapping[str, Any] | None = None, **more: Any
 ) -> Chosen:
-    """A stand-in for what is chosen, with one `[train]`, for checks that read little else."""
+    """Returns a stub of `Chosen` with one `[train]`, for checks that read little else."""
     sections: Any = {"optimizer": SimpleNamespace(updates={}, groups={}, use="sgd"), **(recipe or {})}
     stand_in = SimpleNamespace(train=train, **sections)
     return SimpleNamespace(  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""What only newer versions of torch can do, of those with which ddpforge runs."""
+"""Marks of tests that need a newer torch than the oldest that ddpforge supports."""
 
 from importlib.metadata import version
 
@@ -7,7 +7,7 @@ from packaging.version import Version
 
 
 def needs_torch(least: str) -> pytest.MarkDecorator:
-    """Leaves a test out where torch is older."""
+    """Skips a test if torch is older."""
     return pytest.mark.skipif(Version(version("torch")) < Version(least), reason=f"needs torch {least}")
 
 

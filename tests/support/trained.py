@@ -1,4 +1,4 @@
-"""Whole recipes, trained by ranks that the tests' own process forks: a run without launchers and without its folder."""
+"""Trains whole recipes in ranks that the test process forks, without a launcher."""
 
 import os
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ from support.forked import in_ranks
 
 @dataclass
 class Trained:
-    """The result on one rank: its rows, as every rank computes them, and what it held of the trained weights."""
+    """Result of one rank: its rows, which every rank computes, and the number of trained weights that it held."""
 
     rows: list[dict[str, float]]
     held: int
@@ -46,7 +46,7 @@ class _Rows(Tracker):
 
 
 def trained(folder: Path, recipe: str, ranks: int) -> list[Trained]:
-    """Trains a recipe, from the newest checkpoint of its name in `folder` on; one result for each rank."""
+    """Trains a recipe, from the newest checkpoint of its name in `folder` on; returns one result for each rank."""
     for name in ("parts.py", "odd_models.py", "exploring.py"):
         copy(SUPPORT / name, folder)
     path = folder / "recipe.toml"

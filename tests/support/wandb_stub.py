@@ -1,4 +1,4 @@
-"""A W&B server small enough to read: takes runs from the real client and can be told to misbehave."""
+"""Minimal W&B server that accepts runs from the real client and can misbehave."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fault = Literal["500", "hang", "gone"]
 
 @dataclass
 class StubRun:
-    """What the server was told about one run."""
+    """Data that the server received about one run."""
 
     config: Table = field(default_factory=dict)
     history: list[Table] = field(default_factory=list)
@@ -26,7 +26,7 @@ class StubRun:
 
 
 class WandbStub:
-    """A server on 127.0.0.1; `runs` holds what has arrived, by run id."""
+    """Server on 127.0.0.1; `runs` holds the received data by run id."""
 
     def __init__(self) -> None:
         self.runs: dict[str, StubRun] = {}
@@ -39,7 +39,7 @@ class WandbStub:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def fail(self, fault: Fault) -> None:
-        """From now on answers "500", never answers, or has gone: open connections are closed, new ones refused."""
+        """From now on answers "500", never answers, or is gone: open connections are closed, new ones refused."""
         self.fault = fault
         if fault == "gone" and not self.gone.is_set():
             self.gone.set()
@@ -52,7 +52,7 @@ class WandbStub:
     def __exit__(self, *_: object) -> None:
         self.fail("gone")
 
-    # -- the three things a client does
+    # -- the three requests of a client
     def stream(self, run_id: str, message: Table) -> None:
         """Appends a `file_stream` message: rows of history, the summary, and the exit code at the end."""
         run = self.runs[run_id]
@@ -72,7 +72,7 @@ class WandbStub:
         return {"upsertBucket": {"bucket": self._bucket(run_id), "inserted": inserted}}
 
     def resume_status(self, variables: Table) -> Table:
-        """What the client needs to go on with a run; no bucket when there is no such run."""
+        """Returns the data with which the client resumes a run; no bucket if the run does not exist."""
         run_id = variables["name"]
         model: Table = {"id": "m", "name": "p", "bucket": None, "entity": {"id": "e", "name": "me"}}
         if run_id in self.runs:
@@ -101,7 +101,7 @@ class WandbStub:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Speaks enough HTTP for wandb-core: GraphQL, the file stream and file uploads."""
+    """Handles the HTTP requests of wandb-core: GraphQL, the file stream and file uploads."""
 
     stub: WandbStub
     protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""A task that notes how many copies of weights in lower precision are alive when a forward pass has ended."""
+"""Task that records how many copies of weights in lower precision are alive after a forward pass."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpforge.builtin.tasks.regression import Regression
 
-WIDTH = 24  # of no batch
+WIDTH = 24  # differs from every batch size
 
 
 class Casts(TorchDispatchMode):
-    """Remembers every copy of a weight of a `Net` in lower precision."""
+    """Records every copy of a weight of a `Net` in lower precision."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Strategies that each get one thing wrong, for `ddpforge parity` to find; recipes name this file like parts.py."""
+"""Strategies with one error each, for `ddpforge parity` to find; recipes name this file like parts.py."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ForgetsToAverage(DDP):
-    """Never comes to the last micro-batch of a step, in which gradients are averaged."""
+    """Never marks the last micro-batch of a step, in which gradients are averaged."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         replica = super().prepare(model, optimizer)
@@ -28,7 +28,7 @@ class ForgetsToAverage(DDP):
 
 
 class Slips(DDP):
-    """Has gradients a tenth too large in one step."""
+    """Multiplies the gradients of one step by 1.1."""
 
     def __init__(self, *, at: int = 3) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Slips(DDP):
 
 
 class BeginsElsewhere(DDP):
-    """Draws other initial weights than everybody else."""
+    """Draws other initial weights than all other strategies."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         torch.manual_seed(7)
@@ -59,7 +59,7 @@ class BeginsElsewhere(DDP):
 
 
 class SavesRounded(DDP):
-    """Trains well and saves something else."""
+    """Trains correctly, but saves rounded weights."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         replica = super().prepare(model, optimizer)
@@ -82,7 +82,7 @@ class GivesUp(DDP):
 
 
 class Loud(Tracker):
-    """Leaves a file that says it was there."""
+    """Creates a file, which shows that it was built."""
 
     def __init__(self, *, file: Path) -> None:
         file.touch()

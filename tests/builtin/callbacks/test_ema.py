@@ -1,4 +1,4 @@
-"""Averaged weights: exactly the formula, in evaluations only, and whole after a resume."""
+"""EMA weights: equal to the formula, used in evaluations only, and exact after a resume."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,7 @@ def net() -> nn.Sequential:
 
 
 def step_and_average(model: nn.Module, ema: EMA, steps: range) -> None:
-    """Training whose weights depend on the step alone."""
+    """Trains and averages; the weights depend on the step alone."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         with torch.no_grad():
@@ -52,7 +52,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_twenty_steps_by_hand(every: int) -> None:
+def test_twenty_steps_match_the_formula(every: int) -> None:
     model = net()
     ema, expected = started(model, every=every), snapshot(model)
     for step in range(1, 21):
@@ -63,7 +63,7 @@ def test_twenty_steps_by_hand(every: int) -> None:
     torch.testing.assert_close(averages_of(ema), expected)
 
 
-def test_evaluation_sees_the_averages_and_the_live_buffers() -> None:
+def test_evaluation_uses_averages_and_live_buffers() -> None:
     model = net()
     ema = started(model)
     step_and_average(model, ema, range(1, 6))
@@ -79,7 +79,7 @@ def test_evaluation_sees_the_averages_and_the_live_buffers() -> None:
 
 
 class Apart(FullWeights):
-    """Weights that a strategy keeps in two places, and of which other ranks have some."""
+    """Weights that a strategy stores twice, and some of them on other ranks."""
 
     said = 0
 
@@ -90,7 +90,7 @@ class Apart(FullWeights):
         return frozenset({"stage.1"})
 
 
-def test_what_is_written_into_the_weights_is_said_and_averages_of_other_ranks_are_theirs() -> None:
+def test_weight_changes_are_marked_and_averages_of_other_ranks_are_ignored() -> None:
     model = net()
     weights, ema = Apart(model, RANKS), EMA(decay=0.9)  # type: ignore[call-arg]
     ema.on_start(run_of(model, WORLD, weights=weights))
@@ -102,7 +102,7 @@ def test_what_is_written_into_the_weights_is_said_and_averages_of_other_ranks_ar
     ema.load_state({**state, "stage.1": Saved(torch.ones(7))})
 
 
-def test_live_weights_come_back_when_evaluation_raises() -> None:
+def test_live_weights_are_restored_if_evaluation_raises() -> None:
     model = net()
     ema = started(model)
     step_and_average(model, ema, range(1, 6))
@@ -113,7 +113,7 @@ def test_live_weights_come_back_when_evaluation_raises() -> None:
     torch.testing.assert_close(averages_of(ema), averages, rtol=0, atol=0)
 
 
-def test_averages_can_be_kept_without_being_evaluated() -> None:
+def test_evaluate_false_keeps_live_weights_in_evaluation() -> None:
     model = net()
     ema = started(model, evaluate=False)
     step_and_average(model, ema, range(1, 6))
@@ -123,7 +123,7 @@ def test_averages_can_be_kept_without_being_evaluated() -> None:
 
 
 @pytest.mark.parametrize("evaluation", [True, False])
-def test_a_resumed_run_averages_on_as_if_nothing_had_happened(evaluation: bool) -> None:
+def test_resumed_averages_equal_those_of_an_uninterrupted_run(evaluation: bool) -> None:
     model = net()
     whole = started(model)
     step_and_average(model, whole, range(1, 21))
@@ -144,7 +144,7 @@ def test_a_resumed_run_averages_on_as_if_nothing_had_happened(evaluation: bool) 
     torch.testing.assert_close(averages_of(second), averages_of(whole), rtol=0, atol=0)
 
 
-def test_joining_a_run_later_starts_from_its_weights(
+def test_ema_added_to_a_run_starts_from_current_weights(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
@@ -157,7 +157,7 @@ def test_joining_a_run_later_starts_from_its_weights(
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "another shape"])
-def test_a_state_of_another_model_is_refused(change: str) -> None:
+def test_state_of_another_model_is_refused(change: str) -> None:
     ema = started(net())
     state = {name: Saved(average) for name, average in averages_of(ema).items()}
     if change == "missing":
@@ -184,7 +184,7 @@ def test_low_precision_weights_are_averaged_in_fp32() -> None:
     assert model.weight.item() == 2.0
 
 
-def test_frozen_and_tied_parameters_are_not_averaged_twice_or_at_all() -> None:
+def test_frozen_parameters_are_skipped_and_tied_ones_averaged_once() -> None:
     model = net()
     model[0].requires_grad_(False)
     model[2].bias = model[1].bias

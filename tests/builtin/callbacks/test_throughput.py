@@ -1,4 +1,4 @@
-"""Speed is told from samples that were really trained on."""
+"""Throughput counts only the samples that were trained on."""
 
 import pytest
 import torch
@@ -21,27 +21,27 @@ def started(**options: float) -> Throughput:
     return throughput
 
 
-def test_time_and_memory() -> None:
+def test_throughput_reports_step_time_and_memory() -> None:
     columns = started().on_log(info(10, 80))
     assert columns.keys() == {"perf/step_seconds", "perf/peak_memory_gib"}
     assert columns["perf/step_seconds"] == 0.5
     assert 0.01 < columns["perf/peak_memory_gib"] < 1000
 
 
-def test_utilisation_counts_the_samples_of_the_window_over_all_devices() -> None:
+def test_utilisation_counts_the_samples_of_the_window_on_all_devices() -> None:
     throughput = started(flops_per_sample=1e9, peak_flops=1e10)
     assert "perf/mfu" not in throughput.on_log(info(10, 80))
     # 10 steps of 0.5 s trained on 70 samples, one batch being short: 7e10 FLOPs of 2 x 5 s x 1e10
     assert throughput.on_log(info(20, 150))["perf/mfu"] == pytest.approx(0.7)
 
 
-def test_utilisation_is_left_out_where_a_run_went_back() -> None:
+def test_utilisation_is_omitted_after_a_rollback() -> None:
     throughput = started(flops_per_sample=1e9, peak_flops=1e10)
     throughput.on_log(info(20, 160))
     assert "perf/mfu" not in throughput.on_log(info(10, 80))
     assert throughput.on_log(info(20, 160))["perf/mfu"] == pytest.approx(0.8)
 
 
-def test_half_of_what_utilisation_needs_is_refused() -> None:
+def test_peak_flops_without_flops_per_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="set both or neither"):
         Throughput(peak_flops=1e12)

@@ -1,4 +1,4 @@
-"""What `digits` promises."""
+"""The dataset `digits`: splits, samples, batches, pickling."""
 
 import pickle
 
@@ -8,7 +8,7 @@ import torch
 from ddpforge.builtin.datasets.digits import Digits
 
 
-def test_the_two_splits_are_1437_and_360_different_samples() -> None:
+def test_splits_have_1437_and_360_different_samples() -> None:
     train, test = Digits(split="train"), Digits(split="test")
     assert (len(train), len(test)) == (1437, 360)
     rows = torch.cat([train.images, test.images]).flatten(1)
@@ -20,30 +20,30 @@ def test_the_two_splits_are_1437_and_360_different_samples() -> None:
     ]
 
 
-def test_the_split_is_frozen() -> None:
+def test_split_never_changes() -> None:
     assert Digits(split="train").labels[:8].tolist() == [2, 8, 2, 6, 6, 7, 1, 9]
     assert Digits(split="test").labels[:8].tolist() == [7, 9, 4, 7, 0, 2, 6, 1]
 
 
-def test_a_sample_is_an_image_in_zero_to_one_and_its_label() -> None:
+def test_sample_is_an_image_from_0_to_1_and_its_label() -> None:
     data = Digits(split="train")
     image, label = data[0]
     assert (image.shape, image.dtype, label.shape, label.dtype) == ((1, 8, 8), torch.float32, (), torch.int64)
     assert (data.images.min().item(), data.images.max().item()) == (0.0, 1.0)
 
 
-def test_a_batch_is_what_fetching_its_samples_one_by_one_gives() -> None:
+def test_batch_equals_its_samples_fetched_one_by_one() -> None:
     data, ids = Digits(split="test"), [5, 0, 359, 5]
     images, labels = data.collate(data.__getitems__(ids))
     assert torch.equal(images, torch.stack([data[i][0] for i in ids]))
     assert torch.equal(labels, torch.stack([data[i][1] for i in ids]))
 
 
-def test_it_survives_pickling() -> None:
+def test_digits_survives_pickling() -> None:
     data = Digits(split="test")
     assert torch.equal(pickle.loads(pickle.dumps(data)).images, data.images)
 
 
-def test_an_index_beyond_the_end_is_an_error() -> None:
+def test_index_beyond_the_end_raises_index_error() -> None:
     with pytest.raises(IndexError):
         Digits(split="test")[360]

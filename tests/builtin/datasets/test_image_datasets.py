@@ -1,4 +1,4 @@
-"""What the dataset `torchvision` promises."""
+"""The dataset `torchvision`: files, transforms, downloads, refusals."""
 
 import pickle
 import struct
@@ -19,7 +19,7 @@ from ddpforge.errors import SetupError
 
 @pytest.fixture
 def mnist(tmp_path: Path) -> Path:
-    """Twelve training and four test images of noise, in the files that torchvision unpacks MNIST to."""
+    """Writes twelve training and four test images of noise, in the files to which torchvision unpacks MNIST."""
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     noise = np.random.RandomState(0)
@@ -33,7 +33,7 @@ def mnist(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pets(tmp_path: Path) -> Path:
-    """An image folder: classes cat (red images) and dog (blue ones), two images each in train and val."""
+    """Writes an image folder: classes cat (red images) and dog (blue ones), two images each in train and val."""
     for split in ("train", "val"):
         for name, colour in (("cat", (255, 0, 0)), ("dog", (0, 0, 255))):
             folder = tmp_path / split / name
@@ -44,7 +44,7 @@ def pets(tmp_path: Path) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------- in memory
-def test_mnist_is_grey_images_in_zero_to_one_with_their_labels(mnist: Path) -> None:
+def test_mnist_has_grey_images_from_0_to_1_and_labels(mnist: Path) -> None:
     train = torchvision_dataset(name="MNIST", root=mnist, split="train")
     test = torchvision_dataset(name="MNIST", root=mnist, split="test")
     assert (len(train), len(test), train.classes) == (12, 4, 10)
@@ -55,7 +55,7 @@ def test_mnist_is_grey_images_in_zero_to_one_with_their_labels(mnist: Path) -> N
     assert (image * 255).flatten().tolist() == pytest.approx(list(raw[11 * 784 :]))
 
 
-def test_without_transforms_a_batch_is_what_fetching_one_by_one_gives(mnist: Path) -> None:
+def test_batch_without_transforms_equals_its_samples_fetched_one_by_one(mnist: Path) -> None:
     data = torchvision_dataset(name="MNIST", root=mnist, split="train", mean=[0.13], std=[0.31])
     assert isinstance(data, ImageBatches)
     assert not data.random
@@ -72,7 +72,7 @@ def test_normalisation_subtracts_the_mean_and_divides_by_the_deviation(mnist: Pa
     torch.testing.assert_close(normal, (plain - 0.5) / 0.25)
 
 
-def test_transforms_see_one_sample_at_a_time_and_follow_the_seed(mnist: Path) -> None:
+def test_transforms_run_per_sample_and_depend_on_the_seed(mnist: Path) -> None:
     data = torchvision_dataset(
         name="MNIST",
         root=mnist,
@@ -90,7 +90,7 @@ def test_transforms_see_one_sample_at_a_time_and_follow_the_seed(mnist: Path) ->
     assert not torch.equal(draws[0], draws[2])
 
 
-def test_trying_the_pipeline_draws_no_random_numbers_of_the_run(mnist: Path) -> None:
+def test_check_of_transforms_keeps_the_rng_state(mnist: Path) -> None:
     torch.manual_seed(0)
     torchvision_dataset(name="MNIST", root=mnist, split="train", transforms=["RandomVerticalFlip"])
     drawn = torch.rand(1)
@@ -98,13 +98,13 @@ def test_trying_the_pipeline_draws_no_random_numbers_of_the_run(mnist: Path) -> 
     assert torch.equal(drawn, torch.rand(1))
 
 
-def test_it_survives_pickling(mnist: Path) -> None:
+def test_dataset_with_transforms_survives_pickling(mnist: Path) -> None:
     data = torchvision_dataset(name="MNIST", root=mnist, split="test", transforms=["Grayscale"])
     assert torch.equal(pickle.loads(pickle.dumps(data))[3][0], data[3][0])
 
 
 # ---------------------------------------------------------------------------------------------- folders, made up
-def test_an_image_folder_numbers_its_classes_in_order(pets: Path) -> None:
+def test_image_folder_numbers_its_classes_in_order(pets: Path) -> None:
     data = torchvision_dataset(
         name="ImageFolder", root=pets, split="val", transforms=[{"use": "Resize", "size": [8, 6]}]
     )
@@ -115,13 +115,13 @@ def test_an_image_folder_numbers_its_classes_in_order(pets: Path) -> None:
     assert images.mean(dim=(2, 3)).tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 1], [0, 0, 1]]
 
 
-def test_an_image_folder_without_one_of_the_training_classes_would_shift_labels(pets: Path) -> None:
+def test_image_folder_without_a_training_class_is_refused(pets: Path) -> None:
     (pets / "train" / "bird").mkdir()
     with pytest.raises(ValueError, match=r"val and .*train have different classes: bird"):
         torchvision_dataset(name="ImageFolder", root=pets, split="val")
 
 
-def test_a_missing_image_folder_says_where_images_are_looked_for(tmp_path: Path) -> None:
+def test_error_for_a_missing_image_folder_names_the_expected_paths(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="ImageFolder cannot read") as caught:
         torchvision_dataset(name="ImageFolder", root=tmp_path, split="val")
     assert f"{tmp_path}/val/<class>/" in caught.value.hints[0]
@@ -153,12 +153,12 @@ def test_several_processes_never_download(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"CIFAR10('{tmp_path}', download=True)" in caught.value.hints[0]
 
 
-def test_files_that_are_there_need_no_download(mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_files_need_no_download(mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert len(torchvision_dataset(name="MNIST", root=mnist, split="train", download=True)) == 12
 
 
-def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_raises_setup_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*args: object, **kwargs: object) -> None:
         raise OSError("network is unreachable")
 
@@ -187,13 +187,13 @@ def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"transforms": ["ToPILImage"]}, "the transforms return Image, not one image"),
     ],
 )
-def test_what_cannot_work_is_refused_before_training(mnist: Path, options: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused_before_training(mnist: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         torchvision_dataset(**{"name": "MNIST", "root": mnist, "split": "train"} | options)  # type: ignore[arg-type]
 
 
-def test_a_planted_pickle_among_the_files_of_cifar_is_not_loaded(tmp_path: Path) -> None:
-    """torchvision would unpickle the batches; only those with the hash that it knows come so far."""
+def test_planted_pickle_in_cifar_files_is_not_loaded(tmp_path: Path) -> None:
+    """Plants a pickle: torchvision unpickles the batches, but only those with the hash that it knows."""
     marker = tmp_path / "marker"
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -205,7 +205,7 @@ def test_a_planted_pickle_among_the_files_of_cifar_is_not_loaded(tmp_path: Path)
     assert not marker.exists()
 
 
-def test_postscript_in_an_image_folder_is_not_run(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_postscript_in_an_image_folder_is_not_executed(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
     for file in pets.rglob("*.*"):
         file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n")

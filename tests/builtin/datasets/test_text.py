@@ -1,4 +1,4 @@
-"""What `text` and `text_stream` promise."""
+"""The datasets `text`, `text_stream` and `text_classes`: samples, splits, tokens, refusals, streams."""
 
 import pickle
 from pathlib import Path
@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten files of 20 equal bytes each: 0, 1, … 9, in folders, written in another order than that of their names."""
+    """Writes ten files of 20 equal bytes each: 0, 1, … 9, in folders, not in the order of their names."""
     for n in (7, 2, 9, 0, 4, 1, 8, 3, 6, 5):
         path = tmp_path / "texts" / f"{n // 5}" / f"{n}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------- samples
-def test_targets_are_the_inputs_one_token_later_and_samples_follow_one_another(file: Path) -> None:
+def test_targets_are_the_inputs_shifted_by_one_token(file: Path) -> None:
     data = Text(path=file, split="train", block_size=8, seed=0)  # 90 bytes: 11 blocks and a target
     assert len(data) == 11
     inputs, targets = data[1]
@@ -44,7 +44,7 @@ def test_every_token_but_the_first_is_predicted_exactly_once(file: Path) -> None
     assert targets.flatten().tolist() == list(range(1, 89))
 
 
-def test_a_batch_is_what_fetching_its_samples_one_by_one_gives(file: Path) -> None:
+def test_batch_equals_its_samples_fetched_one_by_one(file: Path) -> None:
     data, ids = Text(path=file, split="train", block_size=8, seed=0), [3, 0, 10, 3]
     batch = data.collate(data.__getitems__(ids))
     for part, tensor in enumerate(batch):
@@ -52,8 +52,8 @@ def test_a_batch_is_what_fetching_its_samples_one_by_one_gives(file: Path) -> No
         assert torch.equal(tensor, torch.stack([data[i][part] for i in ids]))
 
 
-def test_random_offsets_move_samples_within_their_blocks_anew_every_epoch(file: Path) -> None:
-    """90 bytes, each its own place: 11 blocks of 8, the last of which has no room to move."""
+def test_random_offsets_shift_samples_within_their_blocks_per_epoch(file: Path) -> None:
+    """Uses 90 bytes, each equal to its index: 11 blocks of 8; the last block has no room to shift."""
     data = Text(path=file, split="train", block_size=8, random_offsets=True, seed=3)
     starts = []
     for epoch in (0, 1, 0):
@@ -69,7 +69,7 @@ def test_random_offsets_move_samples_within_their_blocks_anew_every_epoch(file: 
     assert other.__getitems__([0, 1, 2, 3])[0][:, 0].tolist() != starts[0][:4]
 
 
-def test_it_survives_pickling_at_the_cost_of_one_byte_per_token(folder: Path) -> None:
+def test_pickle_has_one_byte_per_token(folder: Path) -> None:
     (folder / "large.txt").write_bytes(bytes(1_000_000))
     data = Text(path=folder, split="train", block_size=8, seed=0)
     pickled = pickle.dumps(data)
@@ -79,7 +79,7 @@ def test_it_survives_pickling_at_the_cost_of_one_byte_per_token(folder: Path) ->
 
 # ---------------------------------------------------------------------------------------------- splits
 @pytest.mark.parametrize(("fraction", "cut"), [(0.1, 90), (0.5, 50)])
-def test_of_one_file_the_tail_is_held_out(file: Path, fraction: float, cut: int) -> None:
+def test_eval_split_of_a_file_is_its_tail(file: Path, fraction: float, cut: int) -> None:
     train = Text(path=file, split="train", block_size=1, eval_fraction=fraction, seed=0)
     held_out = Text(path=file, split="eval", block_size=1, eval_fraction=fraction, seed=0)
     assert tokens(train) == list(range(cut))
@@ -89,7 +89,7 @@ def test_of_one_file_the_tail_is_held_out(file: Path, fraction: float, cut: int)
 @pytest.mark.parametrize(
     ("fraction", "held_out"), [(0.01, [5]), (0.2, [2, 7]), (0.3, [1, 5, 8]), (0.99, [0, 1, 2, 3, 5, 6, 7, 8, 9])]
 )
-def test_of_a_folder_whole_files_are_held_out_evenly_spread(folder: Path, fraction: float, held_out: list[int]) -> None:
+def test_eval_split_of_a_folder_is_evenly_spread_files(folder: Path, fraction: float, held_out: list[int]) -> None:
     parts = {}
     split: Literal["train", "eval"]
     for split in ("train", "eval"):
@@ -100,13 +100,13 @@ def test_of_a_folder_whole_files_are_held_out_evenly_spread(folder: Path, fracti
     assert parts == {"eval": held_out, "train": [n for n in range(10) if n not in held_out]}
 
 
-def test_suffixes_choose_among_the_files_of_a_folder(folder: Path) -> None:
+def test_suffixes_select_files_of_a_folder(folder: Path) -> None:
     (folder / "notes.md").write_bytes(bytes([77] * 20))
     assert 77 in tokens(Text(path=folder, split="train", block_size=1, seed=0))
     assert 77 not in tokens(Text(path=folder, split="train", block_size=1, suffixes=[".txt"], seed=0))
 
 
-def test_without_a_path_it_is_the_source_of_the_standard_library() -> None:
+def test_default_text_is_the_source_of_the_standard_library() -> None:
     train, held_out = Text(split="train", seed=0), Text(split="eval", seed=0)
     assert 5_000_000 < (len(train) + len(held_out)) * 256 < 50_000_000
     assert 0.05 < len(held_out) / (len(train) + len(held_out)) < 0.2
@@ -114,7 +114,7 @@ def test_without_a_path_it_is_the_source_of_the_standard_library() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- tokens
-def test_characters_are_numbered_in_order_over_both_splits(tmp_path: Path) -> None:
+def test_characters_are_numbered_in_order_across_splits(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("abcabcab\nß", encoding="utf-8")
     train = Text(path=file, split="train", block_size=1, level="characters", eval_fraction=0.2, seed=0)
@@ -125,7 +125,7 @@ def test_characters_are_numbered_in_order_over_both_splits(tmp_path: Path) -> No
     assert tokens(held_out) == [0, 4]
 
 
-def test_more_than_256_characters_keep_their_numbers(tmp_path: Path) -> None:
+def test_more_than_256_characters_have_different_numbers(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("".join(map(chr, range(0x4E00, 0x4E00 + 500))), encoding="utf-8")
     data = Text(path=file, split="train", block_size=1, level="characters", seed=0)
@@ -133,30 +133,30 @@ def test_more_than_256_characters_keep_their_numbers(tmp_path: Path) -> None:
     assert tokens(data) == list(range(450))
 
 
-def test_bytes_have_a_vocabulary_of_256_whatever_occurs(file: Path) -> None:
+def test_bytes_have_a_vocabulary_of_256(file: Path) -> None:
     data = Text(path=file, split="train", block_size=8, seed=0)
     assert (data.vocab_size, data.block_size, data.level, data.random) == (256, 8, "bytes", False)
 
 
 # ---------------------------------------------------------------------------------------------- refusals
-def test_too_little_text_says_how_much_there_is_and_how_much_is_needed(file: Path) -> None:
+def test_error_for_short_text_names_its_size_and_the_required_size(file: Path) -> None:
     with pytest.raises(ValueError, match=r"the eval split of .* has 10 bytes; .*block_size = 10 needs 11"):
         Text(path=file, split="eval", block_size=10, seed=0)
     assert len(Text(path=file, split="eval", block_size=9, seed=0)) == 1
 
 
-def test_an_empty_file_is_too_little_text(tmp_path: Path) -> None:
+def test_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match="has 0 characters"):
         Text(path=tmp_path / "empty.txt", split="train", level="characters", seed=0)
 
 
-def test_a_missing_path_is_named(tmp_path: Path) -> None:
+def test_missing_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"no such file or folder: .*nowhere"):
         Text(path=tmp_path / "nowhere", split="train", seed=0)
 
 
-def test_no_file_with_the_suffix_is_named(folder: Path) -> None:
+def test_suffix_without_files_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"has no files ending in \['\.rst'\]"):
         Text(path=folder, split="train", suffixes=[".rst"], seed=0)
 
@@ -167,7 +167,7 @@ def test_suffixes_without_a_folder_are_refused(file: Path) -> None:
             Text(path=path, split="train", suffixes=[".txt"], seed=0)
 
 
-def test_characters_of_a_file_that_is_not_utf8_are_refused_by_name(tmp_path: Path) -> None:
+def test_file_that_is_not_utf8_is_refused_for_characters(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("straße".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin.txt is not UTF-8: .* position 4.*level = \"bytes\""):
         Text(path=tmp_path / "latin.txt", split="train", level="characters", seed=0)
@@ -175,7 +175,7 @@ def test_characters_of_a_file_that_is_not_utf8_are_refused_by_name(tmp_path: Pat
 
 # ---------------------------------------------------------------------------------------------- streams
 @pytest.mark.parametrize("block_size", [1, 7, 898, 899])
-def test_a_stream_has_the_samples_of_the_text_in_memory(tmp_path: Path, block_size: int) -> None:
+def test_stream_has_the_samples_of_the_text_in_memory(tmp_path: Path, block_size: int) -> None:
     content = bytes(range(250)) * 4
     (tmp_path / "whole.txt").write_bytes(content)
     (tmp_path / "head.txt").write_bytes(content[:900])
@@ -196,7 +196,7 @@ def test_blocks_continue_over_the_ends_of_files_and_reads(folder: Path, monkeypa
     assert all(len(sample) == 31 for sample in stream)
 
 
-def test_it_is_the_same_at_every_pass_unless_files_are_shuffled(folder: Path) -> None:
+def test_stream_is_the_same_in_every_epoch_unless_files_are_shuffled(folder: Path) -> None:
     def epochs(shuffle_files: bool) -> list[list[bytes]]:
         stream = StreamedText(path=folder, block_size=19, shuffle_files=shuffle_files)
         passes = []
@@ -211,28 +211,28 @@ def test_it_is_the_same_at_every_pass_unless_files_are_shuffled(folder: Path) ->
     assert first == again != second
 
 
-def test_a_stream_has_no_length_and_no_index_and_survives_pickling(folder: Path) -> None:
+def test_stream_has_no_length_or_index_and_survives_pickling(folder: Path) -> None:
     stream = StreamedText(path=folder, block_size=8)
     assert not hasattr(stream, "__len__")
     assert not hasattr(stream, "__getitem__")
     assert list(pickle.loads(pickle.dumps(stream))) == list(stream)
 
 
-def test_a_stream_too_short_for_one_sample_is_refused(file: Path) -> None:
+def test_stream_too_short_for_one_sample_is_refused(file: Path) -> None:
     assert len(list(StreamedText(path=file, block_size=99))) == 1
     with pytest.raises(ValueError, match="has 100 bytes; one sample of block_size = 100 needs 101"):
         StreamedText(path=file, block_size=100)
 
 
 def tokens(data: Text) -> list[int]:
-    """The text that a dataset with blocks of one token was made from."""
+    """Returns the tokens of a dataset with blocks of one token."""
     inputs, targets = data.__getitems__(list(range(len(data))))
     first: Tensor = inputs[0]
     return [*first.tolist(), *targets.flatten().tolist()]
 
 
 def test_texts_are_classes_in_the_order_of_their_paths(tmp_path: Path) -> None:
-    """Of a folder whole files are held out, of a file its tail; what does not fill a block is left out."""
+    """Holds out whole files of a folder and the tail of a file; text that does not fill a block is skipped."""
     (tmp_path / "many").mkdir()
     for name in "abcde":
         (tmp_path / "many" / name).write_bytes(name.encode() * 6)

@@ -1,4 +1,4 @@
-"""What the built-in metrics promise: sums and counts that can be added up over batches and ranks."""
+"""Built-in metrics: sums and counts that can be added up over batches and ranks."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ LOGITS = torch.tensor([[0.1, 0.9, 0.0, 0.5, 0.2, 0.3], [5.0, 4.0, 3.0, 2.0, 1.0,
         (Top5(), "top5", [0, 4], 2),
     ],
 )
-def test_hits_are_summed_and_targets_counted(metric: Metric, name: str, targets: list[int], hits: int) -> None:
+def test_metrics_sum_hits_and_count_targets(metric: Metric, name: str, targets: list[int], hits: int) -> None:
     total: Any = metric(LOGITS, torch.tensor(targets))
     assert metric.name == name
     assert (float(total.sum), int(total.count)) == (hits, 2)
@@ -56,7 +56,7 @@ def test_shapes_that_would_be_broadcast_are_refused() -> None:
 
 
 @pytest.mark.parametrize("metric", [Accuracy(), TopK(k=2)])
-def test_sums_of_parts_are_the_sum_of_the_whole(metric: Metric) -> None:
+def test_totals_of_parts_add_up_to_the_total_of_the_whole(metric: Metric) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(30, 6, generator=generator)
     targets = torch.randint(6, (30,), generator=generator)

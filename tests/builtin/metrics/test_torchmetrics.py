@@ -1,4 +1,4 @@
-"""Metrics that are no means, on a ragged evaluation set: what scikit-learn says, on any number of ranks."""
+"""Metrics that are not means, on a ragged evaluation set: equal to scikit-learn's on any number of ranks."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total, World
 from ddpforge.testing.doubles import in_threads
 from ddpforge.training.evaluation import Evaluator
 
-SAMPLES, CLASSES = 41, 5  # 41 samples in steps of 4 on each of 3 ranks: one rank has a stand-in at the end
+SAMPLES, CLASSES = 41, 5  # 41 samples in steps of 4 on each of 3 ranks: one rank has a padding sample at the end
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(SAMPLES, CLASSES, generator=GENERATOR)
 TARGETS = torch.randint(CLASSES, (SAMPLES,), generator=GENERATOR)
@@ -33,7 +33,7 @@ PROBABILITIES = LOGITS.double().softmax(1)
 
 
 def named(use: str, **options: Any) -> Metric:
-    """The metric that a recipe names so."""
+    """Builds the metric with this name in a recipe."""
     registry = Registry.installed()
     model = registry.options_model("metric", use).model_validate_json(json.dumps(options))
     metric: Metric = registry.build(
@@ -53,7 +53,7 @@ class Samples:
 
 
 def evaluated(ranks: int, metric: Metric) -> dict[str, float]:
-    """An evaluation of a model that passes on its inputs, on so many ranks."""
+    """Evaluates an identity model on `ranks` ranks; returns the metrics."""
 
     def run(one: Ranks) -> dict[str, float]:
         fetching: dict[str, Any] = {"seed": 0, "workers": 0, "prefetch": 2, "pin": False}
@@ -77,7 +77,7 @@ def evaluated(ranks: int, metric: Metric) -> dict[str, float]:
 
 
 def sklearn(score: str, *given: Tensor, **options: Any) -> Any:
-    """What scikit-learn, which is imported when it is asked, says of all samples."""
+    """Returns scikit-learn's score of all samples; imports scikit-learn only when called."""
     import sklearn.metrics
 
     return getattr(sklearn.metrics, score)(TARGETS, *given, **options)
@@ -121,14 +121,14 @@ multiclass = {"num_classes": CLASSES}
     ],
     ids=["f1", "f1_micro", "f1_weighted", "iou", "multiclass_f1", "multiclass_auroc", "auroc", "recall", "confusion"],
 )
-def test_scikit_learns_number_on_any_ranks(
+def test_metrics_equal_scikit_learn_on_any_number_of_ranks(
     metric: Callable[[], Metric], expected: Callable[[], dict[str, float]], ranks: int
 ) -> None:
     assert evaluated(ranks, metric()) == pytest.approx(expected(), rel=1e-12)
 
 
-def test_calibration_is_the_gap_between_confidence_and_hits() -> None:
-    """Two bins: three samples below a half, two of them right, and two above it, one right."""
+def test_calibration_error_is_the_gap_between_confidence_and_accuracy() -> None:
+    """Uses two bins: three samples below 0.5, two of them right, and two above it, one of them right."""
     confidences = torch.tensor([0.4, 0.45, 0.45, 0.9, 0.7], dtype=torch.float64)
     rest = (1 - confidences) / 2
     logits = torch.stack([confidences, rest, rest], 1).log()
@@ -137,8 +137,8 @@ def test_calibration_is_the_gap_between_confidence_and_hits() -> None:
     assert metric.finish(total.sum, torch.as_tensor(total.count)) == pytest.approx((abs(1.3 - 2) + abs(1.6 - 1)) / 5)
 
 
-def test_pixels_to_be_ignored_do_not_count() -> None:
-    """Two of three pixels are right; the third class occurs only where nothing counts."""
+def test_ignored_pixels_do_not_count() -> None:
+    """Predicts two of three pixels correctly; the third class occurs only in ignored pixels."""
     logits = torch.eye(3)[torch.tensor([[0, 0, 1, 2]])].movedim(-1, 1)
     metric = MeanIoU(ignore_index=255)
     total = metric(logits, torch.tensor([[0, 1, 1, 255]]))
@@ -146,47 +146,47 @@ def test_pixels_to_be_ignored_do_not_count() -> None:
     assert metric.finish(total.sum, total.count) == pytest.approx((1 / 2 + 1 / 2) / 2)  # type: ignore[arg-type]
 
 
-def test_a_target_that_is_no_class_is_a_miss() -> None:
+def test_target_that_is_not_a_class_counts_as_a_miss() -> None:
     total = F1()(torch.eye(2), torch.tensor([0, -1]))
     assert total.sum.tolist() == [[1, 0], [1, 1], [1, 0]]
 
 
-def test_weighted_f1_is_a_mean_over_the_targets_that_are_classes() -> None:
-    """F1 of 2/3 and of 0, by one target each; the third target is no class."""
+def test_weighted_f1_averages_over_targets_that_are_classes() -> None:
+    """Averages an F1 of 2/3 and of 0, with one target each; the third target is not a class."""
     metric = F1(average="weighted")
     total = metric(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, -1]))
     assert metric.finish(total.sum, total.count) == pytest.approx(1 / 3)  # type: ignore[arg-type]
 
 
-def test_shapes_that_do_not_go_together_are_named() -> None:
+def test_error_for_mismatched_shapes_names_them() -> None:
     with pytest.raises(
         ValueError, match=r"f1 takes logits \[B, C, ...\] and classes \[B, ...\], not \[2, 3\] and \[3\]"
     ):
         F1()(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64))
 
 
-def test_the_direction_is_torchmetrics_own() -> None:
+def test_direction_is_that_of_torchmetrics() -> None:
     assert named("torchmetrics:MeanSquaredError").lower_is_better is True
     assert named("torchmetrics:R2Score").lower_is_better is False
     assert named("torchmetrics:MeanSquaredError").name == "mean_squared_error"
 
 
-def test_sums_are_totals_and_lists_are_rows() -> None:
-    """So that the first have columns in training rows, too."""
+def test_torchmetrics_sums_become_totals_and_lists_become_columns() -> None:
+    """Returns a Total for sums, which so have columns in training rows, too."""
     assert isinstance(named("torchmetrics:MeanSquaredError")(LOGITS, LOGITS + 1), Total)
     assert isinstance(named("torchmetrics:SpearmanCorrCoef")(LOGITS[:, 0], LOGITS[:, 1]), SampleColumns)
 
 
-def test_a_range_that_is_looked_for_is_that_of_all_samples() -> None:
-    """The peak of the second batch counts for the first: 10 log10(4² / 1)."""
+def test_psnr_range_is_that_of_all_samples() -> None:
+    """Applies the range of both batches: 10 log10(4² / 1)."""
     metric = named("torchmetrics.image:PeakSignalNoiseRatio", data_range=4.0)
     rows: Any = metric(torch.zeros(2, 3), torch.ones(2, 3))
     rows += metric(torch.zeros(1, 3), torch.ones(1, 3))
     assert metric.finish(*rows.columns) == pytest.approx(12.041199826559248, rel=1e-12)
 
 
-def test_words_are_counted_over_batches() -> None:
-    """BLEU's n-grams add up; the mean of two batches' scores would be another number."""
+def test_bleu_counts_are_summed_over_batches() -> None:
+    """Sums BLEU's n-grams; the mean of two batches' scores would be another number."""
     metric = named("torchmetrics.text:BLEUScore", n_gram=2)
     batches: list[Any] = [(["a b c"], [["a b d"]]), (["a b c d"], [["a b c d"]])]
     one, other = (metric(*batch) for batch in batches)
@@ -196,7 +196,7 @@ def test_words_are_counted_over_batches() -> None:
     assert metric.finish(total.sum, torch.tensor(2.0)) == pytest.approx(precision, rel=1e-12)
 
 
-def test_what_ranks_cannot_add_up_is_refused_by_name() -> None:
+def test_metric_without_additive_states_is_refused() -> None:
     with pytest.raises(
         UsageError,
         match=r"PearsonCorrCoef of torchmetrics has the states mean_x, .* cannot be combined exactly over ranks",
@@ -204,24 +204,24 @@ def test_what_ranks_cannot_add_up_is_refused_by_name() -> None:
         named("torchmetrics:PearsonCorrCoef")
 
 
-def test_a_curve_is_no_number() -> None:
+def test_metric_that_returns_a_curve_is_refused() -> None:
     metric = named("torchmetrics.classification:BinaryROC")
     rows = metric(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
     with pytest.raises(UsageError, match="binary_roc of torchmetrics returns a tuple, not numbers"):
         metric.finish(*rows.columns)  # type: ignore[union-attr]
 
 
-def test_options_that_torchmetrics_refuses_are_the_recipes_fault() -> None:
+def test_options_refused_by_torchmetrics_are_recipe_errors() -> None:
     with pytest.raises(RefusedOptions, match=r"Expected argument `num_classes`|num_classes"):
         named("torchmetrics.classification:MulticlassF1Score", num_classes=1)
 
 
-def test_other_threads_dtype_is_as_it_was() -> None:
+def test_default_dtype_of_other_threads_is_unchanged() -> None:
     evaluated(3, named("torchmetrics.classification:MulticlassAUROC", num_classes=CLASSES))
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_metric_of_two_classes_says_how_many_the_model_has() -> None:
+def test_error_for_a_binary_metric_names_the_number_of_classes() -> None:
     for kind in ("AUROC", "Accuracy"):
         with pytest.raises(UsageError, match=r"is a binary metric .* \[41, 5\] are scores of 5 classes") as caught:
             named(f"torchmetrics.classification:Binary{kind}")(LOGITS, TARGETS)

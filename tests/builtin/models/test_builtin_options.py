@@ -1,4 +1,4 @@
-"""Options of the built-in components: described, and nonsense is refused before anything is built."""
+"""Options of built-in components are described, and invalid values are refused before anything is built."""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def test_every_option_is_described(kind: str, name: str) -> None:
         ("schedule", "wsd", '{"decay": "1ep", "shape": "sqrt"}'),
     ],
 )
-def test_nonsense_is_refused(kind: str, name: str, table: str) -> None:
+def test_invalid_options_are_refused(kind: str, name: str, table: str) -> None:
     with pytest.raises(ValidationError):
         options(kind, name).model_validate_json(table)
 
@@ -86,7 +86,7 @@ def test_nonsense_is_refused(kind: str, name: str, table: str) -> None:
         ("optimizer", "sgd", '{"lr": 0.1, "fused": false}', {"fused": False}),
     ],
 )
-def test_what_a_recipe_can_write_arrives_as_the_component_expects_it(
+def test_recipe_values_are_converted_to_the_types_of_options(
     kind: str, name: str, table: str, expected: dict[str, Any]
 ) -> None:
     validated = dict(options(kind, name).model_validate_json(table))

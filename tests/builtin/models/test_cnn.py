@@ -1,4 +1,4 @@
-"""What `cnn` promises."""
+"""The model `cnn`: size, inputs, accuracy on digits."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from ddpforge.builtin.models.cnn import CNN
 from ddpforge.builtin.optim.optimizers import adamw
 
 
-def test_the_number_of_parameters_follows_from_the_widths() -> None:
+def test_number_of_parameters_follows_from_the_widths() -> None:
     convolutions = 9 * (1 * 32 + 32 * 32 + 32 * 64 + 64 * 64)
     norms = 2 * (32 + 32 + 64 + 64)
     head = 64 * 10 + 10
@@ -17,7 +17,7 @@ def test_the_number_of_parameters_follows_from_the_widths() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 8, 28, 32])
-def test_it_takes_images_of_any_size(size: int) -> None:
+def test_cnn_accepts_images_of_any_size(size: int) -> None:
     assert CNN(channels_in=3, classes=7, width=4)(torch.randn(2, 3, size, size)).shape == (2, 7)
 
 
@@ -26,7 +26,7 @@ def test_images_with_other_channels_are_refused() -> None:
         CNN()(torch.zeros(2, 3, 8, 8))
 
 
-def test_it_learns_the_digits_to_98_percent_in_five_epochs() -> None:
+def test_cnn_reaches_98_percent_on_digits_in_five_epochs() -> None:
     torch.manual_seed(0)
     train, test = Digits(split="train"), Digits(split="test")
     model = CNN()

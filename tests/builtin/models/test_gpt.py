@@ -1,4 +1,4 @@
-"""What `gpt` promises: causality, tied embeddings, GPT-2's initial weights, life on the meta device."""
+"""The model `gpt`: causality, tied embeddings, GPT-2's initial weights, the meta device."""
 
 import math
 
@@ -24,7 +24,7 @@ def size(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def test_the_number_of_parameters_follows_from_the_sizes() -> None:
+def test_number_of_parameters_follows_from_the_sizes() -> None:
     embeddings = (256 + 64) * 32
     attention = 32 * 96 + 96 + 32 * 32 + 32
     mlp = 32 * 128 + 128 + 128 * 32 + 32
@@ -32,18 +32,18 @@ def test_the_number_of_parameters_follows_from_the_sizes() -> None:
     assert size(small()) == embeddings + 2 * (attention + mlp + 2 * norm) + norm == 35_712
 
 
-def test_untied_embeddings_add_an_output_layer_and_no_bias_takes_every_bias_away() -> None:
+def test_untied_embeddings_add_an_output_layer_and_bias_false_removes_every_bias() -> None:
     assert size(small(tie_embeddings=False)) == size(small()) + 256 * 32
     biases = [name for name, _ in small(bias=False).named_parameters() if name.endswith("bias")]
     assert biases == []
 
 
-def test_logits_have_one_row_of_the_vocabulary_per_position() -> None:
+def test_logits_have_one_row_per_position() -> None:
     assert small()(tokens(3, 64)).shape == (3, 64, 256)
 
 
 @pytest.mark.parametrize("place", [0, 7, 15])
-def test_a_changed_token_changes_logits_from_its_position_on_and_none_before(place: int) -> None:
+def test_changed_token_changes_logits_from_its_position_on_only(place: int) -> None:
     model, before = small().eval(), tokens(1)
     after = before.clone()
     after[0, place] += 1
@@ -51,7 +51,7 @@ def test_a_changed_token_changes_logits_from_its_position_on_and_none_before(pla
     assert changed.tolist() == [position >= place for position in range(16)]
 
 
-def test_the_output_layer_uses_the_very_weights_of_the_token_embedding() -> None:
+def test_output_layer_shares_the_weights_of_the_token_embedding() -> None:
     model = small()
     assert not any(name.startswith("head") for name in model.state_dict())
     with torch.no_grad():
@@ -61,13 +61,13 @@ def test_the_output_layer_uses_the_very_weights_of_the_token_embedding() -> None
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_the_gradient_reaches_every_parameter(tie_embeddings: bool) -> None:
+def test_gradient_reaches_every_parameter(tie_embeddings: bool) -> None:
     model = small(tie_embeddings=tie_embeddings)
     F.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten()).backward()  # type: ignore[no-untyped-call]
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
-def test_initial_weights_have_the_spread_of_gpt2() -> None:
+def test_initial_weights_have_the_standard_deviations_of_gpt2() -> None:
     model = small(width=256, layers=8)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -80,7 +80,7 @@ def test_initial_weights_have_the_spread_of_gpt2() -> None:
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_untrained_model_predicts_a_uniform_distribution() -> None:
     loss = F.cross_entropy(small()(tokens()).flatten(0, 1), tokens().roll(1).flatten())
     assert loss.item() == pytest.approx(math.log(256), abs=0.05)
 
@@ -109,7 +109,7 @@ def test_reset_parameters_initialises_a_model_from_the_meta_device() -> None:
     assert model.get_parameter("blocks.1.mlp.2.bias").abs().max().item() == 0
 
 
-def test_it_names_the_blocks_that_can_be_sharded_one_by_one() -> None:
+def test_gpt_declares_its_repeated_blocks() -> None:
     model = small()
     repeated = [block for name in GPT.repeated for block in model.get_submodule(name).children()]
     assert [type(block).__name__ for block in repeated] == ["Block", "Block"]
@@ -120,19 +120,19 @@ def test_heads_must_divide_the_width() -> None:
         small(heads=5)
 
 
-def test_a_sequence_beyond_the_block_size_is_refused() -> None:
+def test_sequence_longer_than_block_size_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 65 tokens is longer than the model's block_size = 64"):
         small()(tokens(1, 65))
 
 
-def test_without_causality_every_position_sees_every_other() -> None:
+def test_causal_false_lets_every_position_attend_to_every_other() -> None:
     model, before = small(causal=False).eval(), tokens(1)
     after = before.clone()
     after[0, 15] += 1
     assert (model(before) != model(after)).any(dim=-1).all()
 
 
-def test_with_classes_there_is_one_row_of_logits_per_sequence() -> None:
+def test_classes_option_returns_one_row_of_logits_per_sequence() -> None:
     model = small(classes=3)
     assert model(tokens(4)).shape == (4, 3)
     assert model.outputs == 3

@@ -1,4 +1,4 @@
-"""What the model `lora` promises, and that its adapters can be folded into the weights."""
+"""The model `lora`: its adapters train alone and can be merged into the weights."""
 
 import sys
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def gpt() -> GPT:
 
 
 def adapted(**options: float) -> nn.Module:
-    """A GPT whose adapters have learnt something."""
+    """Returns a GPT with nonzero adapters."""
     model = lora(base=gpt(), targets=["qkv", "mlp.0"], **{"r": 4, "alpha": 2} | options)  # type: ignore[arg-type]
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -43,17 +43,17 @@ def checkpoint(tmp_path: Path) -> Path:
     return write(tmp_path / "checkpoints", checkpoint_of(7, state=state))
 
 
-def test_an_adapted_model_begins_as_its_base_and_trains_its_adapters_alone() -> None:
+def test_lora_starts_as_its_base_model_and_trains_only_its_adapters() -> None:
     model = lora(base=gpt(), r=4, targets=["qkv"], train=["norm.*"])
     assert torch.equal(model(TOKENS), gpt()(TOKENS))
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     assert trained.pop("norm.weight") == trained.pop("norm.bias") == (16,)
     assert set(trained.values()) == {(4, 16), (48, 4)}
     assert len(trained) == 4
-    assert model.vocab_size == 16  # what data is compared with is still there
+    assert model.vocab_size == 16  # an attribute of the base model, which checks of the data read
 
 
-def test_what_adapters_add_is_scaled_by_alpha_over_r() -> None:
+def test_adapters_are_scaled_by_alpha_over_r() -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     nn.init.zeros_(model[0].weight)
     small = lora(base=model, r=4, alpha=2, targets=["0"])
@@ -71,19 +71,19 @@ def test_what_adapters_add_is_scaled_by_alpha_over_r() -> None:
         ({"targets": ["qkv"], "train": ["score*"]}, r"train: `score\*` matches no parameter"),
     ],
 )
-def test_what_is_not_there_is_refused(options: dict[str, list[str]], complaint: str) -> None:
+def test_invalid_targets_are_refused(options: dict[str, list[str]], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         lora(base=gpt(), **options)  # type: ignore[arg-type]
 
 
-def test_a_model_without_memory_is_refused() -> None:
+def test_base_model_on_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         base = gpt()
     with pytest.raises(UsageError, match="cannot be built on the meta device"):
         lora(base=base, targets=["qkv"])
 
 
-def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(SetupError) as caught:
         lora(base=gpt(), targets=["qkv"])
@@ -91,7 +91,7 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # ---------------------------------------------------------------------------------------------- folded
-def test_a_merged_export_is_the_base_model_and_gives_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
+def test_merged_export_has_the_names_of_the_base_model_and_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
     merged = load_file(export(checkpoint, tmp_path / "merged.safetensors", merge=True).file)
     plain = gpt()
     plain.load_state_dict(merged)
@@ -100,14 +100,14 @@ def test_a_merged_export_is_the_base_model_and_gives_the_same_logits(checkpoint:
     assert list(merged) == list(plain.state_dict())
 
 
-def test_adapters_alone_are_exported_by_a_glob(checkpoint: Path, tmp_path: Path) -> None:
+def test_glob_exports_adapters_alone(checkpoint: Path, tmp_path: Path) -> None:
     adapters = load_file(export(checkpoint, tmp_path / "adapters.safetensors", only=["*lora_[AB]*"]).file)
     assert len(adapters) == 8
     assert sum(x.numel() for x in adapters.values()) == 2 * (4 * 16 + 48 * 4 + 4 * 16 + 64 * 4)
 
 
-def test_a_layer_with_inputs_first_is_folded_the_other_way_round(tmp_path: Path) -> None:
-    """GPT-2's linear layers; a square one does not show it by its shape."""
+def test_merge_transposes_the_adapters_of_conv1d_layers(tmp_path: Path) -> None:
+    """Merges a square layer of GPT-2's kind, whose shape does not show that its weight is transposed."""
     a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [5.0]])
     model = {
         "l.base_layer.weight": torch.zeros(2, 2),
@@ -129,7 +129,7 @@ def test_a_layer_with_inputs_first_is_folded_the_other_way_round(tmp_path: Path)
         ("lora_scaling", r"has no `blocks.0.attention.qkv.lora_scaling`"),
     ],
 )
-def test_what_cannot_be_folded_is_refused(tmp_path: Path, drop: str, complaint: str) -> None:
+def test_checkpoint_without_complete_adapters_is_refused(tmp_path: Path, drop: str, complaint: str) -> None:
     model, _ = tensors(adapted())
     kept = {name: x.detach() for name, x in model.items() if drop not in name}
     checkpoint = write(tmp_path / "checkpoints", checkpoint_of(7, state=CanonicalState(kept, {})))
@@ -138,7 +138,7 @@ def test_what_cannot_be_folded_is_refused(tmp_path: Path, drop: str, complaint: 
 
 
 class Tied(nn.Module):
-    """An embedding, and a layer with its weight."""
+    """An embedding, and a layer that shares its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("first", ["tokens.weight", "scores.base_layer.weight"])
-def test_a_weight_that_others_use_without_the_adapter_is_not_folded(tmp_path: Path, first: str) -> None:
+def test_merge_of_a_weight_tied_to_one_without_adapter_is_refused(tmp_path: Path, first: str) -> None:
     model, aliases = tensors(lora(base=Tied(), targets=["scores"]))
     (alias, name) = aliases.popitem()
     state = {(first if key == name else key): x.detach() for key, x in model.items()}
@@ -182,7 +182,7 @@ save = "trainable"
 """
 
 
-def test_adapters_of_a_checkpoint_that_leaves_the_base_out_are_merged_into_what_the_recipe_builds(
+def test_merge_builds_the_base_model_from_the_recipe_if_the_checkpoint_omits_it(
     ddpforge: Callable[..., object], tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)

@@ -1,4 +1,4 @@
-"""What `mlp` promises."""
+"""The model `mlp`: size, inputs, dropout."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from ddpforge.builtin.models.mlp import MLP
 
 
-def test_an_mlp_has_a_weight_and_a_bias_for_every_pair_of_neighbouring_widths() -> None:
+def test_mlp_has_a_weight_and_a_bias_per_pair_of_adjacent_widths() -> None:
     model = MLP(inputs=64, hidden=[32, 16], outputs=10)
     assert sum(p.numel() for p in model.parameters()) == 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
 
@@ -18,7 +18,7 @@ def test_images_are_flattened() -> None:
     assert torch.equal(model(images), model(images.flatten(1)))
 
 
-def test_without_hidden_layers_it_is_linear() -> None:
+def test_mlp_without_hidden_layers_is_linear() -> None:
     model = MLP(inputs=4, hidden=[], outputs=2)
     zero, x, y = torch.zeros(1, 4), torch.randn(1, 4), torch.randn(1, 4)
     torch.testing.assert_close(model(x + y) + model(zero), model(x) + model(y))
@@ -32,6 +32,6 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(x), model(x))
 
 
-def test_samples_of_another_size_are_refused_with_the_option_to_change() -> None:
+def test_error_for_samples_of_another_size_names_the_option() -> None:
     with pytest.raises(ValueError, match=r"got samples of 64 values.*\[2, 1, 8, 8\]; set model.inputs = 64"):
         MLP(inputs=784, outputs=10)(torch.zeros(2, 1, 8, 8))

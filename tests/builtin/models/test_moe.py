@@ -1,4 +1,4 @@
-"""Tokens go to their most probable experts as long as these have places; each sequence is routed by itself."""
+"""Tokens go to their most probable experts up to the capacity; each sequence is routed separately."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from ddpforge.errors import UsageError
 
 
 def mixture(capacity: float, active: int = 1) -> Mixture:
-    """Two experts of one channel: the first doubles, the second gives ten times the token; x > 0 goes to the first."""
+    """Returns two experts of one channel: times 2 and times 10. x > 0 goes to the first."""
     layer = Mixture(1, 0.0, 1.0, experts=2, top_k=active, capacity=capacity)
     layer.router.weight.data = torch.tensor([[5.0], [-5.0]])
 
@@ -21,23 +21,23 @@ def mixture(capacity: float, active: int = 1) -> Mixture:
     return layer
 
 
-def test_a_token_goes_to_its_most_probable_expert() -> None:
+def test_token_goes_to_its_most_probable_expert() -> None:
     x = torch.tensor([[[1.0], [-1.0], [2.0], [-2.0]]])
     mixed, usage = mixture(capacity=1.0)(x)
     assert mixed.flatten().tolist() == [2.0, -10.0, 4.0, -20.0]
     assert usage[0].tolist() == pytest.approx([1.0, 0.0], abs=1e-4)  # even, and nothing dropped
 
 
-def test_both_experts_count_as_they_are_probable() -> None:
+def test_top_2_experts_are_weighted_by_probability() -> None:
     x = torch.full((1, 1, 1), 0.1)
     mixed, _ = mixture(capacity=2.0, active=2)(x)
     first = torch.tensor([0.5, -0.5]).softmax(0)[0].item()
     assert mixed.item() == pytest.approx(0.1 * (2 * first + 10 * (1 - first)))
 
 
-def test_what_finds_no_place_passes_by_and_is_counted_later_tokens_first() -> None:
+def test_tokens_beyond_the_capacity_are_dropped_in_order_and_counted() -> None:
     x = torch.tensor([[[1.0], [2.0], [3.0], [-1.0]], [[1.0], [-1.0], [2.0], [-2.0]]])
-    mixed, usage = mixture(capacity=1.0)(x)  # two places for each expert and sequence
+    mixed, usage = mixture(capacity=1.0)(x)  # a capacity of two tokens per expert and sequence
     assert mixed.flatten(1).tolist() == [[2.0, 4.0, 0.0, -10.0], [2.0, -10.0, 4.0, -20.0]]
     assert usage[:, 1].tolist() == [0.25, 0.0]
     assert usage[0, 0].item() == pytest.approx(2 * (0.75 * 0.75 + 0.25 * 0.25), rel=1e-3)
@@ -48,7 +48,7 @@ def gpt(**options: int) -> MoEGPT:
     return MoEGPT(vocab_size=16, block_size=8, layers=2, heads=2, width=16, experts=4, capacity_factor=1.0, **options)
 
 
-def test_a_position_depends_on_none_that_come_later_and_a_sequence_on_no_other() -> None:
+def test_moe_is_causal_and_sequences_are_independent() -> None:
     model, tokens = gpt(), torch.randint(16, (3, 8))
     other = tokens.clone()
     other[:, 5:] = (other[:, 5:] + 1) % 16
@@ -59,7 +59,7 @@ def test_a_position_depends_on_none_that_come_later_and_a_sequence_on_no_other()
     assert 0 < whole.dropped.mean() < 0.5
 
 
-def test_the_loss_of_a_batch_is_that_of_its_parts_and_the_balance_weighs_by_targets() -> None:
+def test_batch_loss_is_the_sum_of_its_sequences_with_balance_weighted_by_targets() -> None:
     task, model = MoELanguageModelling(aux_loss_weight=0.5), gpt()
     tokens = torch.randint(16, (4, 8))
     targets = torch.where(torch.arange(8) < torch.tensor([[8], [3], [5], [1]]), tokens.roll(-1, 1), -100)
@@ -74,7 +74,7 @@ def test_the_loss_of_a_batch_is_that_of_its_parts_and_the_balance_weighs_by_targ
     assert finished["perplexity"] == pytest.approx(torch.tensor(found["cross_entropy"]).exp().item())
 
 
-def test_a_model_without_experts_and_too_many_active_ones_are_refused() -> None:
+def test_model_without_experts_and_too_large_top_k_are_refused() -> None:
     with pytest.raises(UsageError, match="Linear does not return `balance` and `dropped`"):
         MoELanguageModelling().loss(nn.Linear(8, 8), (torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int64)))
     with pytest.raises(ValueError, match="top_k = 4 is not less than experts = 4"):

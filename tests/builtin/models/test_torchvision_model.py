@@ -1,4 +1,4 @@
-"""What the model `torchvision` promises."""
+"""The model `torchvision`: heads, options, refusals, pipelines."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from support.torch_versions import needs_pipelines
 from ddpforge.builtin.models.vision import torchvision_model
 
 
-def test_the_head_has_the_wanted_number_of_classes() -> None:
+def test_head_has_the_number_of_classes() -> None:
     model = torchvision_model(arch="squeezenet1_1", classes=7).eval()
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
     assert model.outputs == 7
 
 
-def test_resnet18_for_ten_classes_has_its_published_size_less_990_classes() -> None:
+def test_resnet18_with_ten_classes_has_its_published_size_minus_990_classes() -> None:
     model = torchvision_model(arch="resnet18", classes=10)
     assert sum(p.numel() for p in model.parameters()) == 11_689_512 - 990 * 513
 
@@ -29,7 +29,7 @@ def test_options_reach_the_builder() -> None:
     assert [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)] == [0.25]
 
 
-def test_an_architecture_with_auxiliary_outputs_gives_logits_only() -> None:
+def test_architecture_with_auxiliary_outputs_returns_logits_only() -> None:
     model = torchvision_model(arch="googlenet", classes=3, options={"init_weights": False})
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
 
@@ -70,7 +70,7 @@ class Pictures(torch.utils.data.Dataset):
 
 
 @needs_pipelines
-def test_a_resnet_trains_in_stages_what_it_trains_in_one_process(tmp_path: Path) -> None:
+def test_resnet_has_the_same_curve_in_a_pipeline(tmp_path: Path) -> None:
     def under(strategy: str, ranks: int) -> list[Trained]:
         folder = tmp_path / strategy
         folder.mkdir()
@@ -84,17 +84,17 @@ def test_a_resnet_trains_in_stages_what_it_trains_in_one_process(tmp_path: Path)
     assert min(one.held for one in found) > 2_000_000
 
 
-def test_an_unknown_architecture_is_refused_with_the_nearest_names() -> None:
+def test_error_for_an_unknown_architecture_names_similar_ones() -> None:
     with pytest.raises(ValueError, match=r"no classifier `resnet5`; did you mean .*`resnet50`"):
         torchvision_model(arch="resnet5", classes=10)
 
 
-def test_a_detector_is_not_a_classifier() -> None:
+def test_detector_is_refused() -> None:
     with pytest.raises(ValueError, match="no classifier `fasterrcnn_resnet50_fpn`"):
         torchvision_model(arch="fasterrcnn_resnet50_fpn", classes=10)
 
 
 @pytest.mark.parametrize("options", [{"colour": "red"}, {"weights": "DEFAULT"}, {"num_classes": 5}])
-def test_options_that_the_builder_refuses_are_named(options: dict[str, object]) -> None:
+def test_options_refused_by_the_builder_are_named(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"cannot build `resnet18`.*{next(iter(options))}"):
         torchvision_model(arch="resnet18", classes=10, options=options)

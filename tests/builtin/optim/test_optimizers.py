@@ -1,4 +1,4 @@
-"""What `adamw` and `sgd` promise."""
+"""The optimizers `adamw` and `sgd` equal torch's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ Build = Callable[[list[dict[str, Any]]], Optimizer]
 
 
 def trained(build: Build) -> list[Tensor]:
-    """The weights of a small model after five steps."""
+    """Returns the weights of a small model after five steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = build(parameter_groups(model, ["bias", "norm"]))
@@ -41,26 +41,26 @@ def trained(build: Build) -> list[Tensor]:
     ],
     ids=["adamw", "sgd with momentum", "sgd"],
 )
-def test_fused_updates_equal_those_of_torchs_plain_loop(ours: Build, torchs: Build) -> None:
+def test_fused_updates_equal_those_of_torchs_loop(ours: Build, torchs: Build) -> None:
     for weight, expected in zip(trained(ours), trained(torchs), strict=True):
         torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("build", [adamw, sgd])
-def test_the_fused_kernel_is_used_where_every_parameter_allows_it(build: Callable[..., Optimizer]) -> None:
+def test_fused_kernel_is_used_if_every_parameter_supports_it(build: Callable[..., Optimizer]) -> None:
     real, complex_ = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     assert build([{"params": [real]}], lr=0.1).defaults["fused"] is True
     assert build([{"params": [real, complex_]}], lr=0.1).defaults["fused"] is False
     assert build([{"params": [real]}], lr=0.1, fused=False).defaults["fused"] is False
 
 
-def test_a_group_of_its_own_weight_decay_keeps_it() -> None:
+def test_parameter_group_keeps_its_own_weight_decay() -> None:
     layer = nn.LayerNorm(4)
     optimizer = adamw(parameter_groups(nn.Sequential(layer, nn.Linear(4, 4)), ["norm"]), lr=0.1, weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
-def test_one_step_of_plain_sgd_subtracts_the_gradient_times_the_rate() -> None:
+def test_one_step_of_sgd_subtracts_the_gradient_times_the_rate() -> None:
     w = nn.Parameter(torch.tensor(1.0))
     optimizer = sgd([{"params": [w]}], lr=0.5)
     w.grad = torch.tensor(3.0)

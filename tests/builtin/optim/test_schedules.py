@@ -1,4 +1,4 @@
-"""Schedules as tables of numbers, and against torch's where it has the same."""
+"""Schedules as tables of numbers, and compared with torch's if torch has the same."""
 
 import math
 from collections.abc import Callable
@@ -63,8 +63,8 @@ def test_wsd() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- against torch
-def test_milestones_beyond_the_end_are_never_reached_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    """A recipe of 90 epochs may be tried for three."""
+def test_milestones_beyond_the_end_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Allows a test run of three epochs of a recipe for 90."""
     assert table(step(run(), milestones=[st(2), st(10), st(60)], gamma=0.5), 10)[-1] == 0.5
     assert "the run ends at step 10, before the milestones 10, 60" in caplog.text
 
@@ -80,7 +80,9 @@ def test_milestones_beyond_the_end_are_never_reached_and_named(caplog: pytest.Lo
     ],
     ids=["cosine", "cosine to a floor", "linear", "step", "warm-up"],
 )
-def test_torch_agrees(schedule: Schedule, torchs: Callable[[torch.optim.Optimizer], LRScheduler]) -> None:
+def test_schedules_equal_those_of_torch(
+    schedule: Schedule, torchs: Callable[[torch.optim.Optimizer], LRScheduler]
+) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = torchs(optimizer)
     for s in range(20):
@@ -89,8 +91,8 @@ def test_torch_agrees(schedule: Schedule, torchs: Callable[[torch.optim.Optimize
         scheduler.step()
 
 
-def test_the_factor_is_a_pure_function_of_the_step() -> None:
-    """Trap 04: asking more often, in another order, or anew changes nothing."""
+def test_factor_is_a_pure_function_of_the_step() -> None:
+    """Covers trap 04: more calls, other orders and a new schedule give the same factors."""
     schedule = cosine(run(20), warmup=st(3))
     forwards = [schedule(s) for s in range(20)]
     assert [schedule(s) for s in reversed(range(20)) for _ in range(4)][::4] == forwards[::-1]
@@ -104,7 +106,7 @@ def test_durations_in_epochs_count_the_steps_of_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("schedule", [cosine, linear])
-def test_a_run_of_one_step_trains_at_the_full_rate(schedule: Callable[[Horizon], Schedule]) -> None:
+def test_run_of_one_step_trains_at_the_full_rate(schedule: Callable[[Horizon], Schedule]) -> None:
     assert schedule(run(1))(0) == 1.0
 
 

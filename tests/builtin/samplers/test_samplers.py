@@ -1,4 +1,4 @@
-"""The orders that come with ddpforge: which samples form a step, as properties of many steps."""
+"""Built-in samplers: the samples of each step, tested by properties of many steps."""
 
 from collections import Counter
 from itertools import pairwise
@@ -21,7 +21,7 @@ from ddpforge.interfaces import BatchSampler, Duration
 
 
 class Samples:
-    """So many samples, of three classes that are not equally large."""
+    """Dataset of `number` samples, of three classes of different sizes."""
 
     def __init__(self, number: int = 103) -> None:
         self.number = number
@@ -75,7 +75,7 @@ def epoch(order: BatchSampler, number: int = 0) -> list[list[int]]:
 
 # ---------------------------------------------------------------------------------------------- all of them
 @pytest.mark.parametrize("name", ORDERS)
-def test_an_order_is_a_pure_function_of_the_step_and_of_the_seed(name: str) -> None:
+def test_sampler_is_a_pure_function_of_step_and_seed(name: str) -> None:
     order = made(name)
     straight = steps(order, 60)
     assert [list(map(int, order(step))) for step in reversed(range(60))] == straight[::-1]
@@ -85,7 +85,7 @@ def test_an_order_is_a_pure_function_of_the_step_and_of_the_seed(name: str) -> N
 
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("samples", [1, 7, 8, 64, 103])
-def test_every_step_holds_samples_that_there_are_and_no_more_than_the_global_batch(name: str, samples: int) -> None:
+def test_every_step_has_existing_samples_and_at_most_the_global_batch(name: str, samples: int) -> None:
     for drop in (False, True) if samples >= 16 else (False,):
         found = steps(made(name, samples, drop=drop), 40)
         assert {0 <= one < samples for step in found for one in step} == {True}
@@ -93,7 +93,7 @@ def test_every_step_holds_samples_that_there_are_and_no_more_than_the_global_bat
 
 
 @pytest.mark.parametrize("name", ["shuffled", "balanced, smallest", "bucketed", "batch_size_warmup"])
-def test_orders_that_say_so_have_no_sample_twice_in_an_epoch(name: str) -> None:
+def test_samplers_with_once_repeat_no_sample_in_an_epoch(name: str) -> None:
     order = made(name)
     assert order.once
     by_epoch: dict[int, list[int]] = {}
@@ -104,7 +104,7 @@ def test_orders_that_say_so_have_no_sample_twice_in_an_epoch(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- plain
-def test_sequential_is_the_order_of_the_data() -> None:
+def test_sequential_sampler_keeps_the_order_of_the_data() -> None:
     order = Sequential(Samples(10), 4, False)
     assert steps(order, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
     assert steps(Sequential(Samples(10), 4, True), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
@@ -189,16 +189,16 @@ PINNED: dict[str, list[list[int]]] = {
         [11, 19, 5, 16, 12, 15, 6, 2],
     ],
 }
-"""Two epochs of 22 samples in steps of 8, in which a rare class of 3 comes round twice and more."""
+"""Two epochs of 22 samples in steps of 8, in which a rare class of 3 repeats twice and more."""
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_orders_are_pinned_over_two_epochs(name: str) -> None:
-    """A checkpoint of today must continue with the same samples under any later version."""
+def test_samplers_are_pinned_over_two_epochs(name: str) -> None:
+    """Protects checkpoints of today: they must continue with the same samples under any later version."""
     assert steps(made(name, 22, batch=8), len(PINNED[name])) == PINNED[name]
 
 
-def test_permutations_of_different_sizes_are_worked_out_together() -> None:
+def test_permutations_of_different_sizes_can_be_computed_together() -> None:
     sizes = np.repeat(np.array([1, 2, 3, 16, 17, 1000], dtype=np.uint64), [1, 2, 3, 16, 17, 1000])
     places = np.concatenate([np.arange(size, dtype=np.uint64) for size in (1, 2, 3, 16, 17, 1000)])
     found = permute(places, np.full_like(places, 3), sizes, seed=4)
@@ -210,7 +210,7 @@ def test_permutations_of_different_sizes_are_worked_out_together() -> None:
 
 # ---------------------------------------------------------------------------------------------- classes and weights
 @pytest.mark.parametrize("name", ["balanced", "balanced, replaced", "balanced, smallest"])
-def test_classes_come_equally_often_in_every_step(name: str) -> None:
+def test_balanced_classes_are_equally_frequent_in_every_step(name: str) -> None:
     data, order = Samples(), made(name)
     for step in epoch(order)[:-1]:
         counts = Counter(data.labels[one] for one in step)
@@ -218,8 +218,8 @@ def test_classes_come_equally_often_in_every_step(name: str) -> None:
         assert len(counts) == 3
 
 
-def test_without_replacement_a_class_is_gone_through_before_any_of_it_comes_again() -> None:
-    """After every step: its samples have come equally often, or some once more."""
+def test_balanced_without_replacement_uses_a_whole_class_before_repeating_it() -> None:
+    """Checks after every step that the counts of a class's samples differ by at most one."""
     data, order = Samples(), made("balanced")
     drawn: Counter[int] = Counter()
     for step in epoch(order):
@@ -232,8 +232,8 @@ def test_without_replacement_a_class_is_gone_through_before_any_of_it_comes_agai
 
 
 @pytest.mark.parametrize("drop", [False, True])
-def test_an_epoch_that_ends_does_not_begin_a_class_anew(drop: bool) -> None:
-    """Of 103 samples in epochs of 103 (or 96) places a rare class of 11 comes round three times an epoch."""
+def test_balanced_class_continues_into_the_next_epoch(drop: bool) -> None:
+    """Uses epochs of 103 (or 96) samples, in which a rare class of 11 repeats three times."""
     data, order = Samples(), made("balanced", drop=drop)
     drawn: Counter[int] = Counter()
     for number in range(4):
@@ -246,8 +246,8 @@ def test_an_epoch_that_ends_does_not_begin_a_class_anew(drop: bool) -> None:
         assert max(by_class.values()) - min(by_class.values()) <= 1
 
 
-def test_a_weight_is_rounded_up_as_often_as_down() -> None:
-    """A sample that should come 1.5 times an epoch comes once or twice, and 1.5 times on average over 400 epochs."""
+def test_weighted_frequency_equals_the_weight_on_average() -> None:
+    """Draws a sample with frequency 1.5 once or twice an epoch, and 1.5 times on average over 400 epochs."""
     data = Samples(10)
     data.weights = np.array([3.0, 1, 2, 2, 2, 2, 2, 2, 2, 2])  # of 20 in all: 1.5, 0.5 and 1 times an epoch
     order = Weighted(data, 5, 10, False)
@@ -257,8 +257,8 @@ def test_a_weight_is_rounded_up_as_often_as_down() -> None:
     assert {drawn[one] for one in range(2, 10)} == {400}
 
 
-def test_with_replacement_samples_of_a_class_are_drawn_alike() -> None:
-    """Chi-squared of 11 rare samples over 60 epochs: mean 10, standard deviation 4.5."""
+def test_balanced_with_replacement_draws_samples_of_a_class_uniformly() -> None:
+    """Computes chi-squared of 11 rare samples over 60 epochs: mean 10, standard deviation 4.5."""
     data, order = Samples(), made("balanced, replaced")
     drawn = Counter(one for number in range(60) for step in epoch(order, number) for one in step)
     rare = [drawn[one] for one in range(103) if data.labels[one] == "rare"]
@@ -267,7 +267,7 @@ def test_with_replacement_samples_of_a_class_are_drawn_alike() -> None:
     assert 1 < sum((one - expected) ** 2 for one in rare) / expected < 10 + 4 * 4.5
 
 
-def test_an_epoch_of_the_smallest_class_has_as_many_of_each() -> None:
+def test_smallest_epoch_has_the_same_number_of_each_class() -> None:
     data, order = Samples(), made("balanced, smallest")
     found = [{one for step in epoch(order, number) for one in step} for number in (0, 1)]
     assert Counter(data.labels[one] for one in found[0]) == {"rare": 11, "some": 11, "often": 11}
@@ -275,7 +275,7 @@ def test_an_epoch_of_the_smallest_class_has_as_many_of_each() -> None:
 
 
 @pytest.mark.parametrize(("name", "places"), [("weighted", 103), ("weighted, longer", 150)])
-def test_samples_come_as_often_as_their_weights_say_rounded_up_or_down(name: str, places: int) -> None:
+def test_weighted_counts_are_the_expected_counts_rounded_up_or_down(name: str, places: int) -> None:
     data, order = Samples(), made(name)
     expected = places * data.weights / data.weights.sum()
     for number in range(5):
@@ -287,7 +287,7 @@ def test_samples_come_as_often_as_their_weights_say_rounded_up_or_down(name: str
 
 
 # ---------------------------------------------------------------------------------------------- lengths
-def test_buckets_hold_samples_of_like_length_and_come_in_random_order() -> None:
+def test_buckets_have_samples_of_similar_length_and_random_order() -> None:
     data = Samples()
     found = epoch(made("bucketed", window=12))
     assert sorted(one for step in found for one in step) == list(range(103))
@@ -302,14 +302,14 @@ def test_buckets_hold_samples_of_like_length_and_come_in_random_order() -> None:
     assert all(a <= b for step in found for a, b in pairwise(int(data.lengths[one]) for one in step))
 
 
-def test_the_incomplete_step_of_buckets_is_a_random_choice_and_not_the_longest() -> None:
-    """Else dropping it would always drop the same."""
+def test_incomplete_bucket_is_random_and_not_the_longest_samples() -> None:
+    """Protects `drop_last`, which otherwise would always drop the same samples."""
     last = [set(epoch(made("bucketed"), number)[-1]) for number in range(4)]
     assert [len(ids) for ids in last] == [7] * 4
     assert len(set.union(*last)) > 14
 
 
-def test_windows_of_buckets_join_seamlessly_whatever_is_asked_for_together() -> None:
+def test_buckets_do_not_depend_on_the_queried_indices() -> None:
     order: Any = made("bucketed", samples=100, batch=4)
     places = np.arange(100, dtype=np.uint64)
     together = order.at(np.full_like(places, 2), places).tolist()
@@ -322,7 +322,7 @@ def test_windows_of_buckets_join_seamlessly_whatever_is_asked_for_together() -> 
 
 
 # ---------------------------------------------------------------------------------------------- curricula
-def test_a_curriculum_begins_with_the_easiest_and_ends_with_plain_epochs() -> None:
+def test_curriculum_starts_with_the_easiest_samples_and_ends_with_shuffled_epochs() -> None:
     order = made("curriculum", start=0.2)  # 13 steps per epoch; all data from step 20 on
     hardest = [max(step) for step in steps(order, 20)]
     pool = [0.2 * 103 + 0.8 * 103 * step / 20 for step in range(20)]
@@ -332,31 +332,31 @@ def test_a_curriculum_begins_with_the_easiest_and_ends_with_plain_epochs() -> No
     assert steps(order, 30, start=20) == steps(made("shuffled"), 30, start=20)
 
 
-def test_a_curriculum_begins_with_its_share_of_the_easiest_rounded_up() -> None:
-    """A tenth of 103 samples, of which any may be in the first step."""
+def test_curriculum_starts_with_its_share_of_the_easiest_samples_rounded_up() -> None:
+    """Draws the first step from a tenth of 103 samples."""
     drawn = {sample for seed in range(60) for sample in made("curriculum", start=0.1, seed=seed)(0)}
     assert drawn == set(range(11))
 
 
-def test_weights_that_add_up_to_less_than_one_by_rounding_lead_to_no_sample_beyond_the_last(
+def test_weighted_sampler_with_rounded_weights_stays_within_the_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the greatest offset that can be drawn, where the shares of 100,000 samples add up to 1 - 2e-12."""
+    """Uses the greatest offset that can be drawn; the shares of 100,000 samples add up to 1 - 2e-12."""
     monkeypatch.setattr("ddpforge.builtin.samplers.weighted_sampling.draw", lambda keys, counts, seed: counts)
     data = Samples(100_000)
     data.weights = np.full(100_000, 0.1)
     assert sorted(map(int, Weighted(data, 5, 100_000, False)(0))) == list(range(100_000))
 
 
-def test_the_time_of_a_curriculum_may_be_in_epochs() -> None:
+def test_curriculum_length_may_be_in_epochs() -> None:
     assert steps(made("curriculum", until=Duration(2, "ep")), 40) == steps(made("curriculum", until=st(26)), 40)
 
 
-def test_a_curriculum_draws_from_a_whole_step_at_least() -> None:
+def test_curriculum_pool_has_at_least_one_global_batch() -> None:
     assert sorted(made("curriculum", start=0.01)(0)) == list(range(8))
 
 
-def test_steps_grow_and_epochs_stay_whole() -> None:
+def test_batch_size_warmup_grows_steps_and_keeps_whole_epochs() -> None:
     order = made("batch_size_warmup")
     sizes = [len(step) for step in steps(order, 40)]
     assert sizes[:20] == [2 + 6 * step // 20 for step in range(20)]
@@ -368,7 +368,7 @@ def test_steps_grow_and_epochs_stay_whole() -> None:
     assert sorted(one for step in steps(order, 13, start=22) for one in step) == list(range(103))
 
 
-def test_growing_steps_that_do_not_fit_are_left_out_where_they_should() -> None:
+def test_batch_size_warmup_with_drop_last_skips_steps_that_do_not_fit() -> None:
     order = made("batch_size_warmup", samples=20, drop=True)
     found = steps(order, 40)
     assert [len(step) for step in found[20:]] == [8] * 20
@@ -377,8 +377,8 @@ def test_growing_steps_that_do_not_fit_are_left_out_where_they_should() -> None:
             assert not set(found[step]) & set(found[step + 1])
 
 
-def test_a_rest_that_is_less_than_a_growing_step_is_left_out_too() -> None:
-    """Seven steps take 17 of 20 samples, and the eighth is of four."""
+def test_batch_size_warmup_with_drop_last_drops_a_rest_smaller_than_the_step() -> None:
+    """Uses 17 of 20 samples in seven steps; the eighth step has four."""
     order = made("batch_size_warmup", samples=20, drop=True)
     assert [len(step) for step in steps(order, 20)] == [2 + 6 * step // 20 for step in range(20)]
     assert [order.epoch(step) for step in (6, 7)] == [0, 1]
@@ -392,13 +392,13 @@ def test_a_rest_that_is_less_than_a_growing_step_is_left_out_too() -> None:
         ({"start": 9}, "start: 9 is more than train.global_batch, 8"),
     ],
 )
-def test_growth_that_cannot_be_is_refused(change: dict[str, Any], said: str) -> None:
+def test_invalid_batch_size_warmup_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         made("batch_size_warmup", **change)
 
 
 # ---------------------------------------------------------------------------------------------- repeated
-def test_the_same_samples_come_several_times_in_a_row() -> None:
+def test_reuse_batches_repeats_batches() -> None:
     inner = steps(made("shuffled"), 26)
     order = made("reuse_batches")
     assert steps(order, 39) == [step for step in inner[:13] for _ in range(3)]
@@ -406,11 +406,11 @@ def test_the_same_samples_come_several_times_in_a_row() -> None:
     assert (order.epoch(38), order.epoch(39)) == (0, 1)
     together = made("repeated together", steps=2)
     assert steps(together, 8) == [inner[n] for n in (0, 1, 0, 1, 2, 3, 2, 3)]
-    assert together.steps_per_epoch is None  # 13 steps are not pairs
+    assert together.steps_per_epoch is None  # 13 steps are not a multiple of 2
     assert made("repeated together").steps_per_epoch == 26
 
 
-def test_any_order_can_be_repeated() -> None:
+def test_reuse_batches_accepts_any_sampler() -> None:
     inner = made("batch_size_warmup")
     order = Repeated(Samples(), 5, BATCH, False, times=2, sampler=inner)
     assert steps(order, 6) == [step for step in steps(inner, 3) for _ in range(2)]
@@ -418,7 +418,7 @@ def test_any_order_can_be_repeated() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- values of samples
-def test_values_come_from_an_attribute_a_method_or_a_file(tmp_path: Path) -> None:
+def test_column_reads_an_attribute_a_method_or_a_file(tmp_path: Path) -> None:
     data = Samples(5)
     assert column(data, "lengths").tolist() == [0, 37, 74, 10, 47]
     assert column(data, "difficulty").tolist() == [0, 0.5, 1, 1.5, 2]
@@ -432,7 +432,7 @@ def test_values_come_from_an_attribute_a_method_or_a_file(tmp_path: Path) -> Non
     assert column(data, f"{tmp_path}/c.csv").tolist() == ["New York", "Rome", "Rome", "Bad Ems", "Rome"]
 
 
-def test_values_that_are_not_there_or_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_missing_or_mismatched_columns_are_refused(tmp_path: Path) -> None:
     data = Samples(5)
     with pytest.raises(UsageError, match="by: Samples has no attribute or method `colour`") as told:
         column(data, "colour")
@@ -450,7 +450,7 @@ def test_values_that_are_not_there_or_do_not_fit_are_refused(tmp_path: Path) -> 
         column(data, "labels")
 
 
-def test_weights_and_lengths_are_finite_numbers() -> None:
+def test_invalid_weights_and_lengths_are_refused() -> None:
     data = Samples(5)
     data.weights = np.array([1.0, 2.0, -1.0, 0.0, 1.0])
     with pytest.raises(UsageError, match="finite numbers of at least 0; sample 2 has -1"):
@@ -464,8 +464,8 @@ def test_weights_and_lengths_are_finite_numbers() -> None:
         Curriculum(data, 0, 2, False, until=Duration(2, "h"))
 
 
-def test_a_sample_without_a_class_cannot_be_balanced(tmp_path: Path) -> None:
-    """NaN would be a class of its own, as often as all others."""
+def test_balanced_sampler_refuses_nan_classes(tmp_path: Path) -> None:
+    """Protects against NaN as a class of its own, as frequent as all others."""
     labels = np.arange(103) % 3.0
     labels[[7, 11]] = np.nan
     np.save(tmp_path / "labels.npy", labels)

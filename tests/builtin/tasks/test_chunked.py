@@ -1,4 +1,4 @@
-"""The loss of an output layer whose logits are never all in memory equals that of whole logits, with its gradients."""
+"""Chunked cross-entropy, which never stores all logits, has the loss and gradients of whole logits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +44,7 @@ def gradients(task: LanguageModelling, model: nn.Module, dtype: torch.dtype | No
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_loss_and_gradients_are_those_of_whole_logits(chunk: int, tied: bool) -> None:
+def test_loss_and_gradients_equal_those_of_whole_logits(chunk: int, tied: bool) -> None:
     whole = gradients(LanguageModelling(), small(tie_embeddings=tied))
     found = gradients(LanguageModelling(loss_chunk=chunk), small(tie_embeddings=tied))
     assert found.keys() == whole.keys()
@@ -53,7 +53,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunk: int, tied: bool) ->
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_in_bf16_gradients_of_the_weights_add_up_in_fp32(chunk: int) -> None:
+def test_weight_gradients_accumulate_in_fp32_under_bf16(chunk: int) -> None:
     exact = gradients(LanguageModelling(), small())
     whole = gradients(LanguageModelling(), small(), torch.bfloat16)
     found = gradients(LanguageModelling(loss_chunk=chunk), small(), torch.bfloat16)
@@ -63,7 +63,7 @@ def test_in_bf16_gradients_of_the_weights_add_up_in_fp32(chunk: int) -> None:
         assert (found[name] - exact[name]).norm() <= 1.2 * (gradient - exact[name]).norm() + 1e-6
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     torch.manual_seed(0)
     hidden, weight = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((2, 3, 4), (9, 4))]
     targets = torch.tensor([[1, IGNORED, 8], [0, 0, 3]])
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
     assert hidden.grad is not None
 
 
-def test_logits_that_are_not_finite_reach_no_gradient_of_ignored_targets() -> None:
+def test_nonfinite_logits_of_ignored_targets_have_zero_gradients() -> None:
     hidden = torch.tensor([[torch.inf, 1.0], [1.0, 2.0]], requires_grad=True)
     weight = torch.eye(2, requires_grad=True)
     loss = chunked_cross_entropy(
@@ -88,8 +88,8 @@ def test_logits_that_are_not_finite_reach_no_gradient_of_ignored_targets() -> No
     assert hidden.grad[0].tolist() == [0.0, 0.0]
 
 
-def test_a_chunk_of_logits_is_in_memory_at_a_time() -> None:
-    """Of 512 targets and 4,096 tokens, in fp32: 8 MiB of logits."""
+def test_only_one_chunk_of_logits_is_in_memory() -> None:
+    """Uses 512 targets and 4,096 tokens in fp32: 8 MiB of logits."""
 
     def peak(task: LanguageModelling) -> int:
         model = small(vocab_size=4096, block_size=512, layers=1)
@@ -104,15 +104,15 @@ def test_a_chunk_of_logits_is_in_memory_at_a_time() -> None:
     assert peak(LanguageModelling(loss_chunk=32)) < logits / 4
 
 
-def test_an_evaluation_makes_no_gradients() -> None:
+def test_evaluation_allocates_no_gradients() -> None:
     model, task = small(vocab_size=4096, width=64), LanguageModelling(loss_chunk=8)
     with torch.no_grad(), (ledger := MemoryTracker(lambda: "forward", real=True)):
         task.loss(model, batch())
-    assert ledger.peak < 4096 * 64 * 4  # that of the weights alone
+    assert ledger.peak < 4096 * 64 * 4  # the size of the weight's gradient alone
 
 
 @pytest.mark.full  # tests/training/test_compiling.py compiles another loss
-def test_it_is_compiled_with_the_model() -> None:
+def test_chunked_loss_compiles_with_the_model() -> None:
     whole = gradients(LanguageModelling(), small())
     model = small()
     torch._dynamo.reset()
@@ -126,8 +126,8 @@ def test_it_is_compiled_with_the_model() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
-def test_targets_that_are_no_classes_are_named() -> None:
+# ---------------------------------------------------------------------------------------------- refusals
+def test_error_for_targets_out_of_range_names_them() -> None:
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     said = refused(UsageError, lambda: LanguageModelling(loss_chunk=4).loss(small(), (tokens, tokens + 50)))
     assert "float32 [2, 3, 50] and the targets int64 [2, 3] from 50 to 50 do not fit together" in said
@@ -144,7 +144,7 @@ def test_targets_that_are_no_classes_are_named() -> None:
     ],
     ids=["linear", "moe", "classes", "lora"],
 )
-def test_a_model_that_does_not_take_the_loss_is_refused(model: Callable[[], nn.Module]) -> None:
+def test_model_without_support_for_loss_chunk_is_refused(model: Callable[[], nn.Module]) -> None:
     with pytest.raises(
         ValueError, match=r"task\.loss_chunk = 4 computes the loss within .* takes_loss_function = True"
     ):
@@ -182,18 +182,18 @@ def whole(request: pytest.FixtureRequest) -> tuple[str, list[float]]:
     ],
     ids=["single", "ddp", "fsdp", "context", "whole", "zero3"],
 )
-def test_the_curve_is_that_of_whole_logits(whole: tuple[str, list[float]], strategy: str, ranks: int) -> None:
+def test_curve_equals_that_of_whole_logits(whole: tuple[str, list[float]], strategy: str, ranks: int) -> None:
     model, expected = whole
     assert curve(strategy, ranks, model=model) == pytest.approx(expected, rel=1e-5)
 
 
-def test_averaged_weights_are_evaluated_so_too() -> None:
+def test_averaged_weights_are_evaluated_with_chunked_loss() -> None:
     more = "[callbacks.ema]\ndecay = 0.5"
     expected = curve('use = "single"', 1, RECIPE, more=more)
     assert curve('use = "fsdp"', 2, more=more) == pytest.approx(expected, rel=1e-5)
 
 
-def test_an_output_layer_that_is_gathered_by_itself_is_refused() -> None:
+def test_output_layer_as_a_separate_block_is_refused() -> None:
     blocks = {"model": "tie_embeddings = false", "train": 'blocks = ["Block", "_Linear"]'}
     with pytest.raises(AssertionError, match="a block that is gathered separately"):
         curve('use = "fsdp"', 2, **blocks)
@@ -202,11 +202,11 @@ def test_an_output_layer_that_is_gathered_by_itself_is_refused() -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [('use = "fsdp"\ntensor = 2', 2), ('use = "fsdp"\ntensor = 2\nloss_parallel = true', 2)]
 )
-def test_ranks_that_share_the_output_layer_are_refused(strategy: str, ranks: int) -> None:
+def test_tensor_parallelism_is_refused(strategy: str, ranks: int) -> None:
     with pytest.raises(AssertionError, match="computes its loss within the model's forward"):
         curve(strategy, ranks)
 
 
-def test_a_pipeline_is_refused() -> None:
+def test_pipeline_is_refused() -> None:
     with pytest.raises(AssertionError, match="computes its loss within the model's forward"):
         curve('use = "pipeline"\nstages = 2', 2)

@@ -1,4 +1,4 @@
-"""What the task `classification` promises."""
+"""The task `classification`: losses, ignored classes, metrics, refusals."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ from ddpforge.interfaces import Total
 BATCH = (torch.tensor([[0.0, math.log(3)], [math.log(3), 0.0]]), torch.tensor([1, 1]))  # probabilities 1/4, 3/4
 
 
-def test_the_loss_is_the_sum_over_samples_not_their_mean() -> None:
+def test_loss_is_the_sum_over_samples() -> None:
     loss, logits = Classification().loss(nn.Identity(), BATCH)
     assert loss.item() == pytest.approx(math.log(4 / 3) + math.log(4))
     assert logits is BATCH[0]
@@ -29,13 +29,13 @@ def test_the_loss_is_the_sum_over_samples_not_their_mean() -> None:
 
 
 def test_label_smoothing_spreads_probability_over_all_classes() -> None:
-    """Of one sample whose class has probability 3/4: with two classes the sum over both would not show it."""
+    """Uses one sample whose class has probability 3/4: with two classes a sum over both would hide an error."""
     one = (BATCH[0][:1], BATCH[1][:1])
     loss, _ = Classification(label_smoothing=0.2).loss(nn.Identity(), one)
     assert loss.item() == pytest.approx(0.9 * math.log(4 / 3) + 0.1 * math.log(4))
 
 
-def test_the_loss_of_half_precision_logits_is_computed_in_float32() -> None:
+def test_loss_of_half_precision_logits_is_computed_in_float32() -> None:
     logits = torch.zeros(1000, 10, dtype=torch.bfloat16)
     loss, _ = Classification().loss(nn.Identity(), (logits, torch.zeros(1000, dtype=torch.int64)))
     assert loss.dtype == torch.float32
@@ -46,7 +46,7 @@ HALF = (torch.zeros(4, 2), torch.tensor([0, 1, -100, -100]))
 """Four samples without preference, two of them without a class."""
 
 
-def test_classes_that_are_ignored_count_neither_in_the_loss_nor_in_metrics() -> None:
+def test_ignored_classes_count_neither_in_the_loss_nor_in_metrics() -> None:
     task = Classification(ignore_index=-100, metrics=[Accuracy()])
     loss, outputs = task.loss(nn.Identity(), HALF)
     count = task.count(HALF)
@@ -58,7 +58,7 @@ def test_classes_that_are_ignored_count_neither_in_the_loss_nor_in_metrics() -> 
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_another_class_may_be_the_ignored_one(smoothing: float) -> None:
+def test_ignore_index_may_be_any_class(smoothing: float) -> None:
     batch = (torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, 0]))
     task = Classification(ignore_index=2, label_smoothing=smoothing)
     kept = tuple(part[batch[1] != 2] for part in batch)
@@ -77,18 +77,18 @@ def test_another_class_may_be_the_ignored_one(smoothing: float) -> None:
         (Distillation(teacher=nn.Identity()), HALF),
     ],
 )
-def test_a_negative_class_is_refused_with_the_option_that_ignores_it(task: Classification, batch: Any) -> None:
+def test_error_for_a_negative_class_names_ignore_index(task: Classification, batch: Any) -> None:
     with pytest.raises(UsageError, match=f"task {task.task_name}: a sample has the class -100") as refused:
         task.count(batch)
     assert "task.ignore_index = -100" in refused.value.hints[0]
 
 
-def test_the_class_minus_one_is_refused_too() -> None:
+def test_class_minus_one_is_refused() -> None:
     with pytest.raises(UsageError, match="a sample has the class -1, but classes start at 0"):
         Classification().count((torch.zeros(2, 2), torch.tensor([1, -1])))
 
 
-def test_a_teacher_does_not_teach_samples_whose_class_is_ignored() -> None:
+def test_distillation_skips_samples_with_an_ignored_class() -> None:
     options: dict[str, Any] = {"teacher": nn.Linear(2, 2), "alpha": 0.5}
     inputs, classes = torch.randn(4, 2), HALF[1]
     loss, _ = Distillation(ignore_index=-100, **options).loss(nn.Identity(), (inputs, classes))
@@ -97,13 +97,13 @@ def test_a_teacher_does_not_teach_samples_whose_class_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("filler", [-1, -100, 2])
-def test_labels_outside_of_0_to_1_are_refused(filler: int) -> None:
+def test_labels_outside_0_to_1_are_refused(filler: int) -> None:
     with pytest.raises(UsageError, match="task multilabel takes labels from 0 to 1"):
         Multilabel().count((torch.zeros(2, 2), torch.tensor([[0, 1], [filler, 1]])))
     assert Multilabel().count((torch.zeros(1, 2), torch.tensor([[0.5, 1]]))) is None  # type: ignore[func-returns-value]
 
 
-def test_it_reports_the_metrics_that_it_is_given_by_name() -> None:
+def test_task_reports_its_metrics_by_name() -> None:
     task = Classification(metrics=[Accuracy(), TopK(k=2)])
     _, outputs = task.loss(nn.Identity(), BATCH)
     totals = task.metrics(outputs, BATCH)
@@ -114,12 +114,12 @@ def test_it_reports_the_metrics_that_it_is_given_by_name() -> None:
     assert Classification().metrics(outputs, BATCH) == {}
 
 
-def test_two_metrics_of_one_name_are_refused() -> None:
+def test_two_metrics_with_the_same_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must differ by name, got \['top2', 'top2'\]"):
         Classification(metrics=[TopK(k=2), TopK(k=2)])
 
 
-def test_data_with_more_classes_than_the_model_is_refused() -> None:
+def test_data_with_more_classes_than_model_outputs_is_refused() -> None:
     task, data = Classification(), Digits(split="test")
     task.check(CNN(classes=10), data)
     task.check(nn.Identity(), data)
@@ -135,7 +135,7 @@ def test_data_with_more_classes_than_the_model_is_refused() -> None:
         (Classification, "loss"),
     ],
 )
-def test_a_metric_does_not_replace_what_the_task_reports_itself(build: Any, name: str) -> None:
+def test_metric_with_a_name_reported_by_the_task_is_refused(build: Any, name: str) -> None:
     metric = Accuracy()
     metric.name = name
     with pytest.raises(ValueError, match=f"metrics: the task already reports `{name}`"):

@@ -1,4 +1,4 @@
-"""Multilabel classification and segmentation: sums that can be worked out by hand, and the data they come with."""
+"""Multilabel classification and segmentation: sums computed by hand, and their data."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from ddpforge.builtin.tasks.segmentation import Segmentation
 
 
 def test_labels_are_averaged_within_a_sample_and_summed_over_samples() -> None:
-    """Logits of zero cost ln 2 each."""
+    """Uses logits of zero, which cost ln 2 each."""
     logits = torch.zeros(3, 4)
     labels = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     loss, outputs = Multilabel().loss(nn.Identity(), (logits, labels))
@@ -25,13 +25,13 @@ def test_labels_are_averaged_within_a_sample_and_summed_over_samples() -> None:
     assert (int(right.sum), right.count) == (3 + 4 + 0, 12)
 
 
-def test_as_many_logits_as_labels_are_wanted() -> None:
+def test_numbers_of_logits_and_labels_must_be_equal() -> None:
     with pytest.raises(ValueError, match=r"logits \[2, 3\], but the labels are \[2, 4\]"):
         Multilabel().loss(nn.Identity(), (torch.zeros(2, 3), torch.zeros(2, 4)))
 
 
-def test_pixels_weigh_the_same_and_ignored_ones_nothing() -> None:
-    """Of 2 x 4 pixels three are ignored; each other one costs ln 5."""
+def test_pixels_have_equal_weights_and_ignored_pixels_none() -> None:
+    """Ignores three of 2 x 4 pixels; each other pixel costs ln 5."""
     logits, classes = torch.zeros(2, 5, 2, 2), torch.tensor([[[0, 255], [255, 255]], [[1, 2], [3, 4]]])
     task = Segmentation()
     loss, outputs = task.loss(nn.Identity(), (logits, classes))
@@ -41,8 +41,8 @@ def test_pixels_weigh_the_same_and_ignored_ones_nothing() -> None:
     assert task.reports["iou"].finish(iou.sum, iou.count) == pytest.approx((1 / 5 + 0 + 0 + 0 + 0) / 5)
 
 
-def test_metrics_of_pixels_leave_out_what_the_loss_leaves_out() -> None:
-    """One pixel of two is ignored, the other one is right."""
+def test_pixel_metrics_skip_the_pixels_that_the_loss_ignores() -> None:
+    """Ignores one of two pixels; the other one is right."""
     task = Segmentation(metrics=[F1(), F1(average="micro", ignore_index=7)])
     logits = torch.tensor([[[[9.0, 9.0]], [[0.0, 0.0]]]])
     classes = torch.tensor([[[0, 255]]])
@@ -51,14 +51,14 @@ def test_metrics_of_pixels_leave_out_what_the_loss_leaves_out() -> None:
     assert found["f1_micro"].count == 2, "an option of the metric's own stays"
 
 
-def test_traits_of_digits() -> None:
+def test_digits_targets_traits() -> None:
     digits = Digits(split="test").labels.tolist()
     traits = Digits(split="test", targets="traits").labels.int().tolist()
     expected = {0: [0, 0, 0, 1], 1: [1, 0, 0, 0], 2: [0, 1, 0, 0], 7: [1, 1, 1, 0], 9: [1, 0, 1, 1]}
     assert all(traits[i] == expected[digit] for i, digit in enumerate(digits) if digit in expected)
 
 
-def test_pixels_of_digits_are_ink_of_the_digit_or_paper() -> None:
+def test_digits_targets_pixels_are_the_digit_or_background() -> None:
     plain, pixels = Digits(split="test"), Digits(split="test", targets="pixels")
     image, classes = pixels[3]
     assert set(classes.unique().tolist()) == {int(plain.labels[3]), 10}
@@ -66,7 +66,7 @@ def test_pixels_of_digits_are_ink_of_the_digit_or_paper() -> None:
     assert (plain.classes, pixels.classes) == (10, 11)
 
 
-def test_views_are_drawn_for_each_sample_and_shifted_without_noise() -> None:
+def test_two_views_are_random_shifts_of_each_sample() -> None:
     data = TwoViews(of=Digits(split="test"), shift=1, noise=0.0)
     torch.manual_seed(0)
     first, second = data[0]
@@ -80,7 +80,7 @@ def test_views_are_drawn_for_each_sample_and_shifted_without_noise() -> None:
     assert first.shape == second.shape == (1, 8, 8)
 
 
-def test_a_u_net_gives_logits_for_each_pixel() -> None:
+def test_unet_returns_logits_for_each_pixel() -> None:
     assert UNet(classes=5, width=4, depth=2)(torch.zeros(2, 1, 8, 12)).shape == (2, 5, 8, 12)
     with pytest.raises(ValueError, match=r"got a batch of shape \[2, 1, 6, 8\]; .* both divisible by 4"):
         UNet(classes=5)(torch.zeros(2, 1, 6, 8))

@@ -1,4 +1,4 @@
-"""Diffusion: the noise at any time, and images out of noise."""
+"""Diffusion: prediction of noise at any time, and sampling of images."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ from ddpforge.interfaces import World
 
 
 class Knows(nn.Module):
-    """Knows that all images are `value` everywhere, and so which noise is in them."""
+    """Oracle for images that are `value` everywhere: returns exactly their noise."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Knows(nn.Module):
         return (images - signal.sqrt() * self.x) / (1 - signal).sqrt()
 
 
-def test_who_knows_the_image_has_no_loss_at_any_time() -> None:
+def test_oracle_has_zero_loss_at_any_time() -> None:
     images, knows = torch.full((200, 1, 4, 4), 0.75), Knows(0.75)
     loss, outputs = Diffusion().loss(knows, [images, torch.zeros(200)])
     assert loss.item() == pytest.approx(0.0, abs=1e-3)
@@ -35,20 +35,20 @@ def test_who_knows_the_image_has_no_loss_at_any_time() -> None:
     assert min(knows.times) < 0.05 < 0.95 < max(knows.times)
 
 
-def test_the_loss_of_an_image_is_a_mean_over_its_values_and_that_of_a_batch_their_sum() -> None:
-    """Who says that there is no noise is wrong by its variance: one for each image."""
+def test_loss_is_averaged_over_values_and_summed_over_images() -> None:
+    """Predicts zero noise: the error is the variance of the noise, one per image."""
     loss, _ = Diffusion().loss(lambda x, t: torch.zeros_like(x), torch.rand(400, 1, 8, 8))  # type: ignore[arg-type]
     assert loss.item() / 400 == pytest.approx(1.0, abs=0.02)
 
 
 @pytest.mark.parametrize("steps", [1, 10, 50])
-def test_noise_becomes_the_image_that_the_model_knows(steps: int) -> None:
+def test_sampling_with_the_oracle_returns_its_image(steps: int) -> None:
     found = sample(Knows(0.75), torch.randn(3, 1, 4, 4), steps)
     assert torch.allclose(found, torch.full((3, 1, 4, 4), 0.75), atol=0.02)
 
 
-def test_a_step_of_the_sampler_draws_from_the_posterior() -> None:
-    """Equations 6 and 7 of Ho et al., worked out for a model that says half of what it sees is noise."""
+def test_sampling_step_draws_from_the_posterior() -> None:
+    """Computes equations 6 and 7 of Ho et al. for a model that predicts half of its input as noise."""
     seen: list[Tensor] = []
 
     def half(x: Tensor, time: Tensor) -> Tensor:
@@ -67,15 +67,15 @@ def test_a_step_of_the_sampler_draws_from_the_posterior() -> None:
         assert torch.allclose(found, mean + math.sqrt((1 - then) / (1 - now) * beta) * noise, atol=1e-5)
 
 
-def test_the_denoiser_answers_in_the_form_of_the_images_and_looks_at_the_time() -> None:
+def test_denoiser_output_has_the_shape_of_the_images_and_depends_on_time() -> None:
     model = Denoiser(channels=2, width=8, layers=1)
     x = torch.rand(3, 2, 6, 5)
     early, late = model(x, torch.zeros(3)), model(x, torch.ones(3))
     assert early.shape == x.shape
-    assert (early - late).abs().max() > 1e-3  # also where each channel is normalised by itself
+    assert (early - late).abs().max() > 1e-3  # also if each channel is normalized separately
 
 
-def test_samples_are_shown_at_every_evaluation() -> None:
+def test_samples_callback_logs_images_at_every_evaluation() -> None:
     ranks, shown = Elsewhere(), list[tuple[str, Tensor, str]]()
     world = World(global_ranks=ranks, dp_ranks=ranks, device=torch.device("cpu"), local_rank=0)
     callback = DiffusionSamples(shape=[1, 4, 4], images=5, steps=3)

@@ -1,4 +1,4 @@
-"""What the task `language_modeling` promises."""
+"""The task `language_modeling`: token weights, ignored targets, perplexity, refusals."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ class OneWeight(nn.Module):
 
 
 def batch(lengths: list[int], first: int) -> tuple[Tensor, Tensor]:
-    """Sequences of the given lengths, whose tokens count on from `first`; the rest is padding that is ignored."""
+    """Returns sequences of the given lengths, whose tokens count up from `first`; the rest is ignored padding."""
     tokens = torch.full((len(lengths), 8), 99)
     targets = torch.full((len(lengths), 8), IGNORED)
     for row, length in enumerate(lengths):
@@ -36,8 +36,8 @@ def batch(lengths: list[int], first: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def test_every_token_weighs_the_same_however_a_batch_is_split() -> None:
-    """Trap 01: 1 + 3 + 5 + 7 tokens numbered 0 to 15, as one batch or in micro-batches of uneven weight."""
+def test_tokens_have_equal_weights_for_any_split_of_a_batch() -> None:
+    """Covers trap 01: 1 + 3 + 5 + 7 tokens numbered 0 to 15, as one batch or in micro-batches of uneven weight."""
     whole = [batch([1, 3, 5, 7], first=0)]
     micro = [batch([1, 3], first=0), batch([5, 7], first=4)]
     single = [batch([1], 0), batch([3], 1), batch([5], 4), batch([7], 9)]
@@ -65,7 +65,7 @@ def test_ignored_targets_are_neither_summed_nor_counted() -> None:
     assert (count.item(), count.shape, count.dtype) == (2, (), torch.int64)
 
 
-def test_perplexity_and_bits_come_from_the_mean_loss() -> None:
+def test_perplexity_and_bits_are_computed_from_the_mean_loss() -> None:
     assert LanguageModelling().finish({"loss": math.log(8), "other": 1.0}) == pytest.approx(
         {"loss": math.log(8), "other": 1.0, "perplexity": 8.0, "bits_per_token": 3.0}
     )
@@ -76,7 +76,7 @@ def test_perplexity_of_a_diverged_loss_does_not_overflow(loss: float, perplexity
     assert LanguageModelling().finish({"loss": loss})["perplexity"] == pytest.approx(perplexity, nan_ok=True)
 
 
-def test_bits_are_per_byte_when_tokens_are_bytes(tmp_path: Path) -> None:
+def test_bits_are_per_byte_if_tokens_are_bytes(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text " * 100)
     model, task = GPT(layers=1, width=8, heads=1, block_size=8), LanguageModelling()
     for level, name in (("bytes", "bits_per_byte"), ("characters", "bits_per_token")):
@@ -85,7 +85,7 @@ def test_bits_are_per_byte_when_tokens_are_bytes(tmp_path: Path) -> None:
         assert task.finish({"loss": math.log(2)})[name] == 1.0
 
 
-def test_data_that_the_model_cannot_hold_is_refused_with_the_option_to_change() -> None:
+def test_error_for_data_that_exceeds_the_model_names_the_option() -> None:
     data, task = Text(split="eval", block_size=64, seed=0), LanguageModelling()
     task.check(nn.Identity(), data)
     with pytest.raises(ValueError, match=r"256 different tokens, but the model takes 100; set model.vocab_size = 256"):

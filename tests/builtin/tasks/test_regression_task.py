@@ -1,4 +1,4 @@
-"""What the task `regression` promises."""
+"""The task `regression`: losses, shapes, options."""
 
 from typing import Literal
 
@@ -30,7 +30,7 @@ def test_errors_are_averaged_within_a_sample_and_summed_over_samples(
     assert task.count((predictions, targets)) is None  # one item per sample
 
 
-def test_a_column_of_predictions_is_compared_with_a_row_of_targets_one_by_one() -> None:
+def test_column_of_predictions_is_compared_elementwise_with_a_vector_of_targets() -> None:
     task = Regression(metrics=[MeanAbsoluteError()])
     batch = (torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1.0, 2.0, 5.0]))
     loss, outputs = task.loss(nn.Identity(), batch)
@@ -45,6 +45,6 @@ def test_predictions_of_another_shape_are_refused(shape: tuple[int, ...]) -> Non
         Regression().loss(nn.Identity(), (torch.zeros(shape), torch.zeros(3)))
 
 
-def test_delta_belongs_to_huber() -> None:
+def test_delta_without_huber_is_refused() -> None:
     with pytest.raises(ValueError, match='delta: only loss = "huber" has this option, not "mse"'):
         Regression(delta=2.0)

@@ -1,4 +1,4 @@
-"""What the tasks `masked_lm` and `sequence_classification` promise."""
+"""The tasks `masked_lm` and `sequence_classification`: masks, losses, batches, refusals."""
 
 import math
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ MASK = 16
 
 
 class Guesses(nn.Module):
-    """Keeps what it is shown; gives the same logits everywhere, of transformers' form where it gets a mask."""
+    """Stores its input tokens; returns zero logits, in the form of transformers if called with keywords."""
 
     vocab_size = 17
 
@@ -31,7 +31,7 @@ class Guesses(nn.Module):
         return logits if input_ids is None else SimpleNamespace(logits=logits)
 
 
-def test_a_share_of_every_sample_is_chosen_and_masked() -> None:
+def test_mlm_probability_is_the_share_of_masked_tokens_per_sample() -> None:
     model, task = Guesses(), MaskedLM(mask_token=MASK, mlm_probability=0.25, keep=0)
     loss, (_, targets) = task.loss(model, TOKENS)
     chosen = targets != -100
@@ -42,7 +42,7 @@ def test_a_share_of_every_sample_is_chosen_and_masked() -> None:
     assert loss.item() == pytest.approx(25 * math.log(17))
 
 
-def test_of_the_chosen_tokens_some_are_shown_all_the_same() -> None:
+def test_keep_is_the_share_of_chosen_tokens_that_stay_unmasked() -> None:
     torch.manual_seed(0)
     model, task = Guesses(), MaskedLM(mask_token=MASK, mlm_probability=0.5, keep=0.2)
     tokens = torch.zeros(100, 100, dtype=torch.int64)
@@ -52,7 +52,7 @@ def test_of_the_chosen_tokens_some_are_shown_all_the_same() -> None:
     assert hidden == pytest.approx(4000, abs=4 * math.sqrt(5000 * 0.2 * 0.8))
 
 
-def test_padding_is_never_chosen_and_one_token_of_every_sample_is() -> None:
+def test_padding_is_never_chosen_and_every_sample_has_a_chosen_token() -> None:
     mask = (torch.arange(20) < torch.tensor([[1], [2], [10], [19], [20]])).long()
     batch = {"input_ids": TOKENS, "attention_mask": mask}
     task = MaskedLM(mask_token=MASK, mlm_probability=0.2)
@@ -62,7 +62,7 @@ def test_padding_is_never_chosen_and_one_token_of_every_sample_is() -> None:
     assert task.count(batch) == 12
 
 
-def test_metrics_are_those_of_the_chosen_tokens() -> None:
+def test_metrics_count_only_chosen_tokens() -> None:
     task = MaskedLM(mask_token=MASK, mlm_probability=0.25, metrics=[Accuracy()])
     targets = TOKENS.masked_fill(torch.arange(20) >= 5, -100)
     found = task.metrics((F.one_hot(TOKENS, 17).float(), targets), TOKENS)["accuracy"]
@@ -70,7 +70,7 @@ def test_metrics_are_those_of_the_chosen_tokens() -> None:
     assert task.finish({"loss": math.log(3)})["perplexity"] == pytest.approx(3)
 
 
-def test_a_mask_that_the_model_does_not_know_is_refused() -> None:
+def test_mask_token_outside_the_vocabulary_is_refused() -> None:
     task = MaskedLM(mask_token=MASK)
     task.check(Guesses(), [])  # type: ignore[arg-type]
     with pytest.raises(
@@ -83,7 +83,7 @@ def test_a_mask_that_the_model_does_not_know_is_refused() -> None:
 
 # ---------------------------------------------------------------------------------------------- classes
 class Counts(nn.Module):
-    """Logits of two classes: how many tokens are 0, and how many are 1."""
+    """Logits of two classes: the number of tokens 0, and the number of tokens 1."""
 
     def forward(self, tokens: Tensor | None = None, **more: Any) -> Any:
         shown = more["input_ids"] * more["attention_mask"] if tokens is None else tokens
@@ -91,7 +91,7 @@ class Counts(nn.Module):
         return logits if tokens is not None else SimpleNamespace(logits=logits)
 
 
-def test_both_forms_of_a_batch_have_the_same_loss() -> None:
+def test_tuple_and_dict_batches_have_the_same_loss() -> None:
     tokens, classes = torch.tensor([[0, 1, 1], [1, 1, 1]]), torch.tensor([1, 0])
     task = SequenceClassification(metrics=[Accuracy()])
     loss, logits = task.loss(Counts(), (tokens, classes))
@@ -102,7 +102,7 @@ def test_both_forms_of_a_batch_have_the_same_loss() -> None:
         assert float(task.metrics(logits, batch)["accuracy"].sum) == 1
 
 
-def test_a_model_that_is_too_small_is_refused() -> None:
+def test_model_with_too_few_classes_or_positions_is_refused() -> None:
     data = TextClasses(split="eval", block_size=64)
     task = SequenceClassification()
     task.check(GPT(classes=10, block_size=64, layers=1, heads=1, width=4), data)

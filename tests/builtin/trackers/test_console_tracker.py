@@ -1,4 +1,4 @@
-"""Progress as people read it: timed lines in a log file, a bar on a terminal."""
+"""Console output: timed lines in a log file, a progress bar on a terminal."""
 
 import io
 import itertools
@@ -17,7 +17,7 @@ HEAD = 5  # lines before the first row
 
 
 class Clock:
-    """Time that passes only when told to."""
+    """Clock that tests set by hand."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -58,7 +58,7 @@ def train(tracker: ConsoleTracker, clock: Clock, steps: range, seconds: float) -
         tracker.log(step, {"train/loss": 1 / step, "samples": 256 * step})
 
 
-def test_a_run_without_a_terminal_reads_like_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_without_a_terminal_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config())
     train(tracker, clock, range(1, 301), seconds=1 / 64)
     tracker.log(300, {"eval/loss": 0.12, "eval/accuracy": 0.975})
@@ -85,7 +85,7 @@ def test_a_run_without_a_terminal_reads_like_a_log(capsys: pytest.CaptureFixture
     assert "\x1b" not in err
 
 
-def test_lines_become_rarer_up_to_one_in_half_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interval_of_lines_grows_to_30_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config(total=2000))
     train(tracker, clock, range(1, 2001), seconds=1.0)
     steps = [int(step) for step in re.findall(r"step (\d+)/", capsys.readouterr().err)]
@@ -96,7 +96,7 @@ def test_lines_become_rarer_up_to_one_in_half_a_minute(capsys: pytest.CaptureFix
     assert steps[-1] == 2000
 
 
-def test_the_last_row_is_shown_even_when_training_ends_early(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_row_is_printed_if_training_ends_early(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config())
     train(tracker, clock, range(1, 8), seconds=1 / 64)
     tracker.finish(state="preempted", summary={})
@@ -106,14 +106,14 @@ def test_the_last_row_is_shown_even_when_training_ends_early(capsys: pytest.Capt
     )
 
 
-def test_evaluations_are_shown_however_close(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_evaluation_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, _ = started(config())
     for step in (1, 2, 3):
         tracker.log(step, {"eval/loss": float("nan")})
     assert capsys.readouterr().err.splitlines()[HEAD:] == [f"eval step {step} loss nan" for step in (1, 2, 3)]
 
 
-def test_a_resumed_run_by_the_clock_says_so_and_has_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_run_with_a_wall_time_prints_its_start_step_and_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config(total=None, accumulation=1, micro_batch=128), resumed_at=100)
     train(tracker, clock, range(101, 103), seconds=2.0)
     opening, batch, length, *_, first, second = capsys.readouterr().err.splitlines()
@@ -124,7 +124,7 @@ def test_a_resumed_run_by_the_clock_says_so_and_has_no_eta(capsys: pytest.Captur
     assert second.endswith("step 102 loss 0.0098 0.5 step/s")
 
 
-def test_speed_is_counted_afresh_after_a_rewind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_speed_is_measured_anew_after_a_rewind(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config())
     train(tracker, clock, range(1, 4), seconds=1.0)
     tracker.rewind(1)
@@ -132,19 +132,19 @@ def test_speed_is_counted_afresh_after_a_rewind(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.splitlines()[-1].endswith("step 3/300 (1%) loss 0.3333 0.5 step/s eta 9m54s")
 
 
-def test_one_rank_is_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_is_printed_in_the_singular(capsys: pytest.CaptureFixture[str]) -> None:
     started(config(accumulation=8))
     assert "256 per step = 32 per forward pass × 8 accumulation × 1 rank\n" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """Stream that declares to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def test_a_line_tells_what_a_row_knows_of_speed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_includes_the_speed_columns_of_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     tracker, clock = started(config(total=None))
     speeds = {"train/samples_per_second": 1165.2, "train/tokens_per_second": 9.55, "train/time/data": 0.034}
     for step in (1, 2):
@@ -154,7 +154,7 @@ def test_a_line_tells_what_a_row_knows_of_speed(capsys: pytest.CaptureFixture[st
     assert last.endswith("step 2 loss 0.5000 0.5 step/s 1,165 samples/s 9.6 tokens/s data 3%")
 
 
-def test_a_terminal_shows_a_display_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_display_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     tracker, clock = started(config())
@@ -171,8 +171,8 @@ def test_a_terminal_shows_a_display_that_is_gone_at_the_end(monkeypatch: pytest.
     assert shown.count("eval step 300 loss 0.12\n") == 1
 
 
-def test_the_display_moves_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of large models are minutes apart; step 41 is being computed here, 40 are done."""
+def test_display_advances_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advances between rows, which may be minutes apart; step 41 is running here, 40 are done."""
     monkeypatch.setattr("sys.stderr", Terminal())
     tracker, clock = started(config())
     tracker.where = lambda: ("backward", 41)
@@ -187,7 +187,7 @@ def test_the_display_moves_between_rows(monkeypatch: pytest.MonkeyPatch) -> None
     assert lines[2] == "loss 0.5"
 
 
-def test_a_process_that_forks_prints_to_the_terminal_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_process_prints_directly_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     tracker, _ = started(config())
@@ -201,7 +201,7 @@ def test_a_process_that_forks_prints_to_the_terminal_itself(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("name", "value"), [("CI", "true"), ("TERM", "dumb")])
-def test_a_terminal_that_cannot_redraw_gets_lines(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_that_cannot_redraw_gets_plain_lines(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv(name, value)
@@ -211,7 +211,7 @@ def test_a_terminal_that_cannot_redraw_gets_lines(name: str, value: str, monkeyp
     assert "\r" not in terminal.getvalue()
 
 
-def test_forced_colour_does_not_make_a_pipe_a_terminal(
+def test_forced_colour_does_not_enable_the_display_for_a_pipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -232,7 +232,7 @@ def opening(capsys: pytest.CaptureFixture[str], **facts: Any) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_a_run_begins_with_what_is_trained_on_what_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_header_describes_model_data_optimizer_and_device(capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"parameters": 4810, "trained": 4810, "samples": 1437, "steps_per_epoch": 23, "device": "cpu"}
     assert opening(capsys, **facts, evaluated={"": 360}) == [
         "digits",
@@ -247,7 +247,7 @@ def test_a_run_begins_with_what_is_trained_on_what_and_where(capsys: pytest.Capt
     ]
 
 
-def test_a_run_begins_with_what_is_frozen_and_on_which_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_header_describes_frozen_parameters_and_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"parameters": 4810, "trained": 650, "samples": None, "steps_per_epoch": None, "device": "cuda:0"}
     facts["held"] = {"weights": 2_500_000}
     lines = opening(capsys, **facts, device_name="NVIDIA H100", evaluated={"easy": 5, "hard": None})

@@ -1,4 +1,4 @@
-"""The CSV file has each step's rows once, whatever happened to the run."""
+"""The CSV file has each row once, after any interruption of the run."""
 
 import csv
 from pathlib import Path
@@ -22,7 +22,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_line_for_every_row_and_a_column_for_every_metric(tmp_path: Path) -> None:
+def test_csv_has_a_line_per_row_and_a_column_per_metric(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     tracker.log(1, {"train/loss": 0.1 + 0.2, "lr": 1e-3})
     tracker.log(1, {"eval/loss": float("nan")})
@@ -34,7 +34,7 @@ def test_a_line_for_every_row_and_a_column_for_every_metric(tmp_path: Path) -> N
     ]
 
 
-def test_a_rewind_takes_later_rows_out(tmp_path: Path) -> None:
+def test_rewind_removes_later_rows(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0})
@@ -43,7 +43,7 @@ def test_a_rewind_takes_later_rows_out(tmp_path: Path) -> None:
     assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == [("1", "1.0"), ("2", "2.0")]
 
 
-def test_a_resume_goes_on_after_its_step_also_where_a_line_was_cut_short(tmp_path: Path) -> None:
+def test_resume_removes_later_rows_and_an_incomplete_line(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0})
@@ -55,20 +55,20 @@ def test_a_resume_goes_on_after_its_step_also_where_a_line_was_cut_short(tmp_pat
     assert found == [("1", "1.0", ""), ("2", "1.0", ""), ("3", "3.0", "4.0")]
 
 
-def test_a_run_that_begins_anew_has_none_of_the_earlier_rows(tmp_path: Path) -> None:
+def test_restart_removes_all_earlier_rows(tmp_path: Path) -> None:
     started(tmp_path).log(1, {"train/loss": 1.0})
     started(tmp_path)
     assert rows(tmp_path) == []
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "status.json", "recipe.toml", "..", ".csv", "../a.csv"])
-def test_a_file_of_the_run_itself_cannot_be_named(file: str, tmp_path: Path) -> None:
+def test_file_option_refuses_names_of_run_files(file: str, tmp_path: Path) -> None:
     model = options_model(CSVTracker, frozenset(), Registry(), tmp_path)
     with pytest.raises(ValidationError, match="file"):
         model.model_validate({"file": file})
 
 
-def test_a_run_that_begins_anew_has_no_row_of_before_its_first_step_either(tmp_path: Path) -> None:
+def test_restart_removes_rows_of_step_0(tmp_path: Path) -> None:
     started(tmp_path).log(0, {"eval/loss": 1.0})
     assert len(rows(tmp_path)) == 1
     started(tmp_path)

@@ -1,4 +1,4 @@
-"""MLflow's own client sees the run that belongs to the folder, with metrics by step; MLflow cannot end training."""
+"""MLflow's own client reads one run per run folder, with metrics by step; MLflow errors never end training."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes seconds to be made
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # creating a database takes seconds
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def client_of(uri: str) -> Any:
 
 
 def run_of(folder: Path, uri: str) -> Any:
-    """The only run of the test's experiment."""
+    """Returns the only run of the test's experiment."""
     client = client_of(uri)
     experiment = client.get_experiment_by_name(f"of {folder.name}")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -57,7 +57,7 @@ def history(folder: Path, uri: str, metric: str = "train/loss") -> list[tuple[in
     return [(one.step, one.value) for one in sorted(found, key=lambda one: one.timestamp)]
 
 
-def test_metrics_by_step_the_recipe_tags_and_the_end(folder: Path, uri: str) -> None:
+def test_mlflow_has_metrics_by_step_recipe_tags_and_final_status(folder: Path, uri: str) -> None:
     tracker = started(folder, uri, tags={"team": "a"})
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0 / step, "lr": 0.5})
@@ -71,12 +71,12 @@ def test_metrics_by_step_the_recipe_tags_and_the_end(folder: Path, uri: str) -> 
 
 
 @pytest.mark.parametrize(("state", "status"), [("preempted", "KILLED"), ("failed", "FAILED"), ("diverged", "FAILED")])
-def test_how_a_run_ended(folder: Path, uri: str, state: str, status: str) -> None:
+def test_mlflow_status_follows_the_state_of_the_run(folder: Path, uri: str, state: str, status: str) -> None:
     started(folder, uri).finish(state=state, summary={})
     assert (run_of(folder, uri).info.status, run_of(folder, uri).data.tags["state"]) == (status, state)
 
 
-def test_a_resumed_run_is_the_same_run_and_later_values_count(folder: Path, uri: str) -> None:
+def test_resume_continues_the_mlflow_run_and_later_values_win(folder: Path, uri: str) -> None:
     tracker = started(folder, uri)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0})
@@ -89,7 +89,7 @@ def test_a_resumed_run_is_the_same_run_and_later_values_count(folder: Path, uri:
     assert (run.info.status, run.data.tags["resumed_at"], run.data.metrics["train/loss"]) == ("FINISHED", "2", 3.0)
 
 
-def test_everything_that_is_shown_is_an_artifact(folder: Path, uri: str) -> None:
+def test_media_are_mlflow_artifacts(folder: Path, uri: str) -> None:
     tracker = started(folder, uri)
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     tracker.log_media(7, "samples/ema", image, "image")
@@ -107,7 +107,7 @@ def test_everything_that_is_shown_is_an_artifact(folder: Path, uri: str) -> None
     assert table == {"columns": ["id", "loss"], "data": [[3, 0.5], [4, None]]}
 
 
-def test_the_environment_beats_the_recipe(folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_overrides_the_recipe(folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", f"of {folder.name}")
     tracker = MLflowTracker(experiment="another", uri="http://127.0.0.1:9")
@@ -116,9 +116,7 @@ def test_the_environment_beats_the_recipe(folder: Path, uri: str, monkeypatch: p
     assert run_of(folder, uri).info.status == "FINISHED"
 
 
-def test_a_server_that_is_not_there_costs_the_tracker_and_not_the_run(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreachable_server_disables_the_tracker_only(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     group = TrackerGroup({"mlflow": MLflowTracker(experiment="e", uri="http://127.0.0.1:9")})
     group.start(name="run", folder=folder, config={}, resumed_at=None)
     group.log(1, {"train/loss": 1.0})
@@ -128,7 +126,7 @@ def test_a_server_that_is_not_there_costs_the_tracker_and_not_the_run(
     ]
 
 
-def test_a_request_that_fails_is_told_at_the_next_row(folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_request_raises_at_the_next_row(folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = started(folder, uri)
 
     def fail(*_: Any, **__: Any) -> None:

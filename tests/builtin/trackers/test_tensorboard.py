@@ -1,4 +1,4 @@
-"""TensorBoard's own reader sees each step's newest values, and what was shown."""
+"""TensorBoard's own reader reads each step's newest values, and media."""
 
 import io
 from pathlib import Path
@@ -40,7 +40,7 @@ def texts(folder: Path, tag: str) -> dict[int, str]:
     return {event.step: event.tensor_proto.string_val[0].decode() for event in events}
 
 
-def test_scalars_by_step_the_recipe_and_the_end(tmp_path: Path) -> None:
+def test_tensorboard_has_scalars_by_step_recipe_and_final_state(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0 / step, "lr": 0.5})
@@ -52,7 +52,7 @@ def test_scalars_by_step_the_recipe_and_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_steps_that_are_repeated_count_once(tmp_path: Path, resumes: bool) -> None:
+def test_repeated_steps_count_once(tmp_path: Path, resumes: bool) -> None:
     tracker = started(tmp_path)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0})
@@ -66,7 +66,7 @@ def test_steps_that_are_repeated_count_once(tmp_path: Path, resumes: bool) -> No
     assert scalars(tmp_path) == {1: 1.0, 2: 2.0}
 
 
-def test_everything_that_is_shown_can_be_seen(tmp_path: Path) -> None:
+def test_tensorboard_has_all_media(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     tracker.log_media(7, "samples", image, "image")
@@ -86,7 +86,7 @@ def test_everything_that_is_shown_can_be_seen(tmp_path: Path) -> None:
     assert texts(tmp_path, "worst") == {7: "| id | said |\n| --- | --- |\n| 3 | a\\|b |\n| 4 | None |"}
 
 
-def test_without_the_library_a_recipe_is_told_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_missing_tensorboard_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(PluginError, match="tensorboard is not installed") as error:
         TensorBoardTracker()

@@ -1,7 +1,7 @@
-"""W&B gets every metric at its own step, one run per run folder, and can never stop or hold up training.
+"""W&B receives every metric at its own step, one run per run folder, and can neither stop nor delay training.
 
-The client is the real one. Offline runs are read back from its own files; online ones arrive at a small server
-on 127.0.0.1 that can be out of order. Nothing here reaches further than that.
+The client is the real one. Offline runs are read back from its own files; online ones are sent to a small server
+on 127.0.0.1 that can fail. No test connects to another server.
 """
 
 import json
@@ -34,7 +34,7 @@ Table = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user who is logged in and has nothing else: no settings, no proxy, no server but 127.0.0.1."""
+    """Provides a home of a logged-in user without settings: no proxy, no server but 127.0.0.1."""
     for name in os.environ:
         if name.startswith("WANDB_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -85,7 +85,7 @@ def finish(tracker: Tracker, state: str = "done") -> None:
 
 # ---------------------------------------------------------------------------------------- reading back
 def records(file: Path) -> Iterator[Any]:
-    """The records of a `.wandb` file: LevelDB's log format (blocks of 32 KiB) after a header of 7 bytes."""
+    """Yields the records of a `.wandb` file: LevelDB's log format (blocks of 32 KiB) after a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     data, at, payload = file.read_bytes(), 7, b""
@@ -125,12 +125,12 @@ def config_of(file: Path) -> Table:
 
 
 def losses(rows: list[Table]) -> dict[int, float]:
-    """What a reader sees at each `trainer/step`: the newest value."""
+    """Returns the newest training loss at each `trainer/step`."""
     return {row["trainer/step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
-# --------------------------------------------------------------------------------------------- what is shown
-def test_what_is_shown_are_wandbs_own_media_at_its_step(folder: Path) -> None:
+# --------------------------------------------------------------------------------------------- media
+def test_media_become_wandb_media_at_their_step(folder: Path) -> None:
     tracker = start(WandbTracker(project="forge", mode="offline"), folder)
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     tracker.log_media(7, "samples/ema", image, "image")
@@ -155,7 +155,7 @@ def test_what_is_shown_are_wandbs_own_media_at_its_step(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_checkpoints_are_referred_to_where_the_recipe_asks_for_it(folder: Path, asked: bool) -> None:
+def test_checkpoints_option_logs_artifact_references(folder: Path, asked: bool) -> None:
     checkpoint = folder / "checkpoints" / "step-000000012-abcd"
     checkpoint.mkdir(parents=True)
     (checkpoint / "shard.safetensors").write_bytes(b"weights")
@@ -172,7 +172,7 @@ def test_checkpoints_are_referred_to_where_the_recipe_asks_for_it(folder: Path, 
 
 
 # --------------------------------------------------------------------------------------------- offline
-def test_an_offline_run_holds_the_recipe_and_every_metric_at_its_step(folder: Path) -> None:
+def test_offline_run_has_the_recipe_and_every_metric_at_its_step(folder: Path) -> None:
     tracker = start(WandbTracker(project="forge", mode="offline", tags=("a", "b"), group="g"), folder, lr=1e-3)
     log(tracker, range(1, 51))
     tracker.log(50, {"eval/accuracy": 0.975})
@@ -194,7 +194,7 @@ def test_an_offline_run_holds_the_recipe_and_every_metric_at_its_step(folder: Pa
     assert run.run_id == json.loads((folder / "wandb.json").read_text())["id"]
 
 
-def test_the_axis_of_every_metric_is_our_own_step(folder: Path) -> None:
+def test_step_metric_of_every_metric_is_trainer_step(folder: Path) -> None:
     finish(start(WandbTracker(project="forge", mode="offline"), folder))
     metrics = [r.metric for r in records(*segments(folder)) if r.WhichOneof("record_type") == "metric"]
     assert [metric.step_metric for metric in metrics if metric.glob_name == "*"] == ["trainer/step"]
@@ -207,7 +207,7 @@ def test_wandb_is_not_imported_before_a_run_starts() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
 
 
-def test_the_reader_of_these_tests_agrees_with_wandbs_own(folder: Path) -> None:
+def test_reader_of_these_tests_agrees_with_that_of_wandb(folder: Path) -> None:
     import wandb
 
     tracker = start(WandbTracker(project="forge", mode="offline"), folder)
@@ -223,7 +223,7 @@ def test_the_reader_of_these_tests_agrees_with_wandbs_own(folder: Path) -> None:
     assert theirs.count("history") == 300
 
 
-def test_a_resumed_run_continues_its_id_and_its_values_win(folder: Path) -> None:
+def test_resumed_run_keeps_its_id_and_later_values_win(folder: Path) -> None:
     first = start(WandbTracker(project="forge", mode="offline"), folder)
     log(first, range(0, 10), attempt=1)
     finish(first, "failed")
@@ -239,7 +239,7 @@ def test_a_resumed_run_continues_its_id_and_its_values_win(folder: Path) -> None
     assert [row["trainer/step"] for row in rows if "trainer/resumed_at" in row] == [5]
 
 
-def test_going_back_within_a_run_is_marked(folder: Path) -> None:
+def test_rewind_logs_resumed_at(folder: Path) -> None:
     tracker = start(WandbTracker(project="forge", mode="offline"), folder)
     log(tracker, range(1, 4))
     tracker.rewind(1)
@@ -250,7 +250,7 @@ def test_going_back_within_a_run_is_marked(folder: Path) -> None:
     assert [row["trainer/resumed_at"] for row in rows if "trainer/resumed_at" in row] == [1]
 
 
-def test_the_environment_beats_the_recipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_overrides_the_recipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"MODE": "offline", "PROJECT": "theirs", "RUN_GROUP": "their-group", "NAME": "their-name"}
     for name, value in wanted.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
@@ -265,16 +265,14 @@ def test_the_environment_beats_the_recipe(folder: Path, tmp_path: Path, monkeypa
     assert run.run_id == json.loads((folder / "wandb.json").read_text())["id"] == "theirid"
 
 
-def test_disabled_writes_nothing(folder: Path) -> None:
+def test_disabled_mode_writes_nothing(folder: Path) -> None:
     tracker = start(WandbTracker(project="forge", mode="disabled"), folder, resumed_at=3)
     log(tracker, range(4, 6))
     finish(tracker)
     assert not (folder / "wandb").exists()
 
 
-def test_everything_wandb_writes_stays_in_the_run_folder(
-    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_writes_only_into_the_run_folder(folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.delenv(name)
     finish(start(WandbTracker(project="forge", mode="offline"), folder))
@@ -282,7 +280,7 @@ def test_everything_wandb_writes_stays_in_the_run_folder(
 
 
 # ---------------------------------------------------------------------------------------------- online
-def test_an_online_run_arrives_and_is_continued(server: WandbStub, folder: Path) -> None:
+def test_online_run_is_uploaded_and_resumed(server: WandbStub, folder: Path) -> None:
     first = start(WandbTracker(project="forge", mode="online"), folder, world_size=2)
     log(first, range(0, 10), attempt=1)
     finish(first, "failed")
@@ -301,8 +299,8 @@ def test_an_online_run_arrives_and_is_continued(server: WandbStub, folder: Path)
     assert run.exit_code == 0
 
 
-# ---------------------------------------------------------------------------------------- where it is
-def test_it_is_said_where_the_run_is(server: WandbStub, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+# ---------------------------------------------------------------------------------------- links
+def test_url_of_the_run_is_logged(server: WandbStub, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ddpforge")
     finish(start(WandbTracker(project="forge"), folder))
     (line,) = (record.getMessage() for record in caplog.records if record.name == "ddpforge")
@@ -310,7 +308,7 @@ def test_it_is_said_where_the_run_is(server: WandbStub, folder: Path, caplog: py
     assert line.endswith(f"/runs/{json.loads((folder / 'wandb.json').read_text())['id']}")
 
 
-def test_it_is_said_how_an_offline_run_is_uploaded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_upload_command_of_an_offline_run_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ddpforge")
     finish(start(WandbTracker(project="forge", mode="offline"), folder))
     (line,) = (record.getMessage() for record in caplog.records if record.name == "ddpforge")
@@ -319,21 +317,21 @@ def test_it_is_said_how_an_offline_run_is_uploaded(folder: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("project", ["a/b", "a?", "a#", "a%", "a:b", "a\\b", "a\nb", ""])
-def test_a_name_that_wandb_refuses_is_refused_before_training(project: str) -> None:
+def test_invalid_project_name_is_refused_before_training(project: str) -> None:
     model = Registry.installed().options_model("tracker", "wandb")
     assert model.model_validate_json('{"project": "a b-c.d"}')
     with pytest.raises(ValidationError):
         model.model_validate_json(json.dumps({"project": project}))
 
 
-# ---------------------------------------------------------------------------------------- out of order
+# ---------------------------------------------------------------------------------------- failures
 def only_line(caplog: pytest.LogCaptureFixture) -> str:
     (record,) = (record for record in caplog.records if record.name == "ddpforge")
     assert record.levelno == logging.WARNING
     return record.getMessage()
 
 
-def test_without_an_api_key_the_run_is_recorded_offline(
+def test_run_without_an_api_key_is_recorded_offline(
     server: WandbStub, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
@@ -349,7 +347,9 @@ def test_without_an_api_key_the_run_is_recorded_offline(
     assert server.runs == {}
 
 
-def test_a_server_that_refuses_connections(server: WandbStub, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_is_recorded_offline_if_the_server_refuses_connections(
+    server: WandbStub, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server.fail("gone")
     tracker = start(WandbTracker(project="forge", mode="online"), folder)
     log(tracker, range(1, 4))
@@ -360,7 +360,7 @@ def test_a_server_that_refuses_connections(server: WandbStub, folder: Path, capl
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was connected to, and for how long at most; nobody is reached, for wandb's own login would be."""
+    """Records connection attempts and their timeouts; no server is reached, not even by wandb's login."""
     import wandb
 
     found: list[Any] = []
@@ -375,7 +375,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(("url", "port"), [("http://wandb.example", 80), ("https://wandb.example", 443)])
-def test_a_server_that_does_not_answer_costs_two_seconds(url: str, port: int, probes: list[Any]) -> None:
+def test_silent_server_delays_the_start_by_two_seconds(url: str, port: int, probes: list[Any]) -> None:
     import wandb
 
     with pytest.raises(wandb.Error, match=rf"{url} cannot be reached \(timed out\)"):
@@ -383,7 +383,7 @@ def test_a_server_that_does_not_answer_costs_two_seconds(url: str, port: int, pr
     assert probes == [(("wandb.example", port), 2)]
 
 
-def test_behind_a_proxy_the_server_itself_need_not_answer(probes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_is_not_checked_behind_a_proxy(probes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
@@ -395,7 +395,7 @@ def test_behind_a_proxy_the_server_itself_need_not_answer(probes: list[Any], mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "hang"])
-def test_a_server_that_fails_or_never_answers(
+def test_run_is_recorded_if_the_server_fails_at_the_start(
     fault: Fault, server: WandbStub, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.fail(fault)
@@ -408,7 +408,7 @@ def test_a_server_that_fails_or_never_answers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "hang", pytest.param("gone", marks=pytest.mark.full)])
-def test_a_server_that_breaks_during_training(
+def test_run_is_recorded_if_the_server_fails_during_training(
     fault: Fault, server: WandbStub, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = start(WandbTracker(project="forge", finish_timeout=1), folder)
@@ -422,9 +422,7 @@ def test_a_server_that_breaks_during_training(
     assert losses(history(file)) == {step: step + 0.1 for step in range(1, 1000)}
 
 
-def test_the_death_of_wandbs_process_costs_the_tracker_and_nothing_else(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_death_of_the_wandb_process_disables_the_tracker_only(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = start(TrackerGroup({"wandb": WandbTracker(project="forge", mode="offline")}), folder)
     log(tracker, range(1, 20))
     (core,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
@@ -435,8 +433,8 @@ def test_the_death_of_wandbs_process_costs_the_tracker_and_nothing_else(
     assert only_line(caplog).startswith("tracker wandb failed and is off for the rest of the run: ConnectionResetError")
 
 
-def test_a_row_that_wandb_does_not_take_leaves_no_process_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left to its exit hook, it would print a traceback when the run is over."""
+def test_failed_row_ends_the_wandb_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expects an immediate end: wandb's exit hook would print a traceback after the run."""
 
     def refuse(row: Table) -> None:
         raise ConnectionResetError("Connection lost")

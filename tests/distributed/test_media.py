@@ -1,4 +1,4 @@
-"""What callbacks and tasks show and measure in real runs is the same under every strategy that can."""
+"""Media and measurements of callbacks and tasks in real runs are the same under DDP and FSDP."""
 
 import csv
 import json
@@ -99,7 +99,7 @@ def shown(run: Path, name: str) -> Any:
     return json.loads((run / "shown" / name).read_text())
 
 
-def test_what_is_shown_and_measured_on_two_ranks_under_ddp_and_fsdp(
+def test_media_and_measurements_are_the_same_under_ddp_and_fsdp(
     train: Callable[..., Path], ddpforge: Callable[..., Ranks]
 ) -> None:
     sums: dict[str, list[float]] = {}
@@ -122,14 +122,14 @@ def test_what_is_shown_and_measured_on_two_ranks_under_ddp_and_fsdp(
         assert written == sums[strategy]
     assert sums["fsdp"] == pytest.approx(sums["ddp"], rel=1e-5)
 
-    # `ddpforge eval` measures the same averaged weights, and keeps nothing of what is shown.
+    # `ddpforge eval` measures the same averaged weights, and stores no media.
     before = sorted(run.rglob("shown/**/*"))
     told = ddpforge("eval", "run", "--json", nproc=2)
     assert json.loads(told.stdout)["eval/sum"] == pytest.approx(sums["fsdp"][-1])
     assert sorted(run.rglob("shown/**/*")) == before
 
 
-def test_a_resume_shows_later_steps_again(train: Callable[..., Path]) -> None:
+def test_resume_replaces_media_of_later_steps(train: Callable[..., Path]) -> None:
     run = train("train.length=2st", nproc=1)
     (run / "shown/sums/step-000000009.png").write_bytes(b"of a step that will be another")
     train(nproc=1)

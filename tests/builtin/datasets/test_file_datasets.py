@@ -1,4 +1,4 @@
-"""Data in files of other libraries: tar files, token files, parquet and Hugging Face datasets, written here."""
+"""Datasets in files of other libraries: tar files, token files, parquet and Hugging Face datasets, written here."""
 
 import io
 import json
@@ -52,7 +52,7 @@ SIZES = [30, 0, 47, 13, 25, 45]  # 160 samples
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Six tar files; the class of each sample is its number."""
+    """Writes six tar files; the class of each sample is its number."""
     first = 0
     for number, size in enumerate(SIZES):
         samples = [{"png": png(one % 256), "cls": str(one).encode()} for one in range(first, first + size)]
@@ -72,13 +72,13 @@ def opened(data: Any, *, batch: int = 16, workers: int = 0) -> Any:
 
 
 def hand(data: Any, *, rank: int, ranks: int, worker: int, workers: int, start: int = 0) -> Iterator[MicroBatch]:
-    """What one loader process of one rank is given, with one micro-batch of four samples a step."""
+    """Returns the micro-batches of one loader process of one rank, with one micro-batch of four samples a step."""
     terms = AssignmentTerms(global_batch=4 * ranks, share=RankShare(rank, ranks, 4), seed=1, drop_last=False)
     return ShardedStream(data, terms, start, stop_after_epoch=True).batches(worker, workers)
 
 
 # ---------------------------------------------------------------------------------------------- tar
-def test_images_and_classes_of_tar_files(shards: Path) -> None:
+def test_tar_reads_images_and_classes(shards: Path) -> None:
     data = Tar(path=str(shards), fields=["jpg;png", "cls"], classes=160)
     assert (len(data), data.shard_sizes, data.classes) == (160, SIZES, 160)
     image, number = data.prepare(next(data.iter_shard(2, epoch=0, skip=5)))
@@ -93,10 +93,8 @@ def test_images_and_classes_of_tar_files(shards: Path) -> None:
     ]
 
 
-def test_a_tar_stream_is_read_once_over_4_ranks_and_2_loader_processes(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """160 samples are read 160 times in all, not 4 × 2 × 160 times."""
+def test_tar_is_read_once_by_4_ranks_with_2_loader_processes(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads 160 samples 160 times in all, not 4 × 2 × 160 times."""
     read: Counter[int] = Counter()
     seen: Counter[int] = Counter()
     prepare = Tar.prepare
@@ -121,14 +119,14 @@ def test_a_tar_stream_is_read_once_over_4_ranks_and_2_loader_processes(
             data.iter_shard = noted  # type: ignore[method-assign]
             for micro in hand(data, rank=rank, ranks=4, worker=worker, workers=2):
                 seen.update(numbers(micro))
-            assert len(opened_parts) <= 4 * 2 + 2  # its lanes, of which each spans two files or three
+            assert len(opened_parts) <= 4 * 2 + 2  # its lanes, each over two or three files
     assert seen == Counter(range(160))
     assert read.pop(-1) == 160
     assert read == seen
 
 
 @pytest.mark.parametrize("start", [1, 6, 9])
-def test_a_resume_in_the_middle_reads_no_more_than_it_uses(shards: Path, start: int) -> None:
+def test_resume_of_tar_reads_only_the_samples_it_uses(shards: Path, start: int) -> None:
     data = Tar(path=str(shards), fields=["cls"])
     straight = [numbers(micro) for micro in hand(data, rank=0, ranks=1, worker=0, workers=1)]
     bytes_read, original = [], data.iter_shard
@@ -144,8 +142,8 @@ def test_a_resume_in_the_middle_reads_no_more_than_it_uses(shards: Path, start: 
     assert len(bytes_read) == sum(map(len, found)) == 160 - 4 * start
 
 
-def test_headers_are_read_once_where_an_index_is_kept(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that was written anew is read anew, alone."""
+def test_tar_index_avoids_reading_headers_again(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads only the changed file again."""
     opened_files: list[str] = []
     real = tarfile.open
 
@@ -167,7 +165,7 @@ def test_headers_are_read_once_where_an_index_is_kept(shards: Path, monkeypatch:
     assert opened_files == ["data-03.tar"]
 
 
-def test_transforms_are_seeded_by_epoch_and_sample(shards: Path) -> None:
+def test_transforms_of_tar_images_are_seeded_by_epoch_and_sample(shards: Path) -> None:
     data = Tar(path=str(shards / "data-0*.tar"), fields=["png", "cls"], transforms=[{"use": "RandomCrop", "size": 2}])
     assert data.random
     batches = [micro.data for micro in opened(data).evaluation()]
@@ -176,7 +174,7 @@ def test_transforms_are_seeded_by_epoch_and_sample(shards: Path) -> None:
     assert all(torch.equal(one[0], other[0]) for one, other in zip(batches, again, strict=True))
 
 
-def test_other_endings_are_decoded_and_pickles_are_not(tmp_path: Path) -> None:
+def test_tar_decodes_other_suffixes_and_refuses_pickles(tmp_path: Path) -> None:
     array = io.BytesIO()
     np.save(array, np.arange(3))
     sample = {"a.npy": array.getvalue(), "json": b'{"x": 1}', "txt": b"words", "bin": b"\x00\x01", "pkl": b""}
@@ -190,7 +188,7 @@ def test_other_endings_are_decoded_and_pickles_are_not(tmp_path: Path) -> None:
 
 
 class Payload:
-    """What creates a file when it is unpickled."""
+    """Pickles as a call that creates a file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -200,7 +198,7 @@ class Payload:
 
 
 def payloads(marker: Path) -> dict[str, bytes]:
-    """By form: bytes that would create the marker if a reader of that form unpickled them."""
+    """Returns, by format, bytes that create the marker if a reader of that format unpickles them."""
     array, arrays, weights = io.BytesIO(), io.BytesIO(), io.BytesIO()
     np.save(array, np.array([Payload(marker)], dtype=object), allow_pickle=True)
     np.savez(arrays, np.array([Payload(marker)], dtype=object))
@@ -220,8 +218,8 @@ ENDINGS = (
 
 
 @pytest.mark.parametrize("ending", ENDINGS.split())
-def test_no_field_of_a_tar_file_is_unpickled_whatever_its_ending(tmp_path: Path, ending: str) -> None:
-    """Each is refused by name at the start, or as what it is not, or stays bytes or text."""
+def test_tar_field_of_any_suffix_is_never_unpickled(tmp_path: Path, ending: str) -> None:
+    """Expects each suffix to be refused by name, to fail to decode, or to stay bytes."""
     marker = tmp_path / "marker"
     for name, payload in payloads(marker).items():
         write_tar(tmp_path / f"{name}.tar", [{ending: payload}])
@@ -229,7 +227,7 @@ def test_no_field_of_a_tar_file_is_unpickled_whatever_its_ending(tmp_path: Path,
             data = Tar(path=str(tmp_path / f"{name}.tar"), fields=[ending])
             assert data.prepare(next(iter(data))) == (payload,)
             continue
-        with pytest.raises(UsageError, match=rf"fields: `?{ending}`? .*(pickle|decoded)"):  # noqa: PT012  # either may
+        with pytest.raises(UsageError, match=rf"fields: `?{ending}`? .*(pickle|decoded)"):  # noqa: PT012  # either may raise
             data = Tar(path=str(tmp_path / f"{name}.tar"), fields=[ending])
             data.prepare(next(iter(data)))
     assert not marker.exists()
@@ -237,10 +235,8 @@ def test_no_field_of_a_tar_file_is_unpickled_whatever_its_ending(tmp_path: Path,
     assert marker.exists()  # the payload works
 
 
-def test_images_of_tar_files_are_opened_by_formats_that_run_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PostScript under the name of a JPEG never comes to Ghostscript."""
+def test_tar_images_never_start_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores PostScript under the suffix of a JPEG."""
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n"
     assert Image.open(io.BytesIO(postscript)).format == "EPS"
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
@@ -250,7 +246,7 @@ def test_images_of_tar_files_are_opened_by_formats_that_run_nothing(
         data.prepare(next(iter(data)))
 
 
-def test_npz_and_grey_images_of_tar_files(tmp_path: Path) -> None:
+def test_tar_reads_npz_and_rgba_images(tmp_path: Path) -> None:
     arrays = io.BytesIO()
     np.savez(arrays, a=np.arange(2), b=np.ones(1))
     write_tar(tmp_path / "one.tar", [{"x.NPZ": arrays.getvalue(), "PNG": png(51)}])
@@ -270,7 +266,7 @@ def test_npz_and_grey_images_of_tar_files(tmp_path: Path) -> None:
         ("{one}{,s}", ["{one}", "{one}s"]),
     ],
 )
-def test_braces_in_paths_are_those_of_a_shell(pattern: str, names: list[str]) -> None:
+def test_braces_in_paths_expand_as_in_a_shell(pattern: str, names: list[str]) -> None:
     assert files._named(pattern) == names
     assert list(library("braceexpand", "webdataset").braceexpand(pattern)) == names
 
@@ -286,18 +282,18 @@ def test_braces_in_paths_are_those_of_a_shell(pattern: str, names: list[str]) ->
         "{a,b" + "{a,b}" * 20,
     ],
 )
-def test_braces_that_name_files_without_end_are_refused_at_once(pattern: str) -> None:
+def test_braces_with_too_many_names_are_refused_at_once(pattern: str) -> None:
     with pytest.raises(UsageError, match="path: "):
         find_files(pattern, ".tar")
 
 
-def test_of_several_endings_the_first_that_a_sample_has_is_taken(tmp_path: Path) -> None:
+def test_first_suffix_that_a_sample_has_is_used(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [{"json": b"1", "txt": b"one", "cls": b"0"}, {"json": b"2", "cls": b"0"}])
     data = Tar(path=str(tmp_path), fields=["txt;json", "cls"])
     assert [data.prepare(one)[0] for one in data.iter_shard(0, epoch=0, skip=0)] == ["one", 2]
 
 
-def test_what_a_tar_file_has_beside_its_samples_is_left_out(tmp_path: Path) -> None:
+def test_tar_skips_members_that_are_not_samples(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for name in ("__MACOSX/0.txt", "0.txt", "folder", "notes"):
             about = tarfile.TarInfo(name)
@@ -307,8 +303,8 @@ def test_what_a_tar_file_has_beside_its_samples_is_left_out(tmp_path: Path) -> N
     assert Tar(path=str(tmp_path), fields=["txt"]).shard_sizes == [1]
 
 
-def test_an_index_is_made_anew_for_a_file_that_has_changed_and_kept_its_size(tmp_path: Path) -> None:
-    """Tar files are padded: one of two samples may be as long as one of one."""
+def test_tar_index_is_rebuilt_for_a_changed_file_of_the_same_size(tmp_path: Path) -> None:
+    """Uses that tar files are padded: a file of two samples may be as long as a file of one."""
     kept, path = str(tmp_path / "index"), tmp_path / "a.tar"
     sizes = []
     for number in (1, 2):
@@ -319,7 +315,7 @@ def test_an_index_is_made_anew_for_a_file_that_has_changed_and_kept_its_size(tmp
     assert sizes[0] == sizes[1]
 
 
-def test_tar_files_that_cannot_be_are_refused(shards: Path) -> None:
+def test_invalid_tar_options_and_files_are_refused(shards: Path) -> None:
     with pytest.raises(UsageError, match=r"sample part/00000 of .*data-00\.tar has cls, png, but no jpg or jpeg"):
         Tar(path=str(shards), fields=["jpg;jpeg"])
     with pytest.raises(SetupError, match=r"no such file: .*data-06\.tar"):
@@ -333,7 +329,7 @@ def test_tar_files_that_cannot_be_are_refused(shards: Path) -> None:
         Tar(path=str(shards), fields=["cls"])
 
 
-def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SetupError, match="nolibrary is not installed") as told:
         library("nolibrary.inner", "webdataset")
     assert told.value.hints == ("install it: pip install 'ddpforge[webdataset]'",)
@@ -341,7 +337,7 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("form", ["npy", "index"])
-def test_arrays_in_files_are_never_unpickled(tmp_path: Path, form: str) -> None:
+def test_arrays_in_token_and_index_files_are_never_unpickled(tmp_path: Path, form: str) -> None:
     marker = tmp_path / "marker"
     payload = payloads(marker)["npy"]
     if form == "npy":
@@ -359,7 +355,7 @@ def test_arrays_in_files_are_never_unpickled(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_forms_of_datasets_that_unpickle_are_refused_by_name(tmp_path: Path) -> None:
+def test_hugging_face_formats_that_unpickle_are_refused(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     for ending in ("pkl", "pickle"):
         (tmp_path / f"x.{ending}").write_bytes(pickle.dumps(Payload(marker)))
@@ -376,7 +372,7 @@ def test_forms_of_datasets_that_unpickle_are_refused_by_name(tmp_path: Path) -> 
 
 # ---------------------------------------------------------------------------------------------- tokens
 @pytest.mark.parametrize("form", ["npy", "bin"])
-def test_token_files_are_mapped_and_cut_into_blocks(tmp_path: Path, form: str) -> None:
+def test_token_files_are_memory_mapped_and_split_into_blocks(tmp_path: Path, form: str) -> None:
     tokens = np.arange(100, dtype=np.uint16)
     path = tmp_path / f"tokens.{form}"
     np.save(path, tokens) if form == "npy" else tokens.tofile(path)
@@ -387,14 +383,14 @@ def test_token_files_are_mapped_and_cut_into_blocks(tmp_path: Path, form: str) -
     assert (targets - inputs).unique().tolist() == [1]
     assert inputs.dtype == targets.dtype == torch.int64
     packed = pickle.dumps(data)
-    assert len(packed) < 1000  # the file, not what is in it
+    assert len(packed) < 1000  # the path of the file, not its content
     assert pickle.loads(packed)[3][0].tolist() == list(range(24, 32))
     with pytest.raises(UsageError, match=r"contains the token 99, but vocab_size is 90") as told:
         Tokens(path=path, block_size=9, vocab_size=90).__getitems__([10])
     assert told.value.hints == ("set vocab_size of the data and of the model to 100 or more",)
 
 
-def test_token_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_invalid_token_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="no such file"):
         Tokens(path=tmp_path / "none.bin")
     (tmp_path / "odd.bin").write_bytes(b"abc")
@@ -411,7 +407,7 @@ def test_token_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- parquet, hugging face
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
-    """Two parquet files of 50 rows, in row groups of 20, 20 and 10."""
+    """Writes two parquet files of 50 rows, in row groups of 20, 20 and 10."""
     import pyarrow
     from pyarrow import parquet
 
@@ -422,7 +418,7 @@ def tables(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_of_parquet_files_are_used_once(tables: Path) -> None:
+def test_parquet_rows_are_read_once(tables: Path) -> None:
     data = Parquet(path=str(tables), columns=["x", "y"], shuffle=True, shuffle_buffer=3, interleave=(2, 2))
     assert list(data.shard_sizes) == [20, 20, 10] * 2
     micro_batches = list(opened(data).evaluation())
@@ -433,7 +429,7 @@ def test_rows_of_parquet_files_are_used_once(tables: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
-def test_floats_of_tables_are_as_models_take_them(tmp_path: Path, kind: str) -> None:
+def test_floats_of_tables_become_float32(tmp_path: Path, kind: str) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -449,12 +445,12 @@ def test_floats_of_tables_are_as_models_take_them(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("value", [None, [0.5, None], [[1], [1, 2]]])
-def test_what_makes_no_batch_of_a_table_is_named(value: Any) -> None:
+def test_values_that_cannot_form_a_batch_are_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=r"columns: a (row|list)"):
         files.numeric(value)
 
 
-def test_parquet_files_that_cannot_be_are_refused(tables: Path) -> None:
+def test_invalid_parquet_files_are_refused(tables: Path) -> None:
     with pytest.raises(UsageError, match="has no `z`") as told:
         Parquet(path=str(tables), columns=["z"])
     assert told.value.hints == ("it has x, y, word",)
@@ -473,11 +469,11 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_dataset_of_hugging_face_from_files(tables: Path) -> None:
+def test_hugging_face_reads_files(tables: Path) -> None:
     files = str(tables / "*.parquet")
     data: Any = hugging_face(path="parquet", data_files=files, split="train", columns=["x", "y"])
     assert len(data) == 100
-    assert data.y.tolist() == list(range(100))  # for an order
+    assert data.y.tolist() == list(range(100))  # for samplers
     x, y = data.collate(data.__getitems__([3, 7]))
     assert (x.tolist(), y.tolist()) == ([[1.5, 1.0], [3.5, 1.0]], [3, 7])
     assert data[3] == {"x": [1.5, 1.0], "y": 3}
@@ -494,13 +490,13 @@ def streamed(folder: Path, form: str = "parquet", **more: Any) -> Any:
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
-    """Two files of 50 rows, in a form that does not say how many."""
+    """Writes two files of 50 rows, in a format without row counts."""
     write_rows(tmp_path, "json", [50, 50])
     return tmp_path
 
 
 def write_rows(folder: Path, form: str, sizes: list[int]) -> None:
-    """Files of so many rows each, whose `y` is the number of the row."""
+    """Writes one file per size, with that number of rows; `y` is the number of the row."""
     import pyarrow
     from pyarrow import csv, feather
 
@@ -520,7 +516,7 @@ def write_rows(folder: Path, form: str, sizes: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_stream_of_hugging_face_with_and_without_known_shards(lines: Path) -> None:
+def test_hugging_face_streams_with_and_without_known_shards(lines: Path) -> None:
     plain = streamed(lines, "json")
     assert not hasattr(plain, "__len__")
     assert [one for micro in opened(plain).evaluation() for one in numbers(micro)] == list(range(100))
@@ -541,8 +537,8 @@ ROWS = [20, 20, 10] * 2
 
 
 @pytest.fixture(params=["parquet", "json"])
-def parted(request: pytest.FixtureRequest, tmp_path: Path) -> Streams:
-    """A stream in parts of `ROWS` rows: row groups, or files that are counted."""
+def sharded_stream(request: pytest.FixtureRequest, tmp_path: Path) -> Streams:
+    """Returns a function that builds a stream in shards of `ROWS` rows: row groups, or counted files."""
     if request.param == "parquet":
         return partial(streamed, request.getfixturevalue("tables"))
     write_rows(tmp_path, "json", ROWS)
@@ -552,10 +548,10 @@ def parted(request: pytest.FixtureRequest, tmp_path: Path) -> Streams:
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_parts_of_a_stream_are_read_by_whom_they_are_for(
-    parted: Streams, monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int
+def test_stream_shards_are_read_only_by_their_ranks_and_workers(
+    sharded_stream: Streams, monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int
 ) -> None:
-    """Every sample once over all ranks and loader processes; a resume opens what it goes on with."""
+    """Reads every sample once over all ranks and loader processes; a resume opens only the shard that it continues."""
     opened_parts: list[tuple[int, int]] = []
     original = HuggingFaceShards.iter_shard
 
@@ -564,7 +560,7 @@ def test_parts_of_a_stream_are_read_by_whom_they_are_for(
         return original(self, part, epoch=epoch, skip=skip)
 
     monkeypatch.setattr(HuggingFaceShards, "iter_shard", noted)
-    data = parted(interleave=(ranks, workers))
+    data = sharded_stream(interleave=(ranks, workers))
     assert list(data.shard_sizes) == ROWS
     whose = [(rank, worker) for rank in range(ranks) for worker in range(workers)]
     seen = {
@@ -573,30 +569,30 @@ def test_parts_of_a_stream_are_read_by_whom_they_are_for(
     }
     used = [one for micros in seen.values() for micro in micros for one in micro]
     assert sorted(used) == list(range(100))
-    assert len(opened_parts) <= len(ROWS) + ranks * workers  # each lane begins in the middle of a part
+    assert len(opened_parts) <= len(ROWS) + ranks * workers  # each lane begins in the middle of a shard
 
     opened_parts.clear()
     rest = hand(data, rank=0, ranks=ranks, worker=0, workers=workers, start=workers)
     assert [numbers(micro) for micro in rest] == seen[0, 0][1:]
     (part, skip) = opened_parts[0]
-    assert (part, skip) == (0, 4)  # each lane begins with a step's worth of it
+    assert (part, skip) == (0, 4)  # the first step uses 4 samples of the first lane
 
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_in_parts_resumes_in_loader_processes(parted: Streams, workers: int) -> None:
-    data = parted(shuffle=True, shuffle_buffer=3)
+def test_sharded_stream_resumes_in_loader_processes(sharded_stream: Streams, workers: int) -> None:
+    data = sharded_stream(shuffle=True, shuffle_buffer=3)
     straight = [sorted(numbers(micro)) for micro, _ in zip(opened(data).training(0), range(14), strict=False)]
     assert sorted(one for step in straight[:7] for one in step) == list(range(100))
     assert sorted(one for step in straight[7:] for one in step) == list(range(100))
-    again = opened(parted(shuffle=True, shuffle_buffer=3), workers=workers).training(5)
+    again = opened(sharded_stream(shuffle=True, shuffle_buffer=3), workers=workers).training(5)
     assert [sorted(numbers(next(again))) for _ in range(4)] == straight[5:9]
 
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("form", ["json", "csv", "arrow", "tar"])
-def test_a_resume_reads_no_file_that_it_has_left(tmp_path: Path, form: str) -> None:
-    """Those may be gone: of 100 rows in six files, the last 24 are in two."""
+def test_resume_does_not_read_finished_files(tmp_path: Path, form: str) -> None:
+    """Deletes finished files: of 100 rows in six files, the last 24 are in two."""
     write_rows(tmp_path, form, ROWS)
     columns = {"columns": ["x.json", "y.json"], "path": "webdataset"} if form == "tar" else {}
     data = streamed(tmp_path, form, index=str(tmp_path / "index"), interleave=(1, 1), **columns)
@@ -608,8 +604,8 @@ def test_a_resume_reads_no_file_that_it_has_left(tmp_path: Path, form: str) -> N
 
 
 @pytest.mark.usefixtures("offline")
-def test_rows_are_counted_once_where_an_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that was written anew is counted anew, alone."""
+def test_row_index_avoids_counting_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts only the changed file again."""
     counted: list[int] = []
     original = hf._rows
 
@@ -634,7 +630,7 @@ def test_rows_are_counted_once_where_an_index_is_kept(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("offline")
-def test_splits_are_counted_one_after_the_other(tables: Path, lines: Path) -> None:
+def test_combined_splits_are_read_in_order(tables: Path, lines: Path) -> None:
     named = {"train": str(tables / "part-1.*"), "test": str(tables / "part-0.*")}
     for form in ("parquet", "json"):
         files = {split: path.replace("*", form) for split, path in named.items()}
@@ -646,7 +642,7 @@ def test_splits_are_counted_one_after_the_other(tables: Path, lines: Path) -> No
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_stream_that_is_read_whole_says_why(lines: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stream_without_shards_logs_the_reason(lines: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ddpforge")
     assert isinstance(streamed(lines, "json"), Streamed)
     (lines / "part-1.json").unlink()
@@ -659,7 +655,7 @@ def test_a_stream_that_is_read_whole_says_why(lines: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.usefixtures("offline")
-def test_streams_that_cannot_be_counted_are_refused(lines: Path) -> None:
+def test_invalid_index_options_and_files_are_refused(lines: Path) -> None:
     kept = str(lines / "index")
     with pytest.raises(UsageError, match="shard_lengths and index both determine"):
         streamed(lines, "json", index=kept, shard_lengths=lines / "lengths.txt")
@@ -669,7 +665,7 @@ def test_streams_that_cannot_be_counted_are_refused(lines: Path) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_rows_of_different_lengths_are_named_with_their_column(tmp_path: Path) -> None:
+def test_error_for_rows_of_different_lengths_names_the_column(tmp_path: Path) -> None:
     rows = [{"x": [1.0] * (1 + number % 2), "y": number} for number in range(4)]
     (tmp_path / "a.json").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(UsageError, match=r"columns: rows have different shapes in `x`: \[1\] and \[2\]") as told:

@@ -1,4 +1,4 @@
-"""Several GPUs of one machine: one curve under every strategy, faults that end soon. Run with `pytest -m gpus`."""
+"""Several GPUs of one machine: the same curve under every strategy; a fault ends the run. Run with `pytest -m gpus`."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from support.launched import Ranks
 from support.sharding import CNN, DDP, EACH, FSDP, RECIPE, ZERO, Bench
 
 GPUS = torch.cuda.device_count()
-SOON = 30  # seconds, in which nothing may be left of a run that lost a rank
+SOON = 30  # seconds after which no process of a run that lost a rank may be left
 pytestmark = [
     pytest.mark.gpus,
     pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices"),
@@ -60,7 +60,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`python -m ddpforge ARGUMENTS` in a folder with the recipe."""
+    """Starts `python -m ddpforge ARGUMENTS` in a folder with the recipe."""
     (folder / "run.toml").write_text(LONG)
     (folder / "fault.py").write_text(FAULT)
     command = [sys.executable, "-m", "ddpforge", *arguments]
@@ -87,7 +87,7 @@ def test_every_strategy_gives_the_curve_of_one_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["killed", "raises", "hangs"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_that_is_lost_ends_the_run_soon(tmp_path: Path, strategy: str, kind: str) -> None:
+def test_lost_rank_ends_the_run_soon(tmp_path: Path, strategy: str, kind: str) -> None:
     sets = ["--set=callbacks.fault.use=./fault.py:Fault", f"--set=callbacks.fault.kind={kind}"]
     process = started(tmp_path, "launch", "run.toml", f"--nproc={GPUS}", *sets, f"--set=strategy.use={strategy}")
     wait_for_steps(process)
@@ -98,10 +98,10 @@ def test_a_rank_that_is_lost_ends_the_run_soon(tmp_path: Path, strategy: str, ki
     found = status(tmp_path)
     assert found["state"] == "failed"
     assert "rank 1" in found["error"]
-    assert took < SOON + (20 if kind == "hangs" else 0)  # of which the first 20 are train.collective_timeout
+    assert took < SOON + (20 if kind == "hangs" else 0)  # 20 s of train.collective_timeout come first
 
 
-def test_a_request_to_stop_ends_with_a_checkpoint(tmp_path: Path) -> None:
+def test_stop_request_saves_a_checkpoint(tmp_path: Path) -> None:
     process = started(tmp_path, "launch", "run.toml", f"--nproc={GPUS}", "--set=strategy.use=fsdp")
     wait_for_steps(process)
     process.send_signal(signal.SIGTERM)
@@ -112,7 +112,7 @@ def test_a_request_to_stop_ends_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP, ZERO[3]], ids=["ddp", "fsdp", "zero3"])
-def test_ranks_that_see_one_gpu_each_train(bench: Bench, strategy: str) -> None:
+def test_ranks_with_one_visible_gpu_each_train(bench: Bench, strategy: str) -> None:
     bench("all", strategy, nproc=GPUS)
     (bench.folder / "alone.toml").write_text((bench.folder / "all.toml").read_text().replace('"all"', '"alone"'))
     code = 'CUDA_VISIBLE_DEVICES=$LOCAL_RANK exec "$0" -m ddpforge run alone.toml'
@@ -130,15 +130,17 @@ def test_ranks_that_see_one_gpu_each_train(bench: Bench, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", EACH.values(), ids=EACH)
 @pytest.mark.parametrize("fewer", [1, max(1, GPUS // 2)])
-def test_a_checkpoint_of_all_gpus_goes_on_on_fewer(bench: Bench, fewer: int, strategy: str) -> None:
-    bench.recipe = bench.recipe.replace('use = "cosine"\nwarmup = "5st"', 'use = "constant"')  # of any length
+def test_checkpoint_of_all_gpus_resumes_on_fewer(bench: Bench, fewer: int, strategy: str) -> None:
+    bench.recipe = bench.recipe.replace(
+        'use = "cosine"\nwarmup = "5st"', 'use = "constant"'
+    )  # independent of the length
     bench("whole", 'use = "single"', nproc=1, length="20st")
     bench("parts", strategy, nproc=GPUS, length="10st")
     bench("parts", DDP, nproc=fewer, length="20st")
     assert bench.column("parts") == pytest.approx(bench.column("whole"), rel=1e-4)
 
 
-def test_batchnorm_over_all_gpus_is_that_of_the_whole_batch_on_one(bench: Bench) -> None:
+def test_sync_batchnorm_over_all_gpus_equals_batchnorm_on_one(bench: Bench) -> None:
     bench("all", DDP, nproc=GPUS, parts=CNN, train="sync_batchnorm = true")
     bench.recipe = bench.recipe.replace("micro_batch = 3", f"micro_batch = {3 * GPUS}")
     bench("one", 'use = "single"', nproc=1, parts=CNN)

@@ -1,4 +1,4 @@
-"""A run that has done its work ends well, every time."""
+"""A finished run exits with code 0, every time."""
 
 import os
 import subprocess
@@ -23,10 +23,10 @@ _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  
 
 
 @pytest.mark.parametrize("runs", [5, pytest.param(100, marks=pytest.mark.full)])
-def test_finished_runs_of_two_ranks_all_end_with_zero(tmp_path: Path, zygote: Zygote, runs: int) -> None:
-    """Trap 28a: gloo's threads abort about every tenth process that leaves by way of the interpreter's clean-up.
+def test_finished_runs_of_two_ranks_exit_with_zero(tmp_path: Path, zygote: Zygote, runs: int) -> None:
+    """Covers trap 28a: gloo's threads abort about every tenth process that exits through the interpreter's clean-up.
 
-    Twenty processes that did would all be spared once in 8 times; the 200 of `make test-all`, never.
+    Ten such processes would all survive once in 3 times; the 200 of `make test-all`, never.
     """
     (tmp_path / "short.toml").write_text(RECIPE)
     ended = [zygote.run(["run", "short.toml", "--fresh"], nproc=2, cwd=tmp_path) for _ in range(runs)]
@@ -35,7 +35,7 @@ def test_finished_runs_of_two_ranks_all_end_with_zero(tmp_path: Path, zygote: Zy
 
 @pytest.fixture
 def load() -> Iterator[None]:
-    """Four processes that are always busy."""
+    """Keeps four processes busy."""
     busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(4)]
     yield
     for process in busy:
@@ -49,10 +49,10 @@ SHORT, LONGER = ["run", "short.toml", "--fresh"], ["run", "short.toml", "--set",
 
 @pytest.mark.full
 @pytest.mark.alone
-def test_finished_fsdp_runs_and_their_resumes_end_with_zero_on_a_busy_machine(
+def test_fsdp_runs_and_their_resumes_exit_with_zero_on_a_busy_machine(
     tmp_path: Path, zygote: Zygote, load: None
 ) -> None:
-    """Under load autograd's thread may begin only when all is done; 2 of 43 resumes once ended with SIGABRT in it."""
+    """Runs under load: autograd's thread may begin only at the end; 2 of 43 resumes once ended with SIGABRT in it."""
     (tmp_path / "short.toml").write_text(FSDP)
     ended = [zygote.run(words, nproc=2, cwd=tmp_path) for _ in range(100) for words in (SHORT, LONGER)]
     assert [ranks.codes for ranks in ended] == [[0, 0]] * 200, next(r for r in ended if any(r.codes)).stderr
@@ -60,7 +60,7 @@ def test_finished_fsdp_runs_and_their_resumes_end_with_zero_on_a_busy_machine(
 
 @pytest.mark.full
 @pytest.mark.alone
-def test_so_do_those_of_one_process_that_no_launcher_has_started(tmp_path: Path, load: None) -> None:
+def test_runs_without_a_launcher_exit_with_zero_on_a_busy_machine(tmp_path: Path, load: None) -> None:
     (tmp_path / "short.toml").write_text(FSDP)
     for _ in range(20):
         for words in (SHORT, LONGER):
@@ -88,8 +88,8 @@ sys.modules["loud"] = Loud()
 """
 
 
-def test_one_process_ends_without_the_interpreters_clean_up_but_does_what_was_registered(tmp_path: Path) -> None:
-    """Autograd's threads are those of a single process too."""
+def test_single_process_runs_atexit_functions_but_no_interpreter_clean_up(tmp_path: Path) -> None:
+    """Covers a single process, which has autograd's threads, too."""
     (tmp_path / "short.toml").write_text(RECIPE + '[callbacks.registers]\nuse = "./registers.py:Registers"\n')
     (tmp_path / "registers.py").write_text(REGISTERED)
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}

@@ -1,4 +1,4 @@
-"""What every built-in model promises."""
+"""Guarantees of every built-in model."""
 
 from collections.abc import Callable
 

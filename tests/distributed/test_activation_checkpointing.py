@@ -1,4 +1,4 @@
-"""Activation checkpointing changes no number of blocks that change their buffers, under any strategy."""
+"""Activation checkpointing keeps every number of blocks that change their buffers, under any strategy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,10 +45,10 @@ def state(checkpoint: Path) -> dict[str, Tensor]:
     ],
     ids=["single", "ddp", "fsdp", "fsdp, selective", "zero2", "zero3"],
 )
-def test_recomputing_changes_no_number(
+def test_activation_checkpointing_keeps_weights_and_losses(
     tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str, recipe: str, train: str, kind: str
 ) -> None:
-    """Several micro-batches per step; with an optimizer that makes several passes, buffers go back after each."""
+    """Uses several micro-batches per step; multi-pass optimizers restore the buffers after each pass."""
     bench = Bench(tmp_path, ddpforge, recipe)
     for name in ("odd_models.py", "exploring.py"):
         copy(SUPPORT / name, tmp_path)
@@ -78,7 +78,7 @@ ATTENDING = PARTS.replace("NormedBlocks", "Attending")
         pytest.param('use = "pipeline"\nstages = 2', 2, id="pipeline", marks=pytest.mark.full),
     ],
 )
-def test_recomputing_attention_with_biases_and_changes_in_place_changes_no_number(
+def test_activation_checkpointing_of_attention_with_in_place_changes_keeps_the_losses(
     tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str, nproc: int
 ) -> None:
     bench = Bench(tmp_path, ddpforge)

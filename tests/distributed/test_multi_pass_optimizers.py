@@ -1,4 +1,4 @@
-"""Optimizers that look at a step's gradient several times do the same under every strategy."""
+"""Multi-pass optimizers have the same result under every strategy."""
 
 import json
 import math
@@ -71,7 +71,7 @@ def run(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Run:
 def by_hand(
     steps: int, *, passes: int = 2, rho: float = 0.5, lr: float = 0.1, clip: float = math.inf
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each step the weights before it and the gradient that it used, and the last weights."""
+    """Returns for each step the weights before it and the gradient that it used, and the last weights."""
     weight, found = START, []
     for _ in range(steps):
         there = weight
@@ -86,8 +86,8 @@ def by_hand(
 
 @each_strategy
 @pytest.mark.parametrize("passes", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_the_curve_is_that_of_the_formula(run: Run, strategy: str, passes: int) -> None:
-    """Five samples in micro-batches of one on two ranks: accumulation, and a stand-in on rank 0."""
+def test_multi_pass_curve_equals_the_formula(run: Run, strategy: str, passes: int) -> None:
+    """Uses five samples in micro-batches of one on two ranks: accumulation, and a padding sample on rank 0."""
     run(strategy=strategy, optimizer=f"passes = {passes}")
     *steps, (end, _) = by_hand(3, passes=passes)
     torch.testing.assert_close(run.saved()["weight"], end)
@@ -100,7 +100,7 @@ def test_the_curve_is_that_of_the_formula(run: Run, strategy: str, passes: int) 
     assert run.saved()["seen"] == 6  # two samples per step on rank 0, counted in the first pass only
 
 
-def test_replicas_of_shards_and_one_process(run: Run) -> None:
+def test_multi_pass_optimizer_under_hsdp_zero2_and_one_process(run: Run) -> None:
     for strategy, nproc in (('use = "single"', 1), (HSDP, 2), (ZERO[2], 2)):
         run(strategy=strategy, nproc=nproc)
         torch.testing.assert_close(run.saved()["weight"], by_hand(3)[-1][0])
@@ -114,7 +114,7 @@ def test_only_the_last_gradient_is_clipped(run: Run, strategy: str) -> None:
 
 @each_strategy
 def test_each_pass_draws_the_same_random_numbers(run: Run, strategy: str) -> None:
-    """A second look at the same place changes nothing if the noise is the same."""
+    """Makes a second pass at the same weights, which changes nothing if the noise is the same."""
     run(strategy=strategy, model="noise = 1.0", optimizer="rho = 0.0\npasses = 1")
     once = run.saved()
     run(strategy=strategy, model="noise = 1.0", optimizer="rho = 0.0\npasses = 2")
@@ -123,8 +123,8 @@ def test_each_pass_draws_the_same_random_numbers(run: Run, strategy: str) -> Non
 
 
 @each_strategy
-def test_a_step_that_fails_after_the_weights_were_moved_leaves_them_as_they_were(run: Run, strategy: str) -> None:
-    """At a distance beyond the range of numbers the second gradient is infinite, and there is no third."""
+def test_skipped_step_restores_perturbed_weights(run: Run, strategy: str) -> None:
+    """Perturbs beyond the range of fp32: the second gradient is infinite, and there is no third pass."""
     run(strategy=strategy, optimizer="rho = 1e39\npasses = 3", train='on_nonfinite = "skip"')
     assert torch.equal(run.saved()["weight"], START)
     *_, last = rows = run.rows()
@@ -133,7 +133,7 @@ def test_a_step_that_fails_after_the_weights_were_moved_leaves_them_as_they_were
 
 
 @each_strategy
-def test_a_step_whose_first_gradient_is_not_finite_is_left_out(run: Run, strategy: str) -> None:
+def test_step_with_a_nonfinite_first_gradient_is_skipped(run: Run, strategy: str) -> None:
     run(strategy=strategy, data="nan = 2", train='on_nonfinite = "skip"', length="2st")
     assert torch.equal(run.saved()["weight"], START)
     assert run.rows()[-1]["train/skipped_steps"] == 2
@@ -141,12 +141,12 @@ def test_a_step_whose_first_gradient_is_not_finite_is_left_out(run: Run, strateg
 
 @each_strategy
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.full), "fp16"])
-def test_lower_precision_is_near(run: Run, strategy: str, precision: str) -> None:
+def test_lower_precision_stays_close_to_the_formula(run: Run, strategy: str, precision: str) -> None:
     run(strategy=strategy, train=f'precision = "{precision}"')
     torch.testing.assert_close(run.saved()["weight"], by_hand(3)[-1][0], rtol=1e-2, atol=1e-2)
 
 
-def test_a_strategy_that_cannot_refuses(run: Run) -> None:
+def test_strategy_without_multi_pass_support_is_refused(run: Run) -> None:
     failed = run(strategy='use = "./exploring.py:OnePass"', nproc=1, fails=True)
     assert failed.codes == [3]
     assert "Uphill makes 2 passes per step, but the strategy supports only optimizers that make one" in failed.stderr

@@ -1,4 +1,4 @@
-"""An order of one's own choice on real ranks: the same curve on any number of them, also after an interruption."""
+"""Custom samplers on real ranks: the same curve on any number of ranks, also after an interruption."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ every = "1st"
 """
 
 
-def test_steps_that_grow_and_come_twice_train_alike_on_one_rank_and_on_two_that_were_interrupted(
+def test_nested_sampler_has_the_same_curve_on_one_rank_and_on_two_after_a_resume(
     ddpforge: Callable[..., object], tmp_path: Path
 ) -> None:
     curves = []
@@ -84,7 +84,7 @@ import os
 from ddpforge.interfaces import ShardedDataset
 
 class Shards(ShardedDataset):
-    """The numbers 1 to 100 in parts; every one that is read is written down."""
+    """The numbers 1 to 100 in shards; records every number read."""
 
     parts = [20, 1, 40, 9, 30]
     lanes = (4, 2)
@@ -101,10 +101,10 @@ class Shards(ShardedDataset):
 '''
 
 
-def test_a_stream_in_parts_is_used_once_by_ranks_with_loader_processes_and_resumed_within_an_epoch(
+def test_sharded_stream_is_read_once_by_loader_processes_and_resumes_within_an_epoch(
     ddpforge: Callable[..., object], tmp_path: Path
 ) -> None:
-    """13 steps an epoch; the first attempt ends after 6."""
+    """Ends the first attempt after 6 of the 13 steps of an epoch."""
     copy(SUPPORT / "parts.py", tmp_path)
     (tmp_path / "mine.py").write_text(SHARDS)
     (tmp_path / "run.toml").write_text(STREAM)
@@ -116,4 +116,6 @@ def test_a_stream_in_parts_is_used_once_by_ranks_with_loader_processes_and_resum
     assert first == [float(number) for number in range(1, 101)]
     assert both == sorted(first * 2)
     read = (tmp_path / "read.txt").read_text().split()
-    assert len(read) <= 200 + 2 * 2 * 2 * 4 * 2  # and what loader processes had ready when each attempt ended
+    assert (
+        len(read) <= 200 + 2 * 2 * 2 * 4 * 2
+    )  # plus the samples that loader processes had ready at the end of each attempt

@@ -1,4 +1,4 @@
-"""The GAN recipe in small: one curve on 1, 2 and 4 ranks and under FSDP, and a resume in the middle that is exact."""
+"""Alternating updates: a small GAN has one curve on 1, 2 and 4 ranks and under FSDP, and resumes exactly."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [line for line in lines if "train/loss" in line]
 
 
-def assert_the_same(one: str, other: str) -> None:
+def assert_same_run(one: str, other: str) -> None:
     for key in CURVE:
         assert [row[key] for row in rows(one)] == pytest.approx([row[key] for row in rows(other)], rel=1e-5), key
     first, second = (weights_in(max(Path(f"runs/{name}/checkpoints").glob("step-*"))) for name in (one, other))
@@ -43,22 +43,22 @@ def assert_the_same(one: str, other: str) -> None:
         torch.testing.assert_close(weight, second[name], rtol=1e-4, atol=1e-6)
 
 
-def test_one_curve_on_any_number_of_ranks_and_in_one_go_or_two(
+def test_gan_has_the_same_curve_on_any_number_of_ranks_and_after_a_resume(
     gan: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     flat = ("schedule.use=constant", "optimizer.updates.generator.schedule={use='constant', warmup='2st'}")
     gan("one", *flat)
-    assert [row["samples"] for row in rows("one")] == [32, 64, 96, 128]  # two draws a step
+    assert [row["samples"] for row in rows("one")] == [32, 64, 96, 128]  # two batches per step
     assert [row["lr/generator"] / rows("one")[2]["lr/generator"] for row in rows("one")] == [1 / 2, 1, 1, 1]
     gan("four", *flat, nproc=4)
-    assert_the_same("one", "four")
+    assert_same_run("one", "four")
     gan("resumed", *flat, "strategy.use=fsdp", nproc=2, steps=3)
     gan("resumed", *flat, "strategy.use=fsdp", nproc=2, steps=4)
-    assert_the_same("one", "resumed")
+    assert_same_run("one", "resumed")
 
 
-def test_what_cannot_take_turns_is_refused_before_training(gan: Callable[..., Ranks]) -> None:
+def test_strategies_without_alternating_updates_are_refused_before_training(gan: Callable[..., Ranks]) -> None:
     for strategy, key in (("deepspeed", "optimizer.updates"), ("ddp", "")):
         sets = [f"strategy.use={strategy}"] + (["strategy.compression=powersgd"] if not key else [])
         failed = gan("no", *sets, fails=True)

@@ -1,4 +1,4 @@
-"""Whatever began hears once how it ended, and status.json says how the last attempt did."""
+"""`on_end` is called once for every callback that started, and status.json has the result of the last attempt."""
 
 import json
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def heard(rank: int = 0) -> list[str]:
+def callback_calls(rank: int = 0) -> list[str]:
     return Path(f"heard-{rank}.txt").read_text().splitlines()
 
 
@@ -76,26 +76,26 @@ def status() -> dict[str, Any]:
 STARTED = ["first started", "second started"]
 
 
-def test_callbacks_hear_once_that_all_went_well(ddpforge: Callable[..., Ranks]) -> None:
+def test_on_end_is_called_once_after_success(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "run.toml")
-    assert heard() == [*STARTED, "second ended: None", "first ended: None"]
+    assert callback_calls() == [*STARTED, "second ended: None", "first ended: None"]
 
     Path("heard-0.txt").unlink()
     ddpforge("eval", "run")
-    assert heard() == [*STARTED, "second ended: None", "first ended: None"]
+    assert callback_calls() == [*STARTED, "second ended: None", "first ended: None"]
 
 
-def test_a_callback_that_fails_when_it_hears_of_the_end_fails_the_run(ddpforge: Callable[..., Ranks]) -> None:
+def test_callback_that_fails_in_on_end_fails_the_run(ddpforge: Callable[..., Ranks]) -> None:
     failed = ddpforge("run", "run.toml", "--set", "callbacks.second.fails=on_end", nproc=2, fails=True)
     assert failed.codes == [ExitCode.FAILED] * 2
     for rank in range(2):
-        assert heard(rank) == [*STARTED, "second ended: None", "first ended: KeyError('end')"]
+        assert callback_calls(rank) == [*STARTED, "second ended: None", "first ended: KeyError('end')"]
     assert (status()["state"], status()["step"]) == ("failed", 4)
     assert status()["error"] in ("rank 0: KeyError: 'end'", "rank 1: KeyError: 'end'")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_run_is_done_while_a_rank_fails(ddpforge: Callable[..., Ranks], rank: int) -> None:
+def test_run_is_not_done_if_one_rank_fails_at_the_end(ddpforge: Callable[..., Ranks], rank: int) -> None:
     failed = ddpforge("run", "run.toml", "--set", f"callbacks.first.fails=on_end of {rank}", nproc=2, fails=True)
     assert failed.codes == [ExitCode.FAILED] * 2
     assert (status()["state"], status()["error"]) == ("failed", f"rank {rank}: KeyError: 'end'")
@@ -105,7 +105,7 @@ def test_no_run_is_done_while_a_rank_fails(ddpforge: Callable[..., Ranks], rank:
 
 
 @pytest.mark.parametrize("command", ["run", "eval"])
-def test_callbacks_that_have_started_hear_that_a_later_one_could_not(
+def test_on_end_receives_the_error_of_a_later_callback_in_on_start(
     ddpforge: Callable[..., Ranks], command: str
 ) -> None:
     if command == "eval":
@@ -114,10 +114,10 @@ def test_callbacks_that_have_started_hear_that_a_later_one_could_not(
     arguments = ["run", "run.toml"] if command == "run" else ["eval", "run"]
     failed = ddpforge(*arguments, "--set", "callbacks.second.fails=on_start", fails=True)
     assert failed.codes == [ExitCode.FAILED]
-    assert heard() == ["first started", "first ended: KeyError('start')"]
+    assert callback_calls() == ["first started", "first ended: KeyError('start')"]
 
 
-def test_the_status_is_that_of_the_last_attempt_and_keeps_where_the_run_stands(
+def test_status_is_that_of_the_last_attempt_and_keeps_step_and_metrics(
     ddpforge: Callable[..., Ranks],
 ) -> None:
     ddpforge("run", "run.toml", "--set", "callbacks.first.fails=on_step 3", fails=True)
@@ -135,8 +135,8 @@ def test_the_status_is_that_of_the_last_attempt_and_keeps_where_the_run_stands(
     assert "CheckpointError: the folder of checkpoints cannot be read" in status()["error"]
 
 
-def test_the_attempt_of_a_row_is_that_of_the_run(ddpforge: Callable[..., Ranks]) -> None:
-    """An attempt that has written no row counts in both places."""
+def test_rows_have_the_attempt_number_of_run_json(ddpforge: Callable[..., Ranks]) -> None:
+    """Counts an attempt that has written no row in both places."""
     for length in ("2st", "4st"):
         ddpforge("run", "run.toml", "--set", f"train.length={length}")
     ddpforge("run", "run.toml", "--set", "train.length=6st", "--set", "callbacks.first.fails=on_step 5", fails=True)

@@ -1,4 +1,4 @@
-"""Which rank failed first, and of what: said by those that are left, in status.json, on the console and in the logs."""
+"""Failure reports: the surviving ranks report which rank failed first, and how, in status.json, console and logs."""
 
 import json
 import re
@@ -25,7 +25,7 @@ train = { length = "100st", global_batch = 12, timeout = "10m" }
 [callbacks.fault]
 use = "./faults.py:Fault"
 """
-WAITS_LITTLE = "--set=train.collective_timeout=3s"  # for what is known only once the time is up
+WAITS_LITTLE = "--set=train.collective_timeout=3s"  # for faults that are detected only at the timeout
 FAULTS = '''
 """Faults of one rank at step 3."""
 
@@ -52,7 +52,7 @@ class Fault(Callback):
         if info.step != 3:
             return
         if not self.here and self.waits:
-            os.read(os.pipe()[0], 1)  # as in a kernel: a signal handler of Python's does not run
+            os.read(os.pipe()[0], 1)  # as in a kernel: Python runs no signal handler here
         if self.here:
             getattr(self, self.kind)()
 
@@ -114,7 +114,7 @@ def faulty(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Faulty:
     return run
 
 
-def test_the_rank_that_failed_first_speaks_and_the_others_point_to_it(tmp_path: Path, faulty: Faulty) -> None:
+def test_first_failed_rank_prints_its_traceback_and_the_others_refer_to_it(tmp_path: Path, faulty: Faulty) -> None:
     ended, status = faulty("raises")
     assert ended.codes == [1, 1]
     assert (status["state"], status["exit_code"], status["error"]) == ("failed", 1, "rank 1: KeyError: 'absent'")
@@ -130,7 +130,7 @@ def test_the_rank_that_failed_first_speaks_and_the_others_point_to_it(tmp_path: 
     assert "gloo" in (tmp_path / "runs/run/logs/rank-0.log").read_text()
 
 
-def test_all_ranks_end_with_the_exit_code_of_the_first(faulty: Faulty) -> None:
+def test_all_ranks_exit_with_the_code_of_the_first_failed_rank(faulty: Faulty) -> None:
     ended, status = faulty("refuses")
     assert ended.codes == [ExitCode.ENVIRONMENT] * 2
     assert status["exit_code"] == ExitCode.ENVIRONMENT
@@ -139,7 +139,7 @@ def test_all_ranks_end_with_the_exit_code_of_the_first(faulty: Faulty) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_the_others_learn_that_memory_is_full_before_a_plan_says_what_fits(tmp_path: Path, faulty: Faulty) -> None:
+def test_out_of_memory_is_reported_to_other_ranks_before_the_memory_plan(tmp_path: Path, faulty: Faulty) -> None:
     ended, status = faulty("full", "--set=track.memory_check=on")
     assert ended.codes == [1, 1]
     assert (tmp_path / "runs/run/told").read_text() == "True"
@@ -165,10 +165,10 @@ DIED = r"was killed by signal \d+ \(SIG\w+\)|ended without a report: killed, or 
         ),
     ],
 )
-def test_a_rank_that_cannot_speak_is_named_by_the_others(
+def test_rank_that_cannot_report_is_named_by_the_others(
     tmp_path: Path, faulty: Faulty, kind: str, rank: int, nproc: int, said: str
 ) -> None:
-    """Of one that has ended they know it at once, of others after `train.collective_timeout`."""
+    """Names a dead rank at once, and a silent one after `train.collective_timeout`."""
     more = [WAITS_LITTLE] if kind in ("stopped", "hangs") else []
     ended, status = faulty(kind, *more, rank=rank, nproc=nproc)
     assert all(ended.codes)
@@ -217,7 +217,7 @@ class Missing(Digits):
 
 @pytest.fixture
 def starting(tmp_path: Path) -> Path:
-    """A recipe of which the last rank comes no further than to its data."""
+    """Returns the folder of a recipe whose last rank fails at its data or, if IMPORT is set, at the import."""
     data = 'data.train = { use = "./nodata.py:Missing", how = "hangs" }'
     text = RECIPE.partition("[callbacks.fault]")[0].replace('data.train = { use = "digits", split = "test" }', data)
     (tmp_path / "run.toml").write_text(text)
@@ -225,7 +225,7 @@ def starting(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_rank_that_cannot_even_begin_says_why(starting: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_rank_that_fails_to_start_reports_its_error(starting: Path, ddpforge: Callable[..., Ranks]) -> None:
     ended = ddpforge("run", "run.toml", "--set=data.train.how=raises", nproc=2, fails=True)
     assert ended.codes[0] == ended.codes[1] > 0
     assert "not-on-this-machine" in ended.stderr
@@ -235,10 +235,8 @@ def test_a_rank_that_cannot_even_begin_says_why(starting: Path, ddpforge: Callab
 
 
 @pytest.mark.parametrize("imports", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_rank_that_is_killed_while_it_starts_is_named(
-    starting: Path, ddpforge: Callable[..., Ranks], imports: bool
-) -> None:
-    """The others wait in C++ for it to join, or in a collective, and do not wait for `train.collective_timeout`."""
+def test_rank_killed_during_start_is_named(starting: Path, ddpforge: Callable[..., Ranks], imports: bool) -> None:
+    """Covers ranks that wait in C++ for rank 1, or in a collective: they end before `train.collective_timeout`."""
     env = {"IMPORT": "killed"} if imports else {}
     ended = ddpforge("run", "run.toml", "--set=data.train.how=killed", env=env, nproc=2, fails=True)
     assert ended.codes == [1, -signal.SIGKILL]
@@ -248,7 +246,7 @@ def test_a_rank_that_is_killed_while_it_starts_is_named(
 
 
 @pytest.mark.parametrize("imports", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_rank_that_hangs_while_it_starts_is_named_with_its_line(
+def test_rank_that_hangs_during_start_is_named_with_its_line(
     starting: Path, ddpforge: Callable[..., Ranks], imports: bool
 ) -> None:
     env = {"IMPORT": "hangs"} if imports else {}
@@ -261,9 +259,7 @@ def test_a_rank_that_hangs_while_it_starts_is_named_with_its_line(
     assert "Traceback" not in ended.stderr
 
 
-def test_ranks_that_are_asked_to_stop_while_one_hangs_in_the_start_stop(
-    starting: Path, ddpforge: Callable[..., Ranks]
-) -> None:
+def test_stop_request_during_start_ends_all_ranks(starting: Path, ddpforge: Callable[..., Ranks]) -> None:
     ended = ddpforge("run", "run.toml", env={"IMPORT": "asked"}, nproc=2, fails=True)
     assert ended.codes == [ExitCode.PREEMPTED] * 2
     assert "error: stopped before training began" in ended.stderr
@@ -273,9 +269,7 @@ def test_ranks_that_are_asked_to_stop_while_one_hangs_in_the_start_stop(
     assert "error: stopped before training began" in alone.stderr
 
 
-def test_the_error_of_a_recipe_that_one_rank_alone_finds_is_shown(
-    starting: Path, ddpforge: Callable[..., Ranks]
-) -> None:
+def test_recipe_error_of_one_rank_is_printed_once(starting: Path, ddpforge: Callable[..., Ranks]) -> None:
     ended = ddpforge("run", "run.toml", env={"IMPORT": "raises"}, nproc=2, fails=True)
     assert ended.codes == [ExitCode.USAGE] * 2
     assert ended.stderr.count("not-on-this-machine") == 1
@@ -306,10 +300,8 @@ class JoinsLate(Callback):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed", marks=pytest.mark.full)])
-def test_a_refusal_reaches_every_rank_however_late_it_joins(
-    tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str
-) -> None:
-    """A rank that had joined and left at once would end those that are still joining: with code 1 and gloo's words."""
+def test_refusal_reaches_ranks_that_join_late(tmp_path: Path, ddpforge: Callable[..., Ranks], strategy: str) -> None:
+    """Checks that no rank leaves before all have joined: the others would end with code 1 and an error of gloo."""
     (tmp_path / "run.toml").write_text(RECIPE.replace("./faults.py:Fault", "./late.py:JoinsLate"))
     (tmp_path / "late.py").write_text(JOINS_LATE)
     sets = (f"--set=strategy.use={strategy}", '--set=train.blocks=["Nope"]', "--set=train.collective_timeout=1m")
@@ -320,7 +312,7 @@ def test_a_refusal_reaches_every_rank_however_late_it_joins(
 
 
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.full)])
-def test_a_rank_that_hangs_in_a_save_is_waited_for_as_long_as_any_other(faulty: Faulty, background: str) -> None:
+def test_rank_that_hangs_in_a_save_ends_the_run_at_the_timeout(faulty: Faulty, background: str) -> None:
     sets = (WAITS_LITTLE, "--set=checkpoint.every=4st", f"--set=checkpoint.async_save={background}")
     ended, status = faulty("cannot_write", *sets)
     assert ended.codes == [ExitCode.ENVIRONMENT] * 2
@@ -331,8 +323,8 @@ def test_a_rank_that_hangs_in_a_save_is_waited_for_as_long_as_any_other(faulty: 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["killed", "raises"])
-def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Path, kind: str) -> None:
-    """Under the real launcher, whose SIGTERM such a rank does not see, and with a time limit of ten minutes."""
+def test_rank_that_waits_uninterruptibly_ends_soon(tmp_path: Path, kind: str) -> None:
+    """Uses the real launcher, whose SIGTERM such a rank does not handle, and a time limit of ten minutes."""
     (tmp_path / "run.toml").write_text(RECIPE)
     (tmp_path / "faults.py").write_text(FAULTS)
     sets = [
@@ -351,5 +343,5 @@ def test_a_rank_that_waits_where_nobody_can_interrupt_it_ends_soon(tmp_path: Pat
         assert re.match(r"rank 1 was (killed|ended) by signal 9 \(SIGKILL\)", status["error"])
         assert f"error: {status['error']}" in ended.stderr.splitlines()[-2:]  # and a hint
         assert json.loads(ended.stdout) == status
-    assert "in on_step" in (tmp_path / "runs/run/logs/stacks-rank-0.txt").read_text()  # where it waited
+    assert "in on_step" in (tmp_path / "runs/run/logs/stacks-rank-0.txt").read_text()  # the line at which it waited
     assert "ended because a rank has failed: rank 0 on " in (tmp_path / "runs/run/logs/rank-0.log").read_text()

@@ -1,4 +1,4 @@
-"""Strategies that shard weights keep no copies of them in the dtype of the forward pass."""
+"""Strategies that shard weights keep no copies of weights in the dtype of the forward pass."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,26 +29,26 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
 
 
 def casts(bench: Bench, strategy: str, train: str = "", *, nproc: int = 1) -> set[tuple[str, int, int]]:
-    """(training or evaluation, copies made, copies alive) of a run's forward passes."""
+    """Returns the set of (training or evaluation, copies made, copies alive) of a run's forward passes."""
     bench("run", strategy, nproc=nproc, parts=PARTS, length="6st", train=f'precision = "bf16"\n{train}')
     found = {tuple(line.split()) for line in (bench.folder / "casts.txt").read_text().splitlines()}
-    wrapped = "ddp" not in strategy  # before that a copy is tried out
+    wrapped = "ddp" not in strategy  # the checks before wrapping run a copy of the model
     return {(kind, int(made), int(alive)) for name, kind, made, alive in found if not wrapped or name != "Net"}
 
 
-def test_ddp_keeps_them(bench: Bench) -> None:
-    """What counts them can count."""
+def test_ddp_keeps_weight_copies(bench: Bench) -> None:
+    """Shows that the counter works."""
     assert {("train", 16, 16), ("eval", 16, 16)} <= casts(bench, DDP)
 
 
 @pytest.mark.parametrize("train", ["", "activation_checkpointing = true"], ids=["", "recomputed"])
 @pytest.mark.parametrize("strategy", [FSDP, ZERO[3]], ids=["fsdp", "zero3"])
-def test_what_is_sharded_is_not_kept_whole_in_lower_precision(bench: Bench, strategy: str, train: str) -> None:
+def test_sharded_weights_have_no_copies_in_lower_precision(bench: Bench, strategy: str, train: str) -> None:
     assert casts(bench, strategy, train) == {("train", 16, 0), ("eval", 16, 0)}
 
 
-def test_copies_made_again_give_the_same_numbers(bench: Bench) -> None:
-    """DeepSpeed rounds elsewhere than autocast alone: it has a linear layer of its own."""
+def test_repeated_casts_keep_the_losses(bench: Bench) -> None:
+    """Allows DeepSpeed other rounding than autocast: it has its own linear layer."""
     for name, strategy, rel in (("single", 'use = "single"', 0), ("fsdp", FSDP, 0), ("zero3", ZERO[3], 0.02)):
         bench(name, strategy, nproc=1, parts=PARTS, length="8st", train='precision = "bf16"')
         assert bench.column(name) == pytest.approx(bench.column("single"), rel=rel, abs=0)

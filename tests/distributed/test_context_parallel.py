@@ -1,4 +1,4 @@
-"""Runs whose sequences are cut over ranks have the curve of those that are not."""
+"""Context parallelism: runs that split sequences over ranks have the curve of runs with whole sequences."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,15 +25,15 @@ def go(bench: Bench, name: str, strategy: str = 'use = "ddp"', ranks: int = 2, e
     bench(name, strategy, nproc=ranks, more=MORE, train=f'eval_every = "10st"\n{train}', length=f"{end}st")
 
 
-def test_losses_are_those_of_whole_sequences(bench: Bench) -> None:
-    """Token-weighted, accumulated, clipped, with an uneven end."""
+def test_context_parallel_losses_equal_those_of_whole_sequences(bench: Bench) -> None:
+    """Covers token weights, accumulation, clipping, and an uneven end."""
     go(bench, "ddp")
     go(bench, "context", CONTEXT)
     bench.alike("context", "ddp")
 
 
 @pytest.mark.full
-def test_several_groups_of_ranks_cut_their_own_sequences(bench: Bench) -> None:
+def test_context_parallel_groups_combine_with_data_parallelism(bench: Bench) -> None:
     go(bench, "ddp")
     go(bench, "shards", CONTEXT, ranks=4, train="activation_checkpointing = true")
     go(bench, "replicas", f"{CONTEXT}\nreplicas = 2", ranks=4, train="virtual_ranks = 4")
@@ -46,7 +46,7 @@ def test_several_groups_of_ranks_cut_their_own_sequences(bench: Bench) -> None:
 
 
 @pytest.mark.full
-def test_a_run_goes_to_whole_sequences_and_back(bench: Bench) -> None:
+def test_run_resumes_with_whole_sequences_and_back(bench: Bench) -> None:
     go(bench, "whole", CONTEXT)
     for strategy, ranks, end in (
         (CONTEXT, 2, 4),
@@ -70,14 +70,14 @@ def test_a_run_goes_to_whole_sequences_and_back(bench: Bench) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("more", ["no_sync = true", "meta = true", "reshard_after_forward = false"])
-def test_losses_under_options_are_those_of_whole_sequences(bench: Bench, more: str) -> None:
+def test_fsdp_options_keep_the_losses_of_whole_sequences(bench: Bench, more: str) -> None:
     go(bench, "ddp")
     go(bench, "context", f"{CONTEXT}\n{more}", ranks=4)
     bench.alike("context", "ddp")
 
 
 @pytest.mark.full
-def test_bf16_is_near(bench: Bench) -> None:
+def test_bf16_losses_stay_close(bench: Bench) -> None:
     go(bench, "ddp", train='precision = "bf16"')
     go(bench, "context", CONTEXT, train='precision = "bf16"')
     bench.alike("context", "ddp", rel=2e-2)

@@ -1,4 +1,4 @@
-"""The contrastive recipe in small: one curve on any ranks, sharded and in pipelines, at a ragged end, in evaluation."""
+"""Small contrastive recipe: one curve on any ranks, sharded and in pipelines, with a ragged end and evaluation."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ def rows(name: str, key: str) -> list[Any]:
 
 
 @needs_pipelines
-def test_one_curve_on_any_number_of_ranks_under_fsdp_and_in_two_pipelines(
+def test_contrastive_loss_has_the_same_curve_on_any_ranks_and_strategy(
     ddpforge: Callable[..., Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 6 has the 40 samples that are left of 360."""
+    """Trains step 6 on the last 40 of 360 samples."""
     monkeypatch.chdir(tmp_path)
     pipelines = ("strategy.use=pipeline", "strategy.stages=2")
     runs: dict[str, tuple[int, Sequence[str]]] = {
