@@ -21,7 +21,7 @@ model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
 task = { use = "classification" }
 optimizer = { use = "sgd", lr = 0.1 }
-train = { length = "100st", global_batch = 12, timeout = "10m" }
+train = { length = "100st", global_batch = 12, collective_timeout = "10m" }
 [callbacks.fault]
 use = "./faults.py:Fault"
 """
@@ -87,14 +87,14 @@ class Fault(Callback):
         os.abort()
 
     def full(self):
-        from ddpforge.app import planned
+        from ddpforge.app import memory_check
 
         def plan(recipe, ranks, budget):
             told = recipe.parent / "logs/failure-rank-1.json"
             (recipe.parent / "told").write_text(str(told.exists()))
             return {"peak": 10**12, "remedies": []}
 
-        planned._planned = plan
+        memory_check._planned = plan
         raise MemoryError
 '''
 

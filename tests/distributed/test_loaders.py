@@ -66,16 +66,16 @@ LEAVES = """
 import atexit
 import signal
 import subprocess
-from ddpforge.ranks import leaving
+from ddpforge.ranks import process_exit
 
 signal.signal(signal.SIGCHLD, lambda *_: print("a loader process is killed"))
 atexit.register(subprocess.run, ["true"])
 {threads}
-leaving.leave(5)
+process_exit.exit_process(5)
 """
 
 
-@pytest.mark.parametrize("threads", ["", "leaving.at_once()"])
+@pytest.mark.parametrize("threads", ["", "process_exit.skip_interpreter_cleanup()"])
 def test_loader_processes_that_end_with_their_rank_raise_no_error(threads: str) -> None:
     """Replaces torch's SIGCHLD handler, whose error would hide the last message of the run."""
     script = [sys.executable, "-c", LEAVES.format(threads=threads)]

@@ -86,8 +86,8 @@ from ddpforge.interfaces import ShardedDataset
 class Shards(ShardedDataset):
     """The numbers 1 to 100 in shards; records every number read."""
 
-    parts = [20, 1, 40, 9, 30]
-    lanes = (4, 2)
+    shard_sizes = [20, 1, 40, 9, 30]
+    interleave = (4, 2)
     random = False
 
     def __init__(self, shuffle: bool) -> None:

@@ -42,7 +42,7 @@ def steps(bench: Bench, folder: str = "checkpoints") -> list[int]:
 def test_every_checkpoint_is_saved_and_training_is_the_same_with_background_saves(
     bench: Bench, background: str
 ) -> None:
-    saves(bench, f"background = {background}")
+    saves(bench, f"async_save = {background}")
     assert steps(bench) == [2, 4, 6, 8]
     bench("plain", FSDP, length="8st")
     assert bench.column("run") == bench.column("plain")
@@ -51,7 +51,7 @@ def test_every_checkpoint_is_saved_and_training_is_the_same_with_background_save
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_run_may_continue_without_a_failed_checkpoint(bench: Bench, background: str) -> None:
     """Covers trap 18: no rank hangs, earlier checkpoints are intact, and the next checkpoint is written."""
-    said = saves(bench, f'background = {background}\non_failure = "continue"', begin=3, end=5)
+    said = saves(bench, f'async_save = {background}\non_failure = "continue"', begin=3, end=5)
     assert steps(bench) == [2, 6, 8]
     assert "checkpoint of step 4 could not be written" in said.stderr
     assert "training continues without it" in said.stderr
@@ -67,7 +67,7 @@ def test_run_fails_if_a_checkpoint_cannot_be_written(bench: Bench) -> None:
 
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_run_fails_if_the_last_checkpoint_cannot_be_written(bench: Bench, background: str) -> None:
-    failed = saves(bench, f'background = {background}\non_failure = "continue"', begin=7, fails=True)
+    failed = saves(bench, f'async_save = {background}\non_failure = "continue"', begin=7, fails=True)
     assert set(failed.codes) == {ExitCode.ENVIRONMENT}
     assert json.loads((bench.folder / "runs/run/status.json").read_text())["state"] == "failed"
     assert steps(bench, "aside") == [2, 4, 6]

@@ -199,7 +199,7 @@ def test_stopped_and_resumed_run_equals_uninterrupted_run_bitwise(
 
 def test_async_saves_equal_blocking_saves(bench: Bench) -> None:
     for name, background in (("waits", "false"), ("trains_on", "true")):
-        more = f'[checkpoint]\nevery = "2st"\nbackground = {background}\n[checkpoint.keep]\nlast = 30'
+        more = f'[checkpoint]\nevery = "2st"\nasync_save = {background}\n[checkpoint.keep]\nlast = 30'
         bench(name, SINGLE, nproc=1, train="deterministic = true", length="40st", more=more)
     saved = [sorted((bench.folder / f"runs/{name}/checkpoints").glob("step-*")) for name in ("waits", "trains_on")]
     assert len(saved[0]) == len(saved[1]) == 20
