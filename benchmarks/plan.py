@@ -126,7 +126,7 @@ def worker() -> None:
     import torch
 
     from ddpforge.cli import main
-    from ddpforge.training import building
+    from ddpforge.app import build as building
     from ddpforge.training.loop import Trainer
 
     heap = None if os.environ.get("BENCH_CUDA") else ctypes.CDLL(None)

@@ -416,7 +416,7 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> NullW
         world.global_ranks.rank,
         world.global_ranks.size,
         strategy=recipe.strategy.use,
-        stall=0.0 if train.hang_timeout == "off" else train.hang_timeout.seconds,
+        hang_timeout=0.0 if train.hang_timeout == "off" else train.hang_timeout.seconds,
         compiles=train.compile != "off",
     )
 

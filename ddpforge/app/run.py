@@ -118,8 +118,8 @@ def run(
 
 def join(chosen: Chosen) -> World:
     """Joins the process group, checks that all hosts agree, and sets up the strategy."""
-    stall = chosen.recipe.train.hang_timeout
-    heartbeat.set_hang_timeout(math.inf if stall == "off" else stall.seconds)
+    timeout = chosen.recipe.train.hang_timeout
+    heartbeat.set_hang_timeout(math.inf if timeout == "off" else timeout.seconds)
     with raising_peer_failures():
         joined = ranks_join.join(chosen.recipe.train, chosen.strategy)
         process_exit.skip_interpreter_cleanup()

@@ -90,8 +90,8 @@ def _promises(contract: "Contract", ranks: int) -> Iterator[tuple[str, str]]:
     yield "master weights", contract.master_dtype
     yield "gradients are reduced in", contract.reduce_dtype
     yield "optimizers", contract.optimizers
-    yield "clips", contract.clipping
-    yield "accumulates", contract.accumulation
+    yield "clipping", contract.clipping
+    yield "accumulation", contract.accumulation
 
 
 def _annotated(loaded: "LoadedRecipe") -> str:

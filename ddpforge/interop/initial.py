@@ -96,7 +96,7 @@ def load_initial(
             path,
             key,
             len(taken),
-            {"not in it": missing, "not in the model": unexpected, "skipped by init_skip": skipped},
+            {"not in it": missing, "not in the model": unexpected, "skipped by init_ignore": skipped},
         )
 
 

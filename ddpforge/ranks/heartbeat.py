@@ -97,9 +97,9 @@ def mark_exited() -> None:
     _words[3] = 1
 
 
-def set_hang_timeout(stall: float) -> None:
+def set_hang_timeout(seconds: float) -> None:
     """Records the recipe's maximum seconds without progress of this rank."""
-    _words[4] = int(1000 * min(stall, 1e12))
+    _words[4] = int(1000 * min(seconds, 1e12))
 
 
 def current() -> Heartbeat:

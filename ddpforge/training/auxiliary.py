@@ -42,9 +42,11 @@ def declared(task: Task, model: nn.Module) -> dict[str, AuxiliaryModule]:
     found = dict(task.auxiliary_modules(model))
     trained = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, beside in found.items():
-        where = f"`{name}` of {component_name(task)}.beside"
+        where = f"`{name}` of {component_name(task)}.auxiliary_modules"
         if not isinstance(beside, AuxiliaryModule) or not isinstance(beside.module, nn.Module):
-            raise PluginError(f"{where} is a {type(beside).__name__}", hints=["return {name: Beside(module=…)}"])
+            raise PluginError(
+                f"{where} is a {type(beside).__name__}", hints=["return {name: AuxiliaryModule(module=…)}"]
+            )
         if not name.isidentifier():
             raise PluginError(f"{where} is not a plain name", hints=["use letters, digits and `_`"])
         for own, parameter in beside.module.named_parameters():

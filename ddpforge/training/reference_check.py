@@ -127,7 +127,7 @@ class ReferenceCheck:
         self._cuts, self._items = cuts, 1.0
         self._worst = 0.0, ""  # the square of the largest difference between gradients, and the parameter's name
         for one in (self._twin, self._task):
-            one.__dict__.pop("show", None)
+            one.__dict__.pop("log_media", None)
 
     def compare(self, replica: Replica, world: World, first: MicroBatch) -> None:
         """Raises UsageError if ranks compute another loss, or another gradient, than the whole model; collective.

@@ -144,7 +144,7 @@ def main(settings: Mapping[str, Any]) -> None:
     """Watches the rank until it has ended or was killed."""
     words = memoryview(mmap.mmap(settings["words"], WORDS * 8)).cast("q")
     process = Process(settings["pid"], words, settings["stacks"], settings["main"])
-    limits = Limits(settings["stall"] or float("inf"), settings["compiles"], settings["grace"])
+    limits = Limits(settings["hang_timeout"] or float("inf"), settings["compiles"], settings["grace"])
     board = StatusBoard(
         settings["logs"], settings["attempt"], settings["store"], seldom=min(10.0, limits.hang_timeout / 4)
     )

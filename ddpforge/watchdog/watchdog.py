@@ -45,7 +45,7 @@ _ATTEMPT = (
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
-_STALL = 600.0  # seconds: the recipe's default, until the recipe is read
+_HANG_TIMEOUT = 600.0  # seconds: the recipe's default, until the recipe is read
 _GRACE = 6.0  # seconds for a starting rank to end by itself after another rank has failed
 _PATIENCE = 1.5  # seconds in which the failing rank reports the cause
 _ANSWER = 15.0  # seconds in which the called watchdogs report the rank at fault
@@ -77,12 +77,12 @@ class Watchdog(NullWatchdog):
         rank: this rank.
         size: the number of ranks.
         strategy: the name of the strategy, for status.json.
-        stall: maximum seconds between two heartbeats; 0 for no limit.
+        hang_timeout: maximum seconds between two heartbeats; 0 for no limit.
         compiles: True if the first step has to compile.
     """
 
     def __init__(
-        self, folder: Path, attempt: str, rank: int, size: int, *, strategy: str, stall: float, compiles: bool
+        self, folder: Path, attempt: str, rank: int, size: int, *, strategy: str, hang_timeout: float, compiles: bool
     ) -> None:
         self._settings = {
             "folder": str(folder.absolute()),
@@ -91,7 +91,7 @@ class Watchdog(NullWatchdog):
             "rank": rank,
             "size": size,
             "strategy": strategy,
-            "stall": stall,
+            "hang_timeout": hang_timeout,
             "compiles": compiles,
             "grace": 10.0,
             "store": os.environ.get(ADDRESS, ""),
@@ -178,7 +178,7 @@ def watch_startup() -> None:
     logs = "" if store else _rendezvous_folder(meeting, alone=os.environ.get("LOCAL_WORLD_SIZE") == str(size))
     if store or logs:
         settings = {"folder": "", "logs": logs, "attempt": f"start {meeting}", "rank": int(os.environ["RANK"])}
-        settings |= {"size": size, "stall": _STALL, "compiles": False, "grace": _GRACE, "store": store}
+        settings |= {"size": size, "hang_timeout": _HANG_TIMEOUT, "compiles": False, "grace": _GRACE, "store": store}
         _starting.append(_Starting(settings))
 
 

@@ -269,8 +269,8 @@ def test_loader_processes_yield_the_batches_of_this_process() -> None:
     ("data", "said"),
     [
         (Shards([]), "Shards is empty"),
-        (Shards([3, -1]), r"Shards\.parts must hold the number of samples of each part"),
-        (Shards(None), r"Shards\.parts must hold the number of samples of each part"),  # type: ignore[arg-type]
+        (Shards([3, -1]), r"Shards\.shard_sizes must hold the number of samples of each part"),
+        (Shards(None), r"Shards\.shard_sizes must hold the number of samples of each part"),  # type: ignore[arg-type]
         (Shards(interleave=8), "interleave must be two whole numbers of at least 1"),  # type: ignore[arg-type]
         (Shards(interleave=(8,)), "interleave must be two whole numbers of at least 1"),
         (Shards(shuffle_buffer=0), "shuffle_buffer must be at least 1, not 0"),

@@ -101,7 +101,7 @@ def test_shape_mismatch_is_refused_unless_ignored(bench: Bench, weights: dict[st
     assert "Traceback" not in refused.stderr
 
     said = begin(bench, "odd.safetensors", more=f'init_ignore = ["{name[:-2]}*"]')
-    assert f"1 tensors skipped by init_skip: {name}" in said.stderr
+    assert f"1 tensors skipped by init_ignore: {name}" in said.stderr
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_what_is_missing_left_over_and_left_alone_is_named_by_one_rank(tmp_path:
         ("INFO", f"initial weights: 1 tensors from {path}"),
         ("WARNING", "initial weights: 1 tensors not in it: seen"),
         ("WARNING", "initial weights: 1 tensors not in the model: x"),
-        ("WARNING", "initial weights: 1 tensors skipped by init_skip: norm"),
+        ("WARNING", "initial weights: 1 tensors skipped by init_ignore: norm"),
     ]
     began(path, Here(main=main), skip=["n*"])
     assert said() == []
@@ -254,7 +254,7 @@ def test_what_is_skipped_is_not_missing(tmp_path: Path, said: Any) -> None:
     began(path, skip=["norm", "seen"])
 
     assert [words for level, words in said() if level == "WARNING"] == [
-        "initial weights: 2 tensors skipped by init_skip: norm, seen"
+        "initial weights: 2 tensors skipped by init_ignore: norm, seen"
     ]
 
 
@@ -368,5 +368,5 @@ def test_what_only_another_rank_holds_is_taken_and_counted_too(
     assert taken.keys() == {"norm", "embed"}
     assert said() == [
         ("INFO", f"initial weights: 2 tensors from {source}"),
-        ("WARNING", "initial weights: 1 tensors skipped by init_skip: seen"),
+        ("WARNING", "initial weights: 1 tensors skipped by init_ignore: seen"),
     ]

@@ -76,7 +76,7 @@ def test_auxiliary_modules_are_frozen_and_in_evaluation_mode_unless_training_is_
 @pytest.mark.parametrize(
     ("modules", "error", "complaint"),
     [
-        (lambda model: {"it": net()}, PluginError, r"`it` of Declares.beside is a Sequential"),
+        (lambda model: {"it": net()}, PluginError, r"`it` of Declares.auxiliary_modules is a Sequential"),
         (lambda model: {"a/b": AuxiliaryModule(module=net())}, PluginError, "is not a plain name"),
         (
             lambda model: {"it": AuxiliaryModule(module=model)},

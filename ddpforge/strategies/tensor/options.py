@@ -94,7 +94,7 @@ class TensorParallelOptions:
             self._resolved(model, blocks)
         if self.loss_parallel and not task.takes_split_logits:
             raise UsageError(
-                f" strategy.loss_parallel = true keeps logits split, but {type(task).__name__} needs whole logits",
+                f"strategy.loss_parallel = true keeps logits split, but {type(task).__name__} needs whole logits",
                 hints=[
                     "remove strategy.loss_parallel",
                     "or set takes_split_logits = True in the task, if it passes logits only to cross_entropy",

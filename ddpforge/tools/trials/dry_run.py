@@ -46,7 +46,7 @@ class Measured:
     def as_dict(self) -> dict[str, Any]:
         """Returns the result for JSON."""
         found = asdict(self)
-        del found["is_main"]
+        del found["is_rank_zero"]
         return found
 
     def lines(self) -> Iterator[str]:
