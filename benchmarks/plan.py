@@ -125,8 +125,8 @@ def worker() -> None:
     """One rank of a measured run."""
     import torch
 
-    from ddpforge.cli import main
     from ddpforge.app import build as building
+    from ddpforge.cli import main
     from ddpforge.training.loop import Trainer
 
     heap = None if os.environ.get("BENCH_CUDA") else ctypes.CDLL(None)

@@ -326,9 +326,7 @@ def check_data(data: Any) -> None:
 def _check_parts(data: ShardedDataset) -> None:
     name = type(data).__name__
     if not _whole_numbers(getattr(data, "shard_sizes", None), least=0):
-        raise PluginError(
-            f"{name}.shard_sizes must hold the number of samples of each part, whole numbers of at least 0"
-        )
+        raise PluginError(f"{name}.shard_sizes must hold the number of samples of each part: whole numbers, at least 0")
     if not _whole_numbers(data.interleave, least=1) or len(data.interleave) != 2:
         raise PluginError(f"{name}.interleave must be two whole numbers of at least 1, not {data.interleave}")
     if not _whole_numbers([data.shuffle_buffer], least=1):
