@@ -440,7 +440,7 @@ def test_launch_returns_the_exit_code_that_the_ranks_recorded(
 
 def test_only_exit_records_of_the_last_attempt_count(tmp_path: Path) -> None:
     """Failures of the first attempt do not decide the exit code of ranks that continued from the checkpoint."""
-    first = "record_start(); record_start(); record_death(1, signal.SIGKILL); record_verdict(1); "
+    first = "record_start(); record_start(); record_death(1, signal.SIGKILL); record_exit(1); "
     assert launch(pretend(f"{first}record_start(); record_start(); verdict(75, 75); sys.exit(1)"), nproc=2) == 75
     ended = begin(pretend(f"{first}record_start(); record_start(); verdict(3, 3); sys.exit(1)"), nproc=2)
     assert (ended.code, ended.death) == (3, None)
@@ -458,7 +458,7 @@ import subprocess
 dead = subprocess.Popen(["true"])
 dead.wait()
 os.getpid = lambda: dead.pid
-record_start(); record_verdict(1)
+record_start(); record_exit(1)
 signal.pause()
 """
     assert begin(pretend(script), nproc=1, patience=0.0).code == 1
@@ -492,7 +492,7 @@ import subprocess
 dead = subprocess.Popen(["true"])
 dead.wait()
 os.getpid = lambda: dead.pid
-record_start(); record_verdict(0)
+record_start(); record_exit(0)
 {waits if alive else "signal.pause()"}
 """
     codes: list[int] = []
@@ -511,7 +511,7 @@ def test_launcher_that_has_not_reaped_its_ranks_is_killed_sooner(monkeypatch: py
 import subprocess
 dead = subprocess.Popen(["true"])
 os.getpid = lambda: dead.pid
-record_start(); record_verdict(1)
+record_start(); record_exit(1)
 signal.pause()
 """
     assert begin(pretend(script), nproc=1, patience=1e9).code == 1
