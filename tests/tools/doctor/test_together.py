@@ -51,9 +51,9 @@ def test_hosts_that_share_no_folder_are_sick(hosts: Hosts, tmp_path: Path, monke
 def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(ranks: object) -> list[str]:
         off = 90.0 if ranks.rank == 1 else 0.0  # type: ignore[attr-defined]
-        everyone = ranks.everyone  # type: ignore[attr-defined]
+        gather = ranks.all_gather_object  # type: ignore[attr-defined]
         host = f"node{ranks.rank}"  # type: ignore[attr-defined]
-        ranks.everyone = lambda told: everyone((host, told[1] + off))  # type: ignore[attr-defined]
+        ranks.all_gather_object = lambda told: gather((host, told[1] + off))  # type: ignore[attr-defined]
         return [finding.what for finding in multi_rank.clocks(ranks)]  # type: ignore[arg-type]
 
     assert in_threads(3, look)[0] == ["the clock of node1 (rank 1) is 90.0 s ahead of that of node0 (rank 0)"]

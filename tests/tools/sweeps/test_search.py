@@ -96,7 +96,7 @@ def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
 # ---------------------------------------------------------------------------------------------- pruning
 def pruning(folder: Path, number: int) -> OptunaPruning:
     callback = OptunaPruning(str(folder / "optuna.log"), number, "eval/loss")
-    callback.on_start(SimpleNamespace(world=SimpleNamespace(all=SingleRank())))  # type: ignore[arg-type]
+    callback.on_start(SimpleNamespace(world=SimpleNamespace(global_ranks=SingleRank())))  # type: ignore[arg-type]
     return callback
 
 
