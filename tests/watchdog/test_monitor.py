@@ -89,7 +89,7 @@ class Rank:
         self.job.ended.append(self.rank)
 
     # the board
-    def show(self, row: RankStatus) -> None:
+    def publish(self, row: RankStatus) -> None:
         self.job.rows[self.rank] = row
 
     def call(self) -> None:
@@ -105,18 +105,18 @@ class Rank:
         return self.job.rows[self.rank]._replace(answers=answers, frozen=self.stopped)
 
     # the teller
-    def someone_failed(self) -> bool:
+    def any_failed(self) -> bool:
         return self.job.failed
 
     def keep_stacks(self, stacks: str) -> None:
         assert stacks == (self.code or ("" if self.at.left or self.rank in self.job.dead else "stacks"))
 
-    def tell(self, found: Culprit, rows: Mapping[int, RankStatus]) -> None:
+    def report_hang(self, found: Culprit, rows: Mapping[int, RankStatus]) -> None:
         if not self.job.failed:
             self.job.told.append((self.rank, found))
             self.job.failed = True
 
-    def tell_end(self, why: str) -> None:
+    def report_end(self, why: str) -> None:
         self.job.late.append(self.rank)
 
 

@@ -30,7 +30,7 @@ class Told:
     def cause(self) -> Any:
         return self.first
 
-    def tell(self, cause: Mapping[str, Any]) -> bool:
+    def record_cause(self, cause: Mapping[str, Any]) -> bool:
         self.first = self.first or cause
         return self.first == cause
 

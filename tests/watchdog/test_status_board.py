@@ -104,7 +104,7 @@ def test_a_file_is_written_by_a_rank_that_stands_still_and_seldom_by_one_that_ge
     file = tmp_path / "phase-rank-0.json"
 
     def marks() -> int | None:
-        return json.loads(file.read_text())["row"]["marks"] if file.exists() else None
+        return json.loads(file.read_text())["row"]["beats"] if file.exists() else None
 
     board.publish(row(0, 1, seconds=0.2))
     assert marks() is None
