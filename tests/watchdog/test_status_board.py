@@ -184,7 +184,7 @@ def test_variables_name_a_local_store_a_remote_store_or_none(capsys: pytest.Capt
 
 
 def test_agent_imports_only_the_standard_library_at_first() -> None:
-    """Runs without site-packages: an import of another package would end the agent and leave the run without watchdog."""
+    """Runs without site-packages: an import of another package would end the agent, and leave no watchdog."""
     command = [sys.executable, "-S", "-E", agent.__file__]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert "IndexError" in ended.stderr  # it reached its missing settings
