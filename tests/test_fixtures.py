@@ -57,7 +57,7 @@ def test_a_fork_of_the_tests_process_enters_a_host(hosts: Hosts) -> None:
     assert in_ranks(2, where, forking=lambda rank: hosts["ab"[rank]].numbering()) == ["nodea", "nodeb"]
 
 
-def test_nothing_is_left_of_hosts_when_the_test_is_killed(tmp_path: Path) -> None:
+def test_hosts_leave_no_processes_when_the_test_is_killed(tmp_path: Path) -> None:
     needs_root()
     if (child := os.fork()) == 0:
         with new_hosts("ab", tmp_path) as hosts:

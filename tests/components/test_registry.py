@@ -341,7 +341,7 @@ def test_entry_point_without_a_usable_target_is_reported(site: Path, target: str
 
 
 @pytest.mark.parametrize("api", ["4", "'1'", "None"])
-def test_a_plugin_for_a_newer_api_is_refused(site: Path, api: str) -> None:
+def test_a_plugin_for_a_newer_api_is_rejected(site: Path, api: str) -> None:
     source = f"ddpforge_plugin_api = {api}\nclass Net: ..."
     install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
 
@@ -351,7 +351,7 @@ def test_a_plugin_for_a_newer_api_is_refused(site: Path, api: str) -> None:
     assert error.hints == ("update ddpforge, or install an older version of the plugin",)
 
 
-def test_a_strategy_for_the_first_api_is_refused(site: Path) -> None:
+def test_a_strategy_for_the_first_api_is_rejected(site: Path) -> None:
     source = "ddpforge_plugin_api = 1\nclass Net: ..."
     install(site, "extra", {"ddpforge.strategy": {"net": "extra:Net"}}, modules={"extra.py": source})
 
@@ -362,7 +362,7 @@ def test_a_strategy_for_the_first_api_is_refused(site: Path) -> None:
 
 
 @pytest.mark.parametrize("api", [1, 2])
-def test_a_sampler_for_an_older_api_is_refused(site: Path, api: int) -> None:
+def test_a_sampler_for_an_older_api_is_rejected(site: Path, api: int) -> None:
     source = f"ddpforge_plugin_api = {api}\nclass Pairs: ..."
     install(site, "extra", {"ddpforge.sampler": {"pairs": "extra:Pairs"}}, modules={"extra.py": source})
 

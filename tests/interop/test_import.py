@@ -317,7 +317,7 @@ def elsewhere(path: str) -> Callable[[Any], None]:
         (lambda metadata: setattr(metadata, "state_dict_metadata", 5), "contradict"),
     ],
 )
-def test_crafted_dcp_metadata_are_refused(change: Callable[[Any], None], complaint: str) -> None:
+def test_crafted_dcp_metadata_are_rejected(change: Callable[[Any], None], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         import_checkpoint(crafted(change), "out", trust=True)
     assert not Path("out").exists()

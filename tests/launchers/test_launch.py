@@ -238,7 +238,7 @@ DEFAULT = "huggingface/accelerate/default_config.yaml"
         "with its default configuration",
     ],
 )
-def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
+def test_accelerate_that_starts_one_process_instead_of_two_is_rejected(
     tmp_path: Path, environment: dict[str, str], start: Start, flags: str
 ) -> None:
     """Trap 05b: without GPUs, Accelerate starts one process and prints no warning."""

@@ -112,7 +112,7 @@ def test_rank_uses_the_gpu_of_its_local_rank_or_its_only_visible_gpu(
     assert chosen() == torch.device("cuda", index)
 
 
-def test_more_processes_than_gpus_are_refused(machine: Any) -> None:
+def test_more_processes_than_gpus_are_rejected(machine: Any) -> None:
     machine(gpus=2, local_rank=0, local_world_size=3)
     with pytest.raises(StrategyError, match="3 processes would share 2 GPUs") as refused:
         chosen()
@@ -149,7 +149,7 @@ def test_consistent_devices_are_accepted(ranks: list[dict[str, Any]]) -> None:
     check(ranks)
 
 
-def test_two_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_on_one_gpu_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StrategyError, match="ranks 0 and 2 would share a GPU of a") as refused:
         check([gpu("1"), gpu("2"), gpu("1")])
     assert refused.value.hints[0] == "ddpforge launch RECIPE --nproc 2"
@@ -157,7 +157,7 @@ def test_two_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -
     check([gpu("1"), gpu("1")])
 
 
-def test_ranks_on_gpus_and_cpus_are_refused() -> None:
+def test_ranks_on_gpus_and_cpus_are_rejected() -> None:
     with pytest.raises(StrategyError, match="rank 1 on b has cpu, rank 0 on a has cuda"):
         check([gpu("1"), CPU, gpu("2"), CPU])
 
