@@ -285,7 +285,7 @@ def recipes() -> Iterator[tuple[str, str, Recipe]]:
 )
 def test_a_recipe_trains(folder: Path, zygote: Zygote, text: str, recipe: Recipe) -> None:
     table = tomllib.loads(text)
-    head = {"recipe": "1", "name": '"snippet"', "extends": f'["{recipe.base}"]'} if "recipe" not in table else {}
+    head = {"recipe": "2", "name": '"snippet"', "extends": f'["{recipe.base}"]'} if "recipe" not in table else {}
     lines = [f"{key} = {value}" for key, value in head.items() if key not in table]
     (folder / "snippet.toml").write_text("\n".join([*lines, text]), encoding="utf-8")
     options = ["--fresh"] if recipe.then else ["--dry-run", "1"]
