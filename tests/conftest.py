@@ -1,4 +1,4 @@
-"""Fixtures that every test may ask for."""
+"""Fixtures for all tests."""
 
 import gc
 import logging
@@ -31,7 +31,7 @@ PLUGINS = ",".join(path.name for path in (Path(__file__).parents[1] / "plugins")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keeps the garbage collector from going through modules and tests, again and again, and in every forked rank."""
+    """Keeps the garbage collector from repeated scans of modules and tests, here and in every forked rank."""
     gc.disable()
     yield
     gc.freeze()
@@ -39,14 +39,14 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides GPUs, unless the tests that need one are asked for: `pytest -m gpu`. Several ranks cannot share one."""
+    """Hides GPUs, except for `pytest -m gpu`: several ranks cannot share a GPU."""
     if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _in_a_folder_of_no_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A clone may hold `runs/`, in which a command would go on."""
+def _in_an_empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Changes to an empty folder: a clone may have `runs/`, which a command would resume."""
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("here"))
     yield
@@ -54,13 +54,13 @@ def _in_a_folder_of_no_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(autouse=True)
-def _untouched_by_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Neither the plugins that are installed beside ddpforge nor an earlier run in this process change a test."""
+def _isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Isolates a test from installed plugins and from earlier runs in this process."""
     monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", PLUGINS)
     monkeypatch.setattr(
         process_exit, "_threads", False
-    )  # for those of a run, a later command would end the process at once
-    logger = logging.getLogger("ddpforge")  # which a run directs
+    )  # with threads of an earlier run, a later command would end the process at once
+    logger = logging.getLogger("ddpforge")  # a run configures it
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     with policy_restored():
         yield
@@ -71,7 +71,7 @@ def _untouched_by_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
-    """A Chromium that is installed; skips tests where there is none."""
+    """Yields an installed Chromium; skips tests without one."""
     from playwright.sync_api import sync_playwright
 
     if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
@@ -84,7 +84,7 @@ def browser() -> "Iterator[Browser]":
 
 @pytest.fixture(scope="session")
 def deepspeed() -> None:
-    """DeepSpeed, imported once where tests fork their ranks, and not in every rank; skips tests where there is none."""
+    """Imports DeepSpeed once, in the process that forks ranks; skips tests if it is not installed."""
     from accelerate.utils import patch_environment
 
     with patch_environment(DS_ACCELERATOR="cpu"):
@@ -93,7 +93,7 @@ def deepspeed() -> None:
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """The process that forks ranks; see `launched.py`."""
+    """Yields the process that forks ranks; see `launched.py`."""
     zygote = Zygote()
     yield zygote
     zygote.close()
@@ -101,7 +101,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def ddpforge(zygote: Zygote, tmp_path: Path) -> Callable[..., Ranks]:
-    """`ddpforge("run", "x.toml", nproc=2)` in the test's folder; fails the test unless all ranks end with 0."""
+    """Returns `ddpforge("run", "x.toml", nproc=2)` for the test's folder; it fails unless all ranks end with 0."""
 
     def run(*arguments: str, nproc: int = 1, fails: bool = False, env: dict[str, str] | None = None) -> Ranks:
         ranks = zygote.run(arguments, nproc=nproc, cwd=tmp_path, env=env)
@@ -110,28 +110,28 @@ def ddpforge(zygote: Zygote, tmp_path: Path) -> Callable[..., Ranks]:
     return run
 
 
-settings.register_profile("ddpforge", deadline=None)  # nothing is timed here
+settings.register_profile("ddpforge", deadline=None)  # no test has a time limit
 settings.load_profile("ddpforge")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Small tensors gain nothing from threads, which only get into each other's way on a busy machine."""
+    """Limits torch to one thread: threads do not speed up small tensors, and disturb each other on a busy machine."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _forks_can_compute_gradients() -> None:
-    """Autograd starts a thread per device at its first backward pass, after which forks fail; here there is no device.
+    """Runs a backward pass while there is no device: autograd then starts a thread per device, after which forks fail.
 
-    Later there may be: tests imitate some.
+    Later tests imitate devices.
     """
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _signals_arrive() -> None:
-    """Whoever started the tests may have had signals ignored (nohup, a shell's background), which is inherited."""
+    """Restores signal handlers: the parent process may have ignored signals (nohup, a shell's background)."""
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -139,7 +139,7 @@ def _signals_arrive() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with hosts are for `make test-all`: forks of a process with threads of many libraries may wait for ever."""
+    """Marks tests with hosts for `make test-all`: forks of a process with threads of many libraries may hang."""
     for item in items:
         if "hosts" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.full)
@@ -147,7 +147,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Two hosts, "a" and "b"; see `hosts.py`."""
+    """Yields two hosts, "a" and "b"; see `hosts.py`."""
     needs_root()
     with new_hosts("ab", tmp_path_factory.mktemp("hosts")) as hosts:
         yield hosts
@@ -155,7 +155,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """A Slurm of two nodes with two cores each; see `slurm.py`."""
+    """Yields a Slurm of two nodes with two cores each; see `slurm.py`."""
     needs_root(*PROGRAMS)
     with new_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm

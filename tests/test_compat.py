@@ -1,4 +1,4 @@
-"""Each private name of another library can go: what is trained stays the same, by the public way beside it."""
+"""Compatibility: without any private name of another library, the public fallback trains the same."""
 
 import atexit
 import builtins
@@ -58,9 +58,9 @@ def expected(run: str, folder: Path) -> list[Trained]:
     return RUNS[run](folder)
 
 
-# ------------------------------------------------------------------------------------------------ taking names away
+# ------------------------------------------------------------------------------------------------ removing names
 def lack(*names: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """Takes attributes of these names from whatever compat.py looks at, and from nothing else: torch needs them."""
+    """Hides attributes with these names from compat.py only: torch itself needs them."""
 
     def take(monkeypatch: pytest.MonkeyPatch) -> None:
         def get(one: Any, name: str, *default: Any) -> Any:
@@ -76,7 +76,7 @@ def lack(*names: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def hide(module: str, name: str, *then: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Lets `from module import name` fail in compat.py, and in it alone."""
+    """Makes `from module import name` fail, in compat.py only."""
 
     def take(monkeypatch: pytest.MonkeyPatch) -> None:
         real = builtins.__import__
@@ -95,13 +95,13 @@ def hide(module: str, name: str, *then: Callable[[pytest.MonkeyPatch], None]) ->
 
 
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the classes of recomputed blocks again, with what compat.py has now."""
+    """Creates the classes of recomputed blocks again, with the current names of compat.py."""
     spec = activation_checkpointing.__spec__
     assert spec is not None
     assert spec.loader is not None
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
-    monkeypatch.setattr(blocks, "checkpointed", again.recomputed)
+    monkeypatch.setattr(blocks, "checkpointed", again.checkpointed)
 
 
 def attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +131,12 @@ reducer = lack("_check_reducer_finalized")
 timeout = lack("set_timeout", "_set_pg_timeout")
 
 
-leaves_buffers = compat.leaves_buffers  # which a test replaces
+leaves_buffers = compat.leaves_buffers  # a test replaces it
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """What compat.py remembers of torch is of no use to a test, or to the next."""
+    """Clears the caches of compat.py before and after a test."""
 
     def forget() -> None:
         for one in (compat.batch_norms, compat.attention_operators, leaves_buffers):
@@ -177,7 +177,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 @needs_pipelines
-def test_training_without_the_name_is_the_same(
+def test_training_without_a_private_name_is_the_same(
     take: Callable[[pytest.MonkeyPatch], None], run: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = expected(run, folder)
@@ -198,7 +198,7 @@ TREE = {"x": [1, (2, 3)], "y": Pair({"z": 4}, []), "n": None}
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_trees_are_taken_apart_and_built_again(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_are_flattened_and_rebuilt(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_there:
         pytree(monkeypatch)
     leaves, structure = compat.tree_flatten(TREE)
@@ -210,9 +210,7 @@ def test_trees_are_taken_apart_and_built_again(is_there: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_operations_on_several_tensors_take_a_list_or_one_value(
-    is_there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreach_accepts_a_list_or_one_value(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_there:
         foreach(monkeypatch)
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
@@ -229,7 +227,7 @@ def test_operations_on_several_tensors_take_a_list_or_one_value(
 
 
 # ------------------------------------------------------------------------------------------------ tensors, operators
-def test_parts_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_parts_returns_indices_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = torch.sparse_coo_tensor([[0, 0]], torch.ones(2), (3,), check_invariants=True)
     assert [part.tolist() for part in compat.sparse_parts(sparse)] == [[[0, 0]], [1.0, 1.0]]
     assert len(memory_tracker.storages(sparse)) == 2
@@ -238,7 +236,7 @@ def test_parts_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [part.tolist() for part in compat.sparse_parts(sparse.coalesce())] == [[[0]], [2.0]]
 
 
-def test_hooks_of_parameters_that_cannot_be_seen_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gradient_hooks_are_not_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.register_hook(lambda gradient: gradient)
     with pytest.raises(StrategyError, match="has a gradient hook"):
@@ -247,7 +245,7 @@ def test_hooks_of_parameters_that_cannot_be_seen_are_not_refused(monkeypatch: py
     check_shardable("weight", weight)
 
 
-def test_what_an_operator_writes_into_is_known_by_its_schema_or_its_name() -> None:
+def test_written_tensors_of_an_operator_are_found_by_schema_or_name() -> None:
     x, y, kept = torch.ones(2), torch.ones(2), torch.ops.aten
     named: Any = SimpleNamespace(__name__="add_.Tensor")
     out: Any = SimpleNamespace(__name__="add.out")
@@ -263,7 +261,7 @@ def test_what_an_operator_writes_into_is_known_by_its_schema_or_its_name() -> No
         assert [*compat.written(operator, (x, y), {})] == []
 
 
-def test_an_operators_argument_is_found_by_place_name_or_default() -> None:
+def test_argument_of_an_operator_is_found_by_position_name_or_default() -> None:
     dropout = torch.ops.aten.dropout.default
     assert compat.argument(dropout, "p", (torch.ones(1), 0.5, True), {}) == 0.5
     assert compat.argument(dropout, "p", (torch.ones(1),), {"p": 0.3}) == 0.3
@@ -273,7 +271,7 @@ def test_an_operators_argument_is_found_by_place_name_or_default() -> None:
     assert compat.argument(named, "p", (), {}) is None
 
 
-def test_operators_without_their_private_names_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_with_missing_private_names_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     known = compat.attention_operators()
     assert torch.ops.aten.mm.default not in known
     assert len(known) == 4
@@ -286,7 +284,7 @@ def test_operators_without_their_private_names_are_none(monkeypatch: pytest.Monk
     assert not compat.waits(waits)
 
 
-def test_wrappers_of_tensors_are_known_by_their_methods_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_wrappers_are_recognized_by_their_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     held = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     for _ in range(2):
         assert compat.is_wrapper(held)
@@ -294,7 +292,7 @@ def test_wrappers_of_tensors_are_known_by_their_methods_too(monkeypatch: pytest.
         wrappers(monkeypatch)
 
 
-def test_the_older_name_of_the_option_that_leaves_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_buffers_supports_the_older_option_of_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     (name,) = compat.leaves_buffers()
     assert name in inspect.signature(nn.parallel.DistributedDataParallel).parameters
     compat.leaves_buffers.cache_clear()
@@ -307,13 +305,13 @@ def test_the_older_name_of_the_option_that_leaves_buffers_alone(monkeypatch: pyt
 
 
 # ------------------------------------------------------------------------------------------------ optimizers
-def test_an_optimizer_that_decides_on_the_device_says_so() -> None:
+def test_decides_on_device_is_true_for_fused_optimizers() -> None:
     weights = [nn.Parameter(torch.ones(2))]
     assert compat.decides_on_device(torch.optim.SGD(weights, fused=True))
     assert not compat.decides_on_device(torch.optim.SGD(weights))
 
 
-def test_a_loss_scale_comes_back_without_the_count_of_its_steps() -> None:
+def test_loss_scale_is_restored_without_its_growth_count() -> None:
     scaler = torch.amp.GradScaler("cpu")
     compat.set_scale(scaler, 8.0, 5)
     assert (scaler.get_scale(), compat.growth_of(scaler)) == (8.0, 5)
@@ -335,7 +333,7 @@ def test_a_loss_scale_comes_back_without_the_count_of_its_steps() -> None:
 
 # ------------------------------------------------------------------------------------------------ processes
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_loader_process_hides_itself(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hide_worker_removes_the_worker_info(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.data import _utils
 
     info: Any = SimpleNamespace(id=0, num_workers=2)
@@ -360,9 +358,7 @@ class Unpicklable:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_queue_sends_an_error_in_the_place_of_what_cannot_be_sent(
-    is_there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queue_sends_an_error_instead_of_an_unpicklable_object(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_there:
         monkeypatch.delattr(multiprocessing.queues.Queue, "_on_queue_feeder_error")
     queue = telling_context().Queue()
@@ -375,7 +371,7 @@ def test_a_queue_sends_an_error_in_the_place_of_what_cannot_be_sent(
     queue.close()
 
 
-def test_exit_functions_are_run_if_python_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_functions_run_if_python_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: called.append(1))
     compat.run_exit_functions()
@@ -384,16 +380,16 @@ def test_exit_functions_are_run_if_python_has_the_name(monkeypatch: pytest.Monke
     assert called == [1]
 
 
-def test_a_trials_number_is_its_key_where_optuna_has_no_other() -> None:
+def test_trial_id_falls_back_to_the_trials_number() -> None:
     assert compat.trial_id(SimpleNamespace(_trial_id=5, number=3)) == 5
     assert compat.trial_id(SimpleNamespace(number=3)) == 3
 
 
-def test_versions_are_compared_as_versions() -> None:
+def test_torch_has_compares_versions() -> None:
     assert compat.torch_has("2.9")
     assert not compat.torch_has("99.0")
 
 
-def test_what_is_not_there_is_not_made_up() -> None:
+def test_unknown_names_of_compat_raise_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'absent'"):
         compat.absent  # noqa: B018

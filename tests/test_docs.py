@@ -1,4 +1,4 @@
-"""The documentation is true: what it shows loads, parses, runs and leads somewhere, and its tables are up to date."""
+"""Documentation: its recipes load, its commands parse, its links exist, and its tables are up to date."""
 
 import ast
 import importlib.util
@@ -43,7 +43,7 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def spans(page: Path) -> list[str]:
-    """Code within the prose."""
+    """Returns inline code of the prose."""
     prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", prose)]
 
@@ -53,7 +53,7 @@ def recipes(page: Path) -> list[str]:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """The Python files that a page shows; a block says in its first line which file it is, or belongs to."""
+    """Writes the Python files that a page shows; the first line of a block names its file."""
     for text in blocks(page, "python"):
         if name := re.match(r"# (\w+\.py)", text):
             with (folder / name[1]).open("a") as file:
@@ -107,7 +107,7 @@ def test_python_compiles(page: Path) -> None:
 
 @each_page
 def test_documented_keys_exist(page: Path, tmp_path: Path) -> None:
-    """Those of TOML fragments, and `train.length`, `[train]` and the like in the prose."""
+    """Checks keys of TOML fragments, and keys like `train.length` and `[train]` in the prose."""
     write_files(page, tmp_path)
     for text in blocks(page, "toml"):
         table = tomllib.loads(text)
@@ -123,11 +123,11 @@ def test_documented_keys_exist(page: Path, tmp_path: Path) -> None:
             assert known or (page.name in OLD_NAMES and is_old_key(path)), span
 
 
-OLD_NAMES = ("CHANGELOG.md", "upgrade.md")  # the pages that tell what things were called
+OLD_NAMES = ("CHANGELOG.md", "upgrade.md")  # pages with old names
 
 
 def is_old_key(path: tuple[str, ...]) -> bool:
-    """Whether recipe version 1 had the key."""
+    """True if recipe version 1 had the key."""
     return any(len(row.old) == len(path) and all(map(fnmatchcase, path, row.old)) for row in keys())
 
 
@@ -140,7 +140,7 @@ def leaves(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 def is_key(path: tuple[str, ...], table: dict[str, Any], folder: Path) -> bool:
-    """Whether a recipe can have the key: of a section, or of a component, any of its kind where `table` names none."""
+    """True if a recipe can have the key: of a section, or of the component (any of its kind if `table` names none)."""
     vocabulary, registry = Vocabulary(), Registry.installed()
     if path[0] == "vars" or path[-1] in vocabulary.keys(path[:-1]):
         return True
@@ -156,7 +156,7 @@ def is_key(path: tuple[str, ...], table: dict[str, Any], folder: Path) -> bool:
     return False
 
 
-def test_the_error_message_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_message_in_the_readme_is_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = recipes(ROOT / "README.md")[0]
     for right, wrong in (('"adamw"', '"adam"'), ("length", "lenght"), ("clip_norm", "max_grad_norm")):
@@ -194,7 +194,7 @@ def test_the_yaml_of_clusters_is_read_and_its_commands_parse(generate: ModuleTyp
 
 
 def commands_within(value: Any) -> Iterator[list[str]]:
-    """ddpforge's arguments, wherever a value of YAML has them: in a list of words, or in a shell script."""
+    """Yields ddpforge's arguments anywhere in a value of YAML: in a list of words, or in a shell script."""
     if isinstance(value, str):
         yield from command_lines(value)
     elif isinstance(value, list) and value[:1] == ["ddpforge"]:
@@ -205,7 +205,7 @@ def commands_within(value: Any) -> Iterator[list[str]]:
 
 
 def command_lines(script: str) -> Iterator[list[str]]:
-    """What follows the word ddpforge in every command of a shell script."""
+    """Yields the words after ddpforge of every command in a shell script."""
     for line in script.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -217,7 +217,7 @@ def command_lines(script: str) -> Iterator[list[str]]:
 
 
 def parse(words: Sequence[str], commands: dict[str, click.Command], *, whole: bool = True) -> None:
-    """Fails unless ddpforge takes these words; where not `whole`, arguments may be missing."""
+    """Fails unless ddpforge accepts these words; arguments may be missing unless `whole`."""
     try:
         if not words or words[0].startswith("-"):
             main.make_context("ddpforge", list(words))
@@ -236,7 +236,7 @@ def parse(words: Sequence[str], commands: dict[str, click.Command], *, whole: bo
 
 # ---------------------------------------------------------------------------------------------- links
 @each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in link:
             path, _, anchor = link.partition("#")
@@ -246,12 +246,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings as GitHub links to them."""
+    """Returns the anchors of a page's headings on GitHub."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-def test_the_image_is_made_of_what_a_build_context_has() -> None:
+def test_docker_image_copies_only_files_in_the_build_context() -> None:
     text = (ROOT / "Dockerfile").read_text()
     copied = [name for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for name in line.split()]
     sent = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
@@ -282,9 +282,7 @@ def test_the_momentum_encoder_of_the_how_to_runs(ddpforge: Callable[..., Ranks],
     ddpforge("run", "byol.toml", "--set", "train.length=2st", "--set", 'strategy.use="fsdp"', nproc=2)
 
 
-def test_the_run_of_the_tutorial_is_as_the_reference_describes_it(
-    ddpforge: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_run_folder_of_the_tutorial_matches_the_reference(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
     write_files(DOCS / "tutorial.md", tmp_path)
     (tmp_path / "spirals.toml").write_text(recipes(DOCS / "tutorial.md")[0] + "[callbacks.throughput]\n")
     ddpforge("run", "spirals.toml", "--set", "train.length=2ep")

@@ -1,4 +1,4 @@
-"""The examples of docs/how-to/research.md: short, and each trains one curve on any ranks and goes on exactly."""
+"""Examples of docs/how-to/research.md: short, with the same curve on any number of ranks and after a resume."""
 
 import json
 import shutil
@@ -15,12 +15,12 @@ from ddpforge.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/recipe.toml"))
-FULL = ("lora", "metrics")  # whose libraries take seconds to import: they have tests of their own
+FULL = ("lora", "metrics")  # their libraries take seconds to import; other tests cover them
 STEPS, HALF = 6, 3
 SINGLE, FSDP = 'strategy={ use = "single" }', 'strategy={ use = "fsdp" }'
 TIMES = ("time", "attempt", "train/samples_per_second", "train/time/")
 ROUNDING = {"muon": 5e-3}  # torch's Muon makes matrices orthogonal in bfloat16; 2e-5 for the others
-NOISY = {"diffusion"}  # evaluations draw noise, which belongs to the rank that draws it
+NOISY = {"diffusion"}  # evaluations draw noise from the rank's RNG
 LINES = {"gan": 60, "infonce": 40, "plateau": 10}  # 80 for the others
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -28,7 +28,7 @@ Run = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> Run:
-    """`run(example, ranks, steps, *sets, out="a")`: the rows of the run in folder `out`, which it may go on with."""
+    """Returns `run(example, ranks, steps, *sets, out="a")`, which trains or resumes in `out` and returns the rows."""
 
     def train(example: str, ranks: int, steps: int, *sets: str, out: str) -> list[dict[str, Any]]:
         if not (tmp_path / example).exists():
@@ -57,8 +57,8 @@ def compare(example: str, found: list[dict[str, Any]], expected: list[dict[str, 
 @pytest.mark.parametrize(
     "example", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in EXAMPLES]
 )
-def test_an_example_trains_one_curve_on_one_rank_and_on_two_and_resumes_exactly(run: Run, example: str) -> None:
-    """Its second half is trained by the strategy that the recipe names (or ddp), out of a checkpoint of fsdp."""
+def test_example_trains_the_same_curve_on_one_and_two_ranks_and_after_a_resume(run: Run, example: str) -> None:
+    """Trains the second half under the recipe's strategy (or ddp), from a checkpoint of fsdp."""
     expected = run(example, 1, STEPS, SINGLE, out="one")
     assert len([row for row in expected if "train/loss" in row]) == STEPS
     run(example, 2, HALF, FSDP, out="two")
@@ -72,13 +72,13 @@ def test_an_example_trains_the_same_curve_on_four_ranks(run: Run, example: str) 
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_is_short(example: str) -> None:
+def test_example_is_short(example: str) -> None:
     lines = [line for file in (ROOT / example).glob("*.py") for line in file.read_text().splitlines()]
     assert len(lines) <= LINES.get(example, 80)
 
 
-def test_a_launcher_deals_the_batch_to_the_ranks_that_see_different_data() -> None:
-    """A batch of 64 does not divide by five, unless all five see the same samples."""
+def test_launcher_divides_the_batch_by_data_parallel_ranks() -> None:
+    """Batches of 64 do not divide by five ranks, unless all five see the same samples."""
     recipe = str(ROOT / "tensor-parallel/recipe.toml")
     check_world(load_recipe(recipe), 5)
     with pytest.raises(RecipeError, match="5"):

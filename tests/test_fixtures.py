@@ -1,4 +1,4 @@
-"""The hosts and the Slurm that other tests run on are what they say, and leave nothing behind."""
+"""Fixtures for hosts and Slurm: they work as documented, and leave nothing behind."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from support.hosts import Hosts, needs_root, new_hosts
 from support.slurm import Slurm, until
 
 
-def test_hosts_have_names_addresses_processes_and_disks_of_their_own(hosts: Hosts, tmp_path: Path) -> None:
+def test_hosts_have_separate_names_addresses_processes_and_disks(hosts: Hosts, tmp_path: Path) -> None:
     a, b = hosts["a"], hosts["b"]
     assert a.run("hostname").strip() == "nodea"
     assert b.run("getent", "hosts", "nodea").split() == ["10.77.0.1", "nodea"]
@@ -25,7 +25,7 @@ def test_hosts_have_names_addresses_processes_and_disks_of_their_own(hosts: Host
     assert a.run("getent", "hosts", "nodea").split() == ["127.0.1.1", "nodea"]
 
 
-def test_a_network_that_is_cut_and_healed(hosts: Hosts, tmp_path: Path) -> None:
+def test_network_of_a_host_can_be_cut_and_healed(hosts: Hosts, tmp_path: Path) -> None:
     serve = "import socket; s = socket.create_server(('', 999)); print('up', flush=True); s.accept()"
     connect = [sys.executable, "-c", "import socket, sys; socket.create_connection(('nodeb', 999), float(sys.argv[1]))"]
     server = hosts["b"].start(sys.executable, "-c", serve, cwd=tmp_path)
@@ -38,7 +38,7 @@ def test_a_network_that_is_cut_and_healed(hosts: Hosts, tmp_path: Path) -> None:
     assert server.ended() == (0, "")
 
 
-def test_a_signal_reaches_a_command_and_its_end_is_told(hosts: Hosts, tmp_path: Path) -> None:
+def test_signal_reaches_a_command_and_its_exit_code_is_returned(hosts: Hosts, tmp_path: Path) -> None:
     command = hosts["a"].start("bash", "-c", "trap 'exit 75' USR1; echo up; while :; do sleep 0.05; done", cwd=tmp_path)
     assert command.stdout is not None
     assert command.stdout.readline() == "up\n"
@@ -47,7 +47,7 @@ def test_a_signal_reaches_a_command_and_its_end_is_told(hosts: Hosts, tmp_path: 
 
 
 def test_a_fork_of_the_tests_process_enters_a_host(hosts: Hosts) -> None:
-    """Also one in which a library has started a thread, as OpenTelemetry does after a fork."""
+    """Starts a thread in the fork, as OpenTelemetry does after a fork."""
 
     def where(rank: int) -> str:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -57,7 +57,7 @@ def test_a_fork_of_the_tests_process_enters_a_host(hosts: Hosts) -> None:
     assert in_ranks(2, where, forking=lambda rank: hosts["ab"[rank]].numbering()) == ["nodea", "nodeb"]
 
 
-def test_nothing_is_left_of_hosts_when_the_test_is_killed(tmp_path: Path) -> None:
+def test_hosts_leave_no_processes_when_the_test_is_killed(tmp_path: Path) -> None:
     needs_root()
     if (child := os.fork()) == 0:
         with new_hosts("ab", tmp_path) as hosts:

@@ -1,4 +1,4 @@
-"""Every command that the documentation shows is run, or a table says why not and what shows it instead."""
+"""Commands of the documentation: each is run, or a table has the reason and the test that covers it."""
 
 import re
 import shutil
@@ -61,7 +61,7 @@ TRAINED = {
 
 @dataclass(frozen=True)
 class Page:
-    """What a page takes for granted, and the words that stand for others on a machine of two cores."""
+    """Files and runs that a page requires, and words to replace on a machine with two cores."""
 
     runs: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ RUN = {
             "ddpforge parity digits": "PYTHONPATH=.:${PYTHONPATH-} ddpforge parity digits --steps 3",
         },
     ),
-    "checkpoints": Page(("digits",), codes=(0, 1)),  # what `ckpt diff` compares differs
+    "checkpoints": Page(("digits",), codes=(0, 1)),  # `ckpt diff` finds differences
     "debug": Page(),
     "doctor": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "/shared/runs": "shared"}, codes=(0, 1)),
     "evaluate": Page(("digits",), swaps=FEW),
@@ -135,14 +135,14 @@ NOT_HERE = {
     r"--watch": "has no end: tests/tools/reports, tests/cli/test_runs.py",
     r"^accelerate launch -m": "as `accelerate config` was answered: the page on launchers gives all of it",
     r"pretrained|theirs|meta-model|deepspeed-run": "other programs' files: tests/interop/test_import.py",
-    r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that nobody has here: tests/cli, tests/tools/reports",
+    r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that do not exist here: tests/cli, tests/tools/reports",
     r"shakespeare-char|tiny-llama": "data and models to fetch: tests/test_recipes.py, ddpforge-transformers",
     r"\.onnx|\.pt2": "takes long: tests/interop/test_export.py",
     r"batch-size|lr-range": "takes long: tests/tools/trials",
     r"^ddpforge launch gpt-1-node": "eight GPUs: tests/test_recipes.py trains it in small",
     r"my-forge-parts|my-model|denoising|^pytest ": "a package to install: tests/testing, tests/test_docs.py",
 }
-"""Commands that are not run here: what they have in common, and the reason, or the tests that run them."""
+"""Commands that are not run here: their pattern, and the reason, or the tests that run them."""
 
 OTHER_PAGES = {
     "tutorial": "tests/test_tutorial.py",
@@ -153,7 +153,7 @@ OTHER_PAGES = {
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Yields the commands of a page's shell blocks, a loop being one; of what is printed, those behind a `$`."""
+    """Yields the commands of a page's shell blocks (a loop is one command), and commands after a `$` in its output."""
     printed = "".join(blocks(page, "text", "console"))
     lines = [*"".join(blocks(page, "sh")).replace("\\\n", " ").splitlines(), *re.findall(r"^\$ (.*)", printed, re.M)]
     loop: list[str] = []
@@ -182,7 +182,7 @@ def test_every_command_is_run_or_a_reason_is_given(page: Path) -> None:
     assert [command for command in commands(page) if command not in ("wait",) and reason(command) is None] == []
 
 
-def test_every_reason_is_of_a_command_that_there_is() -> None:
+def test_every_reason_matches_a_command() -> None:
     everything = [command for page in PAGES for command in commands(page)]
     assert [one for one in NOT_HERE if not any(re.search(one, command, re.M) for command in everything)] == []
     assert {*map(path_of, RUN)} <= {*PAGES}

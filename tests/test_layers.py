@@ -1,4 +1,4 @@
-"""The architecture, read from the source: who may import whom, and what every module owes its readers."""
+"""Architecture, read from the source: allowed imports between packages, and rules for every module."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# From the top down; a module imports only what is below its own package's line.
+# From the top down; a module imports only modules in lines below its own.
 LAYERS = [
     {"__main__"},
     {"cli"},
@@ -25,10 +25,10 @@ LAYERS = [
     {"app.api"},
     {"tools.simulation"},
     {"tools.reports", "tools.sweeps", "tools.trials"},
-    {"app.evaluate", "app.generation", "app.starting", "tools.doctor", "tools.parity"},
+    {"app.evaluate", "app.generation", "app.local_launch", "tools.doctor", "tools.parity"},
     {"app.run"},
-    {"app.attempt", "app.hosts"},
-    {"app.planned"},
+    {"app.attempt", "app.node_consistency"},
+    {"app.memory_check"},
     {"app.build"},
     {"app", "tools", "watchdog"},
     {"preflight"},
@@ -41,47 +41,49 @@ LAYERS = [
     {"components"},
     {"builtin"},
     {"interfaces"},
-    {"compat", "confidential", "cores", "disk", "importing"},
+    {"compat", "disk", "fast_import", "local_world", "secret_redaction"},
     {"errors"},
-    {""},  # ddpforge itself: the version, and names that are imported when they are used
+    {""},  # ddpforge itself: the version, and names that are imported on first use
 ]
-# What is imported before anybody needs torch: commands that only read begin in a moment.
+# Modules without torch, so that commands that only read start quickly.
 LIGHT = {
-    "app.starting",
+    "app.local_launch",
     "cli",
     "compat",
     "components",
-    "confidential",
-    "cores",
     "disk",
     "errors",
-    "importing",
+    "fast_import",
     "interfaces",
     "launchers",
+    "local_world",
     "recipe",
     "runs",
+    "secret_redaction",
     "tools.reports",
     "watchdog",
 }
-LIGHT |= {f"ranks.{name}" for name in ("failures", "halt", "leaving", "logs", "phases", "scheduling", "signals")}
+LIGHT |= {
+    f"ranks.{name}" for name in ("failures", "heartbeat", "logs", "process_exit", "run_limits", "scheduling", "signals")
+}
 LIGHT |= {"app.choose", "preflight"}
 LIGHT |= {f"training.{name}" for name in ("callbacks", "contract", "metric_direction", "stages")}
-LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.grid", "single", "tensor.options")}
+LIGHT |= {f"strategies.{name}" for name in ("ddp", "fsdp.mesh", "single", "tensor.options")}
 LIGHT |= {f"strategies.{name}.strategy" for name in ("deepspeed", "fsdp", "pipeline")}
 LIGHT |= {f"strategies.deepspeed.{name}" for name in ("extra", "nvme")}
-LIGHT.add("training.turns")
+LIGHT.add("training.alternating_updates")
 LIGHT |= {f"checkpoint.{name}" for name in ("manifest", "retention", "schema", "untrusted")}
 
 
 def room_of(module: str) -> str:
-    """Returns what has a place in LAYERS: a folder, a module at the top, or one that is named there by itself."""
+    """Returns the module's entry in LAYERS: its folder, a top-level module, or the module itself."""
     words = module.removeprefix("ddpforge").removeprefix(".").split(".")
     named = set().union(*LAYERS)
     return next((room for n in (2, 1) if (room := ".".join(words[:n])) in named), words[0])
 
 
 def layer(module: str) -> int:
-    """The number of a module's layer, counted from the top."""
+    """Returns the number of a module's layer, counted from the top."""
     fits = [number for number, names in enumerate(LAYERS) if room_of(module) in names]
     assert fits, f"{module} has no place in LAYERS"
     return fits[0]
@@ -93,10 +95,10 @@ def tree(module: str) -> ast.Module:
 
 
 def imports(module: str, node: ast.AST | None = None, *, types: bool = False) -> Iterator[str]:
-    """What a module imports when it runs, also inside functions; with `types` what only type checkers see, too."""
+    """Yields a module's imports, also inside functions; with `types`, also imports for type checkers."""
     for child in ast.iter_child_nodes(node or tree(module)):
         if isinstance(child, ast.expr):
-            continue  # nothing is imported within one
+            continue  # expressions import nothing
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not types:
             continue
         if isinstance(child, ast.Import):
@@ -111,11 +113,11 @@ def imports(module: str, node: ast.AST | None = None, *, types: bool = False) ->
 
 @cache
 def graph() -> Mapping[str, set[str]]:
-    """What of ddpforge each module imports, in functions and for type checkers included."""
+    """Returns the modules of ddpforge that each module imports, also in functions and for type checkers."""
     return {module: {one for one in imports(module, types=True) if one in MODULES} - {module} for module in MODULES}
 
 
-# What may point up or round in a circle, as no program runs through it; each with why it stays.
+# Allowed upward or circular imports, which run in no program, with their reasons.
 TOLERATED = {
     ("ddpforge", "ddpforge.app.api"): "public names of the package, imported when they are used",
     ("ddpforge", "ddpforge.recipe"): "public names of the package, imported when they are used",
@@ -142,7 +144,7 @@ def package_of(module: str) -> str:
 
 @cache
 def edges() -> Sequence[tuple[str, str]]:
-    """What runs through the borders of packages: importing and imported module."""
+    """Returns imports between packages: importing and imported module."""
     return [
         (module, imported)
         for module in MODULES
@@ -151,7 +153,7 @@ def edges() -> Sequence[tuple[str, str]]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------- who imports whom
+# ---------------------------------------------------------------------------------------------- imports
 def test_imports_point_down() -> None:
     upward = [edge for edge in edges() if layer(edge[0]) >= layer(edge[1])]
     assert not upward
@@ -165,7 +167,7 @@ def test_types_point_down_too() -> None:
 
 
 def circles(imported: Mapping[str, set[str]]) -> list[list[str]]:
-    """The modules that reach one another, group by group."""
+    """Returns groups of modules that import each other, directly or indirectly."""
     reached = {module: reachable(imported, module) for module in imported}
     groups = {
         frozenset(other for other in reached[module] if module in reached[other])
@@ -176,7 +178,7 @@ def circles(imported: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def reachable(imported: Mapping[str, set[str]], module: str) -> set[str]:
-    """Every module that an import of `module` may lead to."""
+    """Returns every module that `module` imports, directly or indirectly."""
     found: set[str] = set()
     waiting = list(imported[module])
     while waiting:
@@ -186,23 +188,23 @@ def reachable(imported: Mapping[str, set[str]], module: str) -> set[str]:
     return found
 
 
-def test_no_modules_import_one_another() -> None:
-    """Not in a function either, and not for type checkers alone: what is read together belongs in one module."""
+def test_there_are_no_circular_imports() -> None:
+    """Includes imports in functions and for type checkers: modules that need each other belong in one module."""
     straight = {module: {one for one in its if (module, one) not in TOLERATED} for module, its in graph().items()}
     assert circles(straight) == []
 
 
 @pytest.mark.parametrize(("module", "imported"), TOLERATED)
-def test_what_is_tolerated_is_still_there(module: str, imported: str) -> None:
+def test_tolerated_imports_exist(module: str, imported: str) -> None:
     assert imported in graph()[module]
 
 
-def test_a_circle_is_found_through_any_number_of_modules() -> None:
+def test_circles_of_any_length_are_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [["a", "b", "c"]]
 
 
-def test_components_live_by_the_rules_of_plugins() -> None:
-    """Whatever comes with ddpforge could have come from somebody else: it needs the interfaces and nothing more."""
+def test_built_in_components_import_only_the_interfaces() -> None:
+    """Built-in components follow the rules of plugins: they need only the interfaces."""
     ours = {imported for module, imported in edges() if package_of(module) == "ddpforge.builtin"}
     assert {package_of(imported) for imported in ours} <= {"ddpforge.interfaces", "ddpforge.errors"}
 
@@ -221,11 +223,11 @@ def test_a_library_is_imported_in_one_place(library: str, home: str) -> None:
     assert all(user == home or user.startswith(f"{home}.") for user in users), users
 
 
-def test_nothing_light_imports_torch_when_it_is_imported() -> None:
-    """Functions may, and `launchers.torchrun` is a program of its own."""
+def test_light_modules_do_not_import_torch() -> None:
+    """Allows imports in functions, and `launchers.torchrun`, which is a separate program."""
     names = {module: module.removeprefix("ddpforge.") for module in MODULES}
     light = {module for module, name in names.items() if name in LIGHT or room_of(module) in LIGHT}
-    light -= {f"ddpforge.preflight.{name}" for name in ("fit", "model", "samples")}  # of what is built
+    light -= {f"ddpforge.preflight.{name}" for name in ("fit", "model", "samples")}  # they check built parts
     heavy = [
         (module, imported)
         for module in light - {"ddpforge.launchers.torchrun"}
@@ -240,7 +242,7 @@ def test_nothing_light_imports_torch_when_it_is_imported() -> None:
 
 # ---------------------------------------------------------------------------------------------- the map
 def shown() -> list[str]:
-    """The paths on the map of the tree in CONTRIBUTING.md."""
+    """Returns the paths on the map of the tree in CONTRIBUTING.md."""
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     drawn = text.partition("## Layout")[2].partition("```text\n")[2].partition("```")[0]
     found: list[str] = []
@@ -255,7 +257,7 @@ def shown() -> list[str]:
 
 
 def test_the_map_shows_every_package_and_every_module_at_the_top() -> None:
-    """Modules inside packages are shown where a reader needs them."""
+    """Does not require modules inside packages."""
     packages = {f"{path.parent.relative_to(PACKAGE.parent)}/" for path in PACKAGE.rglob("__init__.py")}
     at_the_top = {f"ddpforge/{path.name}" for path in PACKAGE.glob("*.py")}
     around = {f"{folder}/" for folder in ("recipes", "docs", "benchmarks", "plugins", "tests")}
@@ -265,12 +267,12 @@ def test_the_map_shows_every_package_and_every_module_at_the_top() -> None:
     assert not (packages | at_the_top | around) - silent - set(paths)
 
 
-def test_the_map_shows_nothing_that_is_not_there() -> None:
+def test_paths_on_the_map_exist() -> None:
     lost = [path for path in shown() if not (PACKAGE.parent / path).exists()]
     assert not lost
 
 
-def test_the_rooms_of_the_map_are_in_the_order_of_the_layers() -> None:
+def test_packages_on_the_map_are_in_the_order_of_the_layers() -> None:
     rooms = [path.removesuffix("/").removesuffix(".py") for path in shown() if path.removesuffix("/").count("/") == 1]
     layers = [layer(room.replace("/", ".")) for room in rooms if room.startswith("ddpforge/")]
     assert layers == sorted(layers)
@@ -284,7 +286,7 @@ def test_the_files_that_contributing_points_to_exist() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- every module
-def test_modules_begin_by_saying_what_they_are_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     opened = {module: (ast.get_docstring(tree(module)) or "").partition("\n\n")[0].rstrip() for module in MODULES}
     assert [module for module, text in opened.items() if not text.endswith((".", ":"))] == []
 
@@ -292,7 +294,7 @@ def test_modules_begin_by_saying_what_they_are_for() -> None:
 QUESTIONS = re.compile(r"(what|which|who(se|m)?|whether|how|where|when|why)(ever)?\b", re.I)
 
 
-def test_docstrings_name_their_subject() -> None:
+def test_docstrings_do_not_begin_with_a_question_word() -> None:
     """ "Finds the rank that failed first", not "Which rank failed first"."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for module in MODULES:
@@ -300,7 +302,7 @@ def test_docstrings_name_their_subject() -> None:
         assert [text.partition("\n")[0] for text in opened if text and QUESTIONS.match(text)] == [], module
 
 
-def test_what_modules_announce_exists() -> None:
+def test_names_in_all_exist() -> None:
     for module in MODULES:
         if not module.endswith("__main__"):
             found = import_module(module)

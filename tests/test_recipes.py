@@ -1,4 +1,4 @@
-"""The recipes that come with ddpforge: they load, their headers tell the story, and the story is true."""
+"""Bundled recipes: they load, and their headers describe them correctly."""
 
 import json
 import re
@@ -15,13 +15,13 @@ from ddpforge.recipe import bundled, load_recipe
 
 
 def header(recipe: str) -> str:
-    """The comment that a recipe begins with."""
+    """Returns the comment at the beginning of a recipe."""
     lines = bundled()[recipe].read_text(encoding="utf-8").splitlines()
     end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     return "\n".join(line.removeprefix("#").strip() for line in lines[:end])
 
 
-def test_the_recipes_of_the_repository_are_the_ones_that_ship() -> None:
+def test_bundled_recipes_are_the_recipes_of_the_repository() -> None:
     folder = Path(__file__).parent.parent / "recipes"
     assert bundled() == {path.stem: path for path in sorted(folder.glob("*.toml"))}
     assert {"digits", "stdlib-lm"} <= set(bundled())
@@ -33,7 +33,7 @@ def test_a_recipe_loads_under_the_name_of_its_file(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", bundled())
-def test_a_recipe_says_what_it_trains_how_to_launch_it_and_what_to_expect(recipe: str) -> None:
+def test_header_has_a_description_a_launch_command_and_the_expected_result(recipe: str) -> None:
     text = header(recipe)
     assert len(text.partition("\n")[0]) > 40
     launches = re.findall(r"ddpforge (?:run|launch) (\S+)", text)
@@ -47,7 +47,7 @@ def rows(folder: Path, key: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_digits_does_what_its_header_promises(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_digits_reaches_the_accuracy_in_its_header(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
     assert "97.5 % or more of the 360 test scans" in header("digits")
     ddpforge("run", "digits", nproc=2)
     assert rows(tmp_path / "runs/digits", "eval/accuracy")[-1] >= 0.975
@@ -55,7 +55,7 @@ def test_digits_does_what_its_header_promises(tmp_path: Path, ddpforge: Callable
 
 @pytest.mark.slow
 def test_distil_digits_learns_without_labels(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
-    """From a teacher that was trained for a shorter time than the header's."""
+    """Uses a teacher that was trained for a shorter time than in the header."""
     assert "97 % or more of the 360 test scans" in header("distil-digits")
     ddpforge("run", "digits", "--set", "train.length=3ep")
     ddpforge("run", "distil-digits", "--set", "train.length=10ep")
@@ -63,7 +63,7 @@ def test_distil_digits_learns_without_labels(tmp_path: Path, ddpforge: Callable[
 
 
 @pytest.mark.full
-def test_fine_tuning_brings_what_its_page_says(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_fine_tuning_reaches_the_accuracies_on_its_page(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
     page = (Path(__file__).parents[1] / "docs/how-to/fine-tune.md").read_text()
     said = {
         name: float(share) / 100 for name, share in re.findall(r"^\| (\S.*) \| ([0-9.]+) % \|$", page, re.MULTILINE)
@@ -89,7 +89,7 @@ def test_fine_tuning_brings_what_its_page_says(tmp_path: Path, ddpforge: Callabl
         ("segment-digits", "a mean intersection over union of 0.75 or more", "eval/iou", 0.75),
     ],
 )
-def test_a_recipe_on_digits_does_what_its_header_promises(
+def test_recipe_on_digits_reaches_the_result_in_its_header(
     tmp_path: Path, ddpforge: Callable[..., Ranks], recipe: str, promise: str, metric: str, least: float
 ) -> None:
     assert promise in header(recipe)
@@ -97,17 +97,17 @@ def test_a_recipe_on_digits_does_what_its_header_promises(
     assert rows(tmp_path / "runs" / recipe, metric)[-1] >= least
 
 
-def test_the_text_of_shakespeare_char_is_the_users(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
-    """A text of 65 characters, told by the variable that the header names."""
+def test_shakespeare_char_reads_the_users_text(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+    """Passes a text with 65 characters in the variable that the header names."""
     (tmp_path / "mine.txt").write_text("".join(map(chr, range(32, 97))) * 60)
     quick = ("train.length=2st", "train.eval_every=2st", "schedule.warmup=1st")
     ddpforge("run", "shakespeare-char", *(f"--set={one}" for one in quick), env={"TEXT": "mine.txt"})
-    assert rows(tmp_path / "runs/shakespeare-char", "eval/loss")[-1] < 4.2  # not knowing anything is ln 65 = 4.17
+    assert rows(tmp_path / "runs/shakespeare-char", "eval/loss")[-1] < 4.2  # a uniform prediction has ln 65 = 4.17
 
 
 @pytest.mark.full
 def test_the_language_model_learns_to_compress(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
-    """A small piece of what the header promises: from 8 bits per byte, which is knowing nothing, downwards."""
+    """Checks a small part of the header's result: bits per byte fall from 8, the value of a uniform prediction."""
     sets = [
         *("train.length=40st", "train.eval_every=10st", "schedule.warmup=5st", "model.layers=2", "model.width=64"),
         "data.eval.eval_fraction=0.01",
@@ -125,7 +125,7 @@ def test_the_language_model_learns_to_compress(tmp_path: Path, ddpforge: Callabl
     ("recipe", "ranks", "promise", "data_ranks", "copies"),
     [("gpt-1-node", 8, "2.4 GB", 8, 1), ("gpt-2-nodes", 16, "2.5 GB", 8, 2)],
 )
-def test_a_large_gpt_takes_the_memory_and_the_groups_that_its_header_promises(
+def test_large_gpt_has_the_memory_and_groups_in_its_header(
     recipe: str, ranks: int, promise: str, data_ranks: int, copies: int
 ) -> None:
     assert f"{promise} of weights, gradients and optimizer state on each GPU" in header(recipe)
@@ -137,8 +137,8 @@ def test_a_large_gpt_takes_the_memory_and_the_groups_that_its_header_promises(
 
 
 @pytest.mark.full
-def test_the_recipes_of_one_machine_and_of_two_train_one_curve(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
-    """With a small model and short sequences, on two and on four ranks."""
+def test_gpt_recipes_of_one_and_two_nodes_train_the_same_curve(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+    """Trains a small model with short sequences on two and four ranks."""
     small = (
         "model.layers=2",
         "model.heads=2",

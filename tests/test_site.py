@@ -1,4 +1,4 @@
-"""The documentation as a site: every page is in its menu, nothing is fetched, and its search works from the disk."""
+"""Documentation site: every page is in its menu, it makes no requests, and its search works from the disk."""
 
 import ast
 import importlib.util
@@ -33,8 +33,8 @@ def test_every_page_is_in_the_menu_and_in_the_index() -> None:
     assert linked | {"docs/index.md"} == PAGES
 
 
-def said() -> str:
-    """All text that ddpforge's code holds."""
+def package_strings() -> str:
+    """Returns all strings in ddpforge's code."""
     constants = (
         node.value
         for path in sorted((ROOT / "ddpforge").rglob("*.py"))
@@ -44,11 +44,11 @@ def said() -> str:
     return "\n".join(constants)
 
 
-def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+def test_messages_on_the_troubleshooting_page_are_in_the_code() -> None:
     rows = re.findall(r"^\| (`.+?) \| ", (ROOT / "docs/how-to/troubleshooting.md").read_text(), re.MULTILINE)
     others = {"SIGBUS", "unable to write to file </torch_", "Connection reset by peer", "Connection closed by peer"}
     messages = {message for row in rows for message in re.findall(r"`([^`]+)`", row)} - others
-    code = said()
+    code = package_strings()
     assert len(messages) > 20
     assert [message for message in sorted(messages) if message not in code] == []
 
@@ -60,7 +60,7 @@ def site() -> Path:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    built: Path = module.build()  # strict: a link or a name that leads nowhere is an error
+    built: Path = module.build()  # strict: a link or a name without a target is an error
     return built
 
 
@@ -71,7 +71,7 @@ def test_every_page_is_built_with_the_docstrings_it_names(site: Path) -> None:
         assert f'id="{name}"' in python
 
 
-def test_the_search_works_from_the_disk_and_nothing_is_fetched(site: Path, browser: "Browser") -> None:
+def test_search_works_from_the_disk_without_requests(site: Path, browser: "Browser") -> None:
     page = browser.new_page()
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))

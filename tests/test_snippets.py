@@ -1,4 +1,4 @@
-"""Every snippet of TOML and Python in the documentation runs: in a recipe, as a script, or in a test that is named."""
+"""Snippets of TOML and Python in the documentation: each runs in a recipe, as a script, or in a named test."""
 
 import ast
 import re
@@ -54,7 +54,7 @@ FILES = {
     "letters.txt": "abcdefghijklmno\n" * 200,
     "lines/a.txt": "abcdefg\n" * 16,
 }
-"""What the snippets take for granted, beside the files that the pages show."""
+"""Files that the snippets require, in addition to the files on the pages."""
 
 RUNS = [
     [*TRAINED["digits"], "track.csv={}"],
@@ -67,13 +67,13 @@ RUNS = [
 
 @dataclass(frozen=True)
 class Recipe:
-    """A snippet on top of another recipe: trained for a step and evaluated on a batch, or to its end."""
+    """Snippet on top of another recipe: trained for a step and evaluated on a batch, or trained to its end."""
 
     base: str = "digits"
     sets: tuple[str, ...] = ()
     ranks: int = 1
-    text: str = ""  # where the page shows none: what uses a component of the page
-    then: tuple[str, ...] = ()  # a command that the trained run is for
+    text: str = ""  # a recipe for a component of the page, if the page shows none
+    then: tuple[str, ...] = ()  # a command that uses the trained run
 
 
 WHOLE = Recipe(sets=("train.length=2ep",), then=("status", "snippet"))
@@ -145,7 +145,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "write-a-strategy": {"mini_tp": MINI_TP},
     "write-a-plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
 }
-"""Snippets of TOML, by their page and by words that no other of the page has."""
+"""Snippets of TOML, by their page and by words that are unique on the page."""
 
 COMPONENTS = {
     "data": [
@@ -187,7 +187,7 @@ COMPONENTS = {
         Recipe(text='[callbacks.shrink]\nuse = "./parts.py:Shrink"\nevery = 1'),
     ],
 }
-"""Recipes for what pages show in Python and in no recipe."""
+"""Recipes for Python components on pages without a recipe for them."""
 
 PYTHON: dict[str, dict[str, str]] = {
     "clusters": {"TorchTrainer": "needs GPUs: tests/launchers/test_ray.py, without"},
@@ -201,7 +201,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "write-a-strategy": {"# mini_tp.py": MINI_TP},
     "use-a-model": {"denoised": "", "onnxruntime": ""},
 }
-"""Snippets of Python that are in no recipe, as above: scripts, or who runs them."""
+"""Snippets of Python outside of recipes, as above: empty for scripts, or the test that runs them."""
 
 
 def name_of(page: Path) -> str:
@@ -218,7 +218,7 @@ def find(page: str, words: str, language: str) -> str:
 
 
 def in_recipes(page: Path) -> set[str]:
-    """The components `./file.py:Name` of recipes that are trained for a page."""
+    """Returns the components `./file.py:Name` of recipes that are trained for a page."""
     tried = [*TOML.get(name_of(page), {}).values(), *COMPONENTS.get(name_of(page), ())]
     texts = [
         *blocks(page, "toml"),
@@ -228,13 +228,13 @@ def in_recipes(page: Path) -> set[str]:
 
 
 def defined(text: str) -> set[str]:
-    """The components of a file's snippet, as recipes locate them."""
+    """Returns the components of a file's snippet, as recipes name them."""
     file = re.match(r"# (\w+\.py)", text)
     parts = [node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     return {f"{file[1]}:{part}" for part in parts} if file else set()
 
 
-# ---------------------------------------------------------------------------------------------- that none is left out
+# ---------------------------------------------------------------------------------------------- coverage of snippets
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_snippet_is_run_or_a_reason_is_given(page: Path) -> None:
     assert [text for text in blocks(page, "toml") if len(keys_of(text, TOML, page)) != 1] == []
@@ -242,7 +242,7 @@ def test_every_snippet_is_run_or_a_reason_is_given(page: Path) -> None:
         assert defined(text) & in_recipes(page) or len(keys_of(text, PYTHON, page)) == 1, text
 
 
-def test_every_entry_is_of_a_snippet_that_there_is() -> None:
+def test_every_entry_matches_a_snippet() -> None:
     tables: dict[str, Mapping[str, Mapping[str, object]]] = {"toml": TOML, "python": PYTHON}
     for language, table in tables.items():
         for page, entries in table.items():
@@ -250,10 +250,10 @@ def test_every_entry_is_of_a_snippet_that_there_is() -> None:
                 find(page, words, language)
 
 
-# ---------------------------------------------------------------------------------------------- that they run
+# ---------------------------------------------------------------------------------------------- snippets run
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
-    """The files that pages show, and the runs and files that they take for granted."""
+    """Writes the files that pages show, and the runs and files that they require."""
     folder = tmp_path_factory.mktemp("snippets")
     (folder / "lines").mkdir()
     for page in PAGES:
@@ -283,7 +283,7 @@ def recipes() -> Iterator[tuple[str, str, Recipe]]:
 )
 def test_a_recipe_trains(folder: Path, zygote: Zygote, text: str, recipe: Recipe) -> None:
     table = tomllib.loads(text)
-    head = {"recipe": "1", "name": '"snippet"', "extends": f'["{recipe.base}"]'} if "recipe" not in table else {}
+    head = {"recipe": "2", "name": '"snippet"', "extends": f'["{recipe.base}"]'} if "recipe" not in table else {}
     lines = [f"{key} = {value}" for key, value in head.items() if key not in table]
     (folder / "snippet.toml").write_text("\n".join([*lines, text]), encoding="utf-8")
     options = ["--fresh"] if recipe.then else ["--dry-run", "1"]

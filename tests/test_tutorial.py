@@ -1,4 +1,4 @@
-"""The tutorial, as somebody does it: each of its commands in turn, in one folder, and what it says is printed."""
+"""Tutorial: each of its commands runs in order, in one folder, and prints the output shown."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def blocks() -> list[tuple[str, str]]:
 
 
 def shape(line: str) -> str:
-    """A line without what differs between machines: numbers, and how far columns are apart."""
+    """Returns a line without its numbers and column widths, which differ between machines."""
     return re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", line)).strip()
 
 
@@ -41,7 +41,7 @@ def shell(script: str, folder: Path, codes: tuple[int, ...] = (0,)) -> str:
 
 
 @pytest.mark.full
-def test_every_command_works_and_prints_what_the_tutorial_shows(tmp_path: Path) -> None:
+def test_every_command_prints_the_output_in_the_tutorial(tmp_path: Path) -> None:
     printed, folder, interrupted = "", tmp_path, False
     for language, text in blocks():
         if language == "python":
@@ -57,7 +57,7 @@ def test_every_command_works_and_prints_what_the_tutorial_shows(tmp_path: Path) 
             assert not missing, f"{missing} is not in\n{printed}"
         elif "pip install" in text:
             continue  # the test's own environment
-        elif "echo $?" in text:  # somebody presses Ctrl-C after a few seconds
+        elif "echo $?" in text:  # the user presses Ctrl-C after a few seconds
             command = text.splitlines()[0]
             shell(f"timeout --foreground --signal INT 25 {command}", folder, codes=(75, 124))
             assert '"exit_code": 75' in (folder / "runs/long/status.json").read_text()
@@ -77,7 +77,7 @@ def test_every_command_works_and_prints_what_the_tutorial_shows(tmp_path: Path) 
 
 @pytest.mark.full
 def test_a_clone_trains_by_one_command(tmp_path: Path) -> None:
-    """What a first user does first; packages that it needs come from the tests' environment, not from the network."""
+    """Runs the first command of a new user; packages come from the tests' environment, not from the network."""
     shell(f"git clone --quiet {PAGE.parents[1]} clone", tmp_path)
     clone = tmp_path / "clone"
     shell(f"{sys.executable} -m venv --without-pip .venv", clone)

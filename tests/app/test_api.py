@@ -1,4 +1,4 @@
-"""`import ddpforge`: runs, evaluations and models, as many as one likes in one process."""
+"""Python API: any number of runs, evaluations and models in one process."""
 
 import json
 import os
@@ -75,7 +75,7 @@ class Layer(nn.Module):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps that was trained, evaluated and loaded in one process; and what that found."""
+    """Trains, evaluates and loads a run of four steps in one process; returns the folder with the results."""
     folder = tmp_path_factory.mktemp("api")
     for name, text in (("run.toml", RECIPE), ("net.py", NET), ("layers.py", LAYERS)):
         (folder / name).write_text(text)
@@ -100,7 +100,7 @@ def run(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def loss_of(model: nn.Module) -> float:
-    """The mean loss over the test digits."""
+    """Returns the mean loss over the test digits."""
     from ddpforge.builtin.datasets.digits import Digits
 
     images, labels = zip(*[Digits(split="test")[i] for i in range(360)], strict=True)
@@ -119,8 +119,8 @@ def test_runs_and_evaluations_follow_each_other_in_one_process(run: Path) -> Non
     assert {int(step): loss for step, loss in found["evaluated"].items()} == pytest.approx(rows)
 
 
-def test_a_loaded_model_is_the_one_that_was_evaluated(run: Path) -> None:
-    """With its averaged weights, BatchNorm's statistics and tied parameters, at any step; random numbers stay."""
+def test_loaded_model_gives_the_evaluated_loss(run: Path) -> None:
+    """Loads averaged weights, BatchNorm's statistics and tied parameters, at any step, and keeps torch's RNG state."""
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -138,8 +138,8 @@ def test_a_loaded_model_is_the_one_that_was_evaluated(run: Path) -> None:
     assert loss_of(ddpforge.load(run, weights="ema").model()) == pytest.approx(rows[4], rel=1e-5)
 
 
-def test_what_was_trained_brings_its_task_and_its_data(run: Path) -> None:
-    """Together they give the loss that the evaluation had."""
+def test_loaded_run_gives_its_task_and_data(run: Path) -> None:
+    """Compares their loss with the loss of the evaluation."""
     trained = ddpforge.load(run)
     data, task, model = trained.data(), trained.task(), trained.model()
     assert (len(data), len(trained.data("train"))) == (360, 1437)
@@ -149,20 +149,20 @@ def test_what_was_trained_brings_its_task_and_its_data(run: Path) -> None:
     assert refused(UsageError, lambda: trained.data("test")).endswith("has no data 'test' | one of train, eval")
 
 
-def test_weights_that_a_checkpoint_has_left_out_come_from_the_model(run: Path) -> None:
+def test_weights_that_a_checkpoint_skips_come_from_the_model(run: Path) -> None:
     loaded = ddpforge.load(run.with_name("part"))
     measured = loaded.metrics()[-1]["eval/loss"]
     assert loss_of(loaded.model()) == pytest.approx(measured, rel=1e-5)
 
 
-def test_a_checkpoint_may_be_chosen_by_what_was_best_or_by_its_folder(run: Path) -> None:
+def test_load_selects_the_best_checkpoint_or_a_checkpoint_by_its_folder(run: Path) -> None:
     losses = {row["step"]: row["eval/loss"] for row in ddpforge.load(run).metrics() if "eval/loss" in row}
     best = ddpforge.load(run, checkpoint="best")
     assert best.step == min(losses, key=lambda step: losses[step])
     assert ddpforge.load(best.checkpoint).step == best.step
 
 
-def test_what_cannot_be_loaded_is_told_in_words(run: Path) -> None:
+def test_load_errors_have_clear_messages(run: Path) -> None:
     assert "there is no run 'nowhere'" in refused(UsageError, lambda: ddpforge.load("nowhere"))
     assert "has no checkpoint of step 3" in refused(UsageError, lambda: ddpforge.load(run, checkpoint=3))
     newest = ddpforge.load(run)
@@ -182,7 +182,7 @@ def test_what_cannot_be_loaded_is_told_in_words(run: Path) -> None:
 # ---------------------------------------------------------------------------------------------- several processes
 @pytest.fixture
 def ranks(zygote: Zygote, run: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many ranks were started; forked, where a launcher would start them anew."""
+    """Returns the numbers of ranks of each start. Ranks are forked instead of started by a launcher."""
     started: list[int] = []
 
     def start(arguments: list[str], *, nproc: int, **_: Any) -> LaunchExit:
@@ -205,7 +205,7 @@ def test_launch_trains_on_several_processes_and_returns_the_outcome(ranks: list[
 
 
 @pytest.mark.parametrize("nproc", [0, -1])
-def test_no_processes_are_no_launch(ranks: list[int], nproc: int) -> None:
+def test_launch_rejects_fewer_than_one_process(ranks: list[int], nproc: int) -> None:
     said = refused(UsageError, lambda: ddpforge.launch("run.toml", nproc=nproc))
     assert said == f"nproc={nproc}: expected 1 process or more | omit it for one process per GPU"
     assert ranks == []
@@ -213,8 +213,8 @@ def test_no_processes_are_no_launch(ranks: list[int], nproc: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["a program without a file", "another thread"])
-def test_launch_works_where_there_is_no_script_to_start_again(run: Path, way: str) -> None:
-    """As in a notebook, which has used torch before."""
+def test_launch_works_without_a_script_file(run: Path, way: str) -> None:
+    """Imitates a notebook that has used torch before."""
     train = "print(ddpforge.launch('run.toml', nproc=2, sets=['strategy.use=ddp', 'name=note']).sentence())"
     if way == "another thread":
         train = f"import threading; thread = threading.Thread(target=lambda: {train}); thread.start(); thread.join()"
@@ -226,10 +226,8 @@ def test_launch_works_where_there_is_no_script_to_start_again(run: Path, way: st
 
 
 @pytest.mark.full
-def test_a_cell_of_a_notebook_launches_and_to_interrupt_it_stops_the_run(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # where it is set, kernels do not show what other processes print
+def test_interrupt_of_a_notebook_cell_stops_its_launch(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # if it is set, kernels do not show the output of other processes
     said: list[str] = []
 
     def hear(message: dict[str, Any]) -> None:
@@ -252,8 +250,8 @@ def test_a_cell_of_a_notebook_launches_and_to_interrupt_it_stops_the_run(
     assert "runs/cell: preempted at step" in "".join(said)
 
 
-def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in ("train.global_batch=7", "model.nothing=1"):  # the latter in a file of one's own
+def test_launch_raises_the_errors_of_its_ranks(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ("train.global_batch=7", "model.nothing=1"):  # the latter is an option of a local file
         with pytest.raises(RecipeError):
             ddpforge.launch("run.toml", nproc=2, sets=[wrong])
     assert ranks == []
@@ -267,10 +265,10 @@ def test_a_launch_that_is_refused_raises(ranks: list[int], monkeypatch: pytest.M
 
 
 # ---------------------------------------------------------------------------------------------- searches
-def test_what_a_sweeps_agent_starts_is_a_run_of_the_recipe(
+def test_wandb_agent_starts_a_run_of_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpforge: Callable[..., Any]
 ) -> None:
-    """The agent is real; `ddpforge` on their path notes what it is called with."""
+    """Runs the real agent; a script `ddpforge` on the path records its arguments."""
     from wandb.wandb_agent import Agent
 
     sweep = yaml.safe_load((EXAMPLE / "sweep.yaml").read_text())
@@ -282,7 +280,7 @@ def test_what_a_sweeps_agent_starts_is_a_run_of_the_recipe(
     script.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     for name in ("WANDB_DIR", "WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):
-        monkeypatch.setenv(name, str(tmp_path))  # the agent changes them
+        monkeypatch.setenv(name, str(tmp_path))  # the agent changes these variables
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     agent = Agent(None, None)
     agent._sweep_command = sweep["command"]
@@ -294,7 +292,7 @@ def test_what_a_sweeps_agent_starts_is_a_run_of_the_recipe(
 
     context = command.make_context("run", words[1:], help_option_names=["-h", "--help"])
     assert (words[0], context.params["recipe"], context.params["out"]) == ("run", "digits", "runs/sweep")
-    monkeypatch.setenv("WANDB_RUN_ID", "abc123")  # as the agent has it
+    monkeypatch.setenv("WANDB_RUN_ID", "abc123")  # as the agent sets it
     recipe = load_recipe("digits", sets=context.params["words"]).recipe
     assert recipe.name == "abc123"
     assert recipe.optimizer.options["lr"] == 0.003
@@ -303,6 +301,6 @@ def test_what_a_sweeps_agent_starts_is_a_run_of_the_recipe(
 
 
 @pytest.mark.parametrize("name", ["sets", "allow_change"])
-def test_a_string_where_a_list_belongs_is_refused(name: str) -> None:
+def test_string_instead_of_a_list_is_rejected(name: str) -> None:
     given: Any = {name: "train.seed=1"}
     assert f"{name} is the string" in refused(UsageError, lambda: ddpforge.run("digits", **given))

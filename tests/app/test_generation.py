@@ -1,4 +1,4 @@
-"""Text out of language models: how tokens are drawn, and whole runs that were trained a moment ago."""
+"""Text generation: sampling of tokens, and generation with models of trained runs."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ checkpoint = {{ every = "40st" }}
 
 
 class Letters:
-    """Data of the tokens 0 to 9."""
+    """Data with the tokens 0 to 9."""
 
     def encode(self, text: str) -> list[int]:
         return [int(letter) for letter in text]
@@ -48,7 +48,7 @@ class Letters:
 
 
 class Counts(nn.Module):
-    """Ten tokens: after a token comes the next, or with a third of its probability the one after."""
+    """Model with ten tokens: token n + 1 follows n with probability 3/4, and n + 2 with 1/4."""
 
     block_size = 4
 
@@ -68,13 +68,13 @@ def drawn(*prompts: str, model: Any = None, **how: Any) -> list[str]:
     return list(generate(model or Counts(), Letters(), prompts, Sampling(**how)))
 
 
-def test_what_can_be_drawn() -> None:
+def test_sampling_probabilities() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     for how, expected in (
         ({}, [0.5, 0.25, 0.125, 0.125]),
         ({"temperature": 0.5}, [16 / 22, 4 / 22, 1 / 22, 1 / 22]),
         ({"top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
-        ({"top_p": 0.5}, [0.5, 0, 0, 0]),  # the first has it alone
+        ({"top_p": 0.5}, [0.5, 0, 0, 0]),  # the first token alone reaches top_p
         ({"top_p": 0.51}, [0.5, 0.25, 0, 0]),
     ):
         assert Sampling(**how).probabilities(logits).tolist() == pytest.approx(expected), how
@@ -90,11 +90,13 @@ def test_what_can_be_drawn() -> None:
         ({"greedy": True, "top_k": 3}, "greedy takes the most probable token; top_k is only"),
     ],
 )
-def test_what_makes_no_sense_is_refused(how: Any, said: str) -> None:
+def test_invalid_sampling_options_are_rejected(how: Any, said: str) -> None:
     assert said in refused(UsageError, lambda: Sampling(**how))
 
 
-def test_the_most_probable_token_is_taken_and_the_context_is_cut_aloud(caplog: pytest.LogCaptureFixture) -> None:
+def test_greedy_takes_the_most_probable_token_and_a_truncated_context_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = Counts()
     logging.getLogger("ddpforge").propagate = True
     assert drawn("78", "123456", model=model, tokens=3, greedy=True) == ["901", "789"]
@@ -105,8 +107,8 @@ def test_the_most_probable_token_is_taken_and_the_context_is_cut_aloud(caplog: p
     ]
 
 
-def test_a_model_with_a_method_and_a_config_of_its_own_is_none_of_transformers() -> None:
-    """As nanoGPT's has them; it was called as `generate(input_ids=…, attention_mask=…)`."""
+def test_model_with_its_own_generate_and_config_is_not_a_model_of_transformers() -> None:
+    """Regression: nanoGPT has both, and was called as `generate(input_ids=…, attention_mask=…)`."""
 
     class Own(Counts):
         config = ("layers", 1)
@@ -117,7 +119,7 @@ def test_a_model_with_a_method_and_a_config_of_its_own_is_none_of_transformers()
     assert drawn("1", model=Own(), tokens=3, greedy=True) == drawn("1", tokens=3, greedy=True) == ["234"]
 
 
-def test_a_seed_gives_a_text_whatever_the_other_prompts() -> None:
+def test_text_of_a_seed_does_not_depend_on_other_prompts() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     (first,) = drawn("0", tokens=400)
@@ -129,7 +131,7 @@ def test_a_seed_gives_a_text_whatever_the_other_prompts() -> None:
     assert steps.count(2) == pytest.approx(100, abs=30)
 
 
-def test_a_mixture_of_experts_writes_too() -> None:
+def test_mixture_of_experts_generates_text() -> None:
     torch.manual_seed(0)
     model = MoEGPT(vocab_size=10, block_size=8, layers=1, heads=2, width=8, experts=4).eval()
     (text,) = drawn("12", model=model, tokens=3, greedy=True)
@@ -137,7 +139,7 @@ def test_a_mixture_of_experts_writes_too() -> None:
 
 
 def seen(model: nn.Module) -> list[int]:
-    """The numbers of tokens that a model is called with, from now on."""
+    """Returns a list that receives the number of tokens of each later call of the model."""
     found: list[int] = []
     model.register_forward_pre_hook(lambda module, args: found.append(args[0].shape[1]))
     return found
@@ -145,16 +147,16 @@ def seen(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("how", [{"greedy": True}, {}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.8, "seed": 3}])
 @pytest.mark.parametrize("form", [{"layers": 1}, {"layers": 3, "tie_embeddings": False, "bias": False}])
-def test_a_model_that_asks_a_context_sees_each_token_once_and_writes_the_same(
+def test_cached_generation_computes_each_token_once_with_the_same_text(
     monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], form: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
     model = GPT(vocab_size=10, block_size=48, heads=2, width=32, **form).eval()
-    for parameter in model.parameters():  # as initialised, all tokens are about as probable
+    for parameter in model.parameters():  # with the initial weights, all tokens have nearly the same probability
         parameter.data *= 5
     calls = seen(model)
     texts = drawn("1234", "5", model=model, tokens=60, **how)
-    assert calls == [4, *[1] * 44, *[48] * 15, 1, *[1] * 47, *[48] * 12]  # beyond the block size all positions move
+    assert calls == [4, *[1] * 44, *[48] * 15, 1, *[1] * 47, *[48] * 12]  # beyond the block size all positions shift
     monkeypatch.setattr("ddpforge.app.generation._Cache.of", lambda model: None)
     calls.clear()
     assert drawn("1234", "5", model=model, tokens=60, **how) == texts
@@ -170,7 +172,7 @@ def test_a_model_that_asks_a_context_sees_each_token_once_and_writes_the_same(
     ],
     ids=["sees later tokens", "tokens compete for experts"],
 )
-def test_a_model_in_which_earlier_tokens_depend_on_later_ones_sees_all_each_time(model: nn.Module) -> None:
+def test_model_whose_earlier_tokens_depend_on_later_ones_is_not_cached(model: nn.Module) -> None:
     calls = seen(model.eval())
     (text,) = drawn("12", model=model, tokens=4, greedy=True)
     assert calls == [2, 3, 4, 5]
@@ -179,7 +181,7 @@ def test_a_model_in_which_earlier_tokens_depend_on_later_ones_sees_all_each_time
     assert type(getattr(model, "context", None)) is AttentionContext
 
 
-def test_what_is_no_language_model_is_refused() -> None:
+def test_other_tasks_and_data_without_encode_are_rejected() -> None:
     assert "does not predict the next token" in refused(UsageError, lambda: check_language(Classification(), Letters()))
     assert "encode(text)" in refused(PluginError, lambda: check_language(LanguageModelling(), [1]))
     assert "has no tokens" in refused(UsageError, lambda: drawn("1", ""))
@@ -198,7 +200,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_trained_model_goes_on_in_its_own_tokens(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_model_continues_a_prompt_with_its_tokenizer(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
     for level in ("bytes", "characters"):
         run = ddpforge.load(f"runs/{level}")
@@ -207,7 +209,7 @@ def test_a_trained_model_goes_on_in_its_own_tokens(trained: Path, monkeypatch: p
     assert said.startswith("'z' is not among the 10 characters of the training text: 'abcdefghij'")
 
 
-def test_the_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
     Path("prompts.txt").write_text("abcd\n\nefgh\n")
 

@@ -1,8 +1,8 @@
-"""A run that ddpforge 0.4 began is resumed, evaluated, exported, compared and reported as one of this version.
+"""Runs of ddpforge 0.4 are resumed, evaluated, exported, compared and reported like runs of this version.
 
 `tests/runs/data/run-0.4` was written by 0.4.0: a GAN with two updates a step, stopped by SIGTERM at step 6 of 12. Most
-keys and options of its recipe, the state and a metric have other names now. The numbers here are those with which 0.4.0
-itself continued it.
+keys and options of its recipe, the state and a metric have other names now. The numbers here come from 0.4.0, which
+continued the run itself.
 """
 
 import json
@@ -38,7 +38,7 @@ def invoke(*arguments: str) -> Result:
     return result
 
 
-def test_it_is_read_with_the_new_names(old: RunFolder) -> None:
+def test_older_run_is_read_with_the_new_names(old: RunFolder) -> None:
     tables = old.tables()
     assert tables["optimizer"]["updates"]["discriminator"] == {"parameters": [], "n_updates": 2, "new_batch": True}
     assert tables["data"]["sampler"]["use"] == "reuse_batches"
@@ -54,7 +54,7 @@ def test_it_is_read_with_the_new_names(old: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("source", ["old.toml", "runs/old/recipe.resolved.toml"])
-def test_it_is_resumed_with_the_numbers_of_the_version_that_began_it(
+def test_resumed_older_run_gives_the_numbers_of_its_own_version(
     old: RunFolder, ddpforge: Callable[..., Ranks], source: str
 ) -> None:
     shutil.copy(old.recipe, "old.toml")
@@ -72,7 +72,7 @@ def test_it_is_resumed_with_the_numbers_of_the_version_that_began_it(
     assert "recipe = 2" in old.resolved.read_text()
 
 
-def test_its_checkpoint_is_evaluated(old: RunFolder, ddpforge: Callable[..., Ranks]) -> None:
+def test_checkpoint_of_an_older_run_is_evaluated(old: RunFolder, ddpforge: Callable[..., Ranks]) -> None:
     found = json.loads(ddpforge("eval", "old", "--step", "4", "--json").stdout)
     assert {name: found[name] for name in EVALUATED[4]} == pytest.approx(EVALUATED[4], rel=1e-6)
     best = json.loads(ddpforge("eval", "old", "--best", "--json").stdout)
@@ -80,7 +80,7 @@ def test_its_checkpoint_is_evaluated(old: RunFolder, ddpforge: Callable[..., Ran
     assert old.resolved.read_text() == (KEPT / "recipe.resolved.toml").read_text()
 
 
-def test_it_is_exported_compared_listed_and_reported(old: RunFolder) -> None:
+def test_older_run_is_exported_compared_listed_and_reported(old: RunFolder) -> None:
     invoke("export", "old", "-o", "old.safetensors")
     assert Path("old.safetensors").stat().st_size > 1000
     shutil.copytree(old.path, "runs/other")

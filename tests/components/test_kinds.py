@@ -1,4 +1,4 @@
-"""A component that is not of its kind is refused when it is built, by its name."""
+"""Component kinds: the table of kinds, and the check that a component is an instance of its kind's base class."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from ddpforge.recipe.schema import Component, Recipe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_none_is_no_component_of_any_kind(kind: str) -> None:
+def test_none_is_rejected_for_every_kind(kind: str) -> None:
     assert KINDS[kind].mismatch(None)
 
 
@@ -29,32 +29,32 @@ def test_data_and_schedules_need_no_base_class(kind: str, built: Any) -> None:
     assert KINDS[kind].mismatch(built) is None
 
 
-def test_what_is_built_instead_is_named(tmp_path: Path) -> None:
+def test_error_names_the_component_and_its_wrong_type(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text('def net():\n    """A network."""\n    return {"a": 1}\n')
     with pytest.raises(PluginError, match=r"model `\./mine\.py:net` is a dict, and must be a torch\.nn\.Module"):
         build(Registry(), "model", Component(use="./mine.py:net", options={}, base=tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------- one table of kinds
-AS_IT_WAS = """
+PLACES = """
 model: [model]; data: [data.train] [data.eval]; sampler: [data.sampler]; task: [task]; metric: task.metrics
 optimizer: [optimizer]; schedule: [schedule]; strategy: [strategy]; tracker: [track.NAME]; callback: [callbacks.NAME]
 """
 
 
 def places(spec: KindSpec) -> str:
-    """Where a recipe names a component of a kind, as AS_IT_WAS writes it."""
+    """Returns the places in a recipe that name a component of a kind, in the notation of PLACES."""
     tables = [f"[{'.'.join(path)}]" for path in spec.tables]
     named = [f"[{spec.named_in}.NAME]"] * bool(spec.named_in)
     return " ".join([*tables, *named, *([".".join(spec.listed_in)] if spec.listed_in else [])])
 
 
-def test_where_a_recipe_names_each_kind() -> None:
-    said = dict(one.strip().split(": ") for line in AS_IT_WAS.strip().splitlines() for one in line.split(";"))
+def test_each_kind_has_its_places_in_a_recipe() -> None:
+    said = dict(one.strip().split(": ") for line in PLACES.strip().splitlines() for one in line.split(";"))
     assert {kind: places(spec) for kind, spec in KINDS.items()} == said
 
 
-def test_a_recipe_has_a_place_for_every_kind_that_has_a_table() -> None:
+def test_tables_of_every_kind_are_fields_of_a_recipe() -> None:
     for spec in KINDS.values():
         for table in [*(path[0] for path in spec.tables), *([spec.named_in] if spec.named_in else [])]:
             assert table in Recipe.model_fields
@@ -81,7 +81,7 @@ probe = kinds.KindSpec(
 )
 kinds.KINDS = MappingProxyType({**kinds.KINDS, "probe": probe})
 
-# From here on as if the table had said so from the start.
+# From here on, the tenth kind is in the table as if it had always been there.
 import json
 from collections import Counter
 from pathlib import Path
@@ -126,8 +126,8 @@ print(json.dumps(found))
 """
 
 
-def test_a_tenth_kind_is_one_entry_of_the_table(tmp_path: Path) -> None:
-    """Lists, schema, command line, options and kit know of a kind as soon as the table does."""
+def test_a_new_kind_needs_only_an_entry_in_the_table(tmp_path: Path) -> None:
+    """Lists, JSON schema, command line, options and test kit read the kinds from the table."""
     code = 'from collections import Counter\nclass Tally(Counter):\n    """Counts."""\n'
     install(
         tmp_path,

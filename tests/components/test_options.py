@@ -1,4 +1,4 @@
-"""What a signature says about options: what is accepted and refused, nested components, and the table for people."""
+"""Options from a signature: accepted and rejected values, nested components, and the table of options."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Colour(Enum):
 
 
 class Weights(Enum):
-    """An enumeration of what TOML cannot write, such as torchvision's."""
+    """Enumeration whose values TOML cannot write, such as torchvision's weights."""
 
     IMAGENET = functools.partial(torch.zeros, 3)
 
@@ -60,7 +60,7 @@ def everything(  # type: ignore[no-untyped-def]
     pair: tuple[float, float] = (0.9, 0.999),
     sizes: tuple[int, ...] = (),
     table: Mapping[str, int] | None = None,
-    plain: dict = {},  # type: ignore[type-arg]  # noqa: B006 (what careless people write)
+    plain: dict = {},  # type: ignore[type-arg]  # noqa: B006 (users write mutable defaults)
     either: str | list[str] = "all",
     limit: Annotated[int | None, Field(ge=1)] = None,
     whatever=None,  # noqa: ANN001
@@ -110,7 +110,7 @@ def errors(function: Callable[..., Any], **table: Any) -> list[tuple[tuple[int |
         ("whatever", [1, "two", {"three": 3.0}], [1, "two", {"three": 3.0}]),
     ],
 )
-def test_values_that_are_accepted(option: str, value: object, expected: object) -> None:
+def test_valid_values_are_accepted(option: str, value: object, expected: object) -> None:
     found = read(everything, **{option: value})[option]
     assert found == expected
     assert type(found) is type(expected)
@@ -149,13 +149,13 @@ def test_values_that_are_accepted(option: str, value: object, expected: object) 
         ("limit", 0, "greater_than_equal"),
     ],
 )
-def test_values_that_are_refused(option: str, value: object, error: str) -> None:
+def test_invalid_values_are_rejected(option: str, value: object, error: str) -> None:
     ((place, found),) = errors(everything, **{option: value})
     assert found == error
     assert place[0] == option
 
 
-def test_every_mistake_is_reported_at_once_and_in_its_place() -> None:
+def test_all_errors_are_reported_at_once_with_their_location() -> None:
     assert errors(everything, sizes=[1, "2", 2**64], rate=-1, x=1) == [
         (("rate",), "greater_than_equal"),
         (("sizes", 1), "int_type"),
@@ -173,19 +173,19 @@ JSON = st.recursive(
 
 @settings(derandomize=True, deadline=None)
 @given(st.dictionaries(st.sampled_from([*KEYS, "metrics", "best", "x"]), JSON))
-def test_no_table_does_anything_but_pass_or_fail_validation(table: dict[str, Any]) -> None:
+def test_every_table_passes_or_fails_validation_without_another_error(table: dict[str, Any]) -> None:
     for model in (EVERYTHING, REPORT):
         with contextlib.suppress(ValidationError):
             model.model_validate_json(json.dumps(table))
 
 
-def test_defaults_are_taken_as_they_are() -> None:
+def test_defaults_are_not_validated_or_converted() -> None:
     def part(size: int = "large", where: Path = 3, kind: str | type = torch.float32) -> None: ...  # type: ignore[assignment]
 
     assert read(part) == {"size": "large", "where": 3, "kind": torch.float32}
 
 
-def test_options_may_have_the_names_of_a_models_own_methods() -> None:
+def test_options_may_have_names_of_pydantic_methods() -> None:
     def part(copy: bool, json: str = "", schema: int = 1) -> None: ...
 
     assert read(part, copy=True, schema=2) == {"copy": True, "json": "", "schema": 2}
@@ -205,7 +205,7 @@ def test_a_parameter_without_default_is_required() -> None:
     assert read(part, lr=1) == {"lr": 1.0, "decay": 0.0}
 
 
-def test_types_that_toml_cannot_write_leave_a_union() -> None:
+def test_types_that_toml_cannot_write_are_dropped_from_a_union() -> None:
     def part(
         lr: float | Tensor = 1.0, betas: tuple[float | Tensor, float] = (0, 0), pick: str | Callable[[], int] = "a"
     ) -> None: ...
@@ -214,7 +214,7 @@ def test_types_that_toml_cannot_write_leave_a_union() -> None:
     assert errors(part, lr="0.5") == [(("lr",), "float_type")]
 
 
-def test_a_parameter_that_toml_cannot_write_at_all_is_no_option() -> None:
+def test_parameter_that_toml_cannot_write_is_not_an_option() -> None:
     def part(
         size: int = 1,
         activation: Callable[[Tensor], Tensor] | None = None,
@@ -228,7 +228,7 @@ def test_a_parameter_that_toml_cannot_write_at_all_is_no_option() -> None:
     assert errors(part, activation="relu") == [(("activation",), "extra_forbidden")]
 
 
-def test_what_ddpforge_hands_over_is_no_option_whatever_its_type() -> None:
+def test_argument_passed_by_ddpforge_is_not_an_option() -> None:
     def part(params: Sampler[int], lr: float = 1.0) -> None: ...
 
     model = model_of(part, given={"params"})
@@ -238,7 +238,7 @@ def test_what_ddpforge_hands_over_is_no_option_whatever_its_type() -> None:
         model.model_validate_json('{"params": 1}')
 
 
-def test_keyword_rest_takes_further_options_but_not_what_is_handed_over() -> None:
+def test_var_keyword_accepts_other_options_but_not_arguments_passed_by_ddpforge() -> None:
     def part(lr: float = 1.0, **rest: Any) -> None: ...
 
     model = model_of(part, given={"params"})
@@ -318,7 +318,7 @@ def test_any_callable_with_a_signature_is_a_component(component: Callable[..., A
     assert errors(component, size="3") == [(("size",), "int_type")]
 
 
-def test_what_comes_by_position_only_may_stay_empty() -> None:
+def test_optional_positional_only_parameters_are_not_options() -> None:
     assert read(variadic) == {"size": 2}
     assert errors(variadic, sizes=[1]) == [(("sizes",), "extra_forbidden")]
 
@@ -328,7 +328,7 @@ def test_a_class_without_constructor_has_no_options() -> None:
     assert errors(Empty, size=3) == [(("size",), "extra_forbidden")]
 
 
-def test_a_partials_keyword_is_a_new_default() -> None:
+def test_keyword_of_a_partial_is_the_new_default() -> None:
     assert read(functools.partial(sized, colour="red")) == {"colour": "red", "size": 2}
 
 
@@ -348,13 +348,13 @@ def reserved(model_dump: bool = True) -> None: ...
         (type, "has a signature that cannot be read: "),
     ],
 )
-def test_signatures_that_break_the_contract(component: Callable[..., Any], said: str) -> None:
+def test_signatures_that_break_the_contract_are_rejected(component: Callable[..., Any], said: str) -> None:
     with pytest.raises(PluginError) as caught:
         model_of(component)
     assert said in caught.value.message
 
 
-def test_the_registry_says_which_component_breaks_the_contract() -> None:
+def test_registry_error_names_the_component_that_breaks_the_contract() -> None:
     registry = Registry([Entry("model", "net", "nets", "1.0", f"{__name__}:unwritable")])
 
     with pytest.raises(BrokenComponent) as caught:
@@ -366,7 +366,7 @@ def test_the_registry_says_which_component_breaks_the_contract() -> None:
 
 
 # --------------------------------------------------------------------------------------------- nested components
-def test_a_parameter_that_is_a_module_takes_a_model() -> None:
+def test_parameter_annotated_as_module_accepts_a_model() -> None:
     def teach(teacher: nn.Module, pupil: nn.Module | None = None) -> None: ...
 
     table = {"use": "torch.nn:Linear", "in_features": 2, "out_features": 3}
@@ -450,7 +450,7 @@ def built(**table: Any) -> Report:
     return task
 
 
-def test_a_metric_is_named_or_described() -> None:
+def test_nested_metric_is_a_name_or_a_table() -> None:
     task = built(metrics=["accuracy", {"use": "topk", "k": 5, "after": "3st"}], best="accuracy")
 
     first, second = task.metrics_given
@@ -462,7 +462,7 @@ def test_a_metric_is_named_or_described() -> None:
     assert built().best is None
 
 
-def test_metrics_nest_and_stand_in_tables() -> None:
+def test_metrics_nest_in_metrics_and_in_mappings() -> None:
     task = built(by_name={"first": {"use": "best", "of": {"use": "best", "of": "accuracy"}}})
 
     assert task.by_name is not None
@@ -472,7 +472,7 @@ def test_metrics_nest_and_stand_in_tables() -> None:
     assert isinstance(outer.of.of, Accuracy)
 
 
-def test_metrics_beside_the_recipe(tmp_path: Path) -> None:
+def test_nested_metric_can_be_in_a_file_next_to_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"from {__name__} import Accuracy as Mine")
     model = REGISTRY.options_model("task", "report", base=tmp_path)
 
@@ -502,13 +502,13 @@ def test_metrics_beside_the_recipe(tmp_path: Path) -> None:
         ({"best": {"use": "best", "of": {"use": "no"}}}, ("best", "of", "use"), "component"),
     ],
 )
-def test_what_is_wrong_with_a_nested_component_is_located_inside_it(
+def test_error_in_a_nested_component_has_its_location(
     table: dict[str, Any], place: tuple[str | int, ...], kind: str
 ) -> None:
     assert errors(Report, **table) == [(place, kind)]
 
 
-def test_a_nested_component_that_cannot_be_loaded_carries_its_error() -> None:
+def test_validation_error_carries_the_error_of_a_nested_component_that_cannot_be_loaded() -> None:
     with pytest.raises(ValidationError) as caught:
         read(Report, metrics=["acuracy"])
 
@@ -519,12 +519,12 @@ def test_a_nested_component_that_cannot_be_loaded_carries_its_error() -> None:
     assert error["ctx"]["error"].hints[0] == "did you mean `accuracy`?"
 
 
-def test_a_nested_component_that_refuses_its_options_is_named() -> None:
+def test_error_names_the_nested_component_that_rejects_its_options() -> None:
     with pytest.raises(PluginError, match="metric `topk` cannot be built: unlucky"):
         built(metrics=[{"use": "topk", "k": 13}])
 
 
-def test_nested_components_are_written_as_recipes_write_them() -> None:
+def test_nested_components_are_dumped_as_in_a_recipe() -> None:
     options = REPORT.model_validate_json('{"metrics": ["accuracy", {"use": "topk", "k": 5}]}')
 
     dumped = options.model_dump(mode="json")
@@ -533,7 +533,7 @@ def test_nested_components_are_written_as_recipes_write_them() -> None:
     assert options.model_dump()["metrics"] == dumped["metrics"]
 
 
-def test_nested_components_get_what_ddpforge_hands_to_their_kind() -> None:
+def test_nested_components_receive_the_arguments_that_ddpforge_passes_to_their_kind() -> None:
     model = REGISTRY.options_model("data", "joined")
     options = dict(model.model_validate_json('{"parts": ["seeded", {"use": "seeded", "size": 3}]}'))
 
@@ -541,8 +541,8 @@ def test_nested_components_get_what_ddpforge_hands_to_their_kind() -> None:
     assert KINDS["data"].given.keys() == {"seed"}
 
 
-# --------------------------------------------------------------------------------------------------- for people
-def test_the_table_speaks_toml() -> None:
+# --------------------------------------------------------------------------------------------------- table of options
+def test_options_table_uses_names_of_toml_types() -> None:
     rows = {row.name: row for row in options_table(EVERYTHING)}
 
     assert list(rows) == KEYS
@@ -592,7 +592,7 @@ def test_the_table_speaks_toml() -> None:
     assert rows["number"].limits == ""
 
 
-def test_the_table_of_nested_required_and_odd_options() -> None:
+def test_options_table_shows_nested_required_and_unusual_options() -> None:
     def part(
         tasks: list[Metric],
         scores: Sequence[Annotated[float, Field(gt=0)]],
@@ -633,7 +633,7 @@ def test_the_table_of_nested_required_and_odd_options() -> None:
         (str | None, '"..."'),
     ],
 )
-def test_examples_are_values_that_would_be_accepted(annotation: object, example: str) -> None:
+def test_examples_in_the_options_table_are_valid_values(annotation: object, example: str) -> None:
     def part(it) -> None: ...  # type: ignore[no-untyped-def] # noqa: ANN001
 
     part.__annotations__["it"] = annotation
@@ -667,7 +667,7 @@ def exact(
         *[("several", [True]), ("several", [1.0]), ("rate", True), ("flag", 1), ("flag", 1.0)],
     ],
 )
-def test_a_value_of_another_type_is_not_the_one_that_it_equals(key: str, value: object) -> None:
+def test_equal_value_of_another_type_is_rejected(key: str, value: object) -> None:
     model = options_model(exact, frozenset(), Registry(), Path())
     assert dict(model.model_validate_json('{"stage": 2, "level": 2, "mixed": "auto"}'))["stage"] == 2
     with pytest.raises(ValidationError):

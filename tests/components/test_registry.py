@@ -1,4 +1,4 @@
-"""How names become components: the index, the four ways to name one, what is wrong with broken ones, building."""
+"""Registry of components: the index, the four ways to name a component, errors of broken components, building."""
 
 import json
 import os
@@ -40,7 +40,7 @@ WIDE_SOURCE = """
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder of installed distributions, first on the path."""
+    """Yields an empty folder of installed distributions, first on the path."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -50,7 +50,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A recipe's folder."""
+    """Yields a recipe's folder."""
     folder = tmp_path / "recipes"
     folder.mkdir()
     with forgetting_modules_below(tmp_path):
@@ -70,7 +70,7 @@ def broken(kind: str, use: str, base: Path = Path()) -> BrokenComponent:
 
 
 # -------------------------------------------------------------------------------------------------- the index
-def test_the_index_knows_names_and_imports_nothing(site: Path) -> None:
+def test_index_lists_names_and_imports_nothing(site: Path) -> None:
     install(site, "wide-nets", WIDE, version="0.2", modules={"wide_nets.py": WIDE_SOURCE})
 
     registry = Registry.installed()
@@ -102,7 +102,7 @@ def test_ddpforges_own_components_are_in_the_index() -> None:
     assert all(registry.names(kind) for kind in KINDS)
 
 
-def test_a_hundred_other_distributions_cost_nothing_but_a_look(site: Path) -> None:
+def test_other_distributions_are_ignored_and_not_imported(site: Path) -> None:
     for number in range(125):
         install(site, f"other-{number}", {"console_scripts": {f"tool{number}": "other:main"}})
     install(site, "wide-nets", WIDE)
@@ -126,7 +126,7 @@ def test_listing_needs_neither_torch_nor_pydantic() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_groups_of_other_programs_and_unknown_kinds_are_left_alone(site: Path) -> None:
+def test_entry_point_groups_of_other_programs_and_unknown_kinds_are_ignored(site: Path) -> None:
     install(
         site, "strange", {"ddpforge.modle": {"a": "m:a"}, "ddpforge": {"b": "m:b"}, "x.ddpforge.model": {"c": "m:c"}}
     )
@@ -134,7 +134,7 @@ def test_groups_of_other_programs_and_unknown_kinds_are_left_alone(site: Path) -
     assert not [entry for entry in Registry.installed().entries() if entry.distribution == "strange"]
 
 
-def test_of_two_installations_of_a_distribution_only_the_first_on_the_path_counts(
+def test_first_installation_of_a_distribution_on_the_path_is_used(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(site, "Wide_Nets", {"ddpforge.model": {"old": "m:Old", "both": "m:Old"}}, version="1")
@@ -147,7 +147,7 @@ def test_of_two_installations_of_a_distribution_only_the_first_on_the_path_count
     assert entries == [Entry("model", "both", "wide.nets", "2", "m:New")]
 
 
-def test_a_newer_installation_without_components_hides_an_older_one_with_some(
+def test_first_installation_without_components_hides_a_later_one_with_components(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(site, "wide-nets", WIDE, version="1")
@@ -178,7 +178,7 @@ def test_distributions_can_be_disabled_by_name(site: Path, monkeypatch: pytest.M
 
 
 # ------------------------------------------------------------------------------------------------ naming one
-def test_a_name_that_nobody_registers_suggests_the_nearest(site: Path) -> None:
+def test_error_for_an_unknown_name_suggests_the_nearest(site: Path) -> None:
     install(site, "wide-nets", WIDE)
 
     with pytest.raises(UnknownComponent) as caught:
@@ -193,19 +193,19 @@ def test_a_name_that_nobody_registers_suggests_the_nearest(site: Path) -> None:
 
 
 @pytest.mark.parametrize("use", ["naive_split", "data_parallel"])
-def test_a_strategy_of_a_package_that_is_not_installed_names_the_package(use: str) -> None:
+def test_error_for_a_strategy_of_a_missing_package_names_the_package(use: str) -> None:
     with pytest.raises(UnknownComponent) as caught:
         Registry.installed().load("strategy", use)
     assert caught.value.hints[0] == "install ddpforge-teaching, which has naive_split and data_parallel"
 
 
 @pytest.mark.parametrize("use", ["", "cosine", "no-such-distribution:mlp", ":mlp", "9:x"])
-def test_names_of_nothing(use: str) -> None:
+def test_names_that_match_no_component_are_unknown(use: str) -> None:
     with pytest.raises(UnknownComponent):
         Registry.installed().load("model", use)
 
 
-def test_two_providers_of_a_name_are_an_error_only_when_it_is_used(site: Path) -> None:
+def test_two_providers_of_a_name_raise_an_error_only_when_it_is_loaded(site: Path) -> None:
     install(site, "a-nets", {"ddpforge.model": {"net": "a_nets:Net"}}, modules={"a_nets.py": "class Net: ..."})
     install(site, "b-nets", {"ddpforge.model": {"net": "b_nets:Net"}}, modules={"b_nets.py": "class Net: ..."})
     registry = Registry.installed()
@@ -222,7 +222,7 @@ def test_two_providers_of_a_name_are_an_error_only_when_it_is_used(site: Path) -
     assert registry.load("model", "A_Nets:net").__module__ == "a_nets"
 
 
-def test_the_name_of_a_distribution_goes_before_that_of_a_module(site: Path) -> None:
+def test_distribution_name_takes_precedence_over_module_name(site: Path) -> None:
     source = "def net(): return 'by module'\ndef other(): return 'by name'"
     install(site, "nets", {"ddpforge.model": {"net": "nets:other"}}, modules={"nets.py": source})
     registry = Registry.installed()
@@ -239,7 +239,7 @@ def test_unregistered_code_is_named_by_module_and_attribute() -> None:
 
 
 # ----------------------------------------------------------------------------------------- broken components
-def test_a_missing_requirement_is_named_with_the_line_that_needs_it(site: Path) -> None:
+def test_error_names_a_missing_requirement_and_the_line_that_imports_it(site: Path) -> None:
     install(
         site,
         "extra",
@@ -268,14 +268,14 @@ def test_a_missing_requirement_is_named_with_the_line_that_needs_it(site: Path) 
     assert Registry.installed().load("model", "sound").__name__ == "Net"
 
 
-def test_a_file_beside_the_recipe_that_is_named_like_a_module_is_told(tmp_path: Path) -> None:
+def test_error_shows_how_to_name_a_file_next_to_the_recipe(tmp_path: Path) -> None:
     write(tmp_path / "mine" / "net.py", "class Net: ...")
     with pytest.raises(BrokenComponent, match="No module named 'mine'") as caught:
         Registry.installed().load("model", "mine.net:Net", tmp_path)
     assert caught.value.hints == ('name a file next to the recipe by its path: use = "./mine/net.py:…"',)
 
 
-def test_an_import_that_fails_elsewhere_is_blamed_on_the_plugins_own_line(site: Path) -> None:
+def test_import_error_in_a_library_names_the_line_of_the_plugin(site: Path) -> None:
     install(
         site,
         "extra",
@@ -290,7 +290,7 @@ def test_an_import_that_fails_elsewhere_is_blamed_on_the_plugins_own_line(site: 
     assert "RuntimeError: no driver" in error.message
 
 
-def test_a_requirement_that_is_there_but_too_old_is_not_called_missing(site: Path) -> None:
+def test_missing_submodule_of_an_installed_module_is_not_a_missing_requirement(site: Path) -> None:
     install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": "import json.newer\n"})
 
     error = broken("model", "net")
@@ -307,7 +307,7 @@ def test_a_requirement_that_is_there_but_too_old_is_not_called_missing(site: Pat
         ("def __getattr__(name): raise ImportError('lazily')\n", "ImportError: lazily"),
     ],
 )
-def test_whatever_happens_at_import_is_said_with_its_line(site: Path, source: str, said: str) -> None:
+def test_any_error_at_import_is_reported_with_its_line(site: Path, source: str, said: str) -> None:
     install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
 
     error = broken("model", "net")
@@ -330,7 +330,7 @@ def test_whatever_happens_at_import_is_said_with_its_line(site: Path, source: st
         ),
     ],
 )
-def test_an_entry_that_leads_nowhere(site: Path, target: str, said: str, hint: str | None) -> None:
+def test_entry_point_without_a_usable_target_is_reported(site: Path, target: str, said: str, hint: str | None) -> None:
     install(site, "extra", {"ddpforge.model": {"net": target}}, modules={"extra.py": "SIZE = 3\nclass Net: ..."})
 
     error = broken("model", "net")
@@ -341,7 +341,7 @@ def test_an_entry_that_leads_nowhere(site: Path, target: str, said: str, hint: s
 
 
 @pytest.mark.parametrize("api", ["4", "'1'", "None"])
-def test_a_plugin_for_a_newer_api_is_refused(site: Path, api: str) -> None:
+def test_a_plugin_for_a_newer_api_is_rejected(site: Path, api: str) -> None:
     source = f"ddpforge_plugin_api = {api}\nclass Net: ..."
     install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
 
@@ -351,7 +351,7 @@ def test_a_plugin_for_a_newer_api_is_refused(site: Path, api: str) -> None:
     assert error.hints == ("update ddpforge, or install an older version of the plugin",)
 
 
-def test_a_strategy_for_the_first_api_is_refused(site: Path) -> None:
+def test_a_strategy_for_the_first_api_is_rejected(site: Path) -> None:
     source = "ddpforge_plugin_api = 1\nclass Net: ..."
     install(site, "extra", {"ddpforge.strategy": {"net": "extra:Net"}}, modules={"extra.py": source})
 
@@ -362,7 +362,7 @@ def test_a_strategy_for_the_first_api_is_refused(site: Path) -> None:
 
 
 @pytest.mark.parametrize("api", [1, 2])
-def test_a_sampler_for_an_older_api_is_refused(site: Path, api: int) -> None:
+def test_a_sampler_for_an_older_api_is_rejected(site: Path, api: int) -> None:
     source = f"ddpforge_plugin_api = {api}\nclass Pairs: ..."
     install(site, "extra", {"ddpforge.sampler": {"pairs": "extra:Pairs"}}, modules={"extra.py": source})
 
@@ -371,7 +371,7 @@ def test_a_sampler_for_an_older_api_is_refused(site: Path, api: int) -> None:
     assert f"is written for plugin API {api}; version 3 changed the contract of this kind" in error.message
 
 
-def test_a_component_in_the_old_group_of_samplers_is_listed_and_refused_before_it_is_imported(site: Path) -> None:
+def test_component_in_the_old_sampler_group_is_listed_and_rejected_before_import(site: Path) -> None:
     source = "raise ImportError('cannot import name Order')"
     install(site, "extra", {"ddpforge.order": {"pairs": "extra:Pairs"}}, modules={"extra.py": source})
 
@@ -383,7 +383,7 @@ def test_a_component_in_the_old_group_of_samplers_is_listed_and_refused_before_i
 
 
 @pytest.mark.parametrize("api", [1, 2])
-def test_a_plugin_whose_contract_is_as_it_was_is_welcome(site: Path, api: int) -> None:
+def test_plugin_for_an_older_api_loads_if_its_contract_is_unchanged(site: Path, api: int) -> None:
     source = f"ddpforge_plugin_api = {api}\nclass Net: ..."
     install(site, "extra", {"ddpforge.model": {"net": "extra:Net"}}, modules={"extra.py": source})
 
@@ -421,7 +421,7 @@ def test_a_local_file_is_imported_once_and_its_classes_pickle(folder: Path) -> N
     assert pickle.loads(pickle.dumps(net())).size == 3
 
 
-def test_files_of_one_name_in_two_folders_are_two_modules(folder: Path) -> None:
+def test_files_with_the_same_name_in_two_folders_are_two_modules(folder: Path) -> None:
     write(folder / "a" / "net.py", "def net(): return 'a'")
     write(folder / "b" / "net.py", "def net(): return 'b'")
 
@@ -430,7 +430,7 @@ def test_files_of_one_name_in_two_folders_are_two_modules(folder: Path) -> None:
     assert [net() for net in loaded] == ["a", "b"]
 
 
-def test_a_local_file_does_not_leave_the_recipes_folder(folder: Path) -> None:
+def test_local_file_outside_the_recipes_folder_is_rejected(folder: Path) -> None:
     outside = write(folder.parent / "outside.py", "def net(): ...")
     write(folder.parent / "recipes-too" / "net.py", "def net(): ...")
     (folder / "link.py").symlink_to(outside)
@@ -449,7 +449,7 @@ def test_a_local_file_does_not_leave_the_recipes_folder(folder: Path) -> None:
         assert not [name for name in sys.modules if name.startswith("ddpforge_local_outside")]
 
 
-def test_links_within_the_recipes_folder_are_fine(folder: Path) -> None:
+def test_links_within_the_recipes_folder_are_accepted(folder: Path) -> None:
     write(folder / "code" / "net.py", "def net(): ...")
     (folder / "link.py").symlink_to(folder / "code" / "net.py")
     registry = Registry()
@@ -470,7 +470,7 @@ def test_links_within_the_recipes_folder_are_fine(folder: Path) -> None:
         (f"./{'n' * 300}.py:Net", "cannot be loaded"),
     ],
 )
-def test_a_local_file_that_gives_nothing(folder: Path, use: str, said: str) -> None:
+def test_local_file_without_a_usable_component_is_reported(folder: Path, use: str, said: str) -> None:
     write(folder / "net.py", "SIZE = 3\nclass Net: ...")
     write(folder / "net.txt", "class Net: ...")
     (folder / "code").mkdir()
@@ -478,19 +478,19 @@ def test_a_local_file_that_gives_nothing(folder: Path, use: str, said: str) -> N
     assert said in broken("model", use, folder).message
 
 
-def test_a_local_file_that_fails_can_be_mended_and_loaded_again(folder: Path) -> None:
+def test_local_file_loads_after_its_error_is_fixed(folder: Path) -> None:
     file = write(folder / "net.py", "\n\nimport no_such_requirement\n")
     error = broken("model", "./net.py:Net", folder)
     assert error.where == f"{file}:3"
     assert error.missing == "no_such_requirement"
 
-    write(file, "class Net: ...  # mended, and of another length")
+    write(file, "class Net: ...  # fixed, and of another length")
 
     assert Registry().load("model", "./net.py:Net", folder).__name__ == "Net"
 
 
-def test_a_local_file_that_has_changed_is_imported_anew_and_so_is_who_imports_it(folder: Path) -> None:
-    """Else a later run of the process would train other code than what its folder keeps."""
+def test_changed_local_file_and_its_importers_are_imported_again(folder: Path) -> None:
+    """Without this, a later run in the same process would train other code than the copy in its folder."""
     write(folder / "net.py", "from .size import SIZE\nclass Net:\n    size = SIZE")
     found = []
     for size in (1, 22, 333):
@@ -501,7 +501,7 @@ def test_a_local_file_that_has_changed_is_imported_anew_and_so_is_who_imports_it
     assert found == [1, 22, 333]
 
 
-def test_a_local_file_that_imports_its_neighbour_without_a_dot_is_told_how(folder: Path) -> None:
+def test_error_shows_the_relative_import_of_a_local_file(folder: Path) -> None:
     write(folder / "helper_next_door.py", "")
     write(folder / "net.py", "import helper_next_door")
 
@@ -509,7 +509,7 @@ def test_a_local_file_that_imports_its_neighbour_without_a_dot_is_told_how(folde
     assert hint == "a file next to a recipe needs relative imports: `from .helper_next_door import …`"
 
 
-def test_local_files_import_each_other_and_those_of_another_recipe_are_others(folder: Path) -> None:
+def test_local_files_import_each_other_separately_for_each_recipe(folder: Path) -> None:
     found = []
     for name in ("one", "two"):
         write(
@@ -523,14 +523,14 @@ def test_local_files_import_each_other_and_those_of_another_recipe_are_others(fo
     assert not {"layers", "deep", "net"} & sys.modules.keys()
 
 
-def test_a_file_whose_name_is_no_word_can_be_loaded(folder: Path) -> None:
+def test_file_whose_name_is_not_an_identifier_can_be_loaded(folder: Path) -> None:
     for name in ("my-net.py", "my_net.py"):
         write(folder / name, f"class Net:\n    file = {name!r}")
         assert Registry().load("model", f"./{name}:Net", folder).file == name  # type: ignore[attr-defined]
 
 
 # -------------------------------------------------------------------------------------------------- building
-def test_a_component_gets_its_options_and_what_its_signature_names(folder: Path) -> None:
+def test_component_receives_its_options_and_the_arguments_in_its_signature(folder: Path) -> None:
     write(
         folder / "parts.py",
         """
@@ -548,7 +548,7 @@ def test_a_component_gets_its_options_and_what_its_signature_names(folder: Path)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].given])
-def test_what_ddpforge_hands_over_is_refused_as_an_option(folder: Path, kind: str) -> None:
+def test_argument_passed_by_ddpforge_is_rejected_as_an_option(folder: Path, kind: str) -> None:
     name = next(iter(KINDS[kind].given))
     write(folder / "parts.py", "def part(**anything): ...")
     component = Component(use="./parts.py:part", options={name: 1}, base=folder)
@@ -558,10 +558,8 @@ def test_what_ddpforge_hands_over_is_refused_as_an_option(folder: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", ["data", "sampler"])
-def test_a_parameter_with_a_default_is_the_components_own_and_nothing_is_handed_over_for_it(
-    folder: Path, kind: str
-) -> None:
-    """A dataset with `seed: int = 42` once got train.seed, for training and evaluation alike."""
+def test_ddpforge_passes_no_argument_for_a_parameter_with_a_default(folder: Path, kind: str) -> None:
+    """Regression: a dataset with `seed: int = 42` received train.seed, for training and for evaluation."""
     write(
         folder / "parts.py",
         """
@@ -584,17 +582,17 @@ def test_a_parameter_with_a_default_is_the_components_own_and_nothing_is_handed_
         built("Asks", seed=3)
 
 
-def test_options_that_the_component_refuses_itself() -> None:
+def test_error_of_a_component_that_rejects_its_options_is_reported() -> None:
     component = Component(use="torch.optim:RMSprop", options={"lr": -1.0})
 
     with pytest.raises(PluginError) as caught:
         Registry().build("optimizer", component, params=nn.Linear(2, 2).parameters())
 
     assert caught.value.message == ("optimizer `torch.optim:RMSprop` cannot be built: Invalid learning rate: -1.0")
-    assert caught.value.hints == ()  # it says itself what is wrong
+    assert caught.value.hints == ()  # the component's own message is enough
 
 
-def test_a_refusal_on_purpose_says_where_and_needs_no_traceback(folder: Path) -> None:
+def test_value_error_raised_by_a_component_is_reported_with_its_line_without_traceback(folder: Path) -> None:
     write(folder / "parts.py", "def check():\n    raise ValueError('too wide')\ndef part(): check()")
     with pytest.raises(RefusedOptions, match=r"model `\./parts\.py:part` cannot be built: too wide") as caught:
         Registry().build("model", Component(use="./parts.py:part", base=folder))
@@ -610,7 +608,7 @@ def test_a_refusal_on_purpose_says_where_and_needs_no_traceback(folder: Path) ->
         ("import json; json.loads('{')", "raised JSONDecodeError while it was built"),
     ],
 )
-def test_a_mistake_in_a_constructor_keeps_its_traceback(folder: Path, code: str, said: str) -> None:
+def test_programming_error_in_a_constructor_keeps_its_traceback(folder: Path, code: str, said: str) -> None:
     write(
         folder / "parts.py", f"class Part:\n    def __init__(self):\n        self.build()\n    def build(self): {code}"
     )
@@ -623,7 +621,7 @@ def test_a_mistake_in_a_constructor_keeps_its_traceback(folder: Path, code: str,
     assert caught.value.trace.rstrip() in render(caught.value)
 
 
-def test_options_that_do_not_fit_the_signature_need_no_traceback(folder: Path) -> None:
+def test_options_that_do_not_match_the_signature_are_reported_without_traceback(folder: Path) -> None:
     write(folder / "parts.py", "def part(width: int): ...")
     with pytest.raises(RefusedOptions, match=r"cannot be built: part\(\) missing 1 required") as caught:
         Registry().build("model", Component(use="./parts.py:part", base=folder))
@@ -631,7 +629,7 @@ def test_options_that_do_not_fit_the_signature_need_no_traceback(folder: Path) -
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "KeyError", "FileNotFoundError"])
-def test_other_errors_of_a_component_are_its_own(folder: Path, error: str) -> None:
+def test_other_errors_of_a_component_propagate_unchanged(folder: Path, error: str) -> None:
     write(folder / "parts.py", f"def part(): raise {error}('mine')")
 
     with pytest.raises((RuntimeError, KeyError, FileNotFoundError), match="mine") as caught:
@@ -662,7 +660,7 @@ def test_every_optimizer_of_torch_can_be_named_and_built() -> None:
         assert "params" not in dict(options)
 
 
-def test_disabling_is_read_anew(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_plugins_are_read_again_for_each_registry(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(site, "wide-nets", WIDE)
     assert "widenet" in Registry.installed().names("model")
     assert Registry.installed() is Registry.installed()

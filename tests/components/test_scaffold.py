@@ -15,7 +15,7 @@ from ddpforge.recipe import load_recipe
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -23,7 +23,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["plugins", "new", *arguments])
 
 
-def test_it_says_what_it_wrote_and_what_is_next() -> None:
+def test_plugins_new_prints_the_written_files_and_the_next_command() -> None:
     result = invoke("task", "my-task")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -55,14 +55,14 @@ def test_it_says_what_it_wrote_and_what_is_next() -> None:
         (["network", "net"], "Invalid value for"),
     ],
 )
-def test_names_that_cannot_be(arguments: list[str], says: str) -> None:
+def test_invalid_plugin_names_are_rejected(arguments: list[str], says: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert says in result.stderr
     assert list(Path().iterdir()) == []
 
 
-def test_an_existing_folder_is_left_alone() -> None:
+def test_an_existing_folder_is_not_changed() -> None:
     Path("net").mkdir()
     result = invoke("model", "net")
     assert result.exit_code == 2
@@ -72,7 +72,7 @@ def test_an_existing_folder_is_left_alone() -> None:
     assert invoke("model", "net", "--in", "a-file").exit_code == 2
 
 
-# ---------------------------------------------------------------------------------------------- what is written
+# ---------------------------------------------------------------------------------------------- written packages
 UNPACK = """
 import os, sys, zipfile
 from setuptools.build_meta import build_wheel
@@ -86,7 +86,7 @@ for project in projects:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plugin of every kind, in `site`, from the wheel that pip would build of it; pip itself is used below."""
+    """Installs a plugin of every kind in `site`, from the wheel that pip would build; a test below uses pip itself."""
     folder = tmp_path_factory.mktemp("plugins")
     plugins = [str(write_plugin(kind, f"try_{kind}", folder).folder) for kind in KINDS]
     subprocess.run([sys.executable, "-c", UNPACK, str(folder / "site"), *plugins], check=True, capture_output=True)
@@ -103,10 +103,10 @@ def own_tests(folder: Path, *kinds: str, only: str = "") -> subprocess.Completed
     return run(folder, "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", *tests, "-k", only)
 
 
-IN_ONE_PROCESS = ["schedule", "metric", "optimizer", "task", "tracker"]  # what the kit starts no ranks for
+IN_ONE_PROCESS = ["schedule", "metric", "optimizer", "task", "tracker"]  # kinds whose checks in the kit start no ranks
 
 
-def test_what_plugins_of_all_kinds_do_and_all_tests_that_start_no_ranks(installed: Path) -> None:
+def test_written_tests_of_all_kinds_pass_without_ranks(installed: Path) -> None:
     done = own_tests(installed, *KINDS, only=" or ".join(["not contract", *(f"try_{kind}" for kind in IN_ONE_PROCESS)]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{2 * len(KINDS) + len(IN_ONE_PROCESS)} passed" in done.stdout
@@ -114,14 +114,14 @@ def test_what_plugins_of_all_kinds_do_and_all_tests_that_start_no_ranks(installe
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["model", "data", "callback", "strategy"])
-def test_their_own_tests_pass_also_where_they_start_ranks(installed: Path, kind: str) -> None:
+def test_written_tests_that_start_ranks_pass(installed: Path, kind: str) -> None:
     done = own_tests(installed, kind)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.full
-def test_an_editable_install_is_tested_too(installed: Path, tmp_path: Path) -> None:
-    """What `pip install -e` leaves: the entry points, and the package where it is."""
+def test_kit_tests_an_editable_install(installed: Path, tmp_path: Path) -> None:
+    """`pip install -e` installs only the entry points; the package stays in its folder."""
     plugin = write_plugin("metric", "live_metric", tmp_path)
     (tmp_path / "empty").mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", "env"], check=True)
@@ -141,12 +141,12 @@ def test_an_editable_install_is_tested_too(installed: Path, tmp_path: Path) -> N
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["model", "strategy"])
-def test_their_recipes_train(installed: Path, kind: str) -> None:
+def test_written_recipes_train(installed: Path, kind: str) -> None:
     done = run(installed, "ddpforge", "launch", f"try_{kind}/recipe.toml", "--nproc=2", "--set=train.length=3st")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_recipes_name_what_was_written(tmp_path: Path) -> None:
+def test_written_recipes_name_the_written_component(tmp_path: Path) -> None:
     write_plugin("strategy", "fast-lane", tmp_path)
     assert 'use = "fast_lane"' in (tmp_path / "fast-lane/recipe.toml").read_text()
     with pytest.raises(Exception, match="there is no strategy named `fast_lane`"):

@@ -1,4 +1,4 @@
-"""A folder for checkpoints, on a disk that nobody waits for: the fixtures of tests/checkpoint."""
+"""Fixtures of tests/checkpoint: a folder for checkpoints, and a disk without fsync."""
 
 from checkpoint.conftest import _fast_disk, folder
 

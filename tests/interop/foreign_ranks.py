@@ -1,4 +1,4 @@
-"""Two ranks that train a small model under DeepSpeed and FSDP and save it as these do; see `test_import.py`."""
+"""Two ranks that train a small model under DeepSpeed and FSDP and save it in their formats; see `test_import.py`."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ RANKS, STEPS = 2, 3
 
 
 class Model(nn.Module):
-    """Tied weights, frozen ones, buffers, a scalar, and sizes that two ranks do not divide."""
+    """Model with tied and frozen weights, buffers, a scalar, and sizes that do not divide by two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def build() -> nn.Module:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with two groups: weight decay for matrices only."""
+    """Returns AdamW with two groups: weight decay for matrices only."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
@@ -44,7 +44,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    """Other samples on every rank."""
+    """Returns the loss of the rank's own random samples."""
     torch.manual_seed(10 * step + rank)
     x = torch.randint(0, 7, (2, 4))
     return nn.functional.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
@@ -53,7 +53,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 def deepspeed_folder(
     folder: Path, stage: int, *, bf16: bool = False, sub_group_size: int = 10**9, round_robin: bool = False
 ) -> None:
-    """`save_checkpoint` after training, and in public.safetensors the weights that DeepSpeed's own accessor gives."""
+    """Trains and calls `save_checkpoint`; writes the weights of DeepSpeed's own accessor to public.safetensors."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
     from safetensors.torch import save_file
@@ -79,7 +79,7 @@ def deepspeed_folder(
 
 
 def dcp_folder(folder: Path) -> None:
-    """FSDP2 with DTensors, saved as torch's tutorial does."""
+    """Trains with FSDP2 and saves DTensors as in torch's tutorial."""
     import torch.distributed as dist
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -98,10 +98,10 @@ def dcp_folder(folder: Path) -> None:
 
 
 def save_all(out: Path) -> None:
-    """All of it, on one rank of two."""
+    """Writes all checkpoints, on one rank of two."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a compiler would be at work for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it compiles for a minute
     deepspeed.init_distributed("gloo")
     for stage in (1, 2, 3):
         deepspeed_folder(out / f"zero{stage}", stage, sub_group_size=10)

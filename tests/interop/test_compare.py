@@ -1,4 +1,4 @@
-"""Two checkpoints differ by what they differ in, and by how much."""
+"""Comparison of two checkpoints: the differences, and their sizes."""
 
 import math
 from pathlib import Path
@@ -24,7 +24,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> Differences:
 
 
 def distance(one: Tensor, other: Tensor) -> tuple[str, int, float, float] | None:
-    """The note, the number of elements, and the largest differences of two weights."""
+    """Returns the note, the number of elements, and the largest differences of two weights."""
     states = [CanonicalState(model={"w": tensor}, optimizer={}) for tensor in (one, other)]
     found = differences(*({"state": state, "callbacks": {}} for state in states)).tensors
     if not found:
@@ -43,7 +43,7 @@ def values(found: list[Value]) -> dict[str, tuple[Any, Any]]:
     return {each.name: (each.a, each.b) for each in found}
 
 
-def test_a_state_equals_itself_however_it_lies_on_ranks() -> None:
+def test_equal_states_in_different_shards_are_equal() -> None:
     found = compare(write(Path("one"), checkpoint_of(7)), write_sharded(Path("other"), checkpoint_of(7)))
 
     assert found.equal
@@ -52,7 +52,7 @@ def test_a_state_equals_itself_however_it_lies_on_ranks() -> None:
     assert found.missing == found.unexpected == {"model": [], "optimizer": [], "callbacks": []}
 
 
-def test_where_a_run_stands_matters_and_who_saved_it_when_does_not() -> None:
+def test_training_position_is_compared_and_time_and_strategy_are_not() -> None:
     found = differences(
         {"position": {"seconds": 1.0, "skipped": 1}, "loop": {"scale": 2.0}, "metrics": {"eval/loss": 1.0}},
         {
@@ -81,14 +81,14 @@ def test_where_a_run_stands_matters_and_who_saved_it_when_does_not() -> None:
     }
 
 
-def test_what_is_there_and_none_is_not_what_is_absent() -> None:
+def test_value_none_differs_from_an_absent_value() -> None:
     found = differences({"callbacks": {"mine": {"best": None}}}, {"callbacks": {"mine": {}}})
 
     assert values(found.facts) == {"callbacks: mine/best": (None, None)}
     assert not found.equal
 
 
-def test_numbers_beside_tensors_are_told_without_their_type() -> None:
+def test_numbers_are_compared_as_facts_without_their_dtype() -> None:
     def state(step: float) -> CanonicalState[Tensor]:
         return CanonicalState(model={"w": torch.ones(1)}, optimizer={"w": {"step": torch.tensor(step)}}, aliases={})
 
@@ -100,7 +100,7 @@ def test_numbers_beside_tensors_are_told_without_their_type() -> None:
     assert values(found.facts) == {"optimizer: w/step": (1.0, 2.0), "callbacks: stop/bad": (1, 2)}
 
 
-def test_a_recipe_that_means_the_same_is_equal_and_one_that_is_none_is_an_error() -> None:
+def test_equivalent_recipes_are_equal_and_an_invalid_recipe_is_an_error() -> None:
     found = differences({"recipe": RECIPE}, {"recipe": RECIPE.replace('"x"', '"y"')})
     assert [(each.path, each.policy) for each in found.recipe] == [("name", "free")]
     assert found.equal
@@ -110,7 +110,7 @@ def test_a_recipe_that_means_the_same_is_equal_and_one_that_is_none_is_an_error(
         differences({"recipe": RECIPE}, {"recipe": "= nonsense"})
 
 
-def test_tensors_that_one_side_lacks_are_named_by_side() -> None:
+def test_missing_and_unexpected_tensors_are_listed() -> None:
     states = [
         CanonicalState(model={"a": torch.ones(1), name: torch.ones(1)}, optimizer={}) for name in ("left", "right")
     ]
@@ -138,7 +138,7 @@ def test_tensors_that_one_side_lacks_are_named_by_side() -> None:
         ([math.nan, 2.0], [math.nan, 3.0], (1, 1.0, 1 / 3)),
     ],
 )
-def test_a_difference_is_the_largest_of_all_elements(
+def test_difference_is_the_maximum_over_elements(
     one: list[float], other: list[float], expected: tuple[int, float, float] | None
 ) -> None:
     found = distance(torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
@@ -147,7 +147,7 @@ def test_a_difference_is_the_largest_of_all_elements(
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_on_one_side_is_a_difference_without_a_size(odd: float) -> None:
+def test_nonfinite_value_on_one_side_has_no_finite_difference(odd: float) -> None:
     finite, other = torch.tensor([1.0, 5.0, 3.0]), torch.tensor([1.0, odd, 2.0])
 
     for pair in ((finite, other), (other, finite)):
@@ -159,7 +159,7 @@ def test_what_is_not_finite_on_one_side_is_a_difference_without_a_size(odd: floa
         assert not math.isfinite(absolute)
 
 
-def test_tensors_are_compared_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpforge.interop.compare._STRIDE", 4)
     one = torch.arange(1.0, 11.0, dtype=torch.float64).view(2, 5)
     other = one.clone()
@@ -170,7 +170,7 @@ def test_tensors_are_compared_piece_by_piece(monkeypatch: pytest.MonkeyPatch) ->
     assert distance(one, other) == ("", 4, 1e300, 1.0), "more than a float32 holds"
 
 
-def test_integers_that_no_float_can_tell_apart_differ() -> None:
+def test_integers_beyond_float_precision_differ() -> None:
     one = torch.tensor([2**60, 5, 7])
 
     assert distance(one, torch.tensor([2**60 + 1, 5, 7])) == ("", 1, 0.0, 0.0)
@@ -178,7 +178,7 @@ def test_integers_that_no_float_can_tell_apart_differ() -> None:
     assert distance(torch.tensor([True, False]), torch.tensor([True, True])) == ("", 1, 1.0, 1.0)
 
 
-def test_another_type_is_a_difference_even_of_the_same_numbers_and_another_shape_has_no_distance() -> None:
+def test_another_dtype_is_a_difference_and_another_shape_has_no_distance() -> None:
     one = torch.tensor([1.0, 2.0])
 
     assert distance(one, one.double()) == ("float32 [2] → float64 [2]", 0, 0.0, 0.0)
@@ -186,7 +186,7 @@ def test_another_type_is_a_difference_even_of_the_same_numbers_and_another_shape
     assert distance(one, one.view(2, 1)) == ("float32 [2] → float32 [2, 1]", 0, 0.0, 0.0)
 
 
-def test_differences_come_by_section_in_the_order_of_names() -> None:
+def test_differences_are_sorted_by_section_and_name() -> None:
     found = compare(write(Path("one"), checkpoint_of(1)), write(Path("other"), checkpoint_of(2)))
 
     assert [(each.section, each.name) for each in found.tensors] == [
@@ -202,7 +202,7 @@ def test_differences_come_by_section_in_the_order_of_names() -> None:
     )
 
 
-def test_two_tensors_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_do_not_fit_into_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [write(Path(name), checkpoint_of(7)) for name in ("one", "other")]
     largest = 2 * 15 * 4
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=largest))
@@ -215,7 +215,7 @@ def test_two_tensors_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest
         compare(*paths)
 
 
-def test_a_damaged_side_is_an_error() -> None:
+def test_damaged_checkpoint_is_an_error() -> None:
     paths = [write(Path(name), checkpoint_of(7)) for name in ("one", "other")]
     shard = paths[1] / "shard-00000-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")

@@ -1,4 +1,4 @@
-"""An export is plain safetensors with the model's own names, readable by every other tool."""
+"""Exports: plain safetensors with the model's own names, readable by other tools."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ def checkpoint(folder: Path) -> Path:
     return write(folder, checkpoint_of(7, callbacks={"ema": ema, "mine": {"seen": torch.ones(9)}, "plain": {"x": 1}}))
 
 
-def test_the_model_is_exported_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+def test_model_is_exported_unchanged(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
 
     done = export(checkpoint, out)
@@ -39,15 +39,15 @@ def test_the_model_is_exported_as_it_is(checkpoint: Path, tmp_path: Path) -> Non
     assert done.sha256 == disk.sha256(out)
 
 
-def test_averaged_weights_take_their_place_among_the_models(checkpoint: Path, tmp_path: Path) -> None:
+def test_ema_weights_replace_the_models_weights(checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "ema.safetensors", weights="ema")
 
     loaded = load_file(tmp_path / "ema.safetensors")
     assert loaded["layer.weight"].eq(0.5).all()
-    assert loaded["layer.bias"].eq(7).all(), "what the callback does not average is the model's"
+    assert loaded["layer.bias"].eq(7).all(), "weights that the callback does not average come from the model"
 
 
-def test_a_scalar_weight_has_an_average_too(folder: Path, tmp_path: Path) -> None:
+def test_scalar_ema_weight_is_exported(folder: Path, tmp_path: Path) -> None:
     state = CanonicalState(model={"w": torch.tensor(1.0)}, optimizer={})
     path = write(folder, checkpoint_of(7, state=state, callbacks={"ema": {"w": torch.tensor(0.25)}}))
 
@@ -57,14 +57,14 @@ def test_a_scalar_weight_has_an_average_too(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("weights", ["mine", "plain", "nobody", "em"])
-def test_weights_that_nobody_keeps_are_a_usage_error(checkpoint: Path, tmp_path: Path, weights: str) -> None:
+def test_unknown_weights_are_a_usage_error(checkpoint: Path, tmp_path: Path, weights: str) -> None:
     with pytest.raises(UsageError, match=f"contains no weights called '{weights}'") as caught:
         export(checkpoint, tmp_path / "out", weights=weights)
     assert caught.value.hints == ("callbacks that saved tensors: ema, mine",)
 
 
-def test_only_what_a_glob_names_is_exported(folder: Path, tmp_path: Path) -> None:
-    """By any of its names; the ties of what is left out are not mentioned."""
+def test_only_exports_tensors_that_match_a_glob(folder: Path, tmp_path: Path) -> None:
+    """Matches any name of a tied tensor; ties of other tensors are not in the metadata."""
     checkpoint = sized(folder, 4, 8, 12, other="c")
     chosen = export(checkpoint, tmp_path / "some.safetensors", only=["a", "oth*"])
     with safe_open(chosen.file, framework="pt") as file:
@@ -90,7 +90,7 @@ def test_only_floating_point_tensors_are_converted(
     assert dtypes == {"layer.weight": expected, "layer.bias": expected, "norm.num_batches_tracked": torch.int64}
 
 
-def test_a_weight_that_would_become_infinite_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_weight_too_large_for_the_dtype_is_rejected(folder: Path, tmp_path: Path) -> None:
     state = CanonicalState(model={"w": torch.tensor([1.0, 1e6, -2.0])}, optimizer={})
     path = write(folder, checkpoint_of(7, state=state))
 
@@ -100,7 +100,7 @@ def test_a_weight_that_would_become_infinite_is_refused(folder: Path, tmp_path: 
 
 
 class Tied(nn.Module):
-    """A head that is the embedding, transposed in use."""
+    """Model whose head shares the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_a_tied_parameter_is_written_once_and_tied_again_by_safetensors(folder: Path, tmp_path: Path) -> None:
+def test_tied_parameter_is_written_once_and_safetensors_ties_it_again(folder: Path, tmp_path: Path) -> None:
     source, target = Tied(), Tied()
     state = CanonicalState(
         model={"embedding.weight": source.embedding.weight},
@@ -153,13 +153,13 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoint: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_in_the_place_of_a_files_folder_is_an_error_in_words(checkpoint: Path, tmp_path: Path) -> None:
+def test_parent_that_is_a_file_is_an_error_with_a_clear_message(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     with pytest.raises(CheckpointError, match="out could not be written: Not a directory"):
         export(checkpoint, tmp_path / "file" / "out")
 
 
-def test_a_full_disk_leaves_no_half_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_partial_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -173,17 +173,17 @@ def test_a_full_disk_leaves_no_half_file(checkpoint: Path, tmp_path: Path, monke
 
 # ---------------------------------------------------------------------------------------------- folders
 def sized(folder: Path, *sizes: int, **aliases: str) -> Path:
-    """A checkpoint with tensors a, b, c ... of so many floats, each filled with its number."""
+    """Writes a checkpoint with tensors a, b, c … of these sizes, each filled with its index."""
     model = {name: torch.full((size,), float(i)) for i, (name, size) in enumerate(zip("abcdefg", sizes, strict=False))}
     return write(folder, checkpoint_of(7, state=CanonicalState(model=model, optimizer={}, aliases=aliases)))
 
 
 def files_in(folder: Path) -> dict[str, set[str]]:
-    """The tensors in each file with weights."""
+    """Returns the tensor names in each safetensors file."""
     return {path.name: {*load_file(path)} for path in sorted(folder.glob("*.safetensors"))}
 
 
-def test_a_model_that_fits_into_one_file_has_no_index(folder: Path, tmp_path: Path) -> None:
+def test_model_in_one_file_has_no_index(folder: Path, tmp_path: Path) -> None:
     done = export_folder(sized(folder, 4, 4), tmp_path / "hf", most=32)
 
     assert files_in(tmp_path / "hf") == {"model.safetensors": {"a", "b"}}
@@ -191,7 +191,7 @@ def test_a_model_that_fits_into_one_file_has_no_index(folder: Path, tmp_path: Pa
     assert (done.file, done.sha256) == (tmp_path / "hf/model.safetensors", disk.sha256(done.file))
 
 
-def test_files_are_filled_in_order_and_an_index_says_what_is_where(folder: Path, tmp_path: Path) -> None:
+def test_tensors_fill_files_in_order_and_the_index_maps_them(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "hf"
 
     done = export_folder(sized(folder, 4, 4, 20, 2, 1, z="c"), out, most=32)
@@ -202,19 +202,19 @@ def test_files_are_filled_in_order_and_an_index_says_what_is_where(folder: Path,
     assert index["metadata"] == {"total_size": 31 * 4}
     assert index["weight_map"] == {"a": names[0], "b": names[0], "c": names[1], "d": names[2], "e": names[2]}
     with safe_open(out / names[1], framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "z": "c"}, "the tie is told where the tensor is"
+        assert file.metadata() == {"format": "pt", "z": "c"}, "the tie is in the file of its tensor"
     assert done.files == {name: disk.sha256(out / name) for name in names}
     assert (done.file, done.tensors) == (out / "model.safetensors.index.json", 5)
     assert done.bytes == sum((out / name).stat().st_size for name in names)
 
 
-def test_a_tensor_that_is_too_large_for_any_file_has_one_for_itself(folder: Path, tmp_path: Path) -> None:
+def test_tensor_larger_than_the_limit_has_its_own_file(folder: Path, tmp_path: Path) -> None:
     export_folder(sized(folder, 20, 1, 20), tmp_path / "hf", most=16)
 
     assert [*files_in(tmp_path / "hf").values()] == [{"a"}, {"b"}, {"c"}]
 
 
-def test_weights_in_a_folder_are_replaced_on_request_and_nothing_else_is(folder: Path, tmp_path: Path) -> None:
+def test_force_replaces_only_weight_files(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "hf"
     export_folder(sized(folder, 4, 4, 4), out, most=16)
     (out / "config.json").write_text("{}")
@@ -233,10 +233,10 @@ def test_weights_in_a_folder_are_replaced_on_request_and_nothing_else_is(folder:
     }
 
 
-def test_files_are_on_disk_before_they_have_their_names_and_the_index_comes_last(
+def test_files_are_synced_before_the_rename_and_the_index_is_last(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that finds an index finds what it lists, whenever the machine goes down."""
+    """Ensures that the files of an index exist, even if the host crashes at any time."""
     out, done = tmp_path / "hf", list[str]()
     out.mkdir()
     rename, sync = disk.rename, disk.sync_folder
@@ -255,7 +255,7 @@ def test_files_are_on_disk_before_they_have_their_names_and_the_index_comes_last
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_full_disk_leaves_no_half_a_folder(
+def test_full_disk_leaves_no_partial_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, there: bool
 ) -> None:
     checkpoint, out = sized(folder, 4, 4), tmp_path / "hf"
@@ -276,7 +276,7 @@ def test_a_full_disk_leaves_no_half_a_folder(
     assert not list(tmp_path.rglob(".*"))
 
 
-def test_a_file_in_the_place_of_the_folder_is_a_usage_error(folder: Path, tmp_path: Path) -> None:
+def test_file_at_the_path_of_the_folder_is_a_usage_error(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("precious")
 
     with pytest.raises(UsageError, match="hf is a file"):
@@ -317,7 +317,7 @@ def test_transformers_loads_an_export(folder: Path, tmp_path: Path, family: str,
         assert torch.equal(loaded.eval()(tokens).logits, trained.eval()(tokens).logits)
 
 
-def test_a_callback_that_keeps_more_than_weights_of_the_model_keeps_no_weights(folder: Path, tmp_path: Path) -> None:
+def test_callback_with_other_tensors_than_model_weights_is_rejected(folder: Path, tmp_path: Path) -> None:
     kept = {"layer.weight": torch.ones(3, 5), "mine": torch.ones(2)}
     path = write(folder, checkpoint_of(7, callbacks={"ema": kept}))
 
@@ -326,8 +326,8 @@ def test_a_callback_that_keeps_more_than_weights_of_the_model_keeps_no_weights(f
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_module_of_the_task_that_is_a_part_of_the_model_is_exported_alone(folder: Path, tmp_path: Path) -> None:
-    """A target network that follows `layer` has the names that it has in there."""
+def test_module_of_the_task_is_exported_separately(folder: Path, tmp_path: Path) -> None:
+    """Exports a target network for `layer` with the names inside `layer`."""
     target = {"weight": torch.full((3, 5), 0.5)}
     path = write(folder, checkpoint_of(7, callbacks={"task.target": target, "ema": {"layer.weight": torch.ones(3, 5)}}))
     done = export(path, tmp_path / "target.safetensors", weights="task.target")

@@ -1,4 +1,4 @@
-"""What other programs wrote becomes a checkpoint with the same numbers, or is refused; none of it runs as code."""
+"""Imports: files of other programs become a checkpoint with the same numbers, or are rejected; no code in them runs."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def foreign(deepspeed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks saved under DeepSpeed and FSDP."""
+    """Writes the checkpoints of two ranks under DeepSpeed and FSDP."""
     folder = tmp_path_factory.mktemp("foreign")
     in_ranks(RANKS, lambda _: save_all(folder))
     return folder
@@ -41,7 +41,7 @@ def foreign(deepspeed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same training in one process, with plain torch."""
+    """Runs the same training in one process, with plain torch."""
     model = build()
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -66,7 +66,7 @@ def state_in(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def assert_trained(done: Imported, trained: tuple[nn.Module, torch.optim.Optimizer], *, tied: bool = True) -> None:
-    """Weights and optimizer state are those of the training in one process, up to the order of sums."""
+    """Checks that weights and optimizer state equal those of one process, up to the order of sums."""
     model, optimizer = trained
     weights, state = weights_in(done.path), state_in(done.path)
     expected = model.state_dict()
@@ -103,12 +103,12 @@ def test_a_zero_checkpoint_keeps_master_weights_and_optimizer_state(
     assert_trained(done, trained)
     assert (done.kind, done.step, done.samples) == (f"DeepSpeed ZeRO-{source[4]}", STEPS, STEPS * 2 * RANKS)
     assert (done.optimizer, done.left_out) == (6, [])
-    assert newest(Path("out")) == (done.path, []), "every byte is as the manifest says"
+    assert newest(Path("out")) == (done.path, []), "every file matches the manifest"
 
 
 @pytest.mark.parametrize("source", [*ZERO, "zero2-bf16", "zero3-bf16"])
-def test_weights_are_bit_by_bit_what_deepspeed_itself_says(foreign: Path, source: str) -> None:
-    """Except where gradients go round robin: there its accessor takes elements of other parameters."""
+def test_zero_weights_equal_deepspeeds_own_accessor(foreign: Path, source: str) -> None:
+    """Excludes round_robin_gradients: with it, DeepSpeed's accessor returns elements of other parameters."""
     weights = weights_in(import_checkpoint(foreign / source, "out", trust=True).path)
 
     for name, tensor in load_file(foreign / source / "public.safetensors").items():
@@ -117,7 +117,7 @@ def test_weights_are_bit_by_bit_what_deepspeed_itself_says(foreign: Path, source
     assert weights["frozen.weight"].dtype == (torch.bfloat16 if "bf16" in source else torch.float32)
 
 
-def test_the_folder_of_one_tag_will_do(foreign: Path) -> None:
+def test_folder_of_one_tag_can_be_imported(foreign: Path) -> None:
     assert import_checkpoint(foreign / "zero1" / f"global_step{STEPS}", "out", trust=True).step == STEPS
 
 
@@ -126,7 +126,7 @@ def zero_copy(foreign: Path, name: str) -> Path:
 
 
 def swap(copy: Path) -> None:
-    """The partition of rank 0 under the name of rank 1."""
+    """Swaps the file names of the partitions of ranks 0 and 1."""
     one, other = sorted(copy.glob("*_optim_states.pt"))
     one.rename("spare")
     other.rename(one)
@@ -134,7 +134,7 @@ def swap(copy: Path) -> None:
 
 
 def roll(copy: Path) -> None:
-    """Every master weight in the place of its neighbour."""
+    """Moves every master weight to the next position."""
     for file in copy.glob("*_optim_states.pt"):
 
         def move(content: dict[str, Any]) -> None:
@@ -153,13 +153,13 @@ def lose_the_last(copy: Path) -> None:
 
 
 def resize(copy: Path) -> None:
-    """One parameter said to be larger than it is."""
+    """Makes the recorded shape of a parameter too large."""
     for file in copy.glob("*_model_states.pt"):
         changed(file, file, lambda content: content["param_shapes"][-1].update(scale=torch.Size([4])))
 
 
 def mix(copy: Path) -> None:
-    """What saving another stage under the same tag leaves."""
+    """Adds a file as if another stage had been saved under the same tag."""
     (file, *_) = copy.glob("*_model_states.pt")
     shutil.copy(file, copy / "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
@@ -188,7 +188,7 @@ def empty(copy: Path) -> None:
         ("zero2", empty, "its files have no"),
     ],
 )
-def test_a_zero_checkpoint_that_contradicts_itself_is_refused(
+def test_inconsistent_zero_checkpoint_is_rejected(
     foreign: Path, source: str, damage: Callable[[Path], None], complaint: str
 ) -> None:
     copy = zero_copy(foreign, source)
@@ -199,7 +199,7 @@ def test_a_zero_checkpoint_that_contradicts_itself_is_refused(
     assert not Path("out").exists()
 
 
-def test_state_that_cannot_be_told_apart_is_left_out_and_said_so(foreign: Path) -> None:
+def test_optimizer_state_with_another_layout_is_skipped_and_reported(foreign: Path) -> None:
     copy = zero_copy(foreign, "zero2")
     for file in copy.glob("*_optim_states.pt"):
 
@@ -216,7 +216,7 @@ def test_state_that_cannot_be_told_apart_is_left_out_and_said_so(foreign: Path) 
 
 
 def test_each_group_has_its_own_step(foreign: Path) -> None:
-    """As where some parameters are trained from a later step on."""
+    """Covers parameters that are trained from a later step on."""
     copy = zero_copy(foreign, "zero1")
     for file in copy.glob("*_optim_states.pt"):
 
@@ -233,7 +233,7 @@ def test_each_group_has_its_own_step(foreign: Path) -> None:
     )
 
 
-def test_a_tag_cannot_lead_out_of_the_folder(foreign: Path) -> None:
+def test_tag_outside_of_the_folder_is_rejected(foreign: Path) -> None:
     Path("copy").mkdir()
     shutil.copytree(foreign / "zero2" / f"global_step{STEPS}", "copy/here")
     for tag in ("../elsewhere", "/etc", "..", ""):
@@ -252,12 +252,12 @@ def test_a_sharded_dcp_checkpoint_keeps_everything(
     assert "step: not a tensor" in done.left_out
     (hint,) = done.hints
     again = import_checkpoint(foreign / "dcp", "out", trust=True, maps=[hint.split("'")[-2]])
-    assert again.tensors == done.tensors - 1, "the hint says how to leave the second copy out"
+    assert again.tensors == done.tensors - 1, "the hint shows how to skip the second copy"
     assert CheckpointReader(done.path).manifest.tensors["model"]["emb.weight"].chunks[1].region.numel == 3 * 5
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_a_dcp_checkpoint_of_one_process_too(
+def test_dcp_checkpoint_of_one_process_is_imported(
     trained: tuple[nn.Module, torch.optim.Optimizer], *, flatten: bool
 ) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
@@ -273,7 +273,7 @@ def test_a_dcp_checkpoint_of_one_process_too(
     assert "head.weight: the same as emb.weight" in done.left_out
 
 
-def test_a_bare_state_dict_saved_by_dcp_is_a_model() -> None:
+def test_plain_state_dict_saved_by_dcp_is_a_model() -> None:
     weights = {"model.layer": torch.arange(4.0), "head": torch.ones(2, 2)}
     dcp.save(weights, checkpoint_id="dcp")
 
@@ -284,7 +284,7 @@ def test_a_bare_state_dict_saved_by_dcp_is_a_model() -> None:
 
 
 def crafted(change: Callable[[Any], None]) -> Path:
-    """A DCP folder whose metadata were changed."""
+    """Writes a DCP folder with changed metadata."""
     folder = Path("dcp")
     dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=folder)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -317,13 +317,13 @@ def elsewhere(path: str) -> Callable[[Any], None]:
         (lambda metadata: setattr(metadata, "state_dict_metadata", 5), "contradict"),
     ],
 )
-def test_crafted_dcp_metadata_are_refused(change: Callable[[Any], None], complaint: str) -> None:
+def test_crafted_dcp_metadata_are_rejected(change: Callable[[Any], None], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         import_checkpoint(crafted(change), "out", trust=True)
     assert not Path("out").exists()
 
 
-def test_a_shard_that_is_a_link_is_refused() -> None:
+def test_shard_that_is_a_link_is_rejected() -> None:
     folder = crafted(lambda metadata: None)
     (shard,) = folder.glob("*.distcp")
     shard.rename("elsewhere")
@@ -365,7 +365,7 @@ def transformers_folder(bomb: Bomb) -> Path:
 @pytest.mark.parametrize(
     "make", [bare_pickle, saved_by_torch, dcp_metadata, deepspeed_folder, transformers_folder], ids=lambda f: f.__name__
 )
-def test_no_pickle_runs_code_unless_the_user_trusts_it(make: Callable[[Bomb], Path]) -> None:
+def test_pickle_runs_no_code_without_trust(make: Callable[[Bomb], Path]) -> None:
     marker = Path("marker").absolute()
     source = make(Bomb(marker))
 
@@ -375,12 +375,12 @@ def test_no_pickle_runs_code_unless_the_user_trusts_it(make: Callable[[Bomb], Pa
     assert not marker.exists()
     assert not Path("out").exists()
     assert "--trust" in caught.value.hints[0]
-    with suppress(UsageError):  # some of these hold nothing else
+    with suppress(UsageError):  # some of these contain nothing else
         import_checkpoint(source, "out", trust=True)
     assert marker.exists(), "the bomb is a real one"
 
 
-# ---------------------------------------------------------------------------------------------- weights alone
+# ---------------------------------------------------------------------------------------------- only weights
 def test_a_state_dict_needs_no_trust_and_keeps_its_ties() -> None:
     model = build()
     torch.save(model.state_dict(), "weights.pt")
@@ -398,7 +398,7 @@ def assert_same_weights(done: Imported, model: nn.Module) -> None:
     assert all(same(tensor, expected[name]) for name, tensor in weights.items())
 
 
-def test_a_training_checkpoint_gives_its_weights_and_says_that_numbers_are_no_names(
+def test_training_checkpoint_gives_weights_and_reports_optimizer_state_without_names(
     trained: tuple[nn.Module, torch.optim.Optimizer],
 ) -> None:
     model, optimizer = trained
@@ -414,7 +414,7 @@ def test_a_training_checkpoint_gives_its_weights_and_says_that_numbers_are_no_na
     ]
 
 
-def test_safetensors_keep_the_ties_that_their_metadata_tell() -> None:
+def test_ties_in_safetensors_metadata_are_kept() -> None:
     save_file({"a": torch.arange(3.0)}, "weights.safetensors", metadata={"format": "pt", "b": "a"})
 
     done = import_checkpoint(Path("weights.safetensors"), "out")
@@ -424,7 +424,7 @@ def test_safetensors_keep_the_ties_that_their_metadata_tell() -> None:
 
 
 def hf_folder(files: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, object] | None = None) -> Path:
-    """A folder as transformers writes it; `places` stands in the index where given."""
+    """Writes a folder in the format of transformers; `places` replaces the index's map."""
     folder = Path("hf")
     folder.mkdir()
     for name, tensors in files.items():
@@ -437,7 +437,7 @@ def hf_folder(files: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, ob
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_weights_that_transformers_split_over_files_are_put_together(kind: str) -> None:
+def test_sharded_weights_of_transformers_are_merged(kind: str) -> None:
     one, two = {"a": torch.ones(3)}, {"b": torch.zeros(2, dtype=torch.bfloat16)}
 
     folder = hf_folder({f"x-1.{kind}": one, f"x-2.{kind}": two})
@@ -463,7 +463,7 @@ def test_weights_that_transformers_split_over_files_are_put_together(kind: str) 
         ([], "not an index"),
     ],
 )
-def test_an_index_that_lies_is_refused(places: Any, complaint: str) -> None:
+def test_inconsistent_index_is_rejected(places: Any, complaint: str) -> None:
     folder = hf_folder({"model-1.safetensors": {"a": torch.ones(2)}}, places)
 
     with pytest.raises(UsageError, match=complaint):
@@ -471,7 +471,7 @@ def test_an_index_that_lies_is_refused(places: Any, complaint: str) -> None:
     assert not Path("out").exists()
 
 
-def test_links_in_a_folder_are_refused_and_a_link_that_the_user_names_is_not() -> None:
+def test_links_in_a_folder_are_rejected_and_a_link_given_by_the_user_is_accepted() -> None:
     save_file({"a": torch.ones(2)}, "real.safetensors")
     Path("hf").mkdir()
     Path("hf/model.safetensors").symlink_to(Path("real.safetensors").absolute())
@@ -499,7 +499,7 @@ HEADER = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
         pickle.dumps([1, 2]),
     ],
 )
-def test_files_that_are_nothing_are_usage_errors(content: bytes) -> None:
+def test_invalid_files_are_usage_errors(content: bytes) -> None:
     Path("file").write_bytes(content)
 
     with pytest.raises(UsageError, match="file cannot be imported"):
@@ -519,7 +519,7 @@ def test_files_that_are_nothing_are_usage_errors(content: bytes) -> None:
         (torch.ones(2), "a Tensor, not tensors by name"),
     ],
 )
-def test_what_a_checkpoint_cannot_hold_is_refused(content: object, complaint: str) -> None:
+def test_unsupported_content_is_rejected(content: object, complaint: str) -> None:
     torch.save(content, "file.pt")
 
     with pytest.raises(UsageError, match=complaint):
@@ -528,7 +528,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused(content: object, complaint: st
 
 
 @pytest.mark.parametrize("name", ["nothing", "folder"])
-def test_a_source_that_is_no_checkpoint_is_a_usage_error(name: str) -> None:
+def test_source_without_a_checkpoint_is_a_usage_error(name: str) -> None:
     Path("folder").mkdir()
     with pytest.raises(UsageError, match=r"nothing does not exist|no checkpoint of a known format"):
         import_checkpoint(Path(name), "out")
@@ -547,7 +547,7 @@ def test_a_checkpoint_of_ddpforge_is_not_imported() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- names
-def test_prefixes_stay_unless_the_user_says_otherwise() -> None:
+def test_prefixes_are_kept_without_a_map() -> None:
     save_file({"module._orig_mod.a": torch.ones(2), "module._orig_mod.b": torch.zeros(2)}, "a.safetensors")
 
     done = import_checkpoint(Path("a.safetensors"), "out")
@@ -560,7 +560,7 @@ def test_prefixes_stay_unless_the_user_says_otherwise() -> None:
     assert not done.hints
 
 
-def test_maps_apply_in_order_and_to_optimizer_and_ties() -> None:
+def test_maps_apply_in_order_to_weights_and_optimizer_state() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -585,7 +585,7 @@ def test_maps_apply_in_order_and_to_optimizer_and_ties() -> None:
         (".=", "several tensors that differ"),
     ],
 )
-def test_maps_that_do_not_work_are_usage_errors(rule: str, complaint: str) -> None:
+def test_invalid_maps_are_usage_errors(rule: str, complaint: str) -> None:
     save_file({"a": torch.ones(2), "b": torch.zeros(2)}, "a.safetensors")
 
     with pytest.raises(UsageError, match=complaint):
@@ -593,7 +593,7 @@ def test_maps_that_do_not_work_are_usage_errors(rule: str, complaint: str) -> No
     assert not Path("out").exists()
 
 
-def test_a_map_that_gives_two_names_to_the_same_numbers_ties_them_and_says_so() -> None:
+def test_map_merges_equal_tensors_and_reports_it() -> None:
     same_twice = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(6.0).view(2, 3)}
     save_file(same_twice, "a.safetensors")
 
@@ -612,7 +612,7 @@ def test_a_map_that_gives_two_names_to_the_same_numbers_ties_them_and_says_so() 
     ],
     ids=["dtype", "shape", "a bit"],
 )
-def test_numbers_are_the_same_in_type_shape_and_value_or_not_at_all(other: Tensor) -> None:
+def test_map_rejects_tensors_that_differ_in_dtype_shape_or_value(other: Tensor) -> None:
     save_file({"a": torch.arange(6.0).view(2, 3), "b": other}, "a.safetensors")
 
     with pytest.raises(UsageError, match="the name a to several tensors that differ"):
@@ -621,7 +621,7 @@ def test_numbers_are_the_same_in_type_shape_and_value_or_not_at_all(other: Tenso
 
 
 def test_two_parameters_cannot_share_one_optimizer_state() -> None:
-    """Their weights may be the same, when nothing was trained."""
+    """Covers equal weights of two parameters that were not trained."""
     model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     model["b"].load_state_dict(model["a"].state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
@@ -634,8 +634,8 @@ def test_two_parameters_cannot_share_one_optimizer_state() -> None:
         import_checkpoint(Path("dcp"), "out", trust=True, maps=["b=a"])
 
 
-def test_a_matrix_that_is_there_twice_is_pointed_out() -> None:
-    """A vector, or a matrix of one number, may well be the same by chance."""
+def test_duplicate_matrix_gives_a_hint() -> None:
+    """Ignores vectors and constant matrices, which may be equal by chance."""
     tied, ones = torch.randn(3, 3), torch.ones(3, 3)
     weights = {"emb.weight": tied, "head+": tied, "norm": tied[0], "bias": tied[0], "gate": ones, "scale": ones}
     save_file({name: tensor.clone() for name, tensor in weights.items()}, "a.safetensors")
@@ -648,14 +648,14 @@ def test_a_matrix_that_is_there_twice_is_pointed_out() -> None:
     assert weights_in(done.path).keys() == weights.keys() - {"head+"}
 
 
-def test_a_prefix_is_one_only_if_all_names_have_it() -> None:
+def test_prefix_hint_requires_the_prefix_in_all_names() -> None:
     save_file({"module.a": torch.ones(2), "b": torch.zeros(2)}, "a.safetensors")
 
     assert import_checkpoint(Path("a.safetensors"), "out").hints == []
 
 
 @pytest.mark.parametrize("given", [{}, {"step": 0, "samples": 0}, {"step": 5, "samples": 9}])
-def test_where_training_was_is_what_the_user_says_or_the_source_or_the_beginning(given: dict[str, int]) -> None:
+def test_step_and_samples_are_given_or_zero(given: dict[str, int]) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(3, dtype=torch.int64)}, "a.safetensors")
 
     done = import_checkpoint(Path("a.safetensors"), "out", **given)  # type: ignore[arg-type]
@@ -669,7 +669,7 @@ def test_where_training_was_is_what_the_user_says_or_the_source_or_the_beginning
     assert (done.optimizer, done.keys, done.aliases, done.left_out) == (0, [], {}, [])
 
 
-def test_an_import_says_what_optimizer_state_it_took() -> None:
+def test_import_reports_the_optimizer_state() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -683,7 +683,7 @@ def test_an_import_says_what_optimizer_state_it_took() -> None:
     assert done.keys == ["exp_avg", "exp_avg_sq", "step"]
 
 
-def test_a_new_folder_may_be_deep_and_cannot_be_inside_a_file() -> None:
+def test_output_folder_is_created_with_its_parents_but_not_inside_a_file() -> None:
     save_file({"a": torch.ones(2)}, "a.safetensors")
 
     assert import_checkpoint(Path("a.safetensors"), "some/where/out").path.parent == Path("some/where/out")
@@ -691,14 +691,14 @@ def test_a_new_folder_may_be_deep_and_cannot_be_inside_a_file() -> None:
         import_checkpoint(Path("a.safetensors"), "a.safetensors/deep/out")
 
 
-def test_a_file_without_tensors_is_refused() -> None:
+def test_file_without_tensors_is_rejected() -> None:
     save_file({}, "a.safetensors")
 
     with pytest.raises(UsageError, match="it contains no tensor"):
         import_checkpoint(Path("a.safetensors"), "out")
 
 
-def test_a_tied_name_that_a_map_makes_the_name_of_its_tensor_is_no_second_name() -> None:
+def test_alias_mapped_to_its_own_tensor_is_dropped() -> None:
     tensor = torch.ones(2)
     torch.save({"a": tensor, "b": tensor, "c": tensor}, "a.pt")
     done = import_checkpoint(Path("a.pt"), "out", maps=["b=a"])
@@ -706,7 +706,7 @@ def test_a_tied_name_that_a_map_makes_the_name_of_its_tensor_is_no_second_name()
     assert (list(reader.names("model")), reader.aliases) == (["a"], {"c": "a"})
 
 
-def test_a_folder_of_checkpoints_among_runs_takes_another() -> None:
+def test_import_adds_a_checkpoint_to_an_imported_folder_among_runs() -> None:
     save_file({"a": torch.ones(2)}, "a.safetensors")
     import_checkpoint(Path("a.safetensors"), "imported/x", step=1)
     Path("imported").rename("runs")

@@ -1,4 +1,6 @@
-"""Which weights a model takes from elsewhere, and what is said of the rest. Real strategies: tests/distributed."""
+"""Initial weights: the tensors loaded from another source, and reports of the others. For strategies see
+tests/distributed.
+"""
 
 import json
 import logging
@@ -25,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Tied(nn.Module):
-    """Two names of one matrix, a vector, and a counter that is no floating-point number."""
+    """Model with two names of one matrix, a vector, and an integer counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,9 +38,9 @@ class Tied(nn.Module):
 
 
 class Here(Plain):
-    """Loads as replicas do: of each tensor what `part_of` says that this rank holds.
+    """Replica that loads the shard of each tensor that `part_of` returns.
 
-    With `main`, this is the second of two ranks, which is told what that one tells.
+    With `main`, this is the second of two ranks, and receives the broadcasts of `main`.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ WEIGHTS = {"embed": torch.arange(1.0, 13.0).view(4, 3), "norm": torch.tensor([0.
 
 
 def began(source: Path, replica: Here | None = None, *, skip: Sequence[str] = ()) -> dict[str, Tensor]:
-    """A model's tensors after it has begun with those of `source`."""
+    """Returns a model's tensors after it has loaded those of `source`."""
     model = Tied()
     replica = (replica or Here()).holding(model, torch.optim.SGD(model.parameters()))  # type: ignore[assignment]
     _load(source, replica, replica.ranks, skip=skip)
@@ -88,7 +90,7 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
 
 
 def saved(path: Path, weights: Mapping[str, Tensor] = WEIGHTS, **changes: Tensor) -> Path:
-    """A safetensors file."""
+    """Writes a safetensors file and returns its path."""
     save_file({**weights, **changes}, path)
     return path
 
@@ -99,7 +101,7 @@ def checkpoint(step: int, **changes: Tensor) -> Checkpoint:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, str]]]:
-    """The level and the words of what was logged since the last look."""
+    """Returns a function that gives the levels and messages logged since its last call."""
     monkeypatch.setattr(logging.getLogger("ddpforge"), "propagate", True)
     caplog.set_level(logging.INFO, "ddpforge")
 
@@ -111,8 +113,8 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> C
     return look
 
 
-# ---------------------------------------------------------------------------------------------- where they are
-def test_a_file_a_folder_of_transformers_and_a_checkpoint_are_taken_as_they_are(folder: Path, tmp_path: Path) -> None:
+# ---------------------------------------------------------------------------------------------- sources
+def test_sources_are_a_file_a_folder_of_transformers_or_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     single, several = tmp_path / "single", tmp_path / "several"
     single.mkdir()
     several.mkdir()
@@ -128,7 +130,7 @@ def test_a_file_a_folder_of_transformers_and_a_checkpoint_are_taken_as_they_are(
         assert same(began(source), WEIGHTS), source
 
 
-def test_where_there_is_an_index_it_decides(tmp_path: Path) -> None:
+def test_index_takes_precedence_over_a_single_file(tmp_path: Path) -> None:
     saved(tmp_path / "model.safetensors", embed=torch.ones(4, 3))
     saved(tmp_path / "part.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(WEIGHTS, "part.safetensors")}))
@@ -136,7 +138,7 @@ def test_where_there_is_an_index_it_decides(tmp_path: Path) -> None:
     assert same(began(tmp_path), WEIGHTS)
 
 
-def test_of_a_run_the_newest_intact_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_intact_checkpoint_of_a_run_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = RunFolder(Path("runs/base"))
     run.create(text="", resolved="", local_files={})
@@ -147,19 +149,19 @@ def test_of_a_run_the_newest_intact_checkpoint_counts(tmp_path: Path, monkeypatc
     assert began(Path("base"))["norm"].eq(2).all()
 
 
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     path = saved(tmp_path / "some.safetensors")
 
     assert find_initial("~/some.safetensors") == path
 
 
-def test_a_source_that_is_none_is_refused_by_the_name_of_the_key(tmp_path: Path) -> None:
+def test_error_of_a_missing_source_names_the_key(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r'checkpoint.init_from = ".*nowhere": there is no run'):
         find_initial(str(tmp_path / "nowhere"))
 
 
-def test_one_rank_looks_and_tells_the_others(tmp_path: Path) -> None:
+def test_rank_0_finds_the_source_and_broadcasts_it(tmp_path: Path) -> None:
     main = Here()
     began(saved(tmp_path / "some.safetensors"), main)
 
@@ -167,14 +169,14 @@ def test_one_rank_looks_and_tells_the_others(tmp_path: Path) -> None:
     assert main.told == []
 
 
-# ---------------------------------------------------------------------------------------------- what is taken
+# ---------------------------------------------------------------------------------------------- loading
 @pytest.mark.parametrize("kind", ["file", "checkpoint"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["rows", "line"])
-def test_a_rank_takes_what_it_holds_in_its_own_dtype(
+def test_rank_loads_its_shard_in_its_own_dtype(
     folder: Path, tmp_path: Path, kind: str, dtype: torch.dtype, how: str
 ) -> None:
-    """A middle stretch of the matrix and of the vector; the rest of the model's memory is left alone."""
+    """Loads a middle range of the matrix and of the vector; other memory of the model is unchanged."""
 
     def part_of(tensor: Tensor) -> TensorShard:
         if not tensor.ndim:
@@ -197,7 +199,7 @@ def test_a_rank_takes_what_it_holds_in_its_own_dtype(
     assert same(found, expected)
 
 
-def test_a_matrix_across_its_rows_is_taken_by_columns(tmp_path: Path) -> None:
+def test_column_shard_of_a_matrix_is_loaded(tmp_path: Path) -> None:
     def columns(tensor: Tensor) -> TensorShard:
         if tensor.ndim != 2:
             return TensorShard.whole(tensor)
@@ -210,8 +212,8 @@ def test_a_matrix_across_its_rows_is_taken_by_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_tied_weight_may_be_there_under_its_other_name(tmp_path: Path, said: Any, *, both: bool) -> None:
-    """Where both are there, the first name counts; neither is left over."""
+def test_tied_weight_is_found_under_either_name(tmp_path: Path, said: Any, *, both: bool) -> None:
+    """Uses the first name if the source has both; neither is reported as unexpected."""
     weights = {"head": WEIGHTS["embed"] + both, "norm": WEIGHTS["norm"], "seen": WEIGHTS["seen"]}
     if both:
         weights["embed"] = WEIGHTS["embed"]
@@ -221,7 +223,7 @@ def test_a_tied_weight_may_be_there_under_its_other_name(tmp_path: Path, said: A
     assert said() == [("INFO", f"initial weights: 3 tensors from {path}")]
 
 
-def test_what_is_missing_left_over_and_left_alone_is_named_by_one_rank(tmp_path: Path, said: Any) -> None:
+def test_rank_0_logs_missing_unexpected_and_skipped_tensors(tmp_path: Path, said: Any) -> None:
     path = saved(tmp_path / "some.safetensors", {"embed": WEIGHTS["embed"], "norm": torch.ones(9), "x": torch.ones(2)})
 
     main = Here()
@@ -239,7 +241,7 @@ def test_what_is_missing_left_over_and_left_alone_is_named_by_one_rank(tmp_path:
 
 
 @pytest.mark.parametrize(("extra", "end"), [(8, "x7"), (9, "x7 and 1 more")])
-def test_of_many_names_eight_are_listed_in_order(tmp_path: Path, said: Any, extra: int, end: str) -> None:
+def test_log_lists_at_most_eight_names_in_order(tmp_path: Path, said: Any, extra: int, end: str) -> None:
     more = {f"x{number}": torch.ones(1) for number in reversed(range(extra))}
 
     began(saved(tmp_path / "some.safetensors", **more))
@@ -248,7 +250,7 @@ def test_of_many_names_eight_are_listed_in_order(tmp_path: Path, said: Any, extr
     assert words == f"initial weights: {extra} tensors not in the model: x0, x1, x2, x3, x4, x5, x6, {end}"
 
 
-def test_what_is_skipped_is_not_missing(tmp_path: Path, said: Any) -> None:
+def test_skipped_tensors_are_not_missing(tmp_path: Path, said: Any) -> None:
     path = saved(tmp_path / "some.safetensors", {"embed": WEIGHTS["embed"]})
 
     began(path, skip=["norm", "seen"])
@@ -258,7 +260,7 @@ def test_what_is_skipped_is_not_missing(tmp_path: Path, said: Any) -> None:
     ]
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("changes", "skip", "error", "complaint"),
     [
@@ -271,7 +273,7 @@ def test_what_is_skipped_is_not_missing(tmp_path: Path, said: Any) -> None:
         ({}, ["*"], UsageError, "checkpoint.init_ignore matches all tensors of the model"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(
+def test_mismatch_is_an_error_and_the_model_is_unchanged(
     tmp_path: Path, changes: dict[str, Tensor], skip: list[str], error: type[Exception], complaint: str
 ) -> None:
     model = Tied()
@@ -287,7 +289,7 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(
     assert not any(tensor.any() for tensor in model.state_dict().values())
 
 
-def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mismatches_are_reported_at_once(tmp_path: Path) -> None:
     path = saved(tmp_path / "some.safetensors", embed=torch.zeros(3, 4), norm=torch.zeros(2), seen=torch.tensor(7.0))
 
     with pytest.raises(UsageError) as caught:
@@ -305,7 +307,7 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skip", [[], ["norm"]])
-def test_where_no_name_fits_both_sides_are_listed(tmp_path: Path, skip: list[str]) -> None:
+def test_error_without_a_common_name_lists_both_sides(tmp_path: Path, skip: list[str]) -> None:
     path = saved(tmp_path / "some.safetensors", {"b": torch.zeros(2), "a": torch.zeros(2)})
 
     with pytest.raises(UsageError, match="none of its tensors has the name of one in the model") as caught:
@@ -322,7 +324,7 @@ def test_an_empty_file_has_no_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["../part.safetensors", "sub/part.safetensors", "/part.safetensors"])
-def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, place: str) -> None:
+def test_index_outside_of_its_folder_is_rejected(tmp_path: Path, place: str) -> None:
     inside = tmp_path / "inside"
     (inside / "sub").mkdir(parents=True)
     for path in (tmp_path, inside / "sub"):
@@ -336,14 +338,14 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, place: str) -> N
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "absent"}}']
 )
-def test_an_index_that_cannot_be_followed_is_named(tmp_path: Path, text: str) -> None:
+def test_invalid_index_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
 
     with pytest.raises(CheckpointError, match=f"{tmp_path} cannot be read as safetensors"):
         began(tmp_path)
 
 
-def test_a_damaged_checkpoint_is_refused(folder: Path) -> None:
+def test_damaged_checkpoint_is_rejected(folder: Path) -> None:
     path = write(folder, checkpoint(7))
     shard = path / "shard-00000-of-00001.safetensors"
     content = bytearray(shard.read_bytes())
@@ -354,10 +356,10 @@ def test_a_damaged_checkpoint_is_refused(folder: Path) -> None:
         began(path)
 
 
-def test_what_only_another_rank_holds_is_taken_and_counted_too(
+def test_tensors_of_other_ranks_are_loaded_and_counted(
     tmp_path: Path, said: Callable[[], list[tuple[str, str]]]
 ) -> None:
-    """As a stage that holds one tensor, beside one that holds the others."""
+    """Fakes a pipeline stage with one tensor, and another stage with the other tensors."""
     replica, taken = Here(), dict[str, Any]()
     theirs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in WEIGHTS.items() if name != "norm"}
     replica.ranks.all_gather_object = lambda mine: [mine, theirs]  # type: ignore[method-assign]

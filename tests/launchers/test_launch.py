@@ -1,4 +1,4 @@
-"""The launchers themselves: however ddpforge is started, the world it reports is the one that trained."""
+"""Launchers: `accelerate launch`, torchrun and `ddpforge launch` train with the world size that the run reports."""
 
 import json
 import os
@@ -44,7 +44,7 @@ optimizer = { use = "sgd", lr = 1.0 }
 train = { length = "1ep", global_batch = 2 }
 """
 FOREVER = "--set=train.length=100000ep"
-STEP = re.compile(r"step (\d+)/")  # what rank 0 says on stderr now and then
+STEP = re.compile(r"step (\d+)/")  # rank 0's progress line on stderr
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -52,7 +52,7 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 # ---------------------------------------------------------------------------------------------- real launchers
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A shell in which nobody has configured Accelerate and this installation's commands come first."""
+    """Returns a shell's environment without a configuration of Accelerate, with this installation first on the PATH."""
     (tmp_path / "tiny.toml").write_text(RECIPE)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -67,7 +67,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path, environment: dict[str, str]) -> Start:
-    """Runs a command to its end, by default in the test's folder, where there is a recipe."""
+    """Returns a function that runs a command to its end, by default in the test's folder, which has a recipe."""
 
     def run(command: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command.split(), cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
@@ -77,7 +77,7 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Start:
 
 @pytest.fixture
 def popen(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a command as a shell would, in a process group of its own, and waits until it has trained 3 steps."""
+    """Yields a function that starts a command in its own process group, as a shell does, and waits for 3 steps."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(command: str) -> subprocess.Popen[str]:
@@ -113,7 +113,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def curve(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses that the tiny recipe gives."""
+    """Returns the losses of the tiny recipe."""
     folder = tmp_path_factory.mktemp("curve")
     (folder / "tiny.toml").write_text(RECIPE)
     zygote.run(["run", "tiny.toml"], nproc=1, cwd=folder).check()
@@ -142,8 +142,8 @@ slow, full = (pytest.mark.slow,), (pytest.mark.full,)
 def test_every_launcher_trains_the_same_curve(
     tmp_path: Path, start: Start, curve: list[float], form: str, nproc: int
 ) -> None:
-    """All for `make test-all`, as they are covered otherwise: processes of each launcher by the tests below, those of
-    torchrun by all that `tests/support/launched.py` starts, which is the environment that it gives.
+    """All cases run in `make test-all` only. The tests below start processes of each launcher, and
+    `tests/support/launched.py` starts ranks with the environment of torchrun.
     """
     ended = start(f"{form.format(nproc=nproc, several=SEVERAL[nproc])} --json")
 
@@ -171,23 +171,23 @@ def test_every_launcher_trains_the_same_curve(
 def test_every_launcher_starts_every_strategy(
     tmp_path: Path, start: Start, curve: list[float], form: str, strategy: str
 ) -> None:
-    """Trap 05: what was asked for is what runs; without GPUs accelerate itself would train DDP, or nothing at all.
+    """Trap 05: the configured strategy runs. Without GPUs, Accelerate itself would train with DDP, or not at all.
 
-    The tests of how `ddpforge launch` ends use the strategies too, two processes of accelerate are launched below, and
-    what its environment says of DeepSpeed is tested with forked ranks: the same here is for `make test-all`.
+    All cases run in `make test-all` only. The tests of the end of `ddpforge launch` use the strategies too, a test
+    below starts two processes of Accelerate, and tests with forked ranks cover its variables for DeepSpeed.
     """
     processes = SEVERAL[2].removeprefix("--multi_gpu ")
     command = form.format(several=SEVERAL[2], processes=processes, nproc=2)
     ended = start(f'{command} --set strategy.use="{strategy}" --json')
     assert ended.returncode == 0, ended.stderr
     found = status(tmp_path / "runs/tiny")
-    assert json.loads(ended.stdout.splitlines()[-1]) == found  # DeepSpeed speaks in the launcher itself, before
+    assert json.loads(ended.stdout.splitlines()[-1]) == found  # DeepSpeed prints in the launcher first
     assert (found["state"], found["strategy"], found["world_size"]) == ("done", strategy, 2)
     assert losses(tmp_path / "runs/tiny") == pytest.approx(curve, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_lists_of_processes_show_each_rank_as_one_also_after_a_restart(tmp_path: Path, start: Start) -> None:
+def test_command_line_of_each_rank_is_ddpforge_run_also_after_a_restart(tmp_path: Path, start: Start) -> None:
     (tmp_path / "words.py").write_text("""
 import os, pathlib
 from ddpforge.interfaces import Callback
@@ -211,8 +211,8 @@ class Words(Callback):
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=full), pytest.param(2, marks=slow)])
-def test_the_repository_itself_can_be_launched(tmp_path: Path, start: Start, nproc: int) -> None:
-    """`accelerate launch ddpforge` takes the word for a script and finds the package's folder."""
+def test_accelerate_can_launch_ddpforge_from_the_repository(tmp_path: Path, start: Start, nproc: int) -> None:
+    """`accelerate launch ddpforge` treats the name as a script and runs the package's folder."""
     sets = "--set train.length=3st --set schedule.warmup=1st --set track.every=1st"
     command = f"accelerate launch {SEVERAL[nproc]} ddpforge run recipes/digits.toml --out {tmp_path} {sets}"
     ended = start(command, cwd=REPOSITORY)
@@ -238,10 +238,10 @@ DEFAULT = "huggingface/accelerate/default_config.yaml"
         "with its default configuration",
     ],
 )
-def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
+def test_accelerate_that_starts_one_process_instead_of_two_is_rejected(
     tmp_path: Path, environment: dict[str, str], start: Start, flags: str
 ) -> None:
-    """Trap 05b: without GPUs it does so and says nothing."""
+    """Trap 05b: without GPUs, Accelerate starts one process and prints no warning."""
     (tmp_path / "two.yaml").write_text(TWO)
     if not flags.startswith("--"):
         flags = ""
@@ -266,14 +266,19 @@ def test_accelerate_that_starts_one_process_instead_of_two_is_refused(
         ("python accelerate launch --config_file two.yaml -m ddpforge run", False, None, 2),
         ("python accelerate launch --config-file=two.yaml --cpu -m ddpforge run", False, None, 2),
         ("python accelerate launch -m ddpforge run", True, None, 2),
-        ("python accelerate launch --cpu -m ddpforge run", True, None, 1),  # which makes it ignore its configuration
+        ("python accelerate launch --cpu -m ddpforge run", True, None, 1),  # with --cpu it ignores its configuration
         ("python accelerate launch -m ddpforge run", False, None, 1),
-        ("python accelerate launch --num_processes 2 -m ddpforge run", True, "2", 1),  # it is not alone
+        (
+            "python accelerate launch --num_processes 2 -m ddpforge run",
+            True,
+            "2",
+            1,
+        ),  # the launcher started two processes
         ("bash -c experiment --num_processes 2", True, None, 1),
-        ("", True, None, 1),  # the parent is gone
+        ("", True, None, 1),  # the parent process has ended
     ],
 )
-def test_what_accelerate_was_asked_for_is_read_from_its_command_line(
+def test_requested_number_of_processes_is_read_from_the_command_line_of_accelerate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: str,
@@ -281,7 +286,7 @@ def test_what_accelerate_was_asked_for_is_read_from_its_command_line(
     world_size: str | None,
     expected: int,
 ) -> None:
-    """The same as `accelerate launch` sees it, without starting it; see the test above."""
+    """Checks the same numbers as the test above, without a start of `accelerate launch`."""
     from ddpforge.ranks import join
 
     class Process:
@@ -306,18 +311,18 @@ def test_what_accelerate_was_asked_for_is_read_from_its_command_line(
     assert join.processes_asked_for() == expected
 
 
-def test_without_accelerate_nobody_asked_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_accelerate_one_process_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpforge.ranks import join
 
-    monkeypatch.setattr(join.psutil, "Process", None)  # not even looked at
+    monkeypatch.setattr(join.psutil, "Process", None)  # must not be called
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert join.processes_asked_for() == 1
 
 
-# ---------------------------------------------------------------------------------------------- how they end
+# ---------------------------------------------------------------------------------------------- end of a launch
 @pytest.mark.slow
-def test_launch_ends_with_the_exit_code_of_the_run_and_the_last_word_is_ours(tmp_path: Path, start: Start) -> None:
+def test_launch_ends_with_the_exit_code_and_error_message_of_the_run(tmp_path: Path, start: Start) -> None:
     copy(SUPPORT / "parts.py", tmp_path)
     (tmp_path / "tiny.toml").write_text(NOT_A_NUMBER)
     ended = start('ddpforge launch tiny.toml --nproc 2 --set strategy.use="deepspeed" -- --role=scientist')
@@ -328,11 +333,11 @@ def test_launch_ends_with_the_exit_code_of_the_run_and_the_last_word_is_ours(tmp
     assert "is not finite" in ended.stderr
     assert "Traceback" not in ended.stderr
     environment = json.loads((tmp_path / "runs/tiny/env.json").read_text())["environment"]
-    assert environment["ROLE_NAME"] == "scientist"  # what follows `--` is torchrun's
+    assert environment["ROLE_NAME"] == "scientist"  # arguments after `--` go to torchrun
 
 
 def stopped(folder: Path, process: subprocess.Popen[str], curve: list[float]) -> dict[str, Any]:
-    """The status of a run that was asked to stop, after having trained the curve that it should."""
+    """Checks that a run stopped on request, with the expected losses, and returns its status."""
     told, said = process.communicate(timeout=300)
     assert process.returncode == ExitCode.PREEMPTED, said
     assert "Traceback" not in said
@@ -348,14 +353,14 @@ def stopped(folder: Path, process: subprocess.Popen[str], curve: list[float]) ->
 @pytest.mark.parametrize(
     ("asked", "strategy"), [(signal.SIGTERM, "ddp"), pytest.param(signal.SIGINT, "fsdp", marks=full)]
 )
-def test_launch_trains_until_a_request_to_stop_is_passed_on_to_the_ranks(
+def test_launch_passes_a_stop_request_on_to_the_ranks(
     tmp_path: Path,
     popen: Callable[[str], subprocess.Popen[str]],
     curve: list[float],
     asked: signal.Signals,
     strategy: str,
 ) -> None:
-    """SIGTERM reaches the process that a scheduler started, Ctrl-C the whole process group of a terminal."""
+    """Schedulers send SIGTERM to the process that they started. Ctrl-C signals the terminal's whole process group."""
     process = popen(f'ddpforge launch tiny.toml --nproc 2 --set=strategy.use="{strategy}" --json {FOREVER}')
     if asked == signal.SIGINT:
         os.killpg(process.pid, asked)
@@ -367,10 +372,10 @@ def test_launch_trains_until_a_request_to_stop_is_passed_on_to_the_ranks(
 
 
 @pytest.mark.slow
-def test_no_launcher_is_needed_for_one_process_and_its_loaders_leave_stopping_to_it(
+def test_data_workers_ignore_a_stop_signal_to_the_process_group(
     tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]], curve: list[float]
 ) -> None:
-    """torchrun and Slurm signal every process of a rank, also those that fetch its data."""
+    """torchrun and Slurm signal every process of a rank, including its data workers."""
     process = popen(f"ddpforge run tiny.toml --set=data.workers=1 --json {FOREVER}")
     os.killpg(process.pid, signal.SIGTERM)
     assert stopped(tmp_path / "runs/tiny", process, curve)["world_size"] == 1
@@ -388,7 +393,7 @@ def test_no_launcher_is_needed_for_one_process_and_its_loaders_leave_stopping_to
 def test_ranks_stop_with_a_checkpoint_when_their_launcher_is_killed(
     tmp_path: Path, popen: Callable[[str], subprocess.Popen[str]], curve: list[float], command: str, killed: str
 ) -> None:
-    """The first is `ddpforge launch`, the second its torchrun."""
+    """Kills `ddpforge launch` (first), its torchrun (second), or both."""
     first = psutil.Process(popen(f"{command} {FOREVER}").pid)
     below = first.children(recursive=True)
     for process in [first, *first.children()][{"all": slice(2), "first": slice(1), "second": slice(1, 2)}[killed]]:
@@ -402,7 +407,7 @@ def test_ranks_stop_with_a_checkpoint_when_their_launcher_is_killed(
 
 # ---------------------------------------------------------------------------------------------- launch() alone
 def pretend(script: str) -> list[str]:
-    """A launcher that only does what `script` says; `verdict(*codes)` writes what its ranks would."""
+    """Returns the command of a fake launcher that runs `script`; `verdict(*codes)` writes exit records of its ranks."""
     prelude = """
 import os, signal, sys
 from ddpforge.launchers.exit_record import record_death, record_halt, record_start, record_exit
@@ -418,50 +423,52 @@ def verdict(*codes):
     ("codes", "ends_with", "expected"),
     [
         ([0, 0], 0, 0),
-        ([0, 0], 1, 0),  # a launcher that stumbles after all ranks have finished
+        ([0, 0], 1, 0),  # the launcher fails after all ranks have finished
         ([1, 1, 0, 0], 0, 0),  # torchrun has started the ranks a second time
         ([4, 4], 1, 4),
         ([0, 3], 1, 3),
         ([75, 75], 1, 75),
-        ([0], 1, 1),  # a rank that could not say anything: killed
+        ([0], 1, 1),  # one rank was killed and left no exit record
         ([], 1, 1),
     ],
 )
-def test_the_ranks_verdict_counts(codes: Sequence[int], ends_with: int, expected: int) -> None:
+def test_launch_returns_the_exit_code_that_the_ranks_recorded(
+    codes: Sequence[int], ends_with: int, expected: int
+) -> None:
     assert launch(pretend(f"verdict(*{codes}); sys.exit({ends_with})"), nproc=2) == expected
 
 
-def test_only_the_last_attempt_of_ranks_that_were_started_again_counts(tmp_path: Path) -> None:
-    """A first failure is no verdict, however the ranks end that went on from the checkpoint."""
-    first = "record_start(); record_start(); record_death(1, signal.SIGKILL); record_verdict(1); "
+def test_only_exit_records_of_the_last_attempt_count(tmp_path: Path) -> None:
+    """Failures of the first attempt do not decide the exit code of ranks that continued from the checkpoint."""
+    first = "record_start(); record_start(); record_death(1, signal.SIGKILL); record_exit(1); "
     assert launch(pretend(f"{first}record_start(); record_start(); verdict(75, 75); sys.exit(1)"), nproc=2) == 75
     ended = begin(pretend(f"{first}record_start(); record_start(); verdict(3, 3); sys.exit(1)"), nproc=2)
     assert (ended.code, ended.death) == (3, None)
 
 
-def test_a_word_that_a_rank_is_still_writing_is_left_for_later(tmp_path: Path) -> None:
+def test_incomplete_exit_record_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "verdict").write_text('{"rank": 0, "pid": 4}\n{"rank": 0, "co')
     assert ExitRecords(tmp_path / "verdict", 1).pids == [4]
 
 
-def test_a_launcher_that_outlives_its_ranks_is_ended() -> None:
-    """As torchrun does for minutes where the machine that keeps its store is gone."""
+def test_launcher_that_outlives_its_ranks_is_killed() -> None:
+    """torchrun outlives its ranks for minutes if the node with its store is gone."""
     script = """
 import subprocess
 dead = subprocess.Popen(["true"])
 dead.wait()
 os.getpid = lambda: dead.pid
-record_start(); record_verdict(1)
+record_start(); record_exit(1)
 signal.pause()
 """
     assert begin(pretend(script), nproc=1, patience=0.0).code == 1
 
 
 @pytest.mark.parametrize("alive", [False, True])
-def test_a_launcher_that_waits_for_a_lost_machine_is_ended_when_ranks_are_done(
+def test_launcher_that_waits_for_a_lost_node_is_killed_when_all_ranks_are_done(
     monkeypatch: pytest.MonkeyPatch, alive: bool
 ) -> None:
-    """torchrun waits five minutes for other launchers; a rank elsewhere that is alive shows itself each second."""
+    """torchrun waits five minutes for other launchers; a live rank on another node sends a heartbeat each second."""
     monkeypatch.setattr("ddpforge.launchers.process._PARTING", 0.2)
     shows = """
 import json, socket, threading, time
@@ -485,7 +492,7 @@ import subprocess
 dead = subprocess.Popen(["true"])
 dead.wait()
 os.getpid = lambda: dead.pid
-record_start(); record_verdict(0)
+record_start(); record_exit(0)
 {waits if alive else "signal.pause()"}
 """
     codes: list[int] = []
@@ -497,21 +504,21 @@ record_start(); record_verdict(0)
     assert codes == ([0] if alive else [-signal.SIGKILL])
 
 
-def test_a_launcher_that_has_not_noticed_the_end_of_its_ranks_is_ended_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun does not while it asks a store that its machine has lost touch with."""
+def test_launcher_that_has_not_reaped_its_ranks_is_killed_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun does not notice the end of its ranks while it waits for a store that the network no longer reaches."""
     monkeypatch.setattr("ddpforge.launchers.process._BLIND", 0.0)
     script = """
 import subprocess
 dead = subprocess.Popen(["true"])
 os.getpid = lambda: dead.pid
-record_start(); record_verdict(1)
+record_start(); record_exit(1)
 signal.pause()
 """
     assert begin(pretend(script), nproc=1, patience=1e9).code == 1
 
 
-def test_ranks_that_are_still_saving_are_waited_for() -> None:
-    """Their launcher may be gone by a signal that was meant for all."""
+def test_launch_waits_for_ranks_that_are_still_saving() -> None:
+    """Signals to all processes may have ended their launcher already."""
     rank = """
 import os, sys, time
 from ddpforge.launchers.exit_record import record_start, record_exit
@@ -526,8 +533,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert launch(pretend(script), nproc=1) == ExitCode.PREEMPTED
 
 
-def test_who_saw_a_rank_die_is_waited_for() -> None:
-    """The process beside a rank needs a moment to tell of it; the launcher here ends at once."""
+def test_launch_waits_for_the_watchdog_agent_of_a_dead_rank() -> None:
+    """Ends the launcher at once, while the agent still needs a moment to record the death."""
     watch = """
 import sys
 from ddpforge.launchers.exit_record import record_exit
@@ -543,11 +550,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert launch(pretend(script), nproc=1) == 3
 
 
-def test_a_launcher_that_was_killed_is_reported_like_a_shell_does() -> None:
+def test_exit_code_of_a_killed_launcher_is_128_plus_the_signal() -> None:
     assert launch(pretend("os.kill(os.getpid(), signal.SIGKILL)"), nproc=1) == 128 + signal.SIGKILL
 
 
-def test_a_launch_knows_which_rank_a_signal_ended_and_which_ranks_spoke() -> None:
+def test_launch_exit_names_the_rank_killed_by_a_signal_and_the_ranks_that_reported() -> None:
     script = "record_death(1, signal.SIGKILL); verdict(1); sys.exit(1)"
     ended = begin(pretend(script), nproc=2)
     assert ended == LaunchExit(1, RankDeath(1, signal.SIGKILL), frozenset({0}), told=True)
@@ -556,8 +563,8 @@ def test_a_launch_knows_which_rank_a_signal_ended_and_which_ranks_spoke() -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_every_request_reaches_the_launcher_as_one_sigterm(number: signal.Signals) -> None:
-    """torchrun passes SIGTERM on to its ranks, but dies of SIGUSR1 and leaves them behind."""
+def test_every_stop_signal_reaches_the_launcher_as_one_sigterm(number: signal.Signals) -> None:
+    """torchrun passes SIGTERM on to its ranks, but SIGUSR1 kills it and its ranks remain."""
     script = """
 signal.signal(signal.SIGTERM, lambda *_: (verdict(75), sys.exit(1)))
 os.kill(os.getppid(), int(sys.argv[1]))
@@ -569,18 +576,18 @@ signal.pause()
 @pytest.mark.parametrize(
     ("asked", "began", "expected"),
     [
-        ("SIGTERM", False, ExitCode.PREEMPTED),  # nothing is lost: a scheduler may start it again
+        ("SIGTERM", False, ExitCode.PREEMPTED),  # no work is lost: a scheduler may start the job again
         ("SIGINT", False, 128 + signal.SIGINT),
         ("SIGTERM", True, 128 + signal.SIGTERM),
     ],
 )
-def test_a_stop_before_there_is_anything_to_save(asked: str, began: bool, expected: int) -> None:
+def test_exit_code_of_a_stop_before_training_begins(asked: str, began: bool, expected: int) -> None:
     script = f"os.kill(os.getppid(), signal.{asked}); signal.pause()"
     assert launch(pretend("record_start();" * began + script), nproc=1) == expected
 
 
-def test_a_signal_that_a_launcher_would_die_of_waits_until_it_listens() -> None:
-    """Schedulers send SIGUSR1 to every process, also to one that is still being started."""
+def test_signals_are_blocked_until_the_launcher_has_its_handlers() -> None:
+    """Schedulers send SIGUSR1 to every process, also to one that is still starting."""
     script = """
 assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= {signal.SIGUSR1, signal.SIGHUP}
 os.kill(os.getpid(), signal.SIGUSR1)
@@ -592,8 +599,8 @@ verdict(0)
     assert launch(pretend(script), nproc=1) == 0
 
 
-def test_a_second_ctrl_c_ends_the_launcher_and_all_that_it_started(tmp_path: Path) -> None:
-    """Also ranks in process groups of their own, as torchrun's are: the pipe that one holds is closed in the end."""
+def test_a_second_ctrl_c_kills_the_launcher_and_its_descendants(tmp_path: Path) -> None:
+    """Includes ranks in their own process groups, as with torchrun: the pipe that a rank holds is closed at the end."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -613,7 +620,7 @@ while True:
     os.close(reading)
 
 
-def test_the_launchers_signals_are_its_own_again_afterwards() -> None:
+def test_signal_handlers_are_restored_after_a_launch() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
     launch(pretend(""), nproc=1)
     after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
@@ -628,8 +635,8 @@ def _nohup() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_nohup")
-def test_under_nohup_a_launch_outlives_its_terminal() -> None:
-    """Of the two signals only the second is a request to stop, and the launch ends as if it had been the first."""
+def test_launch_under_nohup_ignores_sighup() -> None:
+    """SIGHUP is ignored, so SIGUSR1 is the first stop request."""
     script = "os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getppid(), signal.SIGUSR1); signal.pause()"
     assert launch(pretend(script), nproc=1) == ExitCode.PREEMPTED
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -641,10 +648,10 @@ GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 @pytest.mark.parametrize(
     ("shell", "asked", "expected"), [({}, {}, "600"), ({GRACE: "5"}, {}, "5"), ({GRACE: "5"}, {GRACE: "7"}, "7")]
 )
-def test_ranks_get_ten_minutes_to_save_unless_the_environment_says_otherwise(
+def test_ranks_have_ten_minutes_to_save_unless_the_environment_sets_another_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: dict[str, str], asked: dict[str, str], expected: str
 ) -> None:
-    """torchrun kills those that it has asked to stop after 30 seconds by itself."""
+    """torchrun's own default: it kills ranks 30 seconds after it has stopped them."""
     monkeypatch.delenv(GRACE, raising=False)
     for name, value in shell.items():
         monkeypatch.setenv(name, value)
@@ -654,7 +661,7 @@ def test_ranks_get_ten_minutes_to_save_unless_the_environment_says_otherwise(
 
 
 # ---------------------------------------------------------------------------------------------- command lines
-def test_torchrun_stands_alone_unless_a_rendezvous_is_named() -> None:
+def test_torchrun_runs_standalone_unless_a_flag_sets_the_rendezvous() -> None:
     alone = torchrun_command(["r.toml"], nproc=2)
     assert alone[1:] == [
         *("-P", "-u", "-m", "ddpforge.launchers.torchrun", "--standalone", "--local-addr=127.0.0.1"),

@@ -1,4 +1,4 @@
-"""Several machines: what torchrun is told of them, and what is refused before anything starts."""
+"""Several nodes: the flags of torchrun, and the errors before anything starts."""
 
 import socket
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from ddpforge.launchers import nodes
 from ddpforge.launchers.nodes import Nodes, announced, is_mine
 
 
-def test_one_machine_stands_alone() -> None:
+def test_one_node_runs_standalone() -> None:
     assert Nodes.of(None, None, None).flags("id") == ["--standalone", "--local-addr=127.0.0.1"]
     assert Nodes.of("1", 0, "node01").flags("id") == ["--standalone", "--local-addr=127.0.0.1"]
 
 
-def test_machines_meet_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fixed number waits long for a heartbeat, as clocks differ; one that varies, no longer than a death may cost."""
+def test_flags_of_torchrun_for_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs with a fixed number of nodes wait long for a heartbeat, as clocks differ; elastic runs wait briefly."""
     monkeypatch.setattr(nodes, "local_address", lambda *_, **__: "10.0.0.7")
     assert Nodes.of("2", 1, "node01").flags("tiny-me") == [
         *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node01:29500", "--rdzv-id=tiny-me"),
@@ -31,13 +31,13 @@ def test_machines_meet_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_the_store_of_the_watch_is_at_the_port_after_the_endpoints() -> None:
+def test_watchdog_store_is_at_the_port_after_the_endpoint() -> None:
     assert Nodes.of("2", 1, "node01").store == "node01:29501"
     assert Nodes.of("1:3", 0, "[fe80::1]:7").store == "[fe80::1]:8"
     assert Nodes.of("1", 0, "node01").store is Nodes.of(None, None, None).store is None
 
 
-def test_ranks_and_launchers_learn_how_many_nodes_there_are_and_others_whom_to_meet() -> None:
+def test_environment_has_the_number_of_nodes_and_the_endpoint() -> None:
     assert Nodes.of(None, None, None).variables() == {}
     assert Nodes.of("2", 0, "node01").variables() == {"DDPFORGE_NODES": "2"}
     assert Nodes.of("2:2", 1, "node01:7").variables() == {"DDPFORGE_NODES": "2", "DDPFORGE_ENDPOINT": "node01:7"}
@@ -59,14 +59,14 @@ def test_a_fixed_number_of_nodes_is_read_from_flags_of_torchrun(words: str, numb
     assert nodes.fixed_number(words.split()) == number
 
 
-def test_the_local_address_is_the_one_by_which_the_endpoint_is_reached() -> None:
+def test_local_address_is_the_address_of_the_route_to_the_endpoint() -> None:
     assert nodes.local_address("127.0.0.1:29500", is_first=False) == "127.0.0.1"
-    assert nodes.local_address("[::1]:29500", is_first=False) in ("::1", None)  # None: a machine without IPv6
-    assert nodes.local_address("localhost:29500", is_first=True) == "localhost"  # a name that others know
+    assert nodes.local_address("[::1]:29500", is_first=False) in ("::1", None)  # None: a host without IPv6
+    assert nodes.local_address("localhost:29500", is_first=True) == "localhost"  # a name that other hosts resolve
     assert nodes.local_address("no-such-host.invalid:29500", is_first=False) is None
 
 
-def test_worlds_are_all_that_there_may_be() -> None:
+def test_worlds_lists_all_possible_world_sizes() -> None:
     assert Nodes.of("1:3", 0, "a").worlds(4) == [4, 8, 12]
     assert Nodes.of(None, None, None).worlds(4) == [4]
 
@@ -85,7 +85,7 @@ def test_worlds_are_all_that_there_may_be() -> None:
         ("2", 0, "fe80::1", "is not an address"),
     ],
 )
-def test_what_cannot_work_is_refused(number: str, rank: int | None, endpoint: str | None, complaint: str) -> None:
+def test_invalid_node_options_are_rejected(number: str, rank: int | None, endpoint: str | None, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         Nodes.of(number, rank, endpoint)
 
@@ -97,7 +97,7 @@ class Card:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine is 10.0.0.1 to others, and 127.0.1.1 to itself, as Debian has it."""
+    """Fakes a host that is 10.0.0.1 for others and 127.0.1.1 for itself, as on Debian."""
     names = {"node01": "127.0.1.1", "node01.cluster": "10.0.0.1", "node02": "10.0.0.2", "10.0.0.1": "10.0.0.1"}
 
     def resolve(name: str, _: object) -> list[tuple[object, ...]]:
@@ -117,20 +117,20 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("host", "mine"), [("node01", True), ("node01.cluster", True), ("10.0.0.1", True), ("node02", False)]
 )
-def test_a_machine_knows_its_own_addresses(host: str, mine: bool) -> None:
-    """torchrun compares an address with what the machine's own name resolves to: 127.0.1.1, and nobody is the host."""
+def test_is_mine_recognizes_all_addresses_of_the_host(host: str, mine: bool) -> None:
+    """torchrun itself compares with the address of its host name, 127.0.1.1, so that no node would host the store."""
     assert is_mine(host) is mine
     (settings,) = [flag for flag in Nodes.of("2", None, host).flags("x") if flag.startswith("--rdzv-conf=")]
     assert settings.startswith(f"--rdzv-conf=is_host={int(mine)},")
 
 
 @pytest.mark.usefixtures("network")
-def test_a_second_launch_on_one_machine_meets_the_first() -> None:
+def test_second_launch_on_one_host_joins_the_first() -> None:
     assert not Nodes.of("2", None, "node01:4711").is_first
 
 
 @pytest.mark.usefixtures("network")
-def test_a_name_that_nobody_knows_is_refused() -> None:
+def test_endpoint_name_that_cannot_be_resolved_is_rejected() -> None:
     with pytest.raises(UsageError, match="--rdzv-endpoint node99: this machine cannot resolve that name"):
         is_mine("node99")
 
@@ -169,5 +169,7 @@ KUBEFLOW = {
         ({"PET_NPROC_PER_NODE": "auto", "PET_MAX_RESTARTS": "3"}, {"max_restarts": "3"}),
     ],
 )
-def test_other_engines_variables_stand_for_options(environ: Mapping[str, str], expected: Mapping[str, str]) -> None:
+def test_options_are_read_from_variables_of_other_engines(
+    environ: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
     assert announced(environ) == expected

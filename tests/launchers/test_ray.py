@@ -1,4 +1,4 @@
-"""Ray Train runs a recipe as docs/how-to/clusters.md shows it: its ranks, and its process group as they are."""
+"""Ray Train runs a recipe as in docs/how-to/clusters.md, with Ray's own ranks and process group."""
 
 import json
 import os
@@ -49,12 +49,14 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture
 def out() -> Iterator[Path]:
-    """A folder with a short path: Ray's sockets are in it, whose paths have at most 107 letters."""
+    """Yields a folder with a short path: paths of Ray's sockets in it have at most 107 characters."""
     with TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
-def test_ray_trains_as_any_launcher_does(tmp_path: Path, out: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_ray_gives_the_same_losses_as_other_launchers(
+    tmp_path: Path, out: Path, ddpforge: Callable[..., Ranks]
+) -> None:
     pytest.importorskip("ray.train")
     sets = [part.removeprefix("--set=") for part in SETS]
     (tmp_path / "train.py").write_text(TRAIN)

@@ -1,5 +1,5 @@
-"""Jobs of `ddpforge slurm` on a real Slurm: told in time, queued again, and gone when they are cancelled. A world from
-the variables of a step, without one.
+"""Jobs of `ddpforge slurm` on a real Slurm: stop signals, requeues and cancellation. The environment of ranks from the
+variables of a step needs no Slurm.
 """
 
 import sys
@@ -13,8 +13,8 @@ from ddpforge.errors import SetupError
 from ddpforge.launchers import slurm as scripts
 from ddpforge.launchers.slurm import export_slurm_env
 
-# Stands in for ddpforge: hears requests like it, says what it was told, and trains until it is asked to stop, or until
-# `go` says how it ends.
+# Replaces ddpforge: handles stop signals like it, prints its arguments, and runs until a stop request, or until the
+# file `go` contains its exit code.
 _STAND_IN = f"""#!{sys.executable} -S
 import os, signal, sys, time
 
@@ -27,7 +27,7 @@ def stop(*_):
 
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, stop)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the script blocks it until somebody hears it
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the script blocks it until there is a handler
 job, attempt = os.environ.get("SLURM_ARRAY_TASK_ID", "alone"), os.environ.get("SLURM_RESTART_COUNT", "0")
 print(f"job {{job}}, attempt {{attempt}}: {{' '.join(sys.argv[1:])}}", flush=True)
 while not os.path.exists("go"):
@@ -37,7 +37,7 @@ sys.exit(int(open("go").read()))
 
 
 def submitted(slurm: Slurm, folder: Path, *flags: str, setup: str = "", **options: Any) -> Job:
-    """A job of two nodes; what it prints goes to `out.txt`, or to `out-N.txt` in an array."""
+    """Submits a job of two nodes; its output goes to `out.txt`, or to `out-N.txt` in an array."""
     (folder / "ddpforge").write_text(_STAND_IN)
     (folder / "ddpforge").chmod(0o755)
     job = scripts.Job(
@@ -53,12 +53,12 @@ def submitted(slurm: Slurm, folder: Path, *flags: str, setup: str = "", **option
 
 
 def says(folder: Path, text: str, times: int = 1, file: str = "out.txt") -> None:
-    """Waits until a job has printed `text` so often."""
+    """Waits until a job has printed `text` `times` times."""
     path = folder / file
     until(lambda: path.exists() and path.read_text().count(text) >= times, 20, lambda: path.read_text())
 
 
-def test_a_preempted_job_saves_is_queued_again_and_ends(slurm: Slurm, tmp_path: Path) -> None:
+def test_preempted_job_saves_is_requeued_and_completes(slurm: Slurm, tmp_path: Path) -> None:
     job = submitted(slurm, tmp_path, "--exclusive")
     says(tmp_path, "attempt 0: launch recipe.toml --nproc=1 --nnodes=2", times=2)
     (tmp_path / "urgent.sh").write_text("#!/bin/bash\ntrue\n")
@@ -73,7 +73,7 @@ def test_a_preempted_job_saves_is_queued_again_and_ends(slurm: Slurm, tmp_path: 
     assert (tmp_path / "out.txt").read_text().count("attempt 1: launch") == 2
 
 
-def test_a_job_that_is_cancelled_saves_and_stays_away(slurm: Slurm, tmp_path: Path) -> None:
+def test_cancelled_job_saves_and_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
     job = submitted(slurm, tmp_path)
     says(tmp_path, "attempt 0", times=2)
     slurm.run("scancel", job.number)
@@ -82,7 +82,7 @@ def test_a_job_that_is_cancelled_saves_and_stays_away(slurm: Slurm, tmp_path: Pa
 
 
 @pytest.mark.full
-def test_a_job_is_queued_again_before_its_time_is_up_but_not_for_ever(slurm: Slurm, tmp_path: Path) -> None:
+def test_job_is_requeued_before_its_time_limit_up_to_max_requeues(slurm: Slurm, tmp_path: Path) -> None:
     job = submitted(slurm, tmp_path, max_requeues=1)
     for attempt in (0, 1):
         says(tmp_path, f"attempt {attempt}", times=2)
@@ -96,7 +96,7 @@ def test_a_job_is_queued_again_before_its_time_is_up_but_not_for_ever(slurm: Slu
 
 
 @pytest.mark.full
-def test_a_job_that_is_asked_to_stop_while_it_sets_up_trains_later(slurm: Slurm, tmp_path: Path) -> None:
+def test_job_with_a_stop_request_during_setup_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
     job = submitted(slurm, tmp_path, setup="echo setting up; while [ ! -e ready ]; do sleep 0.05; done")
     says(tmp_path, "setting up")
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)
@@ -107,7 +107,7 @@ def test_a_job_that_is_asked_to_stop_while_it_sets_up_trains_later(slurm: Slurm,
 
 
 @pytest.mark.full
-def test_a_failure_is_not_tried_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_failed_job_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "go").write_text("3")
     job = submitted(slurm, tmp_path)
     assert job.wait() == "FAILED"
@@ -115,7 +115,7 @@ def test_a_failure_is_not_tried_again(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_one_job_of_an_array_is_queued_again_by_itself(slurm: Slurm, tmp_path: Path) -> None:
+def test_one_job_of_an_array_is_requeued_separately(slurm: Slurm, tmp_path: Path) -> None:
     array = submitted(slurm, tmp_path, array="0-1", task_per_rank=True)
     for number in (0, 1):
         says(tmp_path, f"job {number}, attempt 0: run recipe.toml", times=2, file=f"out-{number}.txt")
@@ -166,14 +166,14 @@ def test_each_task_of_a_step_becomes_a_rank() -> None:
         ("g[1-2]-ib", "g1-ib"),
     ],
 )
-def test_ranks_meet_on_the_first_node(nodes: str, first: str) -> None:
+def test_master_address_is_the_first_node(nodes: str, first: str) -> None:
     environ = STEP | {"SLURM_STEP_NODELIST": nodes}
     export_slurm_env(environ)
     assert environ["MASTER_ADDR"] == first
 
 
 @pytest.mark.parametrize("other", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "4712"}, {"SLURM_RESTART_COUNT": "1"}])
-def test_steps_side_by_side_meet_at_ports_of_their_own(other: dict[str, str]) -> None:
+def test_concurrent_steps_have_different_master_ports(other: dict[str, str]) -> None:
     one, another = dict(STEP), STEP | other
     export_slurm_env(one)
     export_slurm_env(another)
@@ -189,20 +189,20 @@ def test_steps_side_by_side_meet_at_ports_of_their_own(other: dict[str, str]) ->
         {},
     ],
 )
-def test_other_launchers_and_lone_tasks_are_left_as_they_are(environ: dict[str, str]) -> None:
+def test_environment_of_other_launchers_and_single_tasks_is_not_changed(environ: dict[str, str]) -> None:
     before = dict(environ)
     assert not export_slurm_env(environ)
     assert environ == before
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_NODELIST", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"])
-def test_one_of_several_tasks_never_trains_alone(missing: str) -> None:
+def test_missing_step_variable_raises_an_error_for_several_tasks(missing: str) -> None:
     environ = {name: value for name, value in STEP.items() if name != missing}
     with pytest.raises(SetupError, match="one of 7 tasks of a Slurm step"):
         export_slurm_env(environ)
 
 
-def test_a_node_whose_name_is_an_alias_is_found_by_the_address_that_slurm_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_name_that_cannot_be_resolved_is_replaced_by_its_slurm_address(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object) -> None:
         raise OSError("not known")
 

@@ -1,4 +1,4 @@
-"""Jobs of `ddpforge slurm` train on a real Slurm; whatever stops them, the weights are those of an undisturbed run."""
+"""Jobs of `ddpforge slurm` train on a real Slurm; after any stop, the weights equal those of an undisturbed run."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ every = "1000st"
 [callbacks.slow]
 use = "./slow.py:Slow"
 """
-# From step 5 on a run waits for people, as long as there is a file called `slow`.
+# From step 5 on, each step takes 4 seconds while a file `slow` exists.
 SLOW = """
 import time
 from pathlib import Path
@@ -57,7 +57,7 @@ class Slow(Callback):
 
 @pytest.fixture
 def folder(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Path:
-    """A folder with a recipe that was trained undisturbed, by two ranks, and is slow from now on."""
+    """Trains a recipe undisturbed with two ranks, makes later runs slow, and returns the folder."""
     (tmp_path / "run.toml").write_text(RECIPE)
     (tmp_path / "slow.py").write_text(SLOW)
     ddpforge("run", "run.toml", nproc=2)
@@ -67,31 +67,31 @@ def folder(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Path:
 
 
 def submitted(slurm: Slurm, folder: Path, *flags: str) -> Job:
-    """The job of a run called `job`, with a rank on each of two nodes."""
+    """Submits the job of a run called `job`, with a rank on each of two nodes."""
     command = [sys.executable, "-m", "ddpforge", "slurm", "run.toml", "--nodes=2", "--set=name=job", "--to=job.sh"]
     subprocess.run([*command, "--sbatch=output=out.txt", "--sbatch=exclusive", *flags], cwd=folder, check=True)
     return slurm.submit(folder / "job.sh", cwd=folder, env={"OMP_NUM_THREADS": "1"})
 
 
 def says(job: Job, folder: Path, text: str, times: int = 1) -> None:
-    """Waits until the job has printed `text` so often."""
+    """Waits until the job has printed `text` `times` times."""
     out = folder / "out.txt"
     until(lambda: out.exists() and out.read_text().count(text) >= times, 200, lambda: f"{out.read_text()}\n{job.facts}")
 
 
 def trains(folder: Path) -> None:
-    """Waits until the job has come to a step at which it is slow."""
+    """Waits until the job has reached its slow steps."""
     step = folder / "step"
     until(lambda: step.exists() and int(step.read_text() or 0) >= 6, 120, (folder / "out.txt").read_text)
 
 
 def newest(run: Path) -> Path:
-    """A run's last checkpoint."""
+    """Returns a run's last checkpoint."""
     return max(run.glob("checkpoints/step-*"))
 
 
 def finishes(job: Job, folder: Path) -> None:
-    """Lets a job that is queued again come to its end, and compares what it has come to, tensor by tensor."""
+    """Waits for the end of a requeued job, and compares its checkpoint with the undisturbed run's, tensor by tensor."""
     (folder / "slow").unlink()
     job.begin()
     assert job.wait(timeout=150) == "COMPLETED", (folder / "out.txt").read_text()
@@ -106,7 +106,9 @@ def finishes(job: Job, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--one-task-per-rank",)], ids=["launchers", "tasks"])
-def test_preempted(slurm: Slurm, folder: Path, flags: tuple[str, ...]) -> None:
+def test_preempted_job_ends_with_the_weights_of_an_undisturbed_run(
+    slurm: Slurm, folder: Path, flags: tuple[str, ...]
+) -> None:
     job = submitted(slurm, folder, *flags)
     trains(folder)
     (folder / "urgent.sh").write_text("#!/bin/bash\ntrue\n")
@@ -120,7 +122,7 @@ def test_preempted(slurm: Slurm, folder: Path, flags: tuple[str, ...]) -> None:
     assert RunFolder(folder / "runs/job").attempts() == 2
 
 
-def test_out_of_time_twice_in_a_row(slurm: Slurm, folder: Path) -> None:
+def test_job_that_reaches_its_time_limit_twice_ends_with_the_same_weights(slurm: Slurm, folder: Path) -> None:
     job = submitted(slurm, folder, "--time=2", "--signal=20")
     for attempt in (1, 2):
         says(job, folder, "requeued the job", times=attempt)
@@ -128,11 +130,13 @@ def test_out_of_time_twice_in_a_row(slurm: Slurm, folder: Path) -> None:
         if attempt == 1:
             job.begin()
     finishes(job, folder)
-    assert job.restarts == 2  # Slurm may ask a minute early, which on a busy machine is before training begins
+    assert job.restarts == 2  # Slurm may signal a minute early: on a busy machine before training begins
 
 
 @pytest.mark.parametrize("flags", [(), ("--one-task-per-rank",)], ids=["launchers", "tasks"])
-def test_asked_to_stop_while_it_starts(slurm: Slurm, folder: Path, flags: tuple[str, ...]) -> None:
+def test_job_stopped_while_it_starts_ends_with_the_same_weights(
+    slurm: Slurm, folder: Path, flags: tuple[str, ...]
+) -> None:
     job = submitted(slurm, folder, *flags)
     until(lambda: f"{job.number}.0" in slurm.run("squeue", "--steps", "-h", "-o", "%i"), 20)
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)  # ranks are about to import torch

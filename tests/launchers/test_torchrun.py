@@ -1,4 +1,4 @@
-"""torchrun's agent as a launch has it: which ends of ranks it answers with a restart."""
+"""torchrun's agent in a launch: the exit codes of ranks after which it restarts them."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from ddpforge.launchers.exit_record import record_begun, record_halt, record_sta
 
 
 def agent_of(monkeypatch: pytest.MonkeyPatch, state: WorkerState, failures: Any, **group: Any) -> tuple[Any, Any]:
-    """An agent whose ranks are in this state, and their group."""
+    """Returns an agent whose ranks are in `state`, and their worker group."""
     ended = RunResult(state, failures=failures)
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: ended)
     agent = object.__new__(torchrun._extended(LocalElasticAgent))
@@ -28,7 +28,7 @@ def agent_of(monkeypatch: pytest.MonkeyPatch, state: WorkerState, failures: Any,
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *codes: int, fewest: int = 2, most: int = 2) -> tuple[str, int]:
-    """What torchrun learns of ranks that have ended with `codes`, and how often the agent has restarted them itself."""
+    """Returns the state that the agent reports for ranks that ended with `codes`, and the number of its restarts."""
     failures = {rank: ProcessFailure(rank, 0, code, error_file="") for rank, code in enumerate(codes)}
     handler = SimpleNamespace(settings=SimpleNamespace(min_nodes=fewest, max_nodes=most))
     spec = SimpleNamespace(rdzv_handler=handler, get_entrypoint_name=lambda: "python")
@@ -48,25 +48,25 @@ def answer(monkeypatch: pytest.MonkeyPatch, *codes: int, fewest: int = 2, most: 
     ("codes", "learned"),
     [
         ((), "HEALTHY"),
-        ((1,), "FAILED"),  # which torchrun answers with a restart
-        ((3, 3), "FAILED"),  # a disk, say, which may be there again
+        ((1,), "FAILED"),  # torchrun restarts the ranks
+        ((3, 3), "FAILED"),  # environment errors: a disk, for example, may be available again
         ((-9,), "FAILED"),
-        ((2, 2), "the end"),  # the recipe is wrong, also for the ranks that would be started next
+        ((2, 2), "the end"),  # the recipe is wrong, also for restarted ranks
         ((4,), "the end"),
-        ((75, 75), "the end"),  # stopped as asked
+        ((75, 75), "the end"),  # stopped on request
         ((-15, 75), "the end"),
     ],
 )
-def test_ranks_are_started_again_where_that_can_help(
+def test_ranks_are_restarted_only_after_exit_codes_that_a_restart_can_fix(
     monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...], learned: str
 ) -> None:
     assert answer(monkeypatch, *codes) == (learned, 0)
 
 
-def test_a_machine_that_leaves_an_elastic_run_costs_the_others_no_restart(
+def test_node_that_leaves_an_elastic_run_does_not_use_up_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent restarts ranks itself, so torchrun counts no failure; a run that is to stop for good ends."""
+    """Restarts ranks in the agent itself, so that torchrun counts no failure; after a halt record the run ends."""
     monkeypatch.setenv("DDPFORGE_VERDICT", str(tmp_path / "verdict"))
     (tmp_path / "verdict").touch()
     assert answer(monkeypatch, 75, 75, fewest=1, most=3) == ("HEALTHY", 1)
@@ -93,10 +93,10 @@ def test_a_second_signal_does_not_end_ranks_that_are_saving(monkeypatch: pytest.
     assert told == [((signal.SIGTERM,), {"timeout": 600})]
 
 
-def test_ranks_that_wait_for_a_node_whose_launcher_has_ended_are_ended_before_they_begin(
+def test_ranks_that_have_not_begun_are_killed_when_the_rendezvous_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher that fails closes the rendezvous; ranks that still join would wait for the others ten minutes."""
+    """Failed launchers close the rendezvous; ranks that still join would wait ten minutes for the other nodes."""
     monkeypatch.setenv("DDPFORGE_VERDICT", str(tmp_path / "verdict"))
     (tmp_path / "verdict").touch()
     monkeypatch.setattr(torchrun, "_GRACE", -1.0)
@@ -112,20 +112,20 @@ def test_ranks_that_wait_for_a_node_whose_launcher_has_ended_are_ended_before_th
     assert agent._monitor_workers(group).state == WorkerState.HEALTHY
     closed.is_closed = lambda: True
     record_start()
-    record_begun()  # they notice by themselves, and may be saving
+    record_begun()  # ranks that train notice it themselves, and may be saving
     assert agent._monitor_workers(group).state == WorkerState.HEALTHY
 
 
 # ---------------------------------------------------------------------------------------------- another torch
 @pytest.mark.parametrize("name", torchrun._HOOKS)
-def test_a_torch_whose_agent_has_no_such_method_keeps_its_own_agent(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_agent_of_torch_is_kept_if_it_lacks_a_hooked_method(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     own = type("Agent", (), {other: None for other in torchrun._HOOKS if other != name})
     monkeypatch.setattr(api, "LocalElasticAgent", own)
     assert not torchrun.use_agent()
     assert api.LocalElasticAgent is own
 
 
-def test_the_agent_takes_the_place_of_torchrun_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_agent_replaces_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "LocalElasticAgent", LocalElasticAgent)  # restored afterwards
     assert torchrun.use_agent()
     assert issubclass(api.LocalElasticAgent, LocalElasticAgent)
@@ -133,8 +133,8 @@ def test_the_agent_takes_the_place_of_torchrun_s_own(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_torch_that_keeps_its_agent_elsewhere_still_starts_ranks_and_restarts_them(tmp_path: Path) -> None:
-    """The name is taken away from the module in which the agent is replaced; torchrun itself still finds it."""
+def test_ranks_start_and_restart_if_the_agent_of_torch_cannot_be_replaced(tmp_path: Path) -> None:
+    """Deletes the name from the module in which ddpforge replaces the agent; torchrun itself still finds it."""
     (tmp_path / "rank.py").write_text("""
 import os, sys
 count = os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -1,4 +1,4 @@
-"""Ranks talk: one alone, threads of one process, and processes over gloo all keep the same contract."""
+"""Collectives: a single rank, threads of one process, and processes over gloo all keep the same contract."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,18 +18,18 @@ each = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__
 
 
 @each
-def test_one_alone(check: Callable[[Ranks], None]) -> None:
+def test_single_rank_keeps_the_contract(check: Callable[[Ranks], None]) -> None:
     check(SingleRank())
 
 
 @each
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_threads(check: Callable[[Ranks], None], size: int) -> None:
+def test_thread_ranks_keep_the_contract(check: Callable[[Ranks], None], size: int) -> None:
     in_threads(size, check)
 
 
-def test_processes(tmp_path: Path) -> None:
-    """Three of them, and two that form a group of their own."""
+def test_process_group_keeps_the_contract(tmp_path: Path) -> None:
+    """Starts three processes; two of them form a subgroup."""
     in_ranks(3, lambda rank: talk(rank, 3, tmp_path / "store"))
 
 
@@ -43,8 +43,8 @@ def test_a_thread_that_fails_releases_the_others() -> None:
         in_threads(2, act)
 
 
-# ---------------------------------------------------------------------------------------------- rank 0 acts for all
-def test_what_rank_0_finds_everybody_has() -> None:
+# ---------------------------------------------------------------------------------------------- work of rank 0
+def test_on_rank_zero_returns_the_result_of_rank_0_on_all_ranks() -> None:
     acted: list[int] = []
 
     def act(ranks: Ranks) -> str:
@@ -55,7 +55,7 @@ def test_what_rank_0_finds_everybody_has() -> None:
 
 
 @pytest.mark.parametrize(("error", "code"), [(UsageError("no"), 2), (ZeroDivisionError(), 1)])
-def test_where_rank_0_fails_the_others_end_with_its_exit_code(error: Exception, code: int) -> None:
+def test_failure_of_rank_0_ends_other_ranks_with_its_exit_code(error: Exception, code: int) -> None:
     def fail() -> None:
         raise error
 
@@ -71,5 +71,5 @@ def test_where_rank_0_fails_the_others_end_with_its_exit_code(error: Exception, 
     assert second.message == ("no" if code == 2 else "rank 0 failed first: ZeroDivisionError: ")  # for its own node
 
 
-def test_a_group_of_ranks_makes_tensors_of_its_own_device() -> None:
+def test_all_reduce_returns_tensors_on_the_device_of_the_group() -> None:
     assert SingleRank(torch.device("meta")).all_reduce_sum(torch.ones(2)).device.type == "meta"

@@ -1,4 +1,4 @@
-"""Every rank computes on a device of its own, of the kind that was asked for, or hears why it cannot."""
+"""Devices of ranks: each rank has its own device of the configured type, or an error gives the reason."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`machine(gpus=2, local_rank=1, …)`: what torch and the launcher are to say."""
+    """Returns `machine(gpus=2, local_rank=1, …)`, which fakes torch's GPUs and the launcher's variables."""
 
     def make(*, gpus: int, driver: bool = True, **variables: object) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -67,12 +67,16 @@ def chosen(**options: Any) -> torch.device:
         (1, True, "cpu", "cpu"),
     ],
 )
-def test_the_recipe_decides_or_what_there_is(machine: Any, gpus: int, driver: bool, device: str, expected: str) -> None:
+def test_device_follows_the_recipe_or_the_hardware(
+    machine: Any, gpus: int, driver: bool, device: str, expected: str
+) -> None:
     machine(gpus=gpus, driver=driver)
     assert str(chosen(device=device)) == expected
 
 
-def test_a_gpu_that_cannot_be_used_is_not_replaced_by_the_cpu(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_gpu_is_an_error_instead_of_a_fallback_to_the_cpu(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
 
@@ -89,33 +93,33 @@ def test_a_gpu_that_cannot_be_used_is_not_replaced_by_the_cpu(machine: Any, monk
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_gpus_that_are_hidden_on_purpose_are_not_there(machine: Any, hidden: str) -> None:
+def test_hidden_gpus_are_not_used(machine: Any, hidden: str) -> None:
     machine(gpus=0, driver=True, cuda_visible_devices=hidden)
     assert chosen().type == "cpu"
 
 
-def test_a_gpu_that_the_environment_names_must_be_there(machine: Any) -> None:
+def test_gpu_in_cuda_visible_devices_must_exist(machine: Any) -> None:
     machine(gpus=0, driver=False, cuda_visible_devices="0,1")
     with pytest.raises(StrategyError, match="CUDA_VISIBLE_DEVICES=0,1 names a GPU"):
         chosen()
 
 
 @pytest.mark.parametrize(("gpus", "rank", "index"), [(2, 0, 0), (2, 1, 1), (1, 1, 0)])
-def test_a_rank_takes_the_gpu_with_its_number_or_the_one_it_sees(
+def test_rank_uses_the_gpu_of_its_local_rank_or_its_only_visible_gpu(
     machine: Any, gpus: int, rank: int, index: int
 ) -> None:
     machine(gpus=gpus, local_rank=rank, local_world_size=2)
     assert chosen() == torch.device("cuda", index)
 
 
-def test_more_processes_than_gpus_are_refused(machine: Any) -> None:
+def test_more_processes_than_gpus_are_rejected(machine: Any) -> None:
     machine(gpus=2, local_rank=0, local_world_size=3)
     with pytest.raises(StrategyError, match="3 processes would share 2 GPUs") as refused:
         chosen()
     assert refused.value.hints[0] == "ddpforge launch RECIPE --nproc 2"
 
 
-def test_the_launcher_and_the_recipe_may_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradiction_of_accelerate_and_the_recipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert device_type(train()) == "cpu"
     with pytest.raises(StrategyError, match=r'ACCELERATE_USE_CPU=true, but the recipe has train.device = "cuda"'):
@@ -141,11 +145,11 @@ CPU: dict[str, Any] = {"kind": "cpu", "host": "b", "gpu": None}
     ],
     ids=["two", "one each", "two hosts", "parts of one", "CPUs"],
 )
-def test_ranks_that_fit_together(ranks: list[dict[str, Any]]) -> None:
+def test_consistent_devices_are_accepted(ranks: list[dict[str, Any]]) -> None:
     check(ranks)
 
 
-def test_two_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_on_one_gpu_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StrategyError, match="ranks 0 and 2 would share a GPU of a") as refused:
         check([gpu("1"), gpu("2"), gpu("1")])
     assert refused.value.hints[0] == "ddpforge launch RECIPE --nproc 2"
@@ -153,13 +157,13 @@ def test_two_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -
     check([gpu("1"), gpu("1")])
 
 
-def test_ranks_on_gpus_and_cpus_are_refused() -> None:
+def test_ranks_on_gpus_and_cpus_are_rejected() -> None:
     with pytest.raises(StrategyError, match="rank 1 on b has cpu, rank 0 on a has cuda"):
         check([gpu("1"), CPU, gpu("2"), CPU])
 
 
-def test_ranks_tell_each_other_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has a GPU and the other none; both hear of it."""
+def test_ranks_exchange_devices_before_the_process_group_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks raise the error if only one of them has a GPU."""
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def joined(rank: int) -> str:
@@ -183,7 +187,9 @@ def test_ranks_tell_each_other_before_there_is_a_group(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", None])
-def test_ranks_that_no_launcher_has_announced_tell_nobody(monkeypatch: pytest.MonkeyPatch, missing: str | None) -> None:
+def test_device_check_is_skipped_without_variables_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, missing: str | None
+) -> None:
     asked: list[str] = []
 
     def rendezvous(url: str, timeout: timedelta) -> Iterator[Any]:
@@ -204,7 +210,7 @@ def test_ranks_that_no_launcher_has_announced_tell_nobody(monkeypatch: pytest.Mo
     assert len(asked) == (missing is None)
 
 
-def test_the_recipes_timeout_holds_until_all_have_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_check_waits_for_the_timeout_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[timedelta] = []
 
     def rendezvous(url: str, timeout: timedelta) -> Iterator[Any]:
@@ -220,13 +226,13 @@ def test_the_recipes_timeout_holds_until_all_have_told(monkeypatch: pytest.Monke
     assert waits == [timedelta(minutes=7)]
 
 
-# ---------------------------------------------------------------------------------------------- what is told of it
+# ---------------------------------------------------------------------------------------------- GPU index for libraries
 FOUR = Elsewhere(ranks=4, rank=3)
 SEES_ONE = World(global_ranks=FOUR, dp_ranks=FOUR, local_rank=3, device=torch.device("cuda", 0))
 
 
-def test_deepspeed_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fourth rank of a machine sees one GPU, whose number is 0."""
+def test_deepspeed_uses_the_visible_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets the local rank to 0 for DeepSpeed, as the fourth rank of a host has one visible GPU with index 0."""
     told: list[str] = []
     monkeypatch.setenv("LOCAL_RANK", "3")
 
@@ -240,7 +246,7 @@ def test_deepspeed_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatc
     assert told == ["0"]
 
 
-def test_ddp_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_uses_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     class Told(Exception):
         pass
 
@@ -253,14 +259,14 @@ def test_ddp_takes_the_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> 
     strategy.setup(train(), SEES_ONE)
     with pytest.raises(Told) as told:
         strategy.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
-    assert told.value.args == (None,)  # the device that the model is on
+    assert told.value.args == (None,)  # DDP uses the model's device
 
 
 @pytest.mark.parametrize(("launched", "backend"), [(True, "cuda:nccl,cpu:gloo"), (False, None)])
-def test_beside_nccl_there_is_gloo_for_what_is_on_the_host(
+def test_process_group_has_gloo_for_cpu_tensors_in_addition_to_nccl(
     monkeypatch: pytest.MonkeyPatch, machine: Any, launched: bool, backend: str | None
 ) -> None:
-    """Shards under cpu_offload are reduced there, fp16's overflows too, and objects are exchanged."""
+    """Reduces shards under cpu_offload and fp16's overflows, and exchanges objects, over gloo."""
     machine(gpus=1, **({"local_rank": 0} if launched else {}))
 
     class Told(Exception):
@@ -292,13 +298,13 @@ def test_beside_nccl_there_is_gloo_for_what_is_on_the_host(
         (DeepSpeed(stage=2), 2, "cuda", {"micro_batch": 1}, "gradients of 2 passes"),
     ],
 )
-def test_cuda_graphs_are_refused_where_memory_does_not_stay(
+def test_cuda_graphs_are_rejected_if_memory_addresses_change(
     mode: str, strategy: Strategy, ranks: int, device: str, options: dict[str, Any], refused: str | None
 ) -> None:
     settings = train(compile=mode, **options)
     chosen = chosen_with(settings, ranks=strategy.data_ranks(ranks), device=device)
     refusals = [*check_compile(chosen), *strategy.unsupported(settings, ranks, device)]
     messages = [refusal.message for refusal in refusals]
-    found = [message for message in messages if "CUDA graphs" in message]  # ZeRO-3 has more to say with old torch
+    found = [message for message in messages if "CUDA graphs" in message]  # ZeRO-3 has another message with old torch
     assert len(found) == (refused is not None)
     assert refused is None or refused in found[0]

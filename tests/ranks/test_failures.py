@@ -1,4 +1,4 @@
-"""What is a symptom and what a cause, and which rank a symptom points to."""
+"""Failures of ranks: symptoms, causes, and the rank that is the cause of a symptom."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def out_of_touch() -> CheckpointError:
 
 
 class DistNetworkError(RuntimeError):
-    """Named like torch's."""
+    """Exception with the name of torch's."""
 
 
 @pytest.mark.parametrize(
@@ -33,17 +33,17 @@ class DistNetworkError(RuntimeError):
         (PeerFailed(ExitCode.FAILED), True),
         (RuntimeError("NCCL error: invalid usage: Duplicate GPU detected"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ConnectionResetError("Connection reset by peer"), False),  # a dataset's own, from a server of its own
+        (ConnectionResetError("Connection reset by peer"), False),  # of a dataset that reads from a server
         (TimeoutError("timed out"), False),
         (StrategyError("the launcher started 2 processes"), False),
         (KeyError("x"), False),
     ],
 )
-def test_a_symptom_is_that_other_ranks_did_not_answer(error: BaseException, expected: bool) -> None:
+def test_errors_of_unreachable_peers_are_symptoms(error: BaseException, expected: bool) -> None:
     assert is_symptom(error) is expected
 
 
-def test_an_error_without_words_is_its_type() -> None:
+def test_phrase_of_an_error_without_message_is_its_type() -> None:
     assert phrase(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert phrase(ValueError("no")) == "ValueError: no"
 
@@ -52,7 +52,7 @@ def ranks(logs: Path, size: int, token: str = "this") -> list[Failures]:
     return [Failures(logs, token, rank, size) for rank in range(size)]
 
 
-def nobody_to_call() -> None:
+def no_alarm() -> None:
     raise AssertionError("the cause is known")
 
 
@@ -60,20 +60,20 @@ def no_sleep(_: float) -> None:
     raise AssertionError("nothing is left to wait for")
 
 
-def test_a_cause_of_another_rank_is_found_with_its_exit_code(tmp_path: Path) -> None:
+def test_explain_finds_the_cause_of_another_rank_with_its_exit_code(tmp_path: Path) -> None:
     zero, one, two = ranks(tmp_path, 3)
     two.record(LOST, 1)
     one.record(StrategyError("no such device"), 3)
     zero.record(LOST, 1)
     for failures in (zero, two):
-        cause = failures.explain(nobody_to_call, no_sleep)
+        cause = failures.explain(no_alarm, no_sleep)
         assert cause is not None
         assert (cause.rank, cause.error, cause.exit_code) == (1, "StrategyError: no such device", 3)
         assert str(cause) == "rank 1: StrategyError: no such device"
     assert [report.rank for report in recorded_causes(tmp_path)] == [1]
 
 
-def test_on_a_full_disk_a_failure_is_told_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_is_recorded_also_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -81,7 +81,7 @@ def test_on_a_full_disk_a_failure_is_told_all_the_same(tmp_path: Path, monkeypat
     zero, one, two = ranks(tmp_path, 3)
     one.record(StrategyError("no room in /runs/x: 100 % full; " + 300 * "ä"), 3)
     two.record(LOST, 1)
-    cause = zero.explain(nobody_to_call, no_sleep)
+    cause = zero.explain(no_alarm, no_sleep)
     assert cause is not None
     assert (cause.rank, cause.exit_code, cause.symptom) == (1, 3, False)
     assert cause.error.startswith("StrategyError: no room in /runs/x: 100 % full; ää")
@@ -89,14 +89,14 @@ def test_on_a_full_disk_a_failure_is_told_all_the_same(tmp_path: Path, monkeypat
     assert [*tmp_path.iterdir()] == []
 
 
-def test_where_all_have_symptoms_nobody_is_blamed(tmp_path: Path) -> None:
+def test_explain_returns_none_if_all_ranks_have_symptoms(tmp_path: Path) -> None:
     zero, one = ranks(tmp_path, 2)
     zero.record(LOST, 1)
     one.record(LOST, 1)
-    assert zero.explain(nobody_to_call, no_sleep) is None
+    assert zero.explain(no_alarm, no_sleep) is None
 
 
-def test_where_nobody_tells_everybody_is_called_and_one_says_who_is_at_fault(
+def test_explain_raises_the_alarm_without_a_record_and_returns_the_watchdogs_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpforge.ranks.failures._PATIENCE", 0.0)
@@ -116,7 +116,7 @@ def test_where_nobody_tells_everybody_is_called_and_one_says_who_is_at_fault(
     assert called == ["called"]
 
 
-def test_a_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_returns_none_after_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_PATIENCE", "_ANSWER"):
         monkeypatch.setattr(f"ddpforge.ranks.failures.{name}", 0.0)
     zero, _ = ranks(tmp_path, 2)
@@ -124,7 +124,7 @@ def test_a_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert zero.explain(lambda: None) is None
 
 
-def test_reports_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
+def test_records_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
     ranks(tmp_path, 2, token="earlier")[1].record(KeyError("x"), 1)
     for name in ("failure-alarm", "phase-rank-0.json", "stacks-rank-1.txt"):
         (tmp_path / name).touch()
@@ -133,7 +133,7 @@ def test_reports_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_cause_is_first_also_after_a_symptom(tmp_path: Path) -> None:
+def test_only_one_cause_is_claimed_first_also_after_a_symptom(tmp_path: Path) -> None:
     zero, one = ranks(tmp_path, 2)
     symptom, cause = zero.record(LOST, 1), one.record(KeyError("x"), 1)
     assert not zero.any_failed()

@@ -1,4 +1,4 @@
-"""Processes that a launcher started become a world, or hear where the launcher and the recipe contradict each other."""
+"""Joining: processes of a launcher become a world, or an error names a contradiction of launcher and recipe."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ def joined() -> World:
 
 
 # ---------------------------------------------------------------------------------------------- a world
-def test_totals_are_sums_over_ranks_that_see_different_data_and_what_is_broadcast_is_rank_0s() -> None:
+def test_all_reduce_sums_over_data_parallel_ranks_and_broadcast_sends_the_value_of_rank_0() -> None:
     def rank(number: int) -> Any:
         world = joined()
         assert world.local_rank == number
@@ -43,7 +43,7 @@ def test_totals_are_sums_over_ranks_that_see_different_data_and_what_is_broadcas
     assert [each[3] for each in found] == [(0, 0, 2), (1, 1, 2)]
 
 
-def test_the_group_is_left_when_all_have_come_to_the_end() -> None:
+def test_leave_destroys_the_process_group() -> None:
     def rank(number: int) -> Any:
         world = joined()
         before = dist.is_initialized()
@@ -57,7 +57,7 @@ def test_the_group_is_left_when_all_have_come_to_the_end() -> None:
     assert in_ranks(2, rank) == [(True, False, (0, 2, True, "cpu")), (True, False, (1, 2, False, "cpu"))]
 
 
-def test_threads_that_communicate_over_gloo_do_not_preempt_each_other() -> None:
+def test_threads_of_gloo_have_the_batch_scheduling_policy() -> None:
     def policies() -> dict[str, int]:
         return {thread: os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
 
@@ -65,7 +65,7 @@ def test_threads_that_communicate_over_gloo_do_not_preempt_each_other() -> None:
         before = policies()
         joined()
         new = {thread: policy for thread, policy in policies().items() if thread not in before}
-        later = dist.new_group()  # as libraries form theirs
+        later = dist.new_group()  # as libraries create their groups
         dist.all_reduce(torch.ones(1), group=later)
         return set(before.values()), set(new.values()), set(policies().values())
 
@@ -73,7 +73,7 @@ def test_threads_that_communicate_over_gloo_do_not_preempt_each_other() -> None:
     assert in_ranks(2, rank) == [({other}, {batch}, {batch})] * 2
 
 
-def test_a_process_alone_is_scheduled_as_before() -> None:
+def test_single_process_keeps_its_scheduling_policy() -> None:
     def rank(number: int) -> Any:
         joined()
         return os.sched_getscheduler(0)
@@ -81,8 +81,8 @@ def test_a_process_alone_is_scheduled_as_before() -> None:
     assert in_ranks(1, rank) == [os.SCHED_OTHER]
 
 
-def test_nobody_leaves_before_the_last(tmp_path: Path) -> None:
-    """A rank that is gone would end those that still compute."""
+def test_leave_waits_for_all_ranks(tmp_path: Path) -> None:
+    """Without this, a rank that has left would end the ranks that still compute."""
 
     def rank(number: int) -> Any:
         world = joined()
@@ -100,11 +100,11 @@ def test_nobody_leaves_before_the_last(tmp_path: Path) -> None:
     assert in_ranks(2, rank) == [True, True]
 
 
-# ---------------------------------------------------------------------------------------------- what the launcher says
+# ---------------------------------------------------------------------------------------------- launcher's settings
 @pytest.mark.parametrize(
     ("variable", "said", "options", "fits"),
     [
-        ("MIXED_PRECISION", "no", {"precision": "bf16"}, True),  # nobody said anything
+        ("MIXED_PRECISION", "no", {"precision": "bf16"}, True),  # the launcher's default
         ("MIXED_PRECISION", "BF16", {"precision": "bf16"}, True),
         ("MIXED_PRECISION", "fp16", {"precision": "bf16"}, False),
         ("MIXED_PRECISION", "fp32", {}, False),
@@ -117,7 +117,7 @@ def test_nobody_leaves_before_the_last(tmp_path: Path) -> None:
         ("GRADIENT_ACCUMULATION_STEPS", "2", {}, False),
     ],
 )
-def test_a_launcher_may_say_what_the_recipe_says_or_nothing(
+def test_launcher_settings_that_contradict_the_recipe_are_rejected(
     monkeypatch: pytest.MonkeyPatch, variable: str, said: str, options: dict[str, str], fits: bool
 ) -> None:
     def rank(number: int) -> Any:
@@ -140,7 +140,7 @@ def test_a_launcher_may_say_what_the_recipe_says_or_nothing(
     assert bool(message) != fits
 
 
-def test_fewer_processes_than_were_asked_for_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_processes_than_requested_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(number: int) -> Any:
         return refused(StrategyError, lambda: join.join(train(), Single()))
 
@@ -150,7 +150,7 @@ def test_fewer_processes_than_were_asked_for_are_too_few(monkeypatch: pytest.Mon
     assert " | ddpforge launch RECIPE --nproc 2 | " in message
 
 
-def test_a_world_of_another_size_than_the_launcher_announced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_of_another_size_than_world_size_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Alone(join.Accelerator):  # type: ignore[misc]
         num_processes = 1
 
@@ -172,7 +172,7 @@ def test_a_world_of_another_size_than_the_launcher_announced_is_refused(monkeypa
         (1, 1, "bf16", False, ['Old computes bf16 by emulation, which is slow; train.precision = "fp16" is not']),
     ],
 )
-def test_what_a_gpu_could_do_faster_is_said(
+def test_faster_use_of_gpus_is_suggested(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     gpus: int,
@@ -181,7 +181,7 @@ def test_what_a_gpu_could_do_faster_is_said(
     native: bool,
     said: list[str],
 ) -> None:
-    """A machine that is made believe that it has GPUs."""
+    """Fakes a host with GPUs."""
 
     class Believes:
         process_index = local_process_index = 0
@@ -201,8 +201,8 @@ def test_what_a_gpu_could_do_faster_is_said(
     assert caplog.messages == said
 
 
-def test_ranks_that_a_bare_torchrun_starts_again_do_not_look_for_those_that_died() -> None:
-    """Its store outlives them, and has their addresses under the names that the next ones look up."""
+def test_ranks_restarted_by_plain_torchrun_do_not_connect_to_dead_ranks() -> None:
+    """torchrun's store outlives the ranks, with their addresses under the keys that the next ranks read."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def attempt(count: int) -> list[Any]:
@@ -219,9 +219,9 @@ def test_ranks_that_a_bare_torchrun_starts_again_do_not_look_for_those_that_died
     assert [attempt(count) for count in range(3)] == [[[0, 1], [0, 1]]] * 3
 
 
-# ---------------------------------------------------------------------------------------------- fewer nodes than asked
+# ---------------------------------------------------------------------------------------------- too few nodes
 class Launcher:
-    """The parent of a rank, as psutil shows it."""
+    """Fake of psutil's process of a rank's parent."""
 
     words = ""
 
@@ -235,7 +235,7 @@ class Launcher:
 @pytest.mark.parametrize(
     ("nodes", "words", "asked"),
     [
-        ("2", "", 2),  # what `ddpforge launch` passes on
+        ("2", "", 2),  # passed by `ddpforge launch`
         ("1:3", "torchrun --nnodes=2", None),
         (None, "python torchrun --nnodes 2 --rdzv-backend c10d", 2),
         (None, "python -m torch.distributed.run --nnodes=3", 3),
@@ -244,10 +244,10 @@ class Launcher:
         (None, "python launcher.py --nnodes 2", None),
     ],
 )
-def test_a_world_of_fewer_nodes_than_were_asked_for_is_refused_by_name(
+def test_fewer_nodes_than_requested_are_rejected(
     monkeypatch: pytest.MonkeyPatch, nodes: str | None, words: str, asked: int | None
 ) -> None:
-    """The rendezvous of torchrun has dropped one: each host would train a run of its own to a good end."""
+    """Without this, if torchrun's rendezvous drops a node, each host trains its own complete run."""
     monkeypatch.setattr(Launcher, "words", words)
     monkeypatch.setattr(join.psutil, "Process", Launcher)
     monkeypatch.delenv("DDPFORGE_NODES", raising=False)
@@ -266,9 +266,9 @@ def test_a_world_of_fewer_nodes_than_were_asked_for_is_refused_by_name(
             join._reject_fewer_nodes()
 
 
-# ---------------------------------------------------------------------------------------------- ports that are closed
-def test_a_port_that_is_closed_between_nodes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch raises its own error after `train.collective_timeout`, with frames of C++ and no hint what to open."""
+# ---------------------------------------------------------------------------------------------- closed ports
+def test_error_names_a_closed_port_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own error comes after `train.collective_timeout`, with C++ frames and without a hint about ports."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nothing listens there
         port = closed.getsockname()[1]

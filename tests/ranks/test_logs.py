@@ -1,4 +1,4 @@
-"""Messages of many ranks: one voice on stderr, everything in the files."""
+"""Logs of ranks: rank 0's messages and other ranks' warnings on stderr, all messages in the log files."""
 
 import logging
 import os
@@ -23,29 +23,29 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     logger.handlers.clear()
 
 
-def say_all() -> None:
+def log_all() -> None:
     logger.debug("a detail")
     logger.info("saved step 10")
     logger.warning("step 11 was left out")
     logger.error("the disk is full")
 
 
-def test_the_first_rank_speaks_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_logs_without_a_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
-    say_all()
+    log_all()
     out, err = capsys.readouterr()
     assert out == ""
     assert err == "saved step 10\nwarning: step 11 was left out\nerror: the disk is full\n"
 
 
-def test_other_ranks_only_warn_and_say_who_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_log_only_warnings_with_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(3)
-    say_all()
+    log_all()
     assert capsys.readouterr().err == "[rank 3] warning: step 11 was left out\n[rank 3] error: the disk is full\n"
 
 
 @pytest.mark.parametrize("variable", ["GROUP_WORLD_SIZE", "SLURM_NNODES"])
-def test_on_several_nodes_they_say_where_too(
+def test_prefix_has_the_host_name_on_several_nodes(
     variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(variable, "2")
@@ -58,21 +58,21 @@ def test_on_several_nodes_they_say_where_too(
 @pytest.mark.parametrize("rank", [0, 3])
 def test_every_rank_has_its_own_complete_file(rank: int, tmp_path: Path) -> None:
     setup_logging(rank, tmp_path)
-    say_all()
+    log_all()
     text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
     assert re.sub(r"^\S+ \S+ ", "", text, flags=re.MULTILINE) == (
         "DEBUG a detail\nINFO saved step 10\nWARNING step 11 was left out\nERROR the disk is full\n"
     )
 
 
-def test_the_level_is_that_of_stderr_and_the_file_holds_everything(
+def test_level_applies_to_stderr_and_the_log_file_has_all_messages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging(0, tmp_path, logging.ERROR)
-    say_all()
+    log_all()
     assert capsys.readouterr().err == "error: the disk is full\n"
     setup_logging(0, tmp_path, logging.DEBUG)
-    say_all()
+    log_all()
     assert capsys.readouterr().err.startswith("a detail\nsaved step 10\n")
 
     levels = [line.split()[2] for line in (tmp_path / "logs" / "rank-0.log").read_text().splitlines()]
@@ -83,12 +83,12 @@ def _full(*_: object) -> BinaryIO:
     return Path("/dev/full").open("ab")
 
 
-def test_a_log_that_cannot_be_written_is_named_once_and_without_a_traceback(
+def test_log_file_that_cannot_be_written_is_reported_once_without_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpforge.disk.open_plain", _full)
     setup_logging(0, tmp_path)
-    say_all()
+    log_all()
     err = capsys.readouterr().err
     assert err.count("warning: cannot write") == 1
     assert "No space left on device" in err
@@ -97,7 +97,7 @@ def test_a_log_that_cannot_be_written_is_named_once_and_without_a_traceback(
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_log_that_is_a_link_or_a_pipe_is_refused(tmp_path: Path, kind: str) -> None:
+def test_log_file_that_is_a_link_or_a_pipe_is_rejected(tmp_path: Path, kind: str) -> None:
     (tmp_path / "logs").mkdir()
     path = tmp_path / "logs" / "rank-0.log"
     path.symlink_to(tmp_path / "elsewhere") if kind == "link" else os.mkfifo(path)
@@ -106,7 +106,7 @@ def test_a_log_that_is_a_link_or_a_pipe_is_refused(tmp_path: Path, kind: str) ->
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_what_is_for_the_file_alone_is_not_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_file_only_messages_are_not_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0, tmp_path)
     logger.error("a traceback", extra={"in_file_only": True})
     assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Threads of ranks that communicate over gloo do not preempt each other, unless other programs hold the cores."""
+"""Scheduling policy: threads of gloo do not preempt each other, unless other programs use the cores."""
 
 import os
 import threading
@@ -13,14 +13,14 @@ OTHER, BATCH, IDLE = os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE
 
 
 class Second:
-    """A thread beside that of the test."""
+    """Second thread of the test's process."""
 
     def __init__(self) -> None:
         self.ends = threading.Event()
         self.thread = threading.Thread(target=self.ends.wait, daemon=True)
 
     def policies(self) -> tuple[int, int]:
-        """That of the test's own thread, and of this one."""
+        """Returns the policies of the test's thread and of this thread."""
         assert self.thread.native_id
         return os.sched_getscheduler(0), os.sched_getscheduler(self.thread.native_id)
 
@@ -34,7 +34,7 @@ def second() -> Iterator[Second]:
 
 
 class Machine:
-    """The clock, and how long each thread has run and waited, in seconds."""
+    """Fake clock, and the seconds that each thread has run and waited."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.ran, self.waited = 0.0, 0, 0
@@ -49,7 +49,7 @@ class Machine:
         self.contention.look()
 
 
-def test_a_thread_and_those_it_starts_run_in_batches_until_the_run_ends(second: Second) -> None:
+def test_batch_policy_applies_to_new_threads_and_is_restored(second: Second) -> None:
     with policy_restored():
         set_batch_policy()
         assert runs_as_batch()
@@ -59,13 +59,11 @@ def test_a_thread_and_those_it_starts_run_in_batches_until_the_run_ends(second: 
     assert not runs_as_batch()
 
 
-def test_threads_that_wait_longer_than_they_run_have_the_default_policy_for_a_minute(
-    second: Second, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contention_restores_the_default_policy_for_a_minute(second: Second, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     set_batch_policy()
     second.thread.start()
-    machine.passes(0.5, ran=1, waited=9)  # too short to know
+    machine.passes(0.5, ran=1, waited=9)  # too short for a decision
     assert second.policies() == (BATCH, BATCH)
     machine.passes(0.5, ran=9)
     assert second.policies() == (BATCH, BATCH)
@@ -82,7 +80,7 @@ def test_threads_that_wait_longer_than_they_run_have_the_default_policy_for_a_mi
 
 
 @pytest.mark.parametrize("chosen", [IDLE, BATCH])
-def test_a_policy_that_the_caller_has_chosen_stays(chosen: int) -> None:
+def test_policy_chosen_by_the_caller_is_kept(chosen: int) -> None:
     os.sched_setscheduler(0, chosen, os.sched_param(0))
     try:
         with policy_restored():
@@ -94,7 +92,7 @@ def test_a_policy_that_the_caller_has_chosen_stays(chosen: int) -> None:
         os.sched_setscheduler(0, OTHER, os.sched_param(0))
 
 
-def test_a_machine_that_allows_no_other_policy_trains_with_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_policy_change_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 
@@ -105,13 +103,13 @@ def test_a_machine_that_allows_no_other_policy_trains_with_its_own(monkeypatch: 
     assert os.sched_getscheduler(0) == OTHER
 
 
-def test_a_process_that_has_ended_is_no_error() -> None:
+def test_contention_of_an_ended_process_is_not_an_error() -> None:
     times = iter([0.0, 9.0, 9.0])
     Contention(2**22 + 1, lambda: next(times)).look()
     assert next(times, None) is None
 
 
-def test_the_kernel_counts_how_long_each_thread_has_run() -> None:
+def test_spent_reads_the_run_time_of_threads_from_the_kernel() -> None:
     before = scheduling._spent(os.getpid())[os.getpid()]
     sum(range(1_000_000))
     after = scheduling._spent(os.getpid())[os.getpid()]

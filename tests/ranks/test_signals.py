@@ -1,4 +1,4 @@
-"""Requests to stop: heard from the start, and one request however often it is sent."""
+"""Stop requests: handled from the start of the process, and repeated signals count as one request."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("number", ALL)
-def test_every_request_is_noted(number: signal.Signals) -> None:
+def test_every_stop_signal_is_recorded(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequests() as stop:
         assert not stop.requested
@@ -35,7 +35,7 @@ def test_every_request_is_noted(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_scheduler_and_a_launcher_may_both_pass_on_one_request_and_a_second_one_ends_at_once(
+def test_repeated_signal_within_seconds_is_one_request_and_a_later_one_interrupts(
     number: signal.Signals,
 ) -> None:
     clock = Clock()
@@ -49,7 +49,7 @@ def test_a_scheduler_and_a_launcher_may_both_pass_on_one_request_and_a_second_on
             os.kill(os.getpid(), number)
 
 
-def test_a_second_ctrl_c_ends_at_once_and_another_kind_is_another_first() -> None:
+def test_second_ctrl_c_interrupts_and_signals_of_another_kind_do_not() -> None:
     with StopRequests():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
@@ -57,8 +57,8 @@ def test_a_second_ctrl_c_ends_at_once_and_another_kind_is_another_first() -> Non
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_process_that_hangs_while_it_starts_is_left_when_it_is_asked_to_stop() -> None:
-    """Also where the main thread waits and runs no handler."""
+def test_process_that_hangs_at_startup_ends_on_a_stop_request() -> None:
+    """Works also if the main thread waits and runs no handler."""
     left = threading.Event()
     with StopRequests() as stop, stopping_early(left.set, patience=0.01):
         assert not stop_requested()
@@ -69,7 +69,7 @@ def test_a_process_that_hangs_while_it_starts_is_left_when_it_is_asked_to_stop()
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_once_training_begins_a_request_to_stop_waits_for_a_checkpoint() -> None:
+def test_process_does_not_end_early_once_training_begins() -> None:
     left = threading.Event()
     with StopRequests() as stop, stopping_early(left.set, patience=0.0):
         training_begins()
@@ -78,7 +78,7 @@ def test_once_training_begins_a_request_to_stop_waits_for_a_checkpoint() -> None
         assert not left.wait(0.1)
 
 
-def test_a_forked_process_that_is_signalled_does_not_stop_its_parent() -> None:
+def test_signal_to_a_forked_process_does_not_stop_its_parent() -> None:
     left = threading.Event()
     with StopRequests(), stopping_early(left.set, patience=0.0):
         child = os.fork()
@@ -89,17 +89,17 @@ def test_a_forked_process_that_is_signalled_does_not_stop_its_parent() -> None:
         assert not left.wait(0.1)
 
 
-def test_a_request_to_stop_ends_the_wait_for_data_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_request_ends_the_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpforge.ranks.signals._NO_DATA", 0.05)
     with StopRequests() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(0.2)  # anything else is not interrupted
+        threading.Event().wait(0.2)  # other waits are not interrupted
         with pytest.raises(NoData), waiting_for_data:
             threading.Event().wait(60)
         assert stop.requested
 
 
-def test_of_several_ranks_none_gives_up_waiting_for_data_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_request_does_not_end_the_wait_for_data_of_one_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpforge.ranks.signals._NO_DATA", 0.01)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with StopRequests(), waiting_for_data:
@@ -107,16 +107,16 @@ def test_of_several_ranks_none_gives_up_waiting_for_data_by_itself(monkeypatch: 
         threading.Event().wait(0.2)
 
 
-def test_a_request_that_was_held_back_while_python_started_is_heard() -> None:
-    """As a job's script has it done for its tasks, by `env --block-signal`."""
+def test_signal_blocked_while_python_starts_is_handled() -> None:
+    """Slurm scripts of ddpforge block the signal for their tasks with `env --block-signal`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # threads of libraries here do not hold it back
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # threads of libraries in this process do not block it
     with StopRequests() as stop:
         assert stop.requested
 
 
-def test_a_request_within_a_write_to_the_same_stream_is_heard_and_told_after_it() -> None:
-    """Python refuses the second write: `reentrant call inside <_io.BufferedWriter name='<stderr>'>`."""
+def test_signal_during_a_write_to_stderr_is_logged_after_the_write() -> None:
+    """Python rejects a nested write: `reentrant call inside <_io.BufferedWriter name='<stderr>'>`."""
     program = """
 import io, logging, os, signal, sys
 from ddpforge.ranks.signals import StopRequests
@@ -143,7 +143,7 @@ with StopRequests() as stop:
     assert done.stdout == "a row\nSIGTERM: finishing this step, then saving a checkpoint\n"
 
 
-def test_nothing_interrupts_what_comes_after_training() -> None:
+def test_signals_after_training_do_not_interrupt() -> None:
     with StopRequests() as stop:
         stop.over()
         os.kill(os.getpid(), signal.SIGINT)
@@ -151,7 +151,7 @@ def test_nothing_interrupts_what_comes_after_training() -> None:
         assert stop.requested
 
 
-def test_what_was_asked_while_the_process_started_is_known_to_the_trainer() -> None:
+def test_stop_request_during_startup_is_passed_to_the_trainer() -> None:
     with StopRequests():
         os.kill(os.getpid(), signal.SIGUSR1)
         with StopRequests() as trainers:
@@ -170,21 +170,21 @@ def _nohup() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_nohup")
-def test_under_nohup_a_terminal_that_closes_is_no_request() -> None:
+def test_sighup_under_nohup_is_not_a_stop_request() -> None:
     with StopRequests() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.requested
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_stop_request_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ddpforge"), StopRequests():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
     assert [record.message for record in caplog.records] == ["SIGTERM: finishing this step, then saving a checkpoint"]
 
 
-def test_under_a_launcher_that_passes_on_whatever_was_pressed_no_signal_is_named(
+def test_log_names_no_signal_under_a_launcher(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VERDICT, "some file")

@@ -48,7 +48,7 @@ class Undocumented(Callback):
 
 
 class Loose(Callback):
-    """Takes anything for an option."""
+    """Accepts any value for an option."""
 
     def __init__(self, *, thing: Annotated[Any, Field(description="Something.")] = None) -> None:
         pass
@@ -72,7 +72,7 @@ class _Net(nn.Module):
 
 
 class UnusedLayer(_Net):
-    """Has a layer that forward leaves out."""
+    """Has a layer that forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class UnusedLayer(_Net):
 
 
 class RandomNames(_Net):
-    """Calls a layer something else every time."""
+    """Gives a layer a new name in each build."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class RandomNames(_Net):
 
 
 class OwnGenerator(_Net):
-    """Draws initial weights from a generator that nobody seeds."""
+    """Draws initial weights from a generator without a fixed seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class OwnGenerator(_Net):
 
 
 class ReadsValues(_Net):
-    """Looks at its weights while it is built."""
+    """Reads values of its weights while it is built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class ReadsValues(_Net):
 
 
 class ForgetsAStep(_Net):
-    """Doubles what it returns, and not in the steps that it declares."""
+    """Doubles its result, but not in the steps that it declares."""
 
     pipeline = (("leave", "body", "head"),)
 
@@ -117,7 +117,7 @@ class ForgetsAStep(_Net):
 
 
 class UsesMore(_Net):
-    """Scales by what another step has."""
+    """Uses a weight of another step."""
 
     pipeline = (("enter", "body"), ("leave", "head"))
 
@@ -132,14 +132,14 @@ class UsesMore(_Net):
 
 
 class Infinite(_Net):
-    """Divides by nothing."""
+    """Divides by zero."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / 0.0
 
 
 class DependsOnRank(_Net):
-    """Computes something else on rank 1."""
+    """Computes another result on rank 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1.0 + RANK)
@@ -153,7 +153,7 @@ class NeedsOptions(_Net):
 
 
 class FitsNothing(nn.Module):
-    """Takes what no built-in data gives."""
+    """Takes inputs that no built-in data provides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,21 +175,21 @@ class _Numbers:
 
 
 class Repeats(_Numbers):
-    """Knows only half as many samples as it says."""
+    """Has only half as many different samples as its length."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return super().__getitem__(index // 2)
 
 
 class RepeatsInBatches(_Numbers):
-    """Fetches the first sample again and again when asked for several."""
+    """Returns copies of the first sample from __getitems__."""
 
     def __getitems__(self, ids: list[int]) -> list[Any]:
         return [self[ids[0]] for _ in ids]
 
 
 class Restless(_Numbers):
-    """Draws random numbers that nobody seeds."""
+    """Draws random numbers without a fixed seed."""
 
     random = True
 
@@ -198,21 +198,21 @@ class Restless(_Numbers):
 
 
 class SecretlyRandom(_Numbers):
-    """Says that it draws no random numbers."""
+    """Draws random numbers, but declares that it draws none."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.rand(2) + index, torch.tensor(0)
 
 
 class NotPicklable(_Numbers):
-    """Holds a function that was made on the spot."""
+    """Holds a lambda."""
 
     def __init__(self) -> None:
         self.transform = lambda x: x
 
 
 class ShardsItself:
-    """A stream that gives every rank only its own samples."""
+    """Stream that yields on every rank only the rank's own samples."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for index in range(RANK, 40, int(os.environ.get("WORLD_SIZE", "1"))):
@@ -228,7 +228,7 @@ class LosesSamples(_Numbers):
 
 # ---------------------------------------------------------------------------------------------- tasks and metrics
 class AveragesPerBatch(Task):
-    """Has the mean of a batch for a loss."""
+    """Returns the mean of a batch as its loss."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch[0])
@@ -236,7 +236,7 @@ class AveragesPerBatch(Task):
 
 
 class NoisyAverage(Task):
-    """Has the mean of a noisy batch for a loss."""
+    """Returns the mean of a noisy batch as its loss."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch[0] + 0.1 * torch.randn_like(batch[0]))
@@ -244,7 +244,7 @@ class NoisyAverage(Task):
 
 
 class ForgetsOutputs(Task):
-    """Returns the loss alone."""
+    """Returns only the loss."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
@@ -262,7 +262,7 @@ class CountsOnes(Task):
 
 
 class SeesItsOwn(Task):
-    """Compares samples with the mean of this rank's."""
+    """Compares samples with the mean of this rank's samples only."""
 
     whole_batch = True
 
@@ -272,7 +272,7 @@ class SeesItsOwn(Task):
 
 
 class LosesGradients(Task):
-    """Compares samples with those of all ranks, of which only its own have gradients."""
+    """Compares samples with the samples of all ranks, but only its own samples have gradients."""
 
     whole_batch = True
 
@@ -288,7 +288,7 @@ class LosesGradients(Task):
 
 
 class LooksAtAll(LosesGradients):
-    """Does it as it should be."""
+    """Compares samples of all ranks, correctly."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch[0])
@@ -297,7 +297,7 @@ class LooksAtAll(LosesGradients):
 
 
 class LosesState(CountsOnes):
-    """Takes back another number than it gave."""
+    """Saves another number than it has."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -332,7 +332,7 @@ class MeanMetric(Metric):
 
 
 class Endless(IterableDataset[tuple[Tensor, int]]):
-    """A stream of torch's own kind, shuffled with its generator: nothing wrong with that."""
+    """Stream of torch's class, shuffled with torch's generator: correct."""
 
     classes = 10
 
@@ -352,7 +352,7 @@ class Empty:
 
 
 class IsALoader(Endless):
-    """A stream that a loader deals out."""
+    """Stream that reads a DataLoader."""
 
     def __init__(self) -> None:
         self.loader: Any = DataLoader(Endless(), batch_size=2)
@@ -362,7 +362,7 @@ class IsALoader(Endless):
 
 
 class ForgetsWhere(ShardedDataset):
-    """Begins every part at its beginning."""
+    """Ignores `skip`: begins every shard at its first sample."""
 
     shard_sizes = (5, 9)
 
@@ -371,7 +371,7 @@ class ForgetsWhere(ShardedDataset):
 
 
 class TooShort(ShardedDataset):
-    """Has less than it says."""
+    """Yields fewer samples than it declares."""
 
     shard_sizes = (5, 9)
 
@@ -379,23 +379,23 @@ class TooShort(ShardedDataset):
         return iter([100.0 * part + number for number in range(skip, 4)])
 
 
-# ---------------------------------------------------------------------------------------------- orders
+# ---------------------------------------------------------------------------------------------- samplers
 class Rolls(BatchSampler):
-    """Draws its samples."""
+    """Draws its samples from an RNG without a fixed seed."""
 
     def __call__(self, step: int) -> list[int]:
         return [random.randrange(100)]
 
 
 class Overshoots(BatchSampler):
-    """Counts on."""
+    """Returns indices beyond the last sample."""
 
     def __call__(self, step: int) -> list[int]:
         return [2 * step]
 
 
 class SaysOnce(BatchSampler):
-    """Comes back to where it was."""
+    """Repeats samples, but declares that each is used once."""
 
     once = True
 
@@ -404,7 +404,7 @@ class SaysOnce(BatchSampler):
 
 
 class LooksAround(EpochBatchSampler):
-    """Sorts the places that it is asked for."""
+    """Sorts the requested places."""
 
     def __init__(self, data: Any, global_batch: int, drop_last: bool) -> None:
         super().__init__(len(data), global_batch=global_batch, drop_last=drop_last)
@@ -413,9 +413,9 @@ class LooksAround(EpochBatchSampler):
         return np.sort(places)
 
 
-# ---------------------------------------------------------------------------------------------- numbers
+# ------------------------------------------------------------------------------------------- optimizers, schedules
 class Forgetful(SGD):
-    """Keeps how far it is in an attribute."""
+    """Keeps its step count in an attribute, not in its state."""
 
     steps = 0
 
@@ -427,7 +427,7 @@ class Forgetful(SGD):
 
 
 def forgetful(params: Any, *, lr: Annotated[float, Field(gt=0, description="Learning rate.")]) -> Optimizer:
-    """Slows down, and begins anew when it is resumed."""
+    """Makes smaller steps over time, and begins again after a resume."""
     return Forgetful(params, lr=lr)
 
 
@@ -439,23 +439,23 @@ class _ByRows(SGD):
 
 
 def by_norm(params: Any, *, lr: Annotated[float, Field(gt=0, description="Learning rate.")]) -> Optimizer:
-    """Makes steps as long as the learning rate, parameter by parameter."""
+    """Divides each parameter's gradient by its norm."""
     return _ByRows(params, lr=lr)
 
 
 def one_group(params: Any, *, lr: Annotated[float, Field(gt=0, description="Learning rate.")]) -> Optimizer:
-    """Throws the groups together."""
+    """Merges the parameter groups."""
     return SGD([parameter for group in params for parameter in group["params"]], lr=lr)
 
 
 def counting(horizon: Horizon) -> Schedule:
-    """Counts its calls instead of looking at the step."""
+    """Counts its calls instead of using the step."""
     calls = iter(range(10**9))
     return lambda step: 1.0 / (1 + next(calls))
 
 
 def negative(horizon: Horizon) -> Schedule:
-    """Falls below zero at the end."""
+    """Returns a negative factor at the end."""
     return lambda step: 1.0 - step / 50
 
 
@@ -467,7 +467,7 @@ def undefined(horizon: Horizon) -> Schedule:
 
 # ---------------------------------------------------------------------------------------------- trackers
 class Raises(Tracker):
-    """Cannot log what is not finite."""
+    """Raises an error for a value that is not finite."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for value in metrics.values():
@@ -475,7 +475,7 @@ class Raises(Tracker):
 
 
 class NeedsItsFolder(Tracker):
-    """Writes and does not look whether it can."""
+    """Writes without a check that it can."""
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         (folder / "mine.txt").write_text("started")
@@ -490,7 +490,7 @@ class StopsAlone(Callback):
 
 
 class ForgetsItsCount(Callback):
-    """Counts steps, and saves nothing of it that it takes back."""
+    """Counts steps and saves the count, but does not load it."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -510,7 +510,7 @@ class StateByRank(Callback):
 
 
 class LeavesWeights(Callback):
-    """Evaluates other weights and does not put the old ones back."""
+    """Evaluates other weights and does not restore the old ones."""
 
     def on_start(self, run: RunContext) -> None:
         self.weights = run.weights
@@ -524,14 +524,14 @@ class LeavesWeights(Callback):
 
 # ---------------------------------------------------------------------------------------------- strategies
 def _changed(replica: Replica, **methods: Callable[[Any], Any]) -> Replica:
-    """The replica with other methods, each made of the one that it had."""
+    """Returns the replica after it has replaced methods; each new method is made from the old one."""
     for name, make in methods.items():
         setattr(replica, name, make(getattr(replica, name)))
     return replica
 
 
 class ForgetsToAverage(DDP):
-    """Never comes to the last micro-batch of a step, in which gradients are averaged."""
+    """Never marks the last micro-batch of a step, in which gradients are averaged."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         return _changed(
@@ -553,7 +553,7 @@ class LosesMicroBatches(DDP):
 
 
 class ClipsEachParameter(DDP):
-    """Clips parameter by parameter."""
+    """Clips each parameter by its own norm."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         def clip(largest: float, norm: Tensor) -> None:
@@ -564,7 +564,7 @@ class ClipsEachParameter(DDP):
 
 
 class SavesRounded(DDP):
-    """Trains well and saves something else."""
+    """Trains correctly, but saves rounded weights."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         def rounded(state: CanonicalState[Any]) -> CanonicalState[Any]:
@@ -581,19 +581,19 @@ class ForgetsMomentum(DDP):
 
 
 class PromisesTooMuch(DDP):
-    """Says that it shards, and does not."""
+    """Declares shards, but does not shard."""
 
     contract = replace(DDP.contract, shards=("optimizer state",))
 
 
 class TrainsApart(ForgetsToAverage):
-    """Says that ranks average weights, and never does it."""
+    """Declares that ranks average weights, but never averages them."""
 
     contract = replace(DDP.contract, averages="weights")
 
 
 class SeesTheSame(DDP):
-    """Both ranks see the same data: nothing wrong with that."""
+    """Both ranks see the same data: correct."""
 
     def setup(self, train: Any, world: World) -> World:
         return super().setup(train, replace(world, dp_ranks=SingleRank()))
@@ -603,7 +603,7 @@ class SeesTheSame(DDP):
 
 
 class CountsTwice(SeesTheSame):
-    """Adds up over all ranks what should be added up over those that see different data."""
+    """Sums over all ranks instead of the data-parallel ranks."""
 
     def setup(self, train: Any, world: World) -> World:
         alone = SingleRank()

@@ -1,4 +1,4 @@
-"""The conformance kit finds what is wrong with a component, and names it, and where."""
+"""Conformance kit: it finds the faults of components, and names each with its place."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -78,14 +78,14 @@ def line_of(text: str) -> int:
         ("NeedsItsFolder", "survives-a-broken-target", "`start` not to raise if its folder cannot be written"),
     ],
 )
-def test_a_fault_is_named_in_its_own_file(name: str, check: str, says: str) -> None:
+def test_fault_is_reported_with_the_component_file(name: str, check: str, says: str) -> None:
     found = failures(name)
     assert check in found
     assert says in found[check].text()
     assert found[check].where.startswith(f"{FILE}:"), found[check].where
 
 
-def test_a_loss_that_looks_at_the_whole_batch_is_no_fault() -> None:
+def test_loss_over_the_whole_batch_is_not_a_fault() -> None:
     assert not failures("LooksAtAll")
 
 
@@ -102,7 +102,7 @@ def test_a_loss_that_looks_at_the_whole_batch_is_no_fault() -> None:
         ),
     ],
 )
-def test_the_place_of_a_fault_is_its_line(name: str, check: str, line: str) -> None:
+def test_fault_is_reported_with_its_line(name: str, check: str, line: str) -> None:
     assert failures(name)[check].where == f"{FILE}:{line_of(line)}"
 
 
@@ -116,7 +116,7 @@ def test_the_place_of_a_fault_is_its_line(name: str, check: str, line: str) -> N
         ("data", "expected  data with __len__ and __getitem__, or with __iter__, "),
     ],
 )
-def test_a_component_of_another_kind_fails_once(kind: str, says: str) -> None:
+def test_component_of_another_kind_fails_one_check(kind: str, says: str) -> None:
     with Kit(find_cases(f"{FILE}:StateByRank", kind=kind), quick=True) as kit:
         (failed,) = [result for result in kit.run() if result.status == "failed"]
     assert failed.check == "builds"
@@ -124,12 +124,12 @@ def test_a_component_of_another_kind_fails_once(kind: str, says: str) -> None:
     assert failed.where.startswith(f"{FILE}:")
 
 
-def test_a_stream_of_torchs_own_kind_is_data() -> None:
+def test_iterable_dataset_of_torch_is_accepted() -> None:
     assert not failures("Endless")
 
 
-def test_one_fault_is_one_failure() -> None:
-    """A component is not blamed for what it does well."""
+def test_one_fault_fails_only_its_own_checks() -> None:
+    """Checks of correct properties pass."""
     for name, expected in (
         ("AveragesPerBatch", {"loss-is-a-sum"}),
         ("Repeats", {"each-sample-once"}),
@@ -143,7 +143,7 @@ def test_one_fault_is_one_failure() -> None:
         assert failures(name).keys() == expected, name
 
 
-def test_what_is_missing_is_said_with_what_to_write_and_where() -> None:
+def test_hint_shows_the_missing_settings_and_their_file() -> None:
     hint = failures("NeedsOptions")["builds"].hints[0]
     assert "write `options = { width = 2 }` below [model.NeedsOptions]" in hint
     assert "ddpforge_testing.toml next to the component" in hint
@@ -152,7 +152,7 @@ def test_what_is_missing_is_said_with_what_to_write_and_where() -> None:
 
 
 class Waits(Tracker):
-    """Each row takes as many seconds of a clock as `seconds` says, over and over."""
+    """Tracker whose `log` takes the next of `seconds`, in a cycle."""
 
     def __init__(self, clock: Clock, seconds: Sequence[float]) -> None:
         self.clock, self.seconds = clock, cycle(seconds)
@@ -165,10 +165,10 @@ class Waits(Tracker):
     ("seconds", "said"),
     [([1.1], "`log` took 1.1 s or more, every time"), ([5, 3, 9, 4], "`log` took 3.0 s or more"), ([0.9, 60], "")],
 )
-def test_a_tracker_that_makes_training_wait_at_every_row_is_told_so(
+def test_tracker_that_is_slow_at_every_row_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, seconds: list[float], said: str
 ) -> None:
-    """One row may meet a busy machine."""
+    """Single slow rows are not a fault: the machine may be busy."""
     clock = Clock()
     monkeypatch.setattr("ddpforge.testing.checks.tracker.time", SimpleNamespace(monotonic=clock))
     case: Any = SimpleNamespace(build=lambda: Waits(clock, seconds))
@@ -201,7 +201,7 @@ SOUND = ["SeesTheSame"]
 
 @pytest.fixture(scope="module")
 def found() -> Callable[[str], dict[str, Result]]:
-    """What is wrong with a component. Those of `make test` are tried together, and those that `make test-all` adds."""
+    """Returns a function that gives a component's failures. Components of `make test` share a kit, as do others."""
 
     @cache
     def together(*, full: bool) -> dict[str, dict[str, Result]]:
@@ -218,8 +218,8 @@ def found() -> Callable[[str], dict[str, Result]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", RANKS)
-def test_a_fault_that_takes_ranks_to_see(found: Callable[[str], dict[str, Result]], name: str) -> None:
-    """The cases share launches: one that fails does not hide what is wrong with the next."""
+def test_fault_that_needs_several_ranks_is_found(found: Callable[[str], dict[str, Result]], name: str) -> None:
+    """Cases share launches: a case that fails does not hide the faults of the next."""
     check, says = RANKS[name]
     assert check in found(name)
     assert says in found(name)[check].text()
@@ -227,5 +227,5 @@ def test_a_fault_that_takes_ranks_to_see(found: Callable[[str], dict[str, Result
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOUND)
-def test_what_is_odd_and_right_is_not_blamed(found: Callable[[str], dict[str, Result]], name: str) -> None:
+def test_unusual_but_correct_components_pass(found: Callable[[str], dict[str, Result]], name: str) -> None:
     assert not found(name)

@@ -1,4 +1,4 @@
-"""What ranks do for the kit: one job leaves nothing behind that the next one could meet."""
+"""Jobs of the kit's ranks: a job leaves nothing behind that disturbs the next."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from ddpforge.testing.multi_rank_runs import _outcome
 
 
 class Saving:
-    """Checkpoints of which one is being written; taking its outcome says that it failed."""
+    """Fake checkpoints with a pending save, which fails."""
 
     pending = True
 
@@ -23,8 +23,8 @@ class Saving:
         raise CheckpointError("the disk is full")
 
 
-def test_a_save_that_is_under_way_when_ranks_disagree_is_waited_for() -> None:
-    """It talks to the other ranks from a thread, as the saves of the next job do: they would hear each other."""
+def test_pending_save_is_waited_for_when_ranks_disagree() -> None:
+    """Saves communicate from a thread: without the wait, the messages of two jobs' saves would mix."""
     saving = Saving()
 
     def fit() -> None:
@@ -38,7 +38,7 @@ def test_a_save_that_is_under_way_when_ranks_disagree_is_waited_for() -> None:
     assert not saving.pending
 
 
-def test_what_a_rank_met_by_itself_counts_more_than_that_another_lost_touch_earlier(tmp_path: Path) -> None:
+def test_own_error_of_a_rank_takes_precedence_over_an_earlier_symptom(tmp_path: Path) -> None:
     def failed(rank: int, error: str, time: float, *, symptom: bool) -> None:
         said = {"time": time, "symptom": symptom, "rank": rank, "error": error, "where": "", "hints": []}
         (tmp_path / f"failed-{rank}.json").write_text(json.dumps(said))

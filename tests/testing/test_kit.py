@@ -1,4 +1,4 @@
-"""The kit's doors: the command, pytest, a distribution, a file, and what its author writes beside it."""
+"""Ways to use the kit: the command, pytest, a distribution, a file, and the author's settings file."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def write(name: str, text: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the command
-def test_a_file_is_tested_without_packaging(folder: Path) -> None:
+def test_local_file_is_tested_without_a_package(folder: Path) -> None:
     write("parts.py", PARTS)
     result = invoke("./parts.py")
     assert result.exit_code == 1
@@ -91,7 +91,7 @@ def test_a_file_is_tested_without_packaging(folder: Path) -> None:
     assert invoke("./parts.py", "--name", "half", "--kind", "schedule").exit_code == 0
 
 
-def test_json(folder: Path) -> None:
+def test_json_output_has_all_results(folder: Path) -> None:
     write("parts.py", PARTS)
     found = json.loads(invoke("parts.py", "--json").stdout)
     assert (found["schema_version"], found["target"], found["passed"]) == (1, "parts.py", False)
@@ -113,7 +113,7 @@ def test_json(folder: Path) -> None:
         (["ddpforge", "--kind", "thing"], "Invalid value for '--kind'"),
     ],
 )
-def test_nothing_to_test_is_an_error_of_usage(arguments: list[str], says: str) -> None:
+def test_target_without_components_is_a_usage_error(arguments: list[str], says: str) -> None:
     write("helpers.py", "def helper(x: int) -> int: ...\n")
     result = invoke(*arguments)
     assert result.exit_code == 2
@@ -125,7 +125,7 @@ def test_quick_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke("ddpforge", "--quick", "--kind", "callback").exit_code == 0
 
 
-def test_ranks_are_not_started_for_checks_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_ranks_start_for_skipped_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     write(
         "parts.py",
         """
@@ -151,7 +151,7 @@ def test_ranks_are_not_started_for_checks_that_are_left_out(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("code", [75, 130, 15])
-def test_stopping_its_ranks_stops_the_kit(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_kit_stops_if_its_ranks_are_stopped(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(
         "ddpforge.testing.multi_rank_runs.run_ranks", lambda *_, **__: CompletedProcess([], code, "", "")
     )
@@ -161,7 +161,7 @@ def test_stopping_its_ranks_stops_the_kit(monkeypatch: pytest.MonkeyPatch, code:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_the_kit_stops_its_ranks(folder: Path, number: signal.Signals) -> None:
+def test_signal_to_the_kit_stops_its_ranks(folder: Path, number: signal.Signals) -> None:
     ranks, before = folder / "ranks", signal.getsignal(signal.SIGTERM)
     ranks.mkdir()
     write("stops.py", STOPS.replace("FOLDER", str(ranks)).replace("NUMBER", str(number.value)))
@@ -173,8 +173,8 @@ def test_stopping_the_kit_stops_its_ranks(folder: Path, number: signal.Signals) 
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-# ---------------------------------------------------------------------------------------------- what authors write
-def test_settings_give_options_companions_and_declarations() -> None:
+# ---------------------------------------------------------------------------------------------- settings of authors
+def test_settings_provide_options_other_components_and_declarations() -> None:
     write(
         "pkg/parts.py",
         '''
@@ -225,7 +225,7 @@ def test_settings_give_options_companions_and_declarations() -> None:
 
 
 @pytest.mark.parametrize("uses", [("GraphNet", "Graphs", "GraphTask"), ("Detector", "Boxes", "Detection")])
-def test_batches_may_be_no_columns_of_tensors(folder: Path, uses: Sequence[str]) -> None:
+def test_batches_may_be_other_objects_than_tensors(folder: Path, uses: Sequence[str]) -> None:
     file, (net, data, task) = folder / "odd_batches.py", uses
     file.write_text((SUPPORT / "odd_batches.py").read_text())
     model, given, trained = (f'{{ use = "./odd_batches.py:{use}" }}' for use in uses)
@@ -269,7 +269,7 @@ def test_settings_may_be_in_pyproject() -> None:
         ("[schedule.half", ["ddpforge_testing.toml cannot be read"]),
     ],
 )
-def test_a_slip_in_the_settings_is_told(settings: str, says: list[str]) -> None:
+def test_errors_in_the_settings_are_reported(settings: str, says: list[str]) -> None:
     write("parts.py", PARTS)
     write("ddpforge_testing.toml", settings)
     result = invoke("parts.py")
@@ -278,7 +278,7 @@ def test_a_slip_in_the_settings_is_told(settings: str, says: list[str]) -> None:
         assert text in result.stderr
 
 
-def test_here_is_the_folder_of_the_settings() -> None:
+def test_here_in_settings_is_their_folder() -> None:
     write(
         "parts.py",
         '''
@@ -334,7 +334,7 @@ def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"console_scripts": {"half": "halves:half"}}, ["is installed, but has no entry points for ddpforge"]),
     ],
 )
-def test_entry_points_that_nobody_reads_are_told(
+def test_entry_points_in_unknown_groups_are_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, entries: dict[str, dict[str, str]], says: list[str]
 ) -> None:
     install(folder / "site", "odd-dist", entries, modules={"halves.py": PARTS})
@@ -345,14 +345,14 @@ def test_entry_points_that_nobody_reads_are_told(
         assert text in result.stderr
 
 
-def test_a_hidden_distribution_is_said_to_be_hidden(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_distribution_is_reported(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPFORGE_DISABLE_PLUGINS", "halves_dist")
     result = invoke("halves-dist")
     assert result.exit_code == 2
     assert "`halves-dist` is disabled by DDPFORGE_DISABLE_PLUGINS" in result.stderr
 
 
-def test_a_component_that_cannot_be_imported_fails_once(site: Path) -> None:
+def test_component_that_cannot_be_imported_fails_one_check(site: Path) -> None:
     with Kit(find_cases("halves_dist", kind="task"), quick=True) as kit:
         results = list(kit.run())
     assert [result.check for result in results if result.status == "failed"] == ["importable"]
@@ -361,7 +361,7 @@ def test_a_component_that_cannot_be_imported_fails_once(site: Path) -> None:
 
 
 @pytest.mark.parametrize(("api", "passes"), [(PLUGIN_API, True), (PLUGIN_API + 1, False), ('"one"', False)])
-def test_a_plugin_for_a_newer_ddpforge_is_refused_in_words(folder: Path, api: object, passes: bool) -> None:
+def test_plugin_for_a_newer_api_is_rejected_with_a_clear_message(folder: Path, api: object, passes: bool) -> None:
     write("parts.py", f"{dedent(PARTS)}\nddpforge_plugin_api = {api}\n")
     result = invoke("./parts.py:half")
     if passes:
@@ -376,7 +376,10 @@ def test_a_plugin_for_a_newer_ddpforge_is_refused_in_words(folder: Path, api: ob
 def test_pytest_has_a_test_for_every_check(site: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "ddpforge.testing", "-v"]
-    entry = ["-p", "ddpforge.pytest_options"]  # an installed ddpforge says so by an entry point; this one may be older
+    entry = [
+        "-p",
+        "ddpforge.pytest_options",
+    ]  # an installed ddpforge has an entry point for it; this installation may be older
     installed = "pytest11" in _entry_points()
     done = subprocess.run(
         [*command, *([] if installed else entry), "--ddpforge-dist=halves-dist", "--ddpforge-kind=schedule"],
@@ -408,7 +411,7 @@ def test_every_built_in_component_keeps_its_contract() -> None:
         *(pytest.param(kind, (), marks=pytest.mark.full) for kind in ("model", "callback", "data")),
     ],
 )
-def test_built_in_components_are_the_same_on_all_ranks(kind: str, names: Sequence[str]) -> None:
+def test_built_in_components_pass_the_checks_with_ranks(kind: str, names: Sequence[str]) -> None:
     conform("ddpforge", kind=kind, names=names)
 
 
@@ -416,5 +419,5 @@ def test_built_in_components_are_the_same_on_all_ranks(kind: str, names: Sequenc
 @pytest.mark.parametrize(
     "name", [entry.name for entry in Registry.installed().entries("strategy") if entry.distribution == "ddpforge"]
 )
-def test_built_in_strategies_train_alike(name: str) -> None:
+def test_built_in_strategies_pass_the_checks(name: str) -> None:
     conform("ddpforge", kind="strategy", names=[name])

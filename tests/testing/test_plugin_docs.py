@@ -1,4 +1,4 @@
-"""The tutorial and the how-to of plugins say what happens: their code is run as they tell it."""
+"""Tutorial and how-to of plugins: their code runs with the results that they show."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def focal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder as the tutorial leaves it."""
+    """Writes the files of the tutorial, and returns their folder."""
     monkeypatch.chdir(tmp_path)
     for text in blocks("python"):
         (tmp_path / text.split()[1]).write_text(text)
@@ -35,13 +35,13 @@ def focal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_is_less_than_40_lines_of_code() -> None:
+def test_tutorial_has_less_than_40_lines_of_code() -> None:
     component, test = blocks("python")
     lines = [line for line in (component + test + blocks("toml")[1]).splitlines() if line.strip()]
     assert len([line for line in lines if not line.startswith("#")]) < 40
 
 
-def test_the_file_passes_and_the_mistake_is_found_in_the_words_shown(focal: Path) -> None:
+def test_tutorial_file_passes_and_its_mistake_gives_the_message_shown(focal: Path) -> None:
     invoke = CliRunner().invoke
     with forgetting_modules_below(focal):
         assert invoke(main, ["plugins", "test", "./focal.py"]).exit_code == 0
@@ -56,8 +56,8 @@ def test_the_file_passes_and_the_mistake_is_found_in_the_words_shown(focal: Path
 
 
 @pytest.mark.full
-def test_the_package_installs_and_passes_its_own_test_and_trains(focal: Path) -> None:
-    """What `plugins new` writes is installed and tested like this in `tests/components/test_scaffold.py`."""
+def test_tutorial_package_installs_passes_its_tests_and_trains(focal: Path) -> None:
+    """Tests of packages that `plugins new` writes are in `tests/components/test_scaffold.py`."""
     offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *offline, "--target", "site", "."]
     subprocess.run(command, check=True, capture_output=True)
@@ -71,7 +71,7 @@ def test_the_package_installs_and_passes_its_own_test_and_trains(focal: Path) ->
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_how_to_names_every_check_and_every_key() -> None:
+def test_how_to_names_every_check_and_every_key() -> None:
     page = (DOCS / "how-to/test-a-plugin.md").read_text()
     table = page.partition("## What is checked")[2]
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Ranks that are forked for a plugin's tests: real ones, whose end is told."""
+"""Forked ranks for a plugin's tests: real ranks, with their exit codes and output."""
 
 import json
 import os
@@ -17,7 +17,7 @@ train = { length = "2st", global_batch = 8 }
 """
 
 
-def test_two_ranks_train_together_and_the_environment_stays_as_it_was(tmp_path: Path) -> None:
+def test_two_ranks_train_and_the_environment_is_restored(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(RECIPE)
     before = dict(os.environ)
     done = run_ddpforge("run", "tiny.toml", cwd=tmp_path, ranks=2)
@@ -28,7 +28,7 @@ def test_two_ranks_train_together_and_the_environment_stays_as_it_was(tmp_path: 
     assert dict(os.environ) == before
 
 
-def test_a_mistake_is_told_with_its_exit_code(tmp_path: Path) -> None:
+def test_recipe_error_returns_its_exit_code_and_message(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(RECIPE.replace("sgd", "sdg"))
     done = run_ddpforge("run", "tiny.toml", cwd=tmp_path)
 

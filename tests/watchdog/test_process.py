@@ -1,4 +1,4 @@
-"""A rank's process, seen from beside: its stacks and those of its loader processes, one after the other."""
+"""Monitored process of a rank: its stacks and the stacks of its data workers, one after the other."""
 
 import faulthandler
 import os
@@ -17,12 +17,12 @@ def in_the_rank(pipe: int) -> None:
 
 def in_a_loader(pipe: int, number: int) -> None:
     if number:
-        in_a_loader(pipe, number - 1)  # stacks of many lines, which would mix
+        in_a_loader(pipe, number - 1)  # long stacks, which would mix
     os.write(pipe, b"l")
     time.sleep(1000)
 
 
-def test_stacks_of_a_rank_and_of_loader_processes_do_not_mix() -> None:
+def test_stacks_of_a_rank_and_of_its_data_workers_do_not_mix() -> None:
     stacks, (ready, pipe) = os.memfd_create("stacks"), os.pipe()
     rank = os.fork()
     if rank == 0:
@@ -37,7 +37,7 @@ def test_stacks_of_a_rank_and_of_loader_processes_do_not_mix() -> None:
             os.read(ready, 1)
         words = memoryview(bytearray(WORDS * 8)).cast("q")
         process = Process(rank, words, stacks, threading.get_ident())
-        for _ in range(2):  # asked twice, each time the stacks of that moment
+        for _ in range(2):  # two requests, each with the current stacks
             found = process.stacks()
             own, *loaders = found.split("forked by the rank:\n")
             assert "in in_the_rank" in own

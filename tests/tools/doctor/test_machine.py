@@ -1,4 +1,4 @@
-"""What one machine says about itself: what is fine, what is not, and how to mend that."""
+"""Checks of `ddpforge doctor` on one host: findings, their levels, and fixes."""
 
 import os
 import resource
@@ -25,10 +25,10 @@ def only(findings: Iterable[Finding]) -> Finding:
     return finding
 
 
-def test_packages_that_fit_are_listed_and_others_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_packages_are_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(machine.packages()) == ["ok"]
     wanted = ["torch>=99", "nonsuch>=1,<2", "pytest>=1000; extra == 'dev'", "absent; extra == 'other'"]
-    wanted.append("click==8.0; extra == 'bench'")  # says what was measured
+    wanted.append("click==8.0; extra == 'bench'")  # records the measured version
     monkeypatch.setattr(machine, "requires", lambda _: wanted)
     torch, nonsuch, extra, _ = machine.packages()
     assert (torch.level, torch.fix) == ("error", "pip install 'torch>=99'")
@@ -41,7 +41,7 @@ def test_packages_that_fit_are_listed_and_others_named_with_the_command(monkeypa
     ("size", "workers", "level"),
     [(64 << 20, 4, "warning"), (64 << 20, None, "warning"), (64 << 20, 0, "note"), (8 << 30, 4, "ok")],
 )
-def test_dockers_64_mib_of_shared_memory(
+def test_small_shared_memory_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, workers: int | None, level: str
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(size, 0, size))
@@ -54,14 +54,14 @@ def test_dockers_64_mib_of_shared_memory(
     ("soft", "hard", "fix"),
     [(1024, 4096, "ulimit -n 4096"), (256, 256, "raise the hard limit: docker run --ulimit nofile=65536")],
 )
-def test_few_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, fix: str) -> None:
+def test_low_limit_of_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, fix: str) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(machine, "_INFINIBAND", Path("/nowhere"))
     found = next(iter(machine.limits()))
     assert (found.level, found.what, found.fix) == ("warning", f"a process may open {soft} files", fix)
 
 
-def test_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert only(machine._cores(2)) == ok("2 of 8 CPU cores")
@@ -78,7 +78,7 @@ def test_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], None, "warning"),
     ],
 )
-def test_a_name_that_leads_nowhere_else(
+def test_host_name_that_resolves_to_loopback_is_reported(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], best: str | None, level: str
 ) -> None:
     monkeypatch.delenv(GLOO, raising=False)
@@ -91,22 +91,22 @@ def test_a_name_that_leads_nowhere_else(
         assert found.fix == "export GLOO_SOCKET_IFNAME=… (eth0, eth1), or correct /etc/hosts"
 
 
-def test_a_folder_of_temporary_files_that_takes_no_sockets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_path_of_the_temporary_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/" + 100 * "x")
     assert any("temporary files is too long for loader processes" in found.what for found in machine.limits())
     assert not any("temporary files" in found.what for found in machine.limits(workers=0))
 
 
-def test_interfaces_that_variables_name_and_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_interfaces_in_variables_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "nope0")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "l,^docker")  # prefixes, for NCCL: lo
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "l,^docker")  # NCCL matches prefixes: lo
     assert [each.what for each in machine.names() if each.level == "error"] == [
         "GLOO_SOCKET_IFNAME=nope0, but there is no interface nope0",
         "NCCL_SOCKET_IFNAME=l,^docker, but there is no interface ^docker",
     ]
 
 
-def test_variables_that_make_training_slow_and_those_worth_knowing() -> None:
+def test_slow_variables_are_warnings_and_others_are_listed() -> None:
     environ = {
         **{"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
         **{"NCCL_SOCKET_IFNAME": "ib0", "HOME": "/root", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"},
@@ -121,7 +121,7 @@ def test_variables_that_make_training_slow_and_those_worth_knowing() -> None:
     assert list(machine.variables({"HOME": "/root"})) == []
 
 
-def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_for_checkpoints_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 3 << 30))
     monkeypatch.setattr(machine, "writing_speed", lambda _: 100 * 2.0**20)
     folder = tmp_path / "new/runs"
@@ -132,12 +132,12 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (full.level, "4 checkpoints of 1,024.0 MiB do not fit" in full.what) == ("error", True)
 
 
-def test_the_speed_of_a_disk_is_measured_and_nothing_left_there(tmp_path: Path) -> None:
+def test_writing_speed_leaves_no_files(tmp_path: Path) -> None:
     assert machine.writing_speed(tmp_path) > 1 << 20
     assert not list(tmp_path.iterdir())
     assert only(machine.files(Path("/proc/nowhere"), None, 0)).level == "error"
 
 
-def test_what_hosts_have_found_alike_is_said_once() -> None:
+def test_same_finding_of_several_hosts_is_reported_once() -> None:
     told = [("a", [ok("x"), error("y", "mend")]), ("b", [ok("x")]), ("b", [])]
     assert merged(told) == [Finding("ok", "x", "", ("a", "b")), Finding("error", "y", "mend", ("a",))]

@@ -1,4 +1,4 @@
-"""`ddpforge parity`: what a strategy is called, what counts as drift, and whether real runs are told apart rightly."""
+"""`ddpforge parity`: the notation of strategies, the definition of drift, and comparisons of real runs."""
 
 import json
 import math
@@ -46,7 +46,7 @@ REGISTRY = Registry(
         ("ddp:compression = 'a:b,c=d@7'", "ddp", ("compression = 'a:b,c=d@7'",), 2),
         ('ddp:"x=1"', "ddp", ('bucket_cap_mb="x=1"',), 2),
         ("ddp:[1, [2, 3]]@3", "ddp", ("bucket_cap_mb=[1, [2, 3]]",), 3),
-        ("ddp:static", "ddp", ("bucket_cap_mb=static",), 2),  # and not `static` of a module ddp
+        ("ddp:static", "ddp", ("bucket_cap_mb=static",), 2),  # not the attribute `static` of a module ddp
         ("zero:3", "zero", ("bucket_cap_mb=3",), 2),
         ("forge_extras:zero", "forge_extras:zero", (), 2),
         ("forge-extras:zero:3@4", "forge-extras:zero", ("bucket_cap_mb=3",), 4),
@@ -57,7 +57,7 @@ REGISTRY = Registry(
         ("ddpforge.strategies.ddp:DDP:5", "ddpforge.strategies.ddp:DDP", ("bucket_cap_mb=5",), 2),
     ],
 )
-def test_a_strategy_is_its_name_its_options_and_a_number_of_ranks(
+def test_strategy_spec_has_name_options_and_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, text: str, use: str, options: tuple[str, ...], ranks: int
 ) -> None:
     monkeypatch.chdir(SUPPORT)
@@ -84,7 +84,7 @@ def test_a_strategy_is_its_name_its_options_and_a_number_of_ranks(
         ("./wrong_strategies.py:Slps", "has no `Slps`", "did you mean `Slips`?"),
     ],
 )
-def test_what_is_wrong_with_a_strategy_is_shown_where_it_is_written(
+def test_error_in_a_strategy_spec_has_its_place(
     monkeypatch: pytest.MonkeyPatch, text: str, message: str, hint: str
 ) -> None:
     monkeypatch.chdir(SUPPORT)
@@ -114,7 +114,7 @@ REFERENCE = Record(ROWS, INITIAL, FINAL)
 
 
 def run_with(rows: Mapping[int, Mapping[str, Any]] = {}, **tensors: Mapping[str, Any]) -> Record:
-    """The reference run with other values, by step, and with other tensors."""
+    """Returns the reference run with other values, by step, and with other tensors."""
     changed = [{**row, **rows.get(number, {})} for number, row in enumerate(ROWS, start=1)]
     initial, final = ({**old, **tensors.get(key, {})} for key, old in (("initial", INITIAL), ("final", FINAL)))
     return Record(changed, initial, {name: x for name, x in final.items() if x is not None})
@@ -125,12 +125,12 @@ def found(run: Record, reference: Record = REFERENCE) -> dict[str, Quantity]:
 
 
 def verdict(run: Record, reference: Record = REFERENCE) -> tuple[str, int] | None:
-    """Which quantity drifts first, and when."""
+    """Returns the name and step of the first quantity that drifts."""
     drift = first_drift(compare(run, reference, FP32))
     return (drift[0].name, drift[1].step) if drift else None
 
 
-def test_a_run_is_the_same_as_itself() -> None:
+def test_identical_runs_have_no_drift() -> None:
     quantities = found(REFERENCE)
     assert [*quantities] == ["initial weights", "lr", "train/loss", "train/grad_norm", "weights", "buffers"]
     assert all(quantity.largest.difference == 0 for quantity in quantities.values())
@@ -149,39 +149,39 @@ def test_differences_are_relative_to_the_reference() -> None:
     [
         ({3: {"train/loss": 2 / 3 + 1e-4}}, ("train/loss", 3)),
         ({3: {"train/loss": 2 / 3 + 1e-4}, 2: {"train/grad_norm": 0.501}}, ("train/grad_norm", 2)),
-        ({3: {"train/loss": 9.0, "train/grad_norm": 9.0, "lr": 9.0}}, ("lr", 3)),  # the cause comes first
+        ({3: {"train/loss": 9.0, "train/grad_norm": 9.0, "lr": 9.0}}, ("lr", 3)),  # the learning rate is checked first
         ({2: {"train/grad_norm": 0.50001}}, None),
-        ({2: {"lr": 0.05 * (1 + 1e-11)}}, ("lr", 2)),  # a function of the step, not of rounding
+        ({2: {"lr": 0.05 * (1 + 1e-11)}}, ("lr", 2)),  # a function of the step, without rounding
         ({4: {"train/loss": NAN}}, ("train/loss", 4)),
         ({4: {"train/loss": INF}}, ("train/loss", 4)),
         ({4: {"train/loss": None}}, ("train/loss", 4)),
     ],
 )
-def test_the_first_step_beyond_its_tolerance_is_the_drift(
+def test_drift_is_the_first_step_beyond_its_tolerance(
     changes: dict[int, dict[str, Any]], expected: tuple[str, int] | None
 ) -> None:
     assert verdict(run_with(changes)) == expected
 
 
-def test_what_is_not_finite_in_both_runs_is_no_drift() -> None:
+def test_same_nonfinite_values_in_both_runs_are_not_drift() -> None:
     odd = {2: {"train/loss": NAN, "train/grad_norm": INF}}
     assert verdict(run_with(odd), run_with(odd)) is None
     assert verdict(run_with(odd), run_with({2: {"train/loss": INF, "train/grad_norm": INF}})) == ("train/loss", 2)
 
 
-def test_a_loss_that_has_come_down_to_noise_is_measured_against_where_it_came_from() -> None:
+def test_tiny_loss_is_compared_relative_to_its_initial_value() -> None:
     tiny = {5: {"train/loss": 1e-9}}
     assert verdict(run_with({5: {"train/loss": 2e-9}}), run_with(tiny)) is None
     assert verdict(run_with({5: {"train/loss": 1e-6}}), run_with(tiny)) == ("train/loss", 5)
 
 
-def test_zero_is_compared_too() -> None:
+def test_losses_of_zero_are_compared() -> None:
     still = {step: {"train/loss": 0.0} for step in range(1, 6)}
     assert verdict(run_with(still), run_with(still)) is None
     assert verdict(run_with({**still, 2: {"train/loss": 1e-30}}), run_with(still)) == ("train/loss", 2)
 
 
-def test_a_run_that_ends_early_drifts_there_and_its_weights_are_not_compared() -> None:
+def test_run_that_ends_early_drifts_at_its_end_without_a_comparison_of_weights() -> None:
     short = Record(ROWS[:3], INITIAL, INITIAL)
     for run, reference in ((short, REFERENCE), (REFERENCE, short)):
         assert verdict(run, reference) == ("steps", 4)
@@ -196,7 +196,7 @@ def test_gradient_norms_of_ranks_that_average_weights_are_not_compared() -> None
         assert verdict(run, reference) is None
 
 
-def test_weights_are_compared_as_a_whole_with_the_way_that_they_went() -> None:
+def test_weight_difference_is_relative_to_the_distance_from_the_initial_weights() -> None:
     moved = math.hypot(0.2, 0.1)
     changed = {"w": FINAL["w"] + torch.tensor([3e-5, 0.0]), "b": FINAL["b"] + torch.tensor([0.0, 4e-5])}
     weights = found(run_with(final=changed))["weights"]
@@ -205,7 +205,7 @@ def test_weights_are_compared_as_a_whole_with_the_way_that_they_went() -> None:
     assert verdict(run_with(final={"w": FINAL["w"] + 1e-3})) == ("weights", 5)
 
 
-def test_weights_that_hardly_moved_are_compared_with_their_size() -> None:
+def test_weights_that_hardly_moved_are_compared_relative_to_their_norm() -> None:
     still = run_with(final={"w": INITIAL["w"], "b": INITIAL["b"]})
     assert found(run_with(final={"w": INITIAL["w"] + 1e-6, "b": INITIAL["b"]}), still)[
         "weights"
@@ -225,17 +225,17 @@ def test_weights_that_hardly_moved_are_compared_with_their_size() -> None:
         ({"initial": {"b": torch.tensor([0.0, 1e-4])}}, "initial weights", "b"),
     ],
 )
-def test_every_tensor_counts(tensors: dict[str, Any], expected: str, where: str) -> None:
+def test_difference_in_any_tensor_is_drift(tensors: dict[str, Any], expected: str, where: str) -> None:
     run = run_with(**tensors)
     assert verdict(run) == (expected, 0 if expected == "initial weights" else 5)
     assert found(run)[expected].where == where
 
 
-def test_what_is_infinite_in_the_reference_is_no_excuse() -> None:
+def test_infinite_reference_value_is_drift() -> None:
     assert verdict(REFERENCE, run_with(initial={"w": torch.tensor([INF, 4.0])})) == ("initial weights", 0)
 
 
-def test_a_weight_that_neither_checkpoint_holds_is_missed() -> None:
+def test_weight_missing_in_both_checkpoints_is_drift() -> None:
     lost = run_with(final={"w": None})
     assert verdict(lost, lost) == ("weights", 5)
 
@@ -286,7 +286,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compared(zygote: Zygote, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
-    """`parity` with ranks that are forked, which is quick; `test_the_command_from_end_to_end` has the real launcher."""
+    """Returns `parity` with forked ranks, which are fast; tests/cli/test_parity.py starts the launcher."""
 
     def launch(command: Sequence[str], *, nproc: int, output: IO[bytes], variables: Any) -> int:
         ended = zygote.run(command[command.index("run") :], nproc=nproc, cwd=folder)
@@ -305,7 +305,7 @@ def drift(report: ParityReport, number: int) -> tuple[str, int] | None:
     return (first[0].name, first[1].step) if first else None
 
 
-def test_right_strategies_are_the_same_and_wrong_ones_are_found_out(compared: Compare) -> None:
+def test_correct_strategies_do_not_drift_and_wrong_ones_do(compared: Compare) -> None:
     wrong = "./wrong_strategies.py"
     report = compared("ddp", "single@1", f"{wrong}:ForgetsToAverage", f"{wrong}:Slips", f"{wrong}:Slips:2@4")
     assert [drift(report, number) for number in range(5)] == [
@@ -319,11 +319,11 @@ def test_right_strategies_are_the_same_and_wrong_ones_are_found_out(compared: Co
     assert slip is not None
     assert slip[1].difference == pytest.approx(0.1, rel=1e-3)
     assert not report.same
-    assert not Path("tracked").exists()  # the recipe's own trackers are off
+    assert not Path("tracked").exists()  # parity disables the recipe's trackers
 
 
 def test_every_run_begins_with_the_weights_of_the_first(compared: Compare) -> None:
-    """And one that by itself would not is found out all the same."""
+    """Reports a strategy that would begin with other weights by itself."""
     elsewhere = compared("ddp", "./wrong_strategies.py:BeginsElsewhere").verdicts[1]
     initial, *others = elsewhere.quantities
     assert (initial.name, elsewhere.drift) == ("initial weights", (initial, initial.points[0]))
@@ -332,13 +332,13 @@ def test_every_run_begins_with_the_weights_of_the_first(compared: Compare) -> No
     assert {"train/loss", "weights", "eval/accuracy"} <= {quantity.name for quantity in others}
 
 
-def test_what_reaches_the_checkpoint_is_compared(compared: Compare) -> None:
+def test_weights_in_the_checkpoint_are_compared(compared: Compare) -> None:
     report = compared("ddp", "./wrong_strategies.py:SavesRounded")
     assert drift(report, 1) == ("weights", 4)
 
 
-def test_the_recipes_own_learning_rate_and_its_end_hold(compared: Compare) -> None:
-    """15 steps in an epoch: a schedule that were squeezed into those of the comparison would be another one."""
+def test_learning_rate_schedule_and_length_of_the_recipe_are_kept(compared: Compare) -> None:
+    """Uses 15 steps per epoch: a schedule compressed to the compared steps would have other rates."""
     report = compared("single", "ddp", ranks=1, steps=4)
     rates = next(quantity for quantity in report.verdicts[1].quantities if quantity.name == "lr")
     assert [point.value for point in rates.points] == pytest.approx([0.001, 0.002, 0.003, 0.004])
@@ -357,7 +357,7 @@ def test_the_folders_of_the_runs_are_kept(compared: Compare, folder: Path) -> No
     assert "seed = 5" in (folder / "out/1-ddp/recipe.resolved.toml").read_text()
 
 
-def test_a_run_that_fails_ends_it_with_its_words_and_its_code(compared: Compare, folder: Path) -> None:
+def test_failed_run_ends_parity_with_its_message_and_exit_code(compared: Compare, folder: Path) -> None:
     with pytest.raises(RunFailed) as caught:
         compared("ddp", "./wrong_strategies.py:GivesUp", "ddp@1", steps=1)
     assert caught.value.code == ExitCode.ENVIRONMENT
@@ -370,10 +370,10 @@ def test_a_run_that_fails_ends_it_with_its_words_and_its_code(compared: Compare,
     ("gpus", "device", "hidden"),
     [(0, "auto", False), (1, "auto", True), (2, "auto", False), (1, "cpu", False), (1, "cuda", False)],
 )
-def test_all_are_compared_on_the_cpu_where_there_are_too_few_gpus(
+def test_all_runs_use_the_cpu_if_there_are_too_few_gpus(
     monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int, device: str, hidden: bool
 ) -> None:
-    """One for each process of the largest run; what the recipe itself asks for, it gets, or a refusal."""
+    """Needs a GPU for each process of the largest run. A device in the recipe is used, or it is an error."""
     told: list[Any] = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("ddpforge.launchers.process.launch", lambda *_, variables, **__: told.append(variables) or 1)
@@ -394,14 +394,14 @@ def test_stopping_a_run_stops_the_comparison(monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.message == "stopped during the run of `ddp`; nothing was compared"
 
 
-# ---------------------------------------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------------------------------------- errors
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpforge.launchers.process.launch", None)
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_all_mistakes_are_told_at_once_each_at_its_place(folder: Path) -> None:
+def test_all_errors_are_reported_at_once_with_their_places(folder: Path) -> None:
     strategies = ["dpp", "ddp:bucket_cap_mb=-1", "ddp@5", "ddp:compression=zip:powersgd=1", "ddp"]
     with pytest.raises(RecipeError) as caught:
         parity("tiny.toml", strategies, ranks=2, steps=1, out=folder / "out", sets=["train.lenght=1ep"])
@@ -420,7 +420,7 @@ def test_all_mistakes_are_told_at_once_each_at_its_place(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_one_strategy_is_too_few_and_a_used_folder_is_refused(folder: Path) -> None:
+def test_single_strategy_and_non_empty_folder_are_rejected(folder: Path) -> None:
     with pytest.raises(UsageError, match="nothing to compare with"):
         parity("tiny.toml", ["ddp"], ranks=2, steps=1, out=folder / "out")
     with pytest.raises(UsageError, match="is not empty"):

@@ -1,4 +1,4 @@
-"""Metrics of runs, sorted into charts and thinned out."""
+"""Charts of runs: metrics grouped into charts, and long curves reduced to fewer points."""
 
 import math
 
@@ -11,7 +11,7 @@ def rows(count: int, **metrics: float) -> list[dict[str, float]]:
     return [{"step": step, "attempt": 1, "time": 100.0 + 36 * step, **metrics} for step in range(1, count + 1)]
 
 
-def test_curves_are_drawn_with_those_that_they_are_compared_to() -> None:
+def test_related_metrics_share_a_chart() -> None:
     metrics = [
         "samples",
         "train/grad_norm",
@@ -40,13 +40,13 @@ def test_curves_are_drawn_with_those_that_they_are_compared_to() -> None:
     assert [curve.run for curve in found[0].curves] == [0, 0, 0, 1]
 
 
-def test_a_point_knows_its_step_and_its_hour() -> None:
+def test_points_have_steps_and_hours() -> None:
     ((chart,),) = [charts([rows(3, lr=0.5)])]
     (curve,) = chart.curves
     assert (curve.steps, curve.hours, curve.values) == ([1, 2, 3], [0.0, 0.01, 0.02], [0.5, 0.5, 0.5])
 
 
-def test_a_long_curve_keeps_its_spike_and_says_how_long_it_was() -> None:
+def test_reduced_curve_keeps_its_extremes_and_its_count() -> None:
     found = rows(100_000, lr=0.5)
     found[77_776]["lr"] = 9.0
     ((curve,),) = [chart.curves for chart in charts([found])]
@@ -56,12 +56,12 @@ def test_a_long_curve_keeps_its_spike_and_says_how_long_it_was() -> None:
     assert curve.lowest == (1, 0.5)
 
 
-def test_many_curves_share_the_room_of_a_page() -> None:
+def test_many_curves_share_the_limit_of_points_per_page() -> None:
     found = charts([rows(1000, **{f"m{number}": 1.0 for number in range(400)})])
     assert sum(len(chart.curves[0].values) for chart in found) <= 40_000
 
 
-def test_what_is_not_finite_is_no_point_but_is_known() -> None:
+def test_nonfinite_values_are_listed_apart_from_points() -> None:
     found = rows(4, lr=0.5)
     found[1]["lr"] = math.nan
     ((curve,),) = [chart.curves for chart in charts([found])]
@@ -69,7 +69,7 @@ def test_what_is_not_finite_is_no_point_but_is_known() -> None:
 
 
 @pytest.mark.parametrize(("counts", "steps"), [([], []), ([1, 1, 3, 3], [2, 4]), ([0, 0, 0, 0], [])])
-def test_steps_were_skipped_where_their_count_has_grown(counts: list[float], steps: list[int]) -> None:
+def test_skipped_steps_are_found_by_the_growth_of_their_count(counts: list[float], steps: list[int]) -> None:
     found = rows(5)
     for row, count in zip(found[1:], counts, strict=False):
         row["train/skipped_steps"] = count

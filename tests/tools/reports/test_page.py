@@ -1,4 +1,4 @@
-"""The page of a report: what is on it, and what real browsers make of it."""
+"""Page of a report: its content, and its behaviour in a browser."""
 
 import json
 import math
@@ -24,7 +24,7 @@ ATTACK = "</script><script>document.title = 'taken'</script><b>bold</b>"
 
 
 def rows(count: int, resumed_at: int) -> list[dict[str, Any]]:
-    """Of a run that was resumed, skipped three steps and had one loss that was not finite."""
+    """Returns rows of a resumed run with three skipped steps and one loss that is not finite."""
     found = []
     for step in range(1, count + 1):
         row: dict[str, Any] = {"step": step, "attempt": 1 + (step >= resumed_at), "time": 1e9 + step, "lr": 0.1 / step}
@@ -59,7 +59,7 @@ def filled(path: Path, count: int, **optimizer: float) -> RunFolder:
     return folder
 
 
-def test_all_of_a_run_is_told(run: RunFolder) -> None:
+def test_report_has_attempts_recipe_commands_and_media(run: RunFolder) -> None:
     run.path.joinpath("env.json").write_text(
         json.dumps(
             {
@@ -90,7 +90,7 @@ def test_all_of_a_run_is_told(run: RunFolder) -> None:
     ]
 
 
-def test_only_the_newest_that_was_shown_is_on_the_page_and_what_is_too_large_is_named(run: RunFolder) -> None:
+def test_page_has_the_newest_media_and_names_files_that_are_too_large(run: RunFolder) -> None:
     for step in range(20, 80, 10):
         (run.path / f"shown/samples/step-{step:09}.png").write_bytes(encoded(np.full((2, 2), step, np.uint8), "image"))
     (run.path / "shown/samples/step-000000080.png").write_bytes(bytes(700_000))
@@ -100,14 +100,14 @@ def test_only_the_newest_that_was_shown_is_on_the_page_and_what_is_too_large_is_
     assert one.left_out == 4
 
 
-def test_a_run_that_has_not_begun_is_a_page_too(tmp_path: Path) -> None:
+def test_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
     page = render(gather([made(tmp_path / "new", state=None)]))
     assert "new" in page
 
 
 # ---------------------------------------------------------------------------------------------- in a browser
 class Seen:
-    """A page in a browser, and what it complained of."""
+    """Page in a browser, and its console messages, errors and requests."""
 
     def __init__(self, browser: Browser, **options: Any) -> None:
         self.page: Page = browser.new_page(**options)
@@ -118,7 +118,7 @@ class Seen:
 
 
 def opened(browser: Browser, folder: Path, runs: list[RunFolder], **options: Any) -> Seen:
-    """The report on `runs`, opened as a file."""
+    """Opens the report on `runs` as a file."""
     file = folder / "report.html"
     file.write_text(render(gather(runs)), encoding="utf-8")
     seen = Seen(browser, **options)
@@ -129,10 +129,10 @@ def opened(browser: Browser, folder: Path, runs: list[RunFolder], **options: Any
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_two_runs_are_drawn_readable_for_everybody(
+def test_page_of_two_runs_is_readable_and_accessible(
     browser: Browser, tmp_path: Path, run: RunFolder, width: int, scheme: Any
 ) -> None:
-    """No complaint, nothing fetched, no scrolling sideways, and the rules of WCAG that a program can check."""
+    """Checks: no errors, no requests, no horizontal scrolling, and the WCAG rules that a program can check."""
     other = filled(tmp_path / "runs" / "second", 50, lr=0.5)
     seen = opened(browser, tmp_path, [run, other], viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = seen.page
@@ -149,9 +149,7 @@ def test_two_runs_are_drawn_readable_for_everybody(
     assert found.violations_count == 0, found.generate_report()
 
 
-def test_keys_move_from_point_to_point_and_the_values_are_said(
-    browser: Browser, tmp_path: Path, run: RunFolder
-) -> None:
+def test_arrow_keys_move_between_points_and_announce_values(browser: Browser, tmp_path: Path, run: RunFolder) -> None:
     page = opened(browser, tmp_path, [run]).page
     page.locator(".chart").first.focus()
     for key, said in [("ArrowRight", "step 1: train/loss 1.9801"), ("End", "step 100: train/loss 0.73576")]:
@@ -160,7 +158,7 @@ def test_keys_move_from_point_to_point_and_the_values_are_said(
     assert "eval/loss 0.9197" in page.locator("#announcer").inner_text()
 
 
-def test_controls_change_what_is_drawn(browser: Browser, tmp_path: Path, run: RunFolder) -> None:
+def test_controls_change_runs_and_horizontal_axis(browser: Browser, tmp_path: Path, run: RunFolder) -> None:
     other = filled(tmp_path / "runs" / "second", 50)
     page = opened(browser, tmp_path, [run, other]).page
     legend = page.locator(".chart").first.locator(".u-label")
@@ -173,7 +171,7 @@ def test_controls_change_what_is_drawn(browser: Browser, tmp_path: Path, run: Ru
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_rows_are_a_small_page_that_opens_at_once(browser: Browser, tmp_path: Path) -> None:
+def test_page_of_100000_rows_is_small(browser: Browser, tmp_path: Path) -> None:
     run = filled(tmp_path / "runs" / "long", 100_000)
     seen = opened(browser, tmp_path, [run])
     assert (tmp_path / "report.html").stat().st_size < 2e6
@@ -181,7 +179,7 @@ def test_a_hundred_thousand_rows_are_a_small_page_that_opens_at_once(browser: Br
     assert "2,000 of 100,000 values" in seen.page.locator("figcaption", has_text="learning rate").inner_text()
 
 
-def test_a_served_page_follows_its_run(browser: Browser, run: RunFolder) -> None:
+def test_served_page_is_updated_with_its_run(browser: Browser, run: RunFolder) -> None:
     with server_of(lambda: render(gather([run]), live=0.2), 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         page = Seen(browser).page
@@ -189,17 +187,17 @@ def test_a_served_page_follows_its_run(browser: Browser, run: RunFolder) -> None
         page.locator("#numbers-0 summary").click()
         with run.metrics.open("a") as file:
             file.write(json.dumps({"step": 101, "attempt": 2, "time": 1e9 + 101, "train/loss": 0.125}) + "\n")
-        page.locator("#numbers-0 td", has_text="at step 101").first.wait_for()  # what was open stays so
+        page.locator("#numbers-0 td", has_text="at step 101").first.wait_for()  # open details stay open
         server.shutdown()
     page.locator("#live", has_text="no longer live").wait_for()
 
 
-def test_only_this_machine_is_served_and_a_port_that_is_taken_is_said() -> None:
+def test_server_answers_only_this_host_and_reports_a_port_in_use() -> None:
     with server_of(lambda: "page", 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         place = f"http://127.0.0.1:{server.server_port}/"
         assert urlopen(place).read() == b"page"
-        with pytest.raises(HTTPError, match="403"):  # a name of somebody else's that leads here
+        with pytest.raises(HTTPError, match="403"):  # another host name that resolves to this address
             urlopen(Request(place, headers={"Host": "example.org:80"}))
         with pytest.raises(HTTPError, match="404"):
             urlopen(f"{place}other")

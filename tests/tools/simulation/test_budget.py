@@ -1,4 +1,4 @@
-"""The answer of `ddpforge plan --auto` against torch's CPU allocator, which benchmarks/heap.c counts."""
+"""`ddpforge plan --auto` against the memory of torch's CPU allocator, measured by benchmarks/heap.c."""
 
 import importlib.util
 import subprocess
@@ -24,11 +24,9 @@ def benchmark() -> ModuleType:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(which("cc") is None, reason="needs a C compiler (cc), to count what the allocator gives out")
+@pytest.mark.skipif(which("cc") is None, reason="needs a C compiler (cc), to measure the allocator")
 @pytest.mark.parametrize(("strategy", "budget"), [("ddp", 215_000_000), ("fsdp", 172_000_000)])
-def test_what_auto_writes_trains_within_the_budget_and_a_sample_more_would_not(
-    tmp_path: Path, strategy: str, budget: int
-) -> None:
+def test_micro_batch_of_plan_auto_is_the_largest_within_the_budget(tmp_path: Path, strategy: str, budget: int) -> None:
     plan = benchmark()
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(plan.HEAD.replace("global_batch = 8", "global_batch = 24") + plan.MODELS["gpt-4m"])
@@ -37,6 +35,6 @@ def test_what_auto_writes_trains_within_the_budget_and_a_sample_more_would_not(
     written = load_recipe(recipe).recipe
     assert (written.strategy.use, written.train.activation_checkpointing) == (strategy, False)
     micro = written.train.micro_batch
-    assert micro == 3  # of 12 samples on each rank, so that 4 would be next
+    assert micro == 3  # of 12 samples on each rank: the next divisor is 4
     assert plan.measured(recipe, [], cuda=False) <= budget
     assert plan.measured(recipe, ["train.micro_batch=4"], cuda=False) > budget

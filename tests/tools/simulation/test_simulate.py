@@ -1,4 +1,4 @@
-"""Steps on fake tensors among ranks that are not there: memory, work and what is sent, by the strategies' own code."""
+"""Simulated steps with fake tensors and fake ranks: memory, FLOPs and communication of the strategies' own code."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ Plan = Callable[..., Forecast]
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    """The forecast of the recipe above, or of another, under a strategy on so many ranks."""
+    """Returns a function that forecasts the recipe above, or another, under a strategy on `ranks` ranks."""
 
     def made(strategy: str, *sets: str, ranks: int = 1, text: str = RECIPE, device: str = "") -> Forecast:
         (tmp_path / "recipe.toml").write_text(text, encoding="utf-8")
@@ -71,13 +71,13 @@ def plan(tmp_path: Path) -> Plan:
     return made
 
 
-# ---------------------------------------------------------------------------------------------- what is always there
+# ---------------------------------------------------------------------------------------------- persistent memory
 @pytest.fixture(scope="module")
 def of_zero(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Forecasts on 8 ranks, of a process of their own: DeepSpeed sets up logging anew."""
+    """Returns forecasts on 8 ranks from another process, because DeepSpeed reconfigures logging."""
     recipe = tmp_path_factory.mktemp("zero") / "recipe.toml"
     recipe.write_text(RECIPE, encoding="utf-8")
-    # DeepSpeed keeps small weights whole, unless it is told not to.
+    # DeepSpeed does not shard small weights by default.
     third = "deepspeed:3:extra={zero_optimization={stage3_param_persistence_threshold=0}}"
     chosen = f"ddp,deepspeed:1,deepspeed:2,fsdp,{third}"
     command = [sys.executable, "-m", "ddpforge", "plan", str(recipe), "--ranks=8", "--json", f"--strategies={chosen}"]
@@ -88,8 +88,8 @@ def of_zero(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.mark.parametrize(
     ("strategy", "weights", "state"),
     [
-        # Bytes for each parameter, and over how many ranks they are shared: Rajbhandari et al., "ZeRO" (2020), figure
-        # 1, where weights and gradients take 4 bytes (they are fp32 here), and Adam's moments 8.
+        # Bytes for each parameter, and the number of ranks that share them: Rajbhandari et al., "ZeRO" (2020), figure
+        # 1. Weights and gradients take 4 bytes (they are fp32 here), and Adam's moments 8.
         ("ddp", (4, 1), (8, 1)),
         ("deepspeed:1", (4, 1), (8, 8)),
         ("deepspeed:2", (4, 1), (8, 8)),
@@ -97,7 +97,7 @@ def of_zero(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         ("fsdp", (4, 8), (8, 8)),
     ],
 )
-def test_weights_and_optimizer_state_are_those_of_the_zero_paper(
+def test_sizes_of_weights_and_optimizer_state_match_the_zero_paper(
     of_zero: dict[str, dict[str, Any]], strategy: str, weights: tuple[int, int], state: tuple[int, int]
 ) -> None:
     found = of_zero[strategy]
@@ -108,12 +108,12 @@ def test_weights_and_optimizer_state_are_those_of_the_zero_paper(
 
 
 @pytest.mark.parametrize(("strategy", "among"), [("ddp", 1), ("fsdp", 8), ("fsdp:replicas=2", 4)])
-def test_gradients_are_shared_like_the_contract_says(plan: Plan, strategy: str, among: int) -> None:
+def test_gradients_are_sharded_as_in_the_contract(plan: Plan, strategy: str, among: int) -> None:
     found = plan(strategy, ranks=8)
     assert found.state["gradients"] == pytest.approx(found.parameters * 4 / among, rel=0.02)
 
 
-def test_a_thousand_ranks_are_simulated_like_two(plan: Plan) -> None:
+def test_simulation_of_1024_ranks(plan: Plan) -> None:
     found = plan("fsdp", "train.global_batch=1024", ranks=1024)
     assert not found.unsimulated
     assert found.state["weights"] < 2 * found.parameters * 4 / 1024 + 50 * 256  # a row of each tensor, at the least
@@ -121,7 +121,7 @@ def test_a_thousand_ranks_are_simulated_like_two(plan: Plan) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the largest moment
-def test_activations_grow_with_the_micro_batch_and_nothing_else_does(plan: Plan) -> None:
+def test_only_activations_grow_with_the_micro_batch(plan: Plan) -> None:
     one, two = (plan("ddp", f"train.micro_batch={size}", ranks=2) for size in (8, 16))
     assert one.kinds
     assert two.kinds
@@ -132,7 +132,7 @@ def test_activations_grow_with_the_micro_batch_and_nothing_else_does(plan: Plan)
     assert two.peak > one.peak
 
 
-def test_memory_does_not_depend_on_how_many_micro_batches_follow(plan: Plan) -> None:
+def test_peak_memory_does_not_depend_on_gradient_accumulation(plan: Plan) -> None:
     two, eight = (plan("ddp", f"train.global_batch={size}", "train.micro_batch=8", ranks=2) for size in (32, 128))
     assert (two.batch["accumulation"], eight.batch["accumulation"]) == (2, 8)
     assert two.peak == eight.peak
@@ -147,7 +147,7 @@ def test_sharded_weights_are_gathered_for_every_micro_batch(plan: Plan) -> None:
     assert eight.wire["all_gather over 2"] == 4 * two.wire["all_gather over 2"]
 
 
-def test_averaged_weights_and_several_optimizers_are_counted(plan: Plan) -> None:
+def test_memory_of_ema_weights_and_several_optimizers_is_counted(plan: Plan) -> None:
     plain = plan("ddp", ranks=2)
     averaged = plan("ddp", "callbacks.ema={use='ema',decay=0.99}", ranks=2)
     assert averaged.peak == pytest.approx((plain.peak or 0) + plain.parameters * 4, rel=0.001)
@@ -155,14 +155,14 @@ def test_averaged_weights_and_several_optimizers_are_counted(plan: Plan) -> None
     assert muon.state["optimizer state"] < plain.state["optimizer state"]  # momentum alone, for matrices
 
 
-def test_a_loss_that_gathers_rows_of_all_ranks_is_simulated(plan: Plan) -> None:
+def test_contrastive_loss_with_all_gather_is_simulated(plan: Plan) -> None:
     found = plan("ddp", ranks=4, text=(Path(__file__).parents[3] / "recipes/contrastive-digits.toml").read_text())
     assert not found.unsimulated
     assert found.wire
     assert "all_gather over 4" in found.wire
 
 
-def test_a_loss_in_chunks_takes_less_memory_and_no_more_work(plan: Plan) -> None:
+def test_chunked_loss_needs_less_memory_and_the_same_flops(plan: Plan) -> None:
     long = ("model.vocab_size=4096", "train.micro_batch=32")
     whole, chunked = (plan(strategy, *long, *more) for strategy, more in (("ddp", []), ("ddp", ["task.loss_chunk=64"])))
     logits = 32 * 16 * 4096 * 4
@@ -175,11 +175,11 @@ def test_a_loss_in_chunks_takes_less_memory_and_no_more_work(plan: Plan) -> None
 @pytest.mark.parametrize(
     "key", ["tf32=true", "cudnn_benchmark=true", "sync_batchnorm=true", "compile=default", 'device="cuda"']
 )
-def test_what_only_a_gpu_does_is_planned_for_where_there_is_none(plan: Plan, key: str) -> None:
+def test_gpu_options_can_be_planned_without_a_gpu(plan: Plan, key: str) -> None:
     assert plan("ddp", f"train.{key}").peak == plan("ddp").peak
 
 
-def test_recomputing_takes_less_memory_and_more_work(plan: Plan) -> None:
+def test_activation_checkpointing_needs_less_memory_and_more_flops(plan: Plan) -> None:
     kept, again = (plan("ddp", f"train.activation_checkpointing={flag}") for flag in ("false", "true"))
     assert again.peak
     assert kept.peak
@@ -190,7 +190,7 @@ def test_recomputing_takes_less_memory_and_more_work(plan: Plan) -> None:
 
 
 @needs_pipelines
-def test_the_stage_that_needs_most_is_told_of_a_pipeline(plan: Plan) -> None:
+def test_pipeline_forecast_is_of_the_stage_with_the_most_memory(plan: Plan) -> None:
     whole, staged = plan("ddp", ranks=1), plan("pipeline", "train.micro_batch=16", ranks=2)
     assert not staged.unsimulated
     # The embedding is on both stages: it is tied to the head.
@@ -202,12 +202,12 @@ def test_the_stage_that_needs_most_is_told_of_a_pipeline(plan: Plan) -> None:
 
 @needs_pipelines
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.full), "ZBVZeroBubble"])
-def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
+def test_long_pipeline_step_is_extrapolated_from_two_short_steps(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     strategy = f'pipeline:schedule="{schedule}"'
     reckoned = plan(strategy, "train.micro_batch=1", "train.global_batch=19", ranks=2)
-    monkeypatch.setattr(StageSimulation, "micro_batches", lambda self, ranks: (18, 19))  # none is left to be reckoned
+    monkeypatch.setattr(StageSimulation, "micro_batches", lambda self, ranks: (18, 19))  # no extrapolation
     simulated = plan(strategy, "train.micro_batch=1", "train.global_batch=19", ranks=2)
     assert reckoned.batch["accumulation"] == 19
     assert reckoned.as_dict() == simulated.as_dict()
@@ -222,9 +222,7 @@ def test_a_long_step_of_a_pipeline_is_reckoned_from_two_short_ones(
         pytest.param('pipeline:schedule="GPipe"', marks=pytest.mark.full),
     ],
 )
-def test_one_of_the_stages_with_equal_layers_stands_for_all(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
+def test_one_of_several_equal_stages_is_simulated(plan: Plan, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     ranks = 8 if "tensor" in strategy else 4
     quick = plan(strategy, "model.layers=8", "train.micro_batch=8", ranks=ranks)
     told = StageSimulation.ranks_to_simulate
@@ -239,28 +237,28 @@ def test_one_of_the_stages_with_equal_layers_stands_for_all(
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_zero_is_simulated_like_its_own_code_for_all_ranks(
+def test_zero_simulation_equals_deepspeeds_code_for_all_ranks(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     quick = plan("deepspeed:3", "train.global_batch=66", ranks=ranks)
-    monkeypatch.setattr(zero, "_STAND_INS", zero._STAND_INS[:1])  # without which there is no step
+    monkeypatch.setattr(zero, "_STAND_INS", zero._STAND_INS[:1])  # required for a step
     assert plan("deepspeed:3", "train.global_batch=66", ranks=ranks).as_dict() == quick.as_dict()
 
 
-def test_a_tensor_parallel_rank_computes_its_share(plan: Plan) -> None:
+def test_tensor_parallel_rank_has_its_share_of_flops(plan: Plan) -> None:
     whole, shared = plan("ddp", ranks=1), plan("fsdp:tensor=2", ranks=2)
     assert shared.batch["data_ranks"] == 1
     assert shared.flops == pytest.approx((whole.flops or 0) / 2, rel=0.01)
 
 
-def test_compressed_gradients_send_half(plan: Plan) -> None:
+def test_bf16_compression_halves_the_bytes_of_all_reduce(plan: Plan) -> None:
     plain, half = plan("ddp", ranks=2), plan('ddp:compression="bf16"', ranks=2)
     assert plain.wire
     assert half.wire
     assert half.wire["all_reduce over 2"] == plain.wire["all_reduce over 2"] / 2 == plain.parameters * 4 / 2
 
 
-def test_the_largest_tensors_have_their_makers_names(plan: Plan) -> None:
+def test_largest_tensors_name_the_module_that_created_them(plan: Plan) -> None:
     found = plan("ddp", ranks=2)
     assert len(found.largest) == 10
     assert [one["bytes"] for one in found.largest] == sorted((one["bytes"] for one in found.largest), reverse=True)
@@ -271,8 +269,8 @@ def test_the_largest_tensors_have_their_makers_names(plan: Plan) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- work
-def test_gpt_2_computes_what_the_formula_says(plan: Plan) -> None:
-    """6 operations for each parameter and token (Kaplan et al., 2020), and 14 · layers · width · length for attention.
+def test_flops_of_gpt_2_match_the_formula(plan: Plan) -> None:
+    """Expects 6 FLOPs per parameter and token (Kaplan et al., 2020), and 14 · layers · width · length for attention.
 
     Flash attention computes the scores a second time in its backward pass (Dao et al., 2022): 7 products, not 6.
     """
@@ -289,11 +287,11 @@ def test_gpt_2_computes_what_the_formula_says(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("name", "sent"), [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("send", 1.0), ("recv", 0)]
 )
-def test_bytes_on_the_wire_are_those_of_ring_algorithms(name: str, sent: float) -> None:
+def test_bytes_sent_match_ring_algorithms(name: str, sent: float) -> None:
     assert Sent(name, 4, 1000).wire == 1000 * sent
 
 
-def test_a_faster_device_takes_less_time(plan: Plan) -> None:
+def test_faster_device_needs_less_time(plan: Plan) -> None:
     slow, fast = (plan("ddp", "train.precision=bf16", ranks=8, device=name).seconds for name in ("a100-80", "h100"))
     assert slow
     assert fast
@@ -301,7 +299,7 @@ def test_a_faster_device_takes_less_time(plan: Plan) -> None:
     assert fast.least == max(fast.compute, fast.communication) < fast.most == fast.compute + fast.communication
 
 
-# --------------------------------------------------------------------------------------------- what cannot be simulated
+# ---------------------------------------------------------------------------------------------- not simulated
 ODD = """
 import torch
 from torch import nn
@@ -328,7 +326,7 @@ train = { length = "4st", global_batch = 64 }
 """
 
 
-def test_a_model_that_looks_at_values_is_told_and_counted_by_arithmetic(plan: Plan, tmp_path: Path) -> None:
+def test_model_that_reads_values_is_reported_and_its_state_is_calculated(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(ODD, encoding="utf-8")
     found = plan("ddp", ranks=2, text=DIGITS)
     assert "unique" in found.unsimulated
@@ -337,12 +335,12 @@ def test_a_model_that_looks_at_values_is_told_and_counted_by_arithmetic(plan: Pl
     assert found.checkpoint == 2600 * 3 + 8
 
 
-def test_a_recipe_that_cannot_train_is_refused_as_check_does(plan: Plan) -> None:
+def test_recipe_that_cannot_train_is_rejected(plan: Plan) -> None:
     with pytest.raises(RuntimeError, match=r"RecipeError: .*heads"):
         plan("ddp", "model.heads=3")
 
 
-def test_ranks_that_have_joined_simulate_none() -> None:
+def test_fake_worlds_do_not_nest() -> None:
     def twice() -> None:
         with fake_world(4), fake_world(2):
             pass
@@ -351,7 +349,7 @@ def test_ranks_that_have_joined_simulate_none() -> None:
         apart(twice)
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_simulation_restores_all_replaced_functions(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE, encoding="utf-8")
 
     def same() -> bool:

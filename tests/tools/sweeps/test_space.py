@@ -1,4 +1,4 @@
-"""What a sweep tries, and what its runs are called."""
+"""Search space of a sweep: variants, and the names of its runs."""
 
 import math
 
@@ -12,7 +12,7 @@ def grid(*words: str) -> list[tuple[str, ...]]:
     return [variant.sets for variant in SearchSpace.parse(words).grid()]
 
 
-def test_a_grid_has_every_combination_of_what_varies() -> None:
+def test_grid_has_every_combination_of_varied_values() -> None:
     assert grid("optimizer.lr=1e-4,1e-3", "train.seed=0..2", "train.length=5ep") == [
         ("train.length=5ep", f"optimizer.lr={lr}", f"train.seed={seed}")
         for lr in ("1e-4", "1e-3")
@@ -20,7 +20,7 @@ def test_a_grid_has_every_combination_of_what_varies() -> None:
     ]
 
 
-def test_commas_in_brackets_and_quotes_divide_nothing() -> None:
+def test_commas_in_brackets_and_quotes_do_not_separate_values() -> None:
     sets = grid("model.hidden=[8, 8],[16]", """x='a,b',"c",{ d = "}", e = [1, 2] }""", "z=[1,2]")
     assert [one[1:] for one in sets[:3]] == [
         ("model.hidden=[8, 8]", "x='a,b'"),
@@ -34,18 +34,18 @@ def names(*words: str) -> list[str]:
     return [variant.name for variant in SearchSpace.parse(words).grid()]
 
 
-def test_runs_are_named_by_their_values_and_by_as_much_of_the_keys_as_tells_them_apart() -> None:
+def test_run_names_have_values_and_the_shortest_unique_keys() -> None:
     assert names("optimizer.lr=1e-4,1e-3", "train.seed=0..1")[1:3] == ["lr-1e-4_seed-1", "lr-1e-3_seed-0"]
     assert names("a.lr=1,2", "b.lr=1,2")[0] == "a.lr-1_b.lr-1"
 
 
-def test_names_that_cannot_say_it_all_are_told_apart_by_a_digest() -> None:
+def test_run_names_that_lose_characters_have_a_digest() -> None:
     found = names("x=[1],{1}", "y='s/t','s t'", f"z={'a' * 300},b")
     assert len(set(found)) == 8
     assert all(len(name) < 100 and name.replace("_", "").replace("-", "").isalnum() for name in found)
 
 
-def test_a_sweep_that_grows_keeps_the_names_that_it_has() -> None:
+def test_larger_sweep_keeps_the_names_and_draws_of_a_smaller_one() -> None:
     assert set(names("lr=1,2", "seed=0..1")) < set(names("lr=1,2,3", "seed=0..4"))
     space = SearchSpace.parse(["lr=1e-4..1e-1:log", "seed=0..9"])
     few, many = space.drawn(5, 0), space.drawn(9, 0)
@@ -53,7 +53,7 @@ def test_a_sweep_that_grows_keeps_the_names_that_it_has() -> None:
     assert space.drawn(5, 1) != few
 
 
-def test_numbers_are_drawn_from_the_whole_of_their_range() -> None:
+def test_values_are_drawn_from_the_whole_range() -> None:
     space = SearchSpace.parse(["lr=1e-4..1e-1:log", "width=1..3", "drop=0.0..0.5", "act=a,b", "size=8..512:log"])
     drawn = [dict(text.split("=") for text in variant.sets) for variant in space.drawn(400, 0)]
     rates = sorted(float(one["lr"]) for one in drawn)
@@ -68,7 +68,7 @@ def test_numbers_are_drawn_from_the_whole_of_their_range() -> None:
     assert sum(size < 64 for size in sizes) == pytest.approx(200, abs=40)
 
 
-def test_each_value_is_checked_once_with_the_first_of_the_others() -> None:
+def test_corners_combine_each_value_with_the_first_of_the_others() -> None:
     space = SearchSpace.parse(["lr=1e-4..1e-1:log", "seed=0,1", "fixed=5"])
     assert list(space.corners()) == [
         ("fixed=5", "lr=0.0001", "seed=0"),
@@ -89,19 +89,19 @@ def test_each_value_is_checked_once_with_the_first_of_the_others() -> None:
         (["a=0..999", "b=0..999"], "the grid has 1,000,000 runs, more than 10,000"),
     ],
 )
-def test_what_cannot_be_tried_is_refused(words: list[str], complaint: str) -> None:
+def test_invalid_search_spaces_are_rejected(words: list[str], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         SearchSpace.parse(words).grid()
 
 
-def test_the_name_of_a_run_is_short_however_long_its_values_are_and_still_its_own() -> None:
+def test_run_names_of_long_values_are_short_and_unique() -> None:
     long = "x" * 300
     names = [run.name for run in SearchSpace.parse([f"name={long},{long}y,z"]).grid()]
     assert len(set(names)) == 3
     assert [len(name) for name in names] == [80 + 7, 80 + 7, len("name-z")]
 
 
-def test_one_list_is_no_choice_and_a_hint_says_how_several_are_written() -> None:
+def test_single_list_is_rejected_with_a_hint_for_several() -> None:
     with pytest.raises(UsageError) as caught:
         SearchSpace.parse(["model.hidden=[8,16]"])
     assert "write several as KEY=[…],[…]" in caught.value.hints[1]
@@ -119,5 +119,5 @@ def test_one_list_is_no_choice_and_a_hint_says_how_several_are_written() -> None
         ("1,2", None),
     ],
 )
-def test_ranges_are_read(text: str, expected: ValueRange | None) -> None:
+def test_value_ranges_are_parsed(text: str, expected: ValueRange | None) -> None:
     assert ValueRange.parse(text) == expected

@@ -1,4 +1,4 @@
-"""The runs of a sweep: at the same time, none twice, stopped together; with stand-ins for `ddpforge run`."""
+"""Training of a sweep's runs: concurrently, each once, stopped together; with fakes of `ddpforge run`."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def variants(*hows: str) -> list[Variant]:
     return [Variant(f"{number}-{how}", (how,)) for number, how in enumerate(hows)]
 
 
-def test_every_run_is_trained_once_and_a_failure_ends_no_other(tmp_path: Path) -> None:
+def test_every_run_is_trained_once_and_a_failure_does_not_stop_others(tmp_path: Path) -> None:
     begun: list[str] = []
     told: list[Trained] = []
     ended, stopped = train(
@@ -66,7 +66,7 @@ def test_every_run_is_trained_once_and_a_failure_ends_no_other(tmp_path: Path) -
     assert "visible None" in (tmp_path / "logs/0-done.log").read_text().replace("visible \n", "visible None\n")
 
 
-def test_a_signal_lets_runs_save_and_begins_no_other(tmp_path: Path) -> None:
+def test_signal_stops_running_runs_with_a_save_and_starts_no_more(tmp_path: Path) -> None:
     def stop() -> None:
         while len(list(tmp_path.glob("*.ready"))) < 2:
             threading.Event().wait(0.01)
@@ -82,7 +82,7 @@ def test_a_signal_lets_runs_save_and_begins_no_other(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_what_goes_wrong_in_choosing_runs_ends_the_sweep(tmp_path: Path) -> None:
+def test_error_in_a_callback_ends_the_sweep(tmp_path: Path) -> None:
     def told(*_: object) -> None:
         raise KeyError("lost")
 
@@ -91,7 +91,7 @@ def test_what_goes_wrong_in_choosing_runs_ends_the_sweep(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["0-refused.log"]
 
 
-def test_runs_side_by_side_have_gpus_and_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_runs_have_separate_gpus_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     commands = Commands(recipe="r.toml", folder=Path("s"), nproc=2, jobs=2, devices=["4", "5", "6", "7"])

@@ -1,4 +1,4 @@
-"""The search for a micro-batch: which sizes are tried, and what a process that does not fit is told from."""
+"""Search for a micro-batch: the sizes tried, and the detection of a process that does not fit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ddpforge.tools.trials import batch_size
 from ddpforge.tools.trials.batch_size import Try, find_micro_batch, fitting, sizes
 
 
-def test_sizes_divide_a_ranks_share_of_the_batch() -> None:
+def test_sizes_are_divisors_of_a_ranks_share_of_the_batch() -> None:
     assert sizes(12) == [1, 2, 3, 4, 6, 12]
 
 
 @pytest.mark.parametrize("most", range(13))
-def test_the_largest_that_fits_is_found(most: int) -> None:
+def test_largest_size_that_fits_is_found(most: int) -> None:
     candidates, tried = sizes(12), list[int]()
 
     def fits(size: int) -> bool:
@@ -34,7 +34,7 @@ def test_the_largest_that_fits_is_found(most: int) -> None:
 
 
 class Processes:
-    """Stands for the processes: one takes a GiB for each 8 samples, and more than `there` ends it."""
+    """Fake processes: each needs 1 GiB per 8 samples, and fails if it needs more than `there` bytes."""
 
     def __init__(self, there: float, word: str) -> None:
         self.there, self.word, self.commands = there, word, list[list[str]]()
@@ -59,7 +59,7 @@ def processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("processes", [(4.0, "OutOfMemory"), (4.0, "killed")], indirect=True)
-def test_a_process_whose_memory_is_full_does_not_fit(processes: Processes) -> None:
+def test_process_out_of_memory_does_not_fit(processes: Processes) -> None:
     told: list[Try] = []
     found = find_micro_batch("digits", told=told.append)
     assert found.micro_batch == 32
@@ -69,24 +69,24 @@ def test_a_process_whose_memory_is_full_does_not_fit(processes: Processes) -> No
     assert processes.commands[0][-3:] == ["--json", "--dry-run=2", "--set=train.micro_batch=64"]
 
 
-def test_a_budget_decides_before_memory_is_full(processes: Processes) -> None:
+def test_budget_limits_the_size_before_memory_is_full(processes: Processes) -> None:
     assert find_micro_batch("digits", budget=2**30).micro_batch == 8
 
 
-def test_on_several_ranks_each_has_its_share_of_the_batch(processes: Processes) -> None:
+def test_sizes_are_per_rank(processes: Processes) -> None:
     found = find_micro_batch("digits", ranks=4, sets=["train.global_batch=128"])
     assert found.micro_batch == 32
     assert found.as_dict()["accumulation"] == 1
     assert {"launch", "--nproc", "4", "--set=train.global_batch=128"} <= set(processes.commands[0])
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused(processes: Processes) -> None:
+def test_batch_that_does_not_divide_by_ranks_is_rejected(processes: Processes) -> None:
     with pytest.raises(RecipeError, match="cannot be divided evenly among 3 ranks"):
         find_micro_batch("digits", ranks=3)
 
 
 @pytest.mark.parametrize("processes", [(0.0, "ValueError")], indirect=True)
-def test_a_process_that_fails_otherwise_is_no_answer(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failure_of_a_process_is_an_error(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size, "_watched", lambda *_: (2, "", "error: no such file\n"))
     with pytest.raises(ForgeError, match="could not be tried") as caught:
         find_micro_batch("digits")
@@ -97,21 +97,21 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(main, ["batch-size", "digits", *arguments])
 
 
-def test_the_command_says_what_to_set(processes: Processes) -> None:
+def test_batch_size_command_prints_the_setting(processes: Processes) -> None:
     result = run("--memory", "2GiB")
     assert result.stdout == "train.micro_batch = 16: 64 per step = 16 per forward pass × 4 accumulation × 1 rank\n"
     assert "micro-batch 64: does not fit" in result.stderr
     assert "micro-batch 16: fits, 2.00 GiB, 160 samples/s" in result.stderr
 
 
-def test_nothing_that_fits_is_a_failure(processes: Processes) -> None:
+def test_batch_size_command_fails_if_no_size_fits(processes: Processes) -> None:
     result = run("--memory", "1MiB", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["micro_batch"] is None
 
 
 @pytest.mark.full
-def test_real_processes_are_tried_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_processes_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = find_micro_batch("digits", sets=["train.global_batch=4", "train.length=2ep"])
     assert found.micro_batch == 4

@@ -1,4 +1,4 @@
-"""Trials of a recipe: what they measure, and that they leave nothing behind; real ranks."""
+"""Trials of a recipe with real ranks: their measurements, and that they leave no files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ track.csv = {}
 use = "./noted.py:Noted"
 """
 NOTED = '''\
-"""A callback that says where it is."""
+"""A callback that writes the path of its run."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def files() -> set[str]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_dry_run_measures_and_keeps_nothing(ddpforge: Callable[..., Ranks], nproc: int) -> None:
+def test_dry_run_measures_and_leaves_no_files(ddpforge: Callable[..., Ranks], nproc: int) -> None:
     said = ddpforge("run", "tiny.toml", "--dry-run", "3", "--json", nproc=nproc)
     found: dict[str, Any] = json.loads(said.stdout)
     assert (found["steps"], found["total_steps"]) == (3, 46)
@@ -74,7 +74,7 @@ def test_a_dry_run_measures_and_keeps_nothing(ddpforge: Callable[..., Ranks], np
     assert not Path(Path("where").read_text()).exists()
 
 
-def test_a_dry_run_leaves_an_earlier_run_as_it_is(ddpforge: Callable[..., Ranks]) -> None:
+def test_dry_run_does_not_change_an_earlier_run(ddpforge: Callable[..., Ranks]) -> None:
     ddpforge("run", "tiny.toml", "train.length=2st")
     before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
     said = ddpforge("run", "tiny.toml", "train.length=4st", "optimizer.lr=0.1", "--dry-run", "9")
@@ -87,13 +87,13 @@ def test_a_dry_run_leaves_an_earlier_run_as_it_is(ddpforge: Callable[..., Ranks]
 
 
 @pytest.mark.parametrize("option", ["--fresh", "--profile=1..2", "--out=elsewhere"])
-def test_what_is_about_a_run_is_refused(ddpforge: Callable[..., Ranks], option: str) -> None:
+def test_options_of_a_run_are_rejected_for_a_dry_run(ddpforge: Callable[..., Ranks], option: str) -> None:
     refused = ddpforge("run", "tiny.toml", "--dry-run", "1", option, fails=True)
     assert refused.codes == [2]
     assert "a trial has none" in refused.stderr
 
 
-def test_one_batch_is_learnt_by_heart(ddpforge: Callable[..., Ranks]) -> None:
+def test_overfit_learns_one_batch(ddpforge: Callable[..., Ranks]) -> None:
     said = ddpforge("run", "tiny.toml", "--overfit", "1", "--dry-run", "120", "train.length=3st", nproc=2)
     lines = said.stdout.splitlines()
     assert lines[0] == "120 steps on the first batch; nothing was kept"
@@ -101,16 +101,16 @@ def test_one_batch_is_learnt_by_heart(ddpforge: Callable[..., Ranks]) -> None:
     assert files() == {"tiny.toml", "noted.py"}
 
 
-def test_what_cannot_be_learnt_is_said_so(ddpforge: Callable[..., Ranks]) -> None:
+def test_overfit_reports_a_loss_that_does_not_fall(ddpforge: Callable[..., Ranks]) -> None:
     said = ddpforge("run", "tiny.toml", "--overfit", "2", "--dry-run", "6", "--json", "optimizer.lr=1e-9")
     found = json.loads(said.stdout)
     assert len(found["losses"]) == 6
-    assert found["losses"][0] == pytest.approx(found["losses"][2], rel=1e-4)  # the same batch again
+    assert found["losses"][0] == pytest.approx(found["losses"][2], rel=1e-4)  # the same batch
     assert found["losses"][0] != pytest.approx(found["losses"][1], rel=1e-4)
     assert found["share"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_range_of_rates_is_tested_up_to_where_it_diverges(ddpforge: Callable[..., Ranks]) -> None:
+def test_lr_range_stops_when_the_loss_diverges(ddpforge: Callable[..., Ranks]) -> None:
     options = ("--from", "1e-5", "--to", "1e5", "--steps", "60", "--json")
     said = ddpforge("lr-range", "tiny.toml", *options, "optimizer.use=sgd", "optimizer.lr=0.1", nproc=2)
     found = json.loads(said.stdout)
@@ -122,7 +122,7 @@ def test_a_range_of_rates_is_tested_up_to_where_it_diverges(ddpforge: Callable[.
 
 
 @pytest.mark.parametrize("options", [("--from", "0"), ("--from", "1", "--to", "0.1")])
-def test_a_range_that_is_none_is_refused(ddpforge: Callable[..., Ranks], options: tuple[str, ...]) -> None:
+def test_invalid_lr_range_is_rejected(ddpforge: Callable[..., Ranks], options: tuple[str, ...]) -> None:
     refused = ddpforge("lr-range", "tiny.toml", *options, fails=True)
     assert refused.codes == [2]
     assert "cannot test 100 rates" in refused.stderr
@@ -135,7 +135,7 @@ def shown(*arguments: str) -> Any:
     return result
 
 
-def test_the_first_batches_are_those_of_training() -> None:
+def test_data_show_prints_the_first_training_batches() -> None:
     result = shown("--batches", "2", "-o", "sheet.png")
     lines = result.stdout.splitlines()
     assert lines[0] == "train, batch 1: 64 samples"
@@ -149,13 +149,13 @@ def test_the_first_batches_are_those_of_training() -> None:
     assert not Path("runs").exists()
 
 
-def test_a_forward_pass_may_have_a_part_of_a_step() -> None:
+def test_data_show_prints_micro_batches() -> None:
     found = json.loads(shown("--batches", "1", "--json", "train.micro_batch=16").stdout)["batches"][0]
     assert (found["samples"], found["step_samples"]) == (16, 64)
     assert found["leaves"][1]["shape"] == [16]
 
 
-def test_an_object_of_its_own_is_shown_by_what_it_holds() -> None:
+def test_data_show_prints_the_tensors_of_custom_batch_objects() -> None:
     shutil.copy(SUPPORT / "odd_batches.py", ".")
     graphs = ["model={use='./odd_batches.py:GraphNet'}", "task={use='./odd_batches.py:GraphTask'}"]
     result = shown("--batches", "1", *graphs, "data.train={use='./odd_batches.py:Graphs'}")
@@ -163,7 +163,7 @@ def test_an_object_of_its_own_is_shown_by_what_it_holds() -> None:
     assert [line.split("  ")[1] for line in lines[1:]] == ["nodes", "graph", "targets"]
 
 
-def test_an_evaluation_set_is_shown_by_its_name() -> None:
+def test_data_show_accepts_the_name_of_an_evaluation_set() -> None:
     found = json.loads(shown("--split", "eval", "--batches", "1", "--json").stdout)
     assert found["batches"][0]["samples"] == 8
     refused = CliRunner().invoke(main, ["data", "show", "tiny.toml", "--split", "eval.hard"])
@@ -171,7 +171,7 @@ def test_an_evaluation_set_is_shown_by_its_name() -> None:
     assert "the recipe has no [data.eval.hard]\n  = help: it has train, eval" in refused.stderr
 
 
-def test_tokens_are_shown_as_text(tmp_path: Path) -> None:
+def test_data_show_decodes_tokens(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     (tmp_path / "tiny.toml").write_text(
         """\
@@ -191,7 +191,7 @@ train = { length = "2st", global_batch = 4 }
     assert target[:-1] == first[1:]
 
 
-def test_where_there_are_no_pictures_none_are_drawn(tmp_path: Path) -> None:
+def test_data_show_rejects_a_contact_sheet_without_images(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(
         RECIPE.replace('"digits", split = "train"', '"./flat.py:Flat"').partition("[callbacks")[0]
     )

@@ -1,4 +1,4 @@
-"""Searches by Optuna: what is tried next, what is told, how they go on, and which runs end early."""
+"""Searches with Optuna: the next trial, recorded results, resumption, and pruned runs."""
 
 import sys
 from collections.abc import Iterator
@@ -38,13 +38,13 @@ def values(variant: Variant) -> dict[str, str]:
 
 
 def drained(found: Search) -> Iterator[Variant]:
-    """Each run's loss is the distance of its learning rate from 0.01, so that there is something to find."""
+    """Yields all variants; the loss of a run is the distance of its learning rate from 0.01."""
     for variant in found:
         yield variant
         found.told(variant, outcome(variant, loss=abs(float(values(variant)["lr"]) - 0.01)))
 
 
-def test_runs_are_chosen_one_by_one_from_the_space(tmp_path: Path) -> None:
+def test_search_samples_runs_from_the_space(tmp_path: Path) -> None:
     found = list(drained(search(tmp_path, 12)))
     assert [variant.name for variant in found] == [f"trial-{number:04}" for number in range(12)]
     assert all(values(variant)["epochs"] == "3" for variant in found)
@@ -54,13 +54,13 @@ def test_runs_are_chosen_one_by_one_from_the_space(tmp_path: Path) -> None:
     assert [trial.value for trial in told] == [abs(float(values(one)["lr"]) - 0.01) for one in found]
 
 
-def test_a_search_that_was_killed_goes_on_with_what_it_had_begun(tmp_path: Path) -> None:
+def test_killed_search_resumes_its_unfinished_trials(tmp_path: Path) -> None:
     first = search(tmp_path)
     before = [next(first), next(first), next(first)]
     first.told(before[0], outcome(before[0]))
     made(tmp_path / before[1].name, state="preempted")
 
-    with trained(made(tmp_path / before[2].name, state="running")):  # by somebody else
+    with trained(made(tmp_path / before[2].name, state="running")):  # by another process
         assert next(search(tmp_path)) == before[1]
         again = search(tmp_path)
         assert [next(again).name for _ in range(2)] == ["trial-0001", "trial-0003"]
@@ -69,7 +69,7 @@ def test_a_search_that_was_killed_goes_on_with_what_it_had_begun(tmp_path: Path)
     assert len({trial.params["lr"] for trial in trials(tmp_path)}) == 6
 
 
-def test_the_study_hears_what_came_of_each_run(tmp_path: Path) -> None:
+def test_study_records_the_state_of_each_run(tmp_path: Path) -> None:
     found = search(tmp_path)
     for state, loss in [("done", 0.5), ("done", None), ("diverged", None), ("failed", None), ("preempted", 0.1)]:
         variant = next(found)
@@ -77,7 +77,7 @@ def test_the_study_hears_what_came_of_each_run(tmp_path: Path) -> None:
     assert [trial.state.name for trial in trials(tmp_path)] == ["COMPLETE", "PRUNED", "PRUNED", "FAIL", "RUNNING"]
 
 
-def test_another_space_is_refused(tmp_path: Path) -> None:
+def test_another_search_space_is_rejected(tmp_path: Path) -> None:
     next(search(tmp_path))
     other = Search(
         SearchSpace.parse(["act=x,y"]), tmp_path, count=5, metric="eval/loss", mode="min", seed=0, prunes=False
@@ -86,7 +86,7 @@ def test_another_space_is_refused(tmp_path: Path) -> None:
         next(other)
 
 
-def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_extra_if_optuna_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(SetupError, match="which is not installed") as caught:
         search(tmp_path)
@@ -96,13 +96,13 @@ def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
 # ---------------------------------------------------------------------------------------------- pruning
 def pruning(folder: Path, number: int) -> OptunaPruning:
     callback = OptunaPruning(str(folder / "optuna.log"), number, "eval/loss")
-    callback.on_start(SimpleNamespace(world=SimpleNamespace(all=SingleRank())))  # type: ignore[arg-type]
+    callback.on_start(SimpleNamespace(world=SimpleNamespace(global_ranks=SingleRank())))  # type: ignore[arg-type]
     return callback
 
 
-def test_a_hopeless_run_ends_and_is_told_as_pruned(tmp_path: Path) -> None:
+def test_run_far_above_the_median_is_pruned(tmp_path: Path) -> None:
     found = search(tmp_path, 8, prunes=True)
-    for number in range(6):  # the median counts after five
+    for number in range(6):  # the median is used after five trials
         variant = next(found)
         assert "callbacks.pruning" in values(variant)
         assert not pruning(tmp_path, number).on_eval(1, {"eval/loss": 0.5, "other": 1.0})

@@ -1,4 +1,4 @@
-"""Gloo finds other machines where Debian's /etc/hosts would hide them."""
+"""Network interface of gloo: hosts reach each other also with Debian's /etc/hosts."""
 
 import os
 import socket
@@ -16,8 +16,8 @@ from ddpforge.strategies.ddp import DDP
 FAR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7"}
 
 
-def test_hosts_that_are_loopback_to_themselves_find_each_other(hosts: Hosts) -> None:
-    """Without the choice of an interface this waits for ever: each waits for the other at 127.0.1.1."""
+def test_hosts_whose_name_resolves_to_loopback_reach_each_other(hosts: Hosts) -> None:
+    """Without the choice of an interface this never ends: each host waits for the other at 127.0.1.1."""
     for host in hosts.values():
         host.resolves_itself_to("127.0.1.1")
 
@@ -30,7 +30,7 @@ def test_hosts_that_are_loopback_to_themselves_find_each_other(hosts: Hosts) -> 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """A machine called x that is loopback to itself, whose interfaces a test fills in; nothing is routed."""
+    """Fakes a host x whose name resolves to loopback, without routes; a test adds its interfaces."""
     there: dict[str, list[str]] = {}
     monkeypatch.setattr(socket, "gethostname", lambda: "x")
     monkeypatch.setattr(network_interface, "addresses_of", lambda _: ["127.0.1.1"])
@@ -39,26 +39,26 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return there
 
 
-def test_the_only_interface_is_taken(machine: dict[str, list[str]]) -> None:
+def test_the_only_interface_is_chosen(machine: dict[str, list[str]]) -> None:
     machine["ib0"] = ["10.0.0.1"]
     choose_interface(environ := dict(FAR))
     assert environ[GLOO] == "ib0"
 
 
-def test_of_several_a_person_chooses(machine: dict[str, list[str]]) -> None:
+def test_several_interfaces_are_an_error_with_a_hint(machine: dict[str, list[str]]) -> None:
     machine.update(eth0=["10.0.0.1"], eth1=["10.1.0.1"])
     with pytest.raises(SetupError, match=r"x has the address 127\.0\.1\.1 here, which other") as found:
         choose_interface(dict(FAR))
     assert found.value.hints[0] == f"export {GLOO}=…: eth0, eth1"
 
 
-def test_what_a_person_has_chosen_must_be_there() -> None:
+def test_interface_set_by_the_user_must_exist() -> None:
     with pytest.raises(SetupError, match=f"{GLOO}=nope0, but .* has no interface nope0"):
         choose_interface({**FAR, GLOO: "nope0"})
     choose_interface(environ := {**FAR, GLOO: "lo"})
     assert environ[GLOO] == "lo"
 
 
-def test_one_machine_is_left_as_it_is(machine: dict[str, list[str]]) -> None:
+def test_no_interface_is_set_on_one_host(machine: dict[str, list[str]]) -> None:
     choose_interface(environ := {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     assert GLOO not in environ

@@ -1,4 +1,4 @@
-"""Imports of large libraries: Python's garbage collector leaves them alone, and goes on afterwards."""
+"""Imports of large libraries: Python's garbage collector is paused, and runs again afterwards."""
 
 import gc
 import subprocess
@@ -16,7 +16,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("is_on", [True, False])
 @pytest.mark.usefixtures("no_torch")
-def test_what_is_imported_inside_is_never_gone_through(is_on: bool) -> None:
+def test_objects_imported_inside_are_frozen(is_on: bool) -> None:
     if not is_on:
         gc.disable()
     frozen = gc.get_freeze_count()
@@ -34,14 +34,14 @@ def test_what_is_imported_inside_is_never_gone_through(is_on: bool) -> None:
 
 
 @pytest.mark.usefixtures("no_torch")
-def test_a_failed_import_leaves_the_collector_on() -> None:
+def test_failed_import_enables_the_collector_again() -> None:
     with pytest.raises(ImportError), gc_paused():
         import nothing_of_that_name  # noqa: F401
     assert gc.isenabled()
     gc.unfreeze()
 
 
-def test_nothing_is_frozen_in_a_process_that_has_torch() -> None:
+def test_nothing_is_frozen_if_torch_is_already_imported() -> None:
     import torch  # noqa: F401
 
     frozen = gc.get_freeze_count()
@@ -50,7 +50,7 @@ def test_nothing_is_frozen_in_a_process_that_has_torch() -> None:
     assert gc.get_freeze_count() == frozen
 
 
-def test_what_forks_the_ranks_of_tests_begins_without_torch() -> None:
-    """So that it is imported inside, with all that follows."""
+def test_module_that_forks_ranks_does_not_import_torch() -> None:
+    """Ensures that torch is imported inside `gc_paused`, with its dependencies."""
     program = "import sys, ddpforge.testing.ranks; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,4 +1,4 @@
-"""Means over ranks: by name, whatever each rank names, in one reduction."""
+"""Reduction of metrics over ranks: by name, with different names per rank, in one all-reduce."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Row = Mapping[str, tuple[float, float]]
 
 
 def means(*ranks: Sequence[Row]) -> tuple[list[list[dict[str, float]]], int]:
-    """What each rank learns from each of its rows, and how many reductions that took."""
+    """Returns the means of each row on each rank, and the number of all-reduces."""
 
     def run(one: Ranks) -> tuple[list[dict[str, float]], int]:
         found = [
@@ -32,24 +32,24 @@ def means(*ranks: Sequence[Row]) -> tuple[list[list[dict[str, float]]], int]:
     return [found for found, _ in results], results[0][1]
 
 
-def test_names_in_another_order_are_not_mixed_up() -> None:
+def test_metrics_are_reduced_by_name_in_any_order() -> None:
     (one, other), _ = means([{"even": (2.0, 2), "odd": (4.0, 2)}], [{"odd": (2.0, 1), "even": (1.0, 1)}])
     assert one == other == [{"even": 1.0, "odd": 2.0}]
 
 
-def test_means_come_in_the_order_of_what_this_rank_named() -> None:
-    """So that a row has the loss first, whatever metrics are called."""
+def test_means_have_the_order_of_this_ranks_names() -> None:
+    """Keeps the loss first in a row, whatever the names of metrics."""
     (one, other), _ = means([{"loss": (2.0, 2), "accuracy": (4.0, 2)}], [{"b": (2.0, 1), "loss": (1.0, 1)}])
     assert [list(found[0]) for found in (one, other)] == [["loss", "accuracy", "b"], ["b", "loss", "accuracy"]]
 
 
-def test_each_rank_may_have_names_of_its_own() -> None:
-    """Ids 0 to 3: rank 0 has the even ones, rank 1 the odd ones."""
+def test_ranks_may_have_different_names() -> None:
+    """Rank 0 has the even samples of 0 to 3, rank 1 the odd samples."""
     (one, other), _ = means([{"even": (2.0, 2)}], [{"odd": (4.0, 2)}])
     assert one == other == [{"even": 1.0, "odd": 2.0}]
 
 
-def test_what_nobody_named_this_time_is_not_there_and_what_nobody_counted_is_nan() -> None:
+def test_missing_names_are_absent_and_names_without_count_are_nan() -> None:
     (one, _), _ = means([{"a": (1.0, 1), "b": (3.0, 1)}, {"b": (0.0, 0)}], [{"a": (3.0, 1)}, {"b": (0.0, 0)}])
     assert one[0] == {"a": 2.0, "b": 3.0}
     assert list(one[1]) == ["b"]
@@ -62,14 +62,14 @@ def test_plain_numbers_are_averaged_over_the_ranks_that_have_them() -> None:
     assert found == [{"all": 3.0, "some": 6.0}] * 3
 
 
-def test_numbers_are_averaged_between_hosts_as_they_are_beside_totals() -> None:
+def test_all_reduce_mean_averages_plain_numbers() -> None:
     found = in_threads(3, lambda one: one.all_reduce_mean({"mine": float(one.rank), "all": 2}))
     assert found == [{"all": 2.0, "mine": 1.0}] * 3
     assert SingleRank().all_reduce_mean({"mine": 4}) == {"mine": 4}
 
 
-def test_known_names_cost_one_reduction() -> None:
-    """One more when there are new ones; then one a row, also with fewer names."""
+def test_known_names_need_one_all_reduce() -> None:
+    """New names need one more all-reduce; then each row needs one, also with fewer names."""
     rows = [{"é": (1.0, 1), "b": (1.0, 1)}] * 4
     _, first = means(rows[:1], rows[:1])
     _, later = means([*rows, {}], [*rows, {"b": (1.0, 1)}])
@@ -77,14 +77,14 @@ def test_known_names_cost_one_reduction() -> None:
     assert later == first + 4
 
 
-def test_a_nan_of_one_metric_leaves_the_others_alone() -> None:
+def test_nan_of_one_metric_does_not_change_other_metrics() -> None:
     (one, _), _ = means([{"a": (math.nan, 1), "b": (1.0, 1)}], [{"a": (1.0, 1), "b": (3.0, 1)}])
     assert math.isnan(one[0]["a"])
     assert one[0]["b"] == 2.0
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_sums_and_counts_are_added_up_before_they_are_divided(ranks: int) -> None:
+def test_sums_and_counts_are_added_over_ranks_before_the_division(ranks: int) -> None:
     found, _ = means(*([{"x": (float(rank), rank + 1.0)}] for rank in range(ranks)))
     expected = sum(range(ranks)) / sum(range(1, ranks + 1))
     assert all(rows == [{"x": expected}] for rows in found)
@@ -92,7 +92,7 @@ def test_sums_and_counts_are_added_up_before_they_are_divided(ranks: int) -> Non
 
 # ---------------------------------------------------------------------------------------------- any shape
 class Shares(Metric):
-    """Each part of a sum over all of it, by the part's number."""
+    """Share of each element in the sum, by the element's index."""
 
     name = "shares"
 
@@ -105,7 +105,7 @@ class Shares(Metric):
 
 
 class Middle(Metric):
-    """The median of all samples, and how many there are of the kind 1."""
+    """Median of all samples, and the number of samples with target 1."""
 
     name = "middle"
 
@@ -120,7 +120,7 @@ class Middle(Metric):
 def together(
     metric: Metric, *ranks: Sequence[Mapping[str, Total | SampleColumns]]
 ) -> tuple[list[list[dict[str, float]]], int]:
-    """What each rank learns from each of its rows, and how many reductions that took."""
+    """Returns the finished metrics of each row on each rank, and the number of all-reduces."""
 
     def run(one: Ranks) -> tuple[list[dict[str, float]], int]:
         return [one.reduce_metrics(row, {metric.name: metric}) for row in ranks[one.rank]], cast(ThreadRanks, one).sums
@@ -129,7 +129,7 @@ def together(
     return [found for found, _ in results], results[0][1]
 
 
-def test_a_total_of_any_shape_goes_with_the_others_in_one_reduction() -> None:
+def test_totals_of_any_shape_share_one_all_reduce() -> None:
     row: dict[str, Total | SampleColumns] = {
         "shares": Total(torch.tensor([1.0, 2.0]), 1),
         "x": Total(torch.tensor(3.0), torch.tensor(2)),
@@ -144,7 +144,7 @@ def test_a_total_of_any_shape_goes_with_the_others_in_one_reduction() -> None:
     assert later == first + 3
 
 
-def test_a_rank_that_had_no_sample_finishes_too() -> None:
+def test_rank_without_samples_gets_the_finished_metric() -> None:
     (one, two), _ = together(Shares(), [{}, {}], [{"shares": Total(torch.tensor([1.0, 3.0]), 1)}] * 2)
     assert one == two == [{"shares/0": 0.25, "shares/1": 0.75}] * 2
 
@@ -162,8 +162,8 @@ def test_counts_may_have_the_shape_of_the_sum() -> None:
     assert one == two == [{"shares": (1 / 4 + 0 / 1) / 2}]
 
 
-def test_rows_of_all_ranks_are_seen_together() -> None:
-    """Values 1 to 5, one on the first rank and four on the third; the second has none."""
+def test_finish_receives_the_sample_columns_of_all_ranks() -> None:
+    """Values 1 to 5: one on rank 0, none on rank 1, four on rank 2."""
     few: dict[str, Total | SampleColumns] = {"middle": SampleColumns(torch.tensor([5.0]), torch.tensor([True]))}
     batches = [
         SampleColumns(torch.tensor(x), torch.tensor(y))
@@ -174,7 +174,7 @@ def test_rows_of_all_ranks_are_seen_together() -> None:
     assert found == [[{"middle/value": 3.0, "middle/ones": 4.0}]] * 3
 
 
-def test_what_counted_nothing_is_nan_and_is_not_finished() -> None:
+def test_metric_without_count_is_nan_and_finish_is_not_called() -> None:
     nothing: dict[str, Total | SampleColumns] = {"shares": Total(torch.zeros(2), 0)}
     (one, _), _ = together(Shares(), [nothing], [nothing])
     assert math.isnan(one[0]["shares"])
@@ -184,7 +184,7 @@ def test_what_counted_nothing_is_nan_and_is_not_finished() -> None:
     assert math.isnan(one[0]["middle"])
 
 
-def test_two_shapes_of_one_name_are_refused_on_every_rank() -> None:
+def test_two_shapes_of_one_name_are_rejected_on_every_rank() -> None:
     def run(one: Ranks) -> str:
         with pytest.raises(PluginError, match=r"ranks have `shares` in two forms.*: \[2\] and \[\], and \[3\] and"):
             one.reduce_metrics({"shares": Total(torch.zeros(2 + one.rank), 1)}, {"shares": Shares()})
@@ -193,19 +193,19 @@ def test_two_shapes_of_one_name_are_refused_on_every_rank() -> None:
     assert in_threads(2, run) == ["refused"] * 2
 
 
-def test_a_shape_that_changes_counts_from_then_on() -> None:
+def test_shape_of_a_metric_may_change_between_rows() -> None:
     rows: list[dict[str, Total | SampleColumns]] = [{"shares": Total(torch.ones(n), 1)} for n in (2, 4)]
     (one, two), _ = together(Shares(), rows, rows)
     assert one == two == [{f"shares/{i}": 1 / n for i in range(n)} for n in (2, 4)]
 
 
-def test_a_shape_that_nobody_finishes_is_refused() -> None:
+def test_total_with_a_shape_but_without_a_metric_is_rejected() -> None:
     with pytest.raises(PluginError, match=r"`other` is not a single number: it has the shape \[2\], \[\]"):
         together(Shares(), [{"other": Total(torch.zeros(2), 1)}])
 
 
 @pytest.mark.parametrize("made", [None, "much", {"a": [1, 2]}, torch.ones(2)])
-def test_what_finish_returns_must_be_numbers(made: Any) -> None:
+def test_finish_must_return_numbers(made: Any) -> None:
     class Odd(Shares):
         def finish(self, sum: Tensor, count: Tensor) -> Any:
             return made

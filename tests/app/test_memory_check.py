@@ -1,4 +1,4 @@
-"""A run held against its plan: the memory of its second step, and what to change where memory is full."""
+"""Memory check: the plan against the memory of a run's second step, and advice when memory is full."""
 
 import json
 import re
@@ -49,7 +49,7 @@ global_batch = 16
 every = "1st"
 memory_check = "on"
 """
-# Small weights that every rank keeps get other memory in each step, which counts from then on only.
+# Without persistent small weights: their memory moves in each step, and is tracked only from then on.
 SHARDED = "strategy.extra.zero_optimization.stage3_param_persistence_threshold=0"
 CPU = torch.device("cpu")
 
@@ -77,13 +77,15 @@ def memory(folder: Path, name: str = "run") -> Any:
     ],
     ids=lambda sets: sets[-1],
 )
-def test_the_second_step_takes_what_was_planned(recipe: Path, ddpforge: Run, sets: list[str]) -> None:
+def test_peak_memory_of_the_second_step_matches_the_plan(recipe: Path, ddpforge: Run, sets: list[str]) -> None:
     said = ddpforge("run", recipe.name, *sets, nproc=2)
     found = memory(recipe.parent)
     assert found["measured"]["step"] == 2
     assert found["measured"]["peak"] == max(found["measured"]["ranks"])
     assert found["measured"]["phase"] == found["planned"]["phase"]
-    assert abs(found["difference"]) < (0.05 if "strategy.tensor=2" in sets else 1e-3)  # gloo keeps some in between
+    assert abs(found["difference"]) < (
+        0.05 if "strategy.tensor=2" in sets else 1e-3
+    )  # gloo keeps some memory in between
     assert "memory:" not in said.stderr
 
 
@@ -91,14 +93,14 @@ def test_the_second_step_takes_what_was_planned(recipe: Path, ddpforge: Run, set
 @pytest.mark.parametrize(
     "bundled", ["contrastive-digits", "diffusion", "experts", "gan", "masked-lm", "muon-digits", "segment-digits"]
 )
-def test_so_does_that_of_every_kind_of_task(tmp_path: Path, ddpforge: Run, bundled: str) -> None:
+def test_peak_memory_of_bundled_recipes_matches_the_plan(tmp_path: Path, ddpforge: Run, bundled: str) -> None:
     short = ["train.length=3st", "train.eval_every=1000st"]
     short += [] if bundled in ("gan", "muon-digits") else ["schedule.warmup=1st"]
     ddpforge("run", bundled, "name=run", "track.memory_check=on", *short)
     assert abs(memory(tmp_path)["difference"]) < 0.005
 
 
-def test_measuring_changes_no_number(recipe: Path, ddpforge: Run) -> None:
+def test_memory_check_does_not_change_losses(recipe: Path, ddpforge: Run) -> None:
     for plan in ("on", "off"):
         ddpforge("run", recipe.name, f"name={plan}", f"track.memory_check={plan}", nproc=2)
     on, off = ([row["train/loss"] for row in read_metrics(recipe.parent / "runs" / name)] for name in ("on", "off"))
@@ -106,7 +108,7 @@ def test_measuring_changes_no_number(recipe: Path, ddpforge: Run) -> None:
     assert not (recipe.parent / "runs/off/memory.json").exists()
 
 
-def test_a_difference_of_more_than_a_tenth_is_told(recipe: Path, ddpforge: Run) -> None:
+def test_difference_of_more_than_a_tenth_is_logged(recipe: Path, ddpforge: Run) -> None:
     copy(SUPPORT / "odd_models.py", recipe.parent)
     text = re.sub(r'use = "gpt".*?\[data', 'use = "./odd_models.py:Deciding"\n[data', RECIPE, flags=re.DOTALL)
     recipe.write_text(text, encoding="utf-8")
@@ -116,7 +118,7 @@ def test_a_difference_of_more_than_a_tenth_is_told(recipe: Path, ddpforge: Run) 
     assert re.search(r"memory: the plan has a peak of .* per rank, but step 2 had", said.stderr)
 
 
-def test_what_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -> None:
+def test_model_that_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -> None:
     copy(SUPPORT / "odd_models.py", recipe.parent)
     text = re.sub(r'use = "gpt".*?\[data', 'use = "./odd_models.py:Unforeseen"\n[data', RECIPE, flags=re.DOTALL)
     recipe.write_text(text, encoding="utf-8")
@@ -136,10 +138,10 @@ def test_what_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -
         (1_000_000, ["track.memory_check=off"], False),
         (1, ["track.memory_check=on"], True),
         (1, ["track.memory_check=on", "train.compile=default"], False),
-        (10**12, [], False),  # nothing runs that the recipe does not ask for
+        (10**12, [], False),  # without the key there is no memory check
     ],
 )
-def test_small_models_and_compiled_ones_are_not_held_against_a_plan(
+def test_memory_check_is_off_for_small_and_compiled_models(
     recipe: Path, parameters: int, sets: list[str], yes: bool
 ) -> None:
     recipe.write_text(RECIPE.replace('memory_check = "on"\n', ""), encoding="utf-8")
@@ -147,7 +149,7 @@ def test_small_models_and_compiled_ones_are_not_held_against_a_plan(
 
 
 class _Room(MemoryBudget):
-    """So much and no more."""
+    """Budget of `there` bytes."""
 
     def __init__(self, there: int) -> None:
         self.there = there
@@ -157,7 +159,7 @@ class _Room(MemoryBudget):
 
 
 def full(recipe: Path, there: int, *sets: str) -> Any:
-    """The error of a run of the recipe, with `sets`, that finds memory full: the bytes that there are do not do."""
+    """Returns the out-of-memory error, with advice, of a run under `sets` with `there` bytes of memory."""
     loaded = load_recipe(recipe, sets=["train.global_batch=64", *sets])
     folder = RunFolder(recipe.parent / "a run")
     folder.create(**snapshot(loaded))
@@ -169,11 +171,11 @@ def full(recipe: Path, there: int, *sets: str) -> Any:
 
 @pytest.fixture
 def told(recipe: Path) -> Callable[[int], BaseException]:
-    """The error of a run of the recipe that finds memory full where there is so much."""
+    """Returns a function that gives the out-of-memory error of a run with a number of bytes."""
     return lambda there: full(recipe, there)
 
 
-def test_full_memory_names_what_is_needed_what_there_is_and_what_would_fit(told: Callable[[int], Any]) -> None:
+def test_oom_advice_names_needed_memory_available_memory_and_settings_that_fit(told: Callable[[int], Any]) -> None:
     error = told(8_000_000)
     first, second = error.message.splitlines()
     assert first == "memory is full: torch's words"
@@ -186,13 +188,13 @@ def test_full_memory_names_what_is_needed_what_there_is_and_what_would_fit(told:
 
 
 @pytest.mark.full
-def test_memory_that_no_planned_step_fills_is_explained_by_arithmetic_alone(told: Callable[[int], Any]) -> None:
+def test_oom_advice_keeps_its_hints_if_the_planned_step_fits(told: Callable[[int], Any]) -> None:
     error = told(10**12)
     assert error.message.endswith("the plan of a step does not explain this; it may be an evaluation")
     assert error.hints == ("by arithmetic",)
 
 
-def test_full_memory_starts_no_plan_unless_asked_and_names_the_command_that_does(
+def test_oom_advice_names_the_plan_command_if_the_memory_check_is_off(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
@@ -205,9 +207,9 @@ def test_full_memory_starts_no_plan_unless_asked_and_names_the_command_that_does
     ]
 
 
-def test_other_errors_and_runs_without_a_plan_stay_as_they_are(recipe: Path) -> None:
+def test_oom_advice_leaves_other_errors_and_missing_runs_unchanged(recipe: Path) -> None:
     alone = SingleRank(CPU)
     world = World(global_ranks=alone, dp_ranks=alone, device=CPU, local_rank=0)
-    folder = RunFolder(recipe.parent / "runs" / "run")  # which is not there
+    folder = RunFolder(recipe.parent / "runs" / "run")  # does not exist
     for error in (UsageError("another"), OutOfMemory("memory is full")):
         assert with_oom_advice(error, folder, world, load_recipe(recipe).recipe, _Room(1)) is error

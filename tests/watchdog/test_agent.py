@@ -1,4 +1,4 @@
-"""A rank that stands still or dies while it starts is named, by a process that has no folder to write to."""
+"""Watchdog agent: a rank that hangs or dies at startup is reported by a process without a run folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = {rank: RankStatus(rank, f"node{rank}", 100 + rank, "start", 0, 1, 9.0) fo
 
 
 class Told:
-    """The place where ranks show what has failed; another rank may have been first."""
+    """Fake status board for causes; another rank may have been first."""
 
     def __init__(self, first: Mapping[str, Any] | None = None, place: str | None = None) -> None:
         self.first, self.place = first, place
@@ -30,14 +30,14 @@ class Told:
     def cause(self) -> Any:
         return self.first
 
-    def tell(self, cause: Mapping[str, Any]) -> bool:
+    def record_cause(self, cause: Mapping[str, Any]) -> bool:
         self.first = self.first or cause
         return self.first == cause
 
 
 @pytest.fixture(autouse=True)
 def verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which a launch is told how ranks ended."""
+    """Sets the file with the exit records of ranks, and returns its path."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("DDPFORGE_VERDICT", str(tmp_path / "verdict"))
     return tmp_path / "verdict"
@@ -58,7 +58,7 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def test_a_rank_is_asked_to_stop_once_where_another_has_failed_and_not_for_a_failure_of_its_own(
+def test_rank_receives_sigterm_once_after_a_failure_of_another_rank(
     signals: list[tuple[int, int]],
 ) -> None:
     board = Told()
@@ -71,7 +71,7 @@ def test_a_rank_is_asked_to_stop_once_where_another_has_failed_and_not_for_a_fai
     assert len(signals) == 1
 
 
-def test_what_a_rank_has_said_itself_others_may_be_about_to_say(
+def test_failure_reported_by_its_rank_stops_other_ranks_with_a_delay(
     signals: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -86,7 +86,7 @@ def test_what_a_rank_has_said_itself_others_may_be_about_to_say(
     assert signals == [(4321, signal.SIGTERM)]
 
 
-def test_the_rank_that_the_others_wait_for_is_told_and_shown_unless_another_failed_first(
+def test_culprit_is_recorded_and_printed_unless_another_rank_failed_first(
     verdict: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     board = Told()
@@ -101,9 +101,7 @@ def test_the_rank_that_the_others_wait_for_is_told_and_shown_unless_another_fail
     assert capsys.readouterr().err == ""
 
 
-def test_without_a_launch_the_error_is_printed_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_is_printed_without_a_launch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPFORGE_VERDICT")
     of(Told()).report_hang(Culprit([0], "made no progress in import"), {0: ROWS[0]})
     assert capsys.readouterr().err == "error: rank 0 made no progress in import\n"
@@ -118,21 +116,21 @@ def test_without_a_launch_the_error_is_printed_too(
         (0, {"code": int(ExitCode.ENVIRONMENT), "told": True}, False),
     ],
 )
-def test_a_rank_that_is_ended_has_the_exit_code_of_the_first_that_failed(
+def test_killed_rank_records_the_exit_code_of_the_first_failed_rank(
     rank: int, cause: dict[str, Any], printed: bool, verdict: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a recipe that is wrong for all, rank 0 says what the first has found, where it has not found it itself."""
+    """Prints an error of the recipe on rank 0 if rank 0 is killed before it finds the error itself."""
     of(Told({"rank": 3, "error": "no such key", **cause}), rank).report_end("asked")
     assert words(verdict) == [{"rank": rank, "code": cause["code"], "spoke": False}]
     assert capsys.readouterr().err == "error: rank 3 failed first: no such key\n" * printed
 
 
-def test_a_rank_that_is_ended_for_nothing_known_has_failed(verdict: Path) -> None:
+def test_rank_killed_without_a_known_cause_records_exit_code_1(verdict: Path) -> None:
     of(Told()).report_end("asked")
     assert [word["code"] for word in words(verdict)] == [1]
 
 
-def test_the_place_where_ranks_without_a_store_meet_is_cleared_up(tmp_path: Path) -> None:
+def test_folder_for_ranks_without_a_store_is_removed(tmp_path: Path) -> None:
     place = tmp_path / "meeting"
     place.mkdir()
     of(Told()).leave()

@@ -1,4 +1,4 @@
-"""A rank is watched: for how long it may stand where, who decides that it has stood too long, and what comes then."""
+"""Monitor of a rank: the time limits of phases, the decision that the rank hangs, and the consequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpforge.watchdog.status_board import RankStatus
 
 
 class Job:
-    """Ranks without processes, whose watchers see each other at once."""
+    """Ranks without processes, whose monitors exchange rows at once."""
 
     def __init__(self, ranks: int = 2, stall: float = 80.0, compiles: bool = False) -> None:
         self.clock = Clock()
@@ -33,14 +33,14 @@ class Job:
         self.awake = set(range(ranks))
 
     def pass_time(self, seconds: float) -> None:
-        """Others answer while one waits."""
+        """Advances the clock; after a call, the other monitors answer."""
         self.clock.now += seconds
         if self.alarm:
             for rank in sorted(self.awake):
                 self.rows[rank] = self.ranks[rank].row(answers=True)
 
     def run(self, seconds: int) -> None:
-        """Looks once a second."""
+        """Polls each monitor once a second."""
         for _ in range(seconds):
             self.clock.now += 1
             for rank in sorted(self.awake):
@@ -49,7 +49,7 @@ class Job:
 
 
 class Rank:
-    """The process, the board and the teller of one rank."""
+    """Fake process, status board and reporter of one rank."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.pid = job, rank, 100 + rank
@@ -89,7 +89,7 @@ class Rank:
         self.job.ended.append(self.rank)
 
     # the board
-    def show(self, row: RankStatus) -> None:
+    def publish(self, row: RankStatus) -> None:
         self.job.rows[self.rank] = row
 
     def call(self) -> None:
@@ -104,19 +104,19 @@ class Rank:
     def row(self, *, answers: bool) -> RankStatus:
         return self.job.rows[self.rank]._replace(answers=answers, frozen=self.stopped)
 
-    # the teller
-    def someone_failed(self) -> bool:
+    # the reporter
+    def any_failed(self) -> bool:
         return self.job.failed
 
     def keep_stacks(self, stacks: str) -> None:
         assert stacks == (self.code or ("" if self.at.left or self.rank in self.job.dead else "stacks"))
 
-    def tell(self, found: Culprit, rows: Mapping[int, RankStatus]) -> None:
+    def report_hang(self, found: Culprit, rows: Mapping[int, RankStatus]) -> None:
         if not self.job.failed:
             self.job.told.append((self.rank, found))
             self.job.failed = True
 
-    def tell_end(self, why: str) -> None:
+    def report_end(self, why: str) -> None:
         self.job.late.append(self.rank)
 
 
@@ -133,7 +133,7 @@ class Rank:
         (END, 5, False, 480),
     ],
 )
-def test_a_rank_is_late_when_its_phases_limit_is_over(phase: int, step: int, compiles: bool, limit: int) -> None:
+def test_rank_is_late_after_the_limit_of_its_phase(phase: int, step: int, compiles: bool, limit: int) -> None:
     job = Job(1, compiles=compiles)
     job.ranks[0].go(phase, step)
     job.run(limit)
@@ -143,13 +143,13 @@ def test_a_rank_is_late_when_its_phases_limit_is_over(phase: int, step: int, com
     assert job.ended == [0]
 
 
-def test_without_a_limit_a_rank_may_stand_for_ever() -> None:
+def test_infinite_hang_timeout_disables_the_alarm() -> None:
     job = Job(1, stall=float("inf"))
     job.run(5_000)
     assert not job.alarm
 
 
-def test_a_rank_that_moves_on_while_its_stacks_are_written_is_not_condemned() -> None:
+def test_rank_with_a_heartbeat_while_its_stacks_are_written_is_not_late() -> None:
     job = Job(2)
     slow, waits = job.ranks
     slow.go(DATA)
@@ -166,7 +166,7 @@ def test_a_rank_that_moves_on_while_its_stacks_are_written_is_not_condemned() ->
     assert job.told[0][1].ranks == [0]
 
 
-def test_place_and_line_of_a_rank_are_of_one_moment() -> None:
+def test_row_has_no_line_if_the_phase_has_changed_meanwhile() -> None:
     job = Job(2)
     moves = job.ranks[0]
     for rank in job.ranks:
@@ -179,8 +179,8 @@ def test_place_and_line_of_a_rank_are_of_one_moment() -> None:
     assert (job.rows[1].phase, int(job.rows[1].seconds), job.rows[1].at) == ("data", 30, "x.py:1 in x")
 
 
-def test_every_mark_begins_a_new_stay() -> None:
-    """Also one in the same phase of the same step: a step may have many micro-batches."""
+def test_every_heartbeat_restarts_the_limit() -> None:
+    """Includes heartbeats in the same phase of the same step: a step may have many micro-batches."""
     job = Job(1)
     for _ in range(20):
         job.ranks[0].go(BACKWARD)
@@ -188,7 +188,7 @@ def test_every_mark_begins_a_new_stay() -> None:
     assert not job.alarm
 
 
-def test_the_rank_that_is_behind_is_named_and_all_are_ended() -> None:
+def test_rank_behind_is_reported_and_all_ranks_are_killed() -> None:
     job = Job(3)
     for rank in job.ranks:
         rank.go(DATA)
@@ -203,7 +203,7 @@ def test_the_rank_that_is_behind_is_named_and_all_are_ended() -> None:
     assert sorted(job.late) == [0, 1, 2]
 
 
-def test_a_rank_waits_for_one_that_may_be_where_it_is_for_longer() -> None:
+def test_limit_of_a_slower_phase_on_another_rank_applies() -> None:
     job = Job()
     job.ranks[0].go(BACKWARD, step=5)
     job.ranks[1].go(SAVE, step=4)
@@ -216,7 +216,7 @@ def test_a_rank_waits_for_one_that_may_be_where_it_is_for_longer() -> None:
     assert not job.alarm
 
 
-def test_a_frozen_rank_is_named_wherever_it_stands() -> None:
+def test_frozen_rank_is_reported_in_any_phase() -> None:
     job = Job()
     job.ranks[1].go(BACKWARD)
     job.ranks[0].go(BACKWARD)
@@ -226,7 +226,7 @@ def test_a_frozen_rank_is_named_wherever_it_stands() -> None:
     assert job.told[0][1].sentence.startswith("was frozen, as by SIGSTOP, in backward of step 5")
 
 
-def test_a_rank_whose_host_is_gone_does_not_answer() -> None:
+def test_rank_of_a_lost_host_is_reported() -> None:
     job = Job()
     for rank in job.ranks:
         rank.go(BACKWARD)
@@ -237,8 +237,8 @@ def test_a_rank_whose_host_is_gone_does_not_answer() -> None:
     assert "did not answer (process 101 on " in job.told[0][1].sentence
 
 
-def test_a_job_that_was_suspended_is_not_late() -> None:
-    """SIGSTOP for all processes, as a scheduler sends it: the clock went on, and nobody else."""
+def test_suspended_job_is_not_late() -> None:
+    """Fakes a scheduler's SIGSTOP to all processes: only the clock advanced."""
     job = Job()
     for rank in job.ranks:
         rank.go(BACKWARD)
@@ -248,7 +248,7 @@ def test_a_job_that_was_suspended_is_not_late() -> None:
     assert not job.alarm
 
 
-def test_one_that_died_is_named_by_the_process_beside_it_unless_it_has_spoken() -> None:
+def test_dead_rank_is_reported_by_its_agent_unless_it_has_reported_itself() -> None:
     job = Job()
     job.ranks[1].go(FORWARD)
     job.run(1)
@@ -257,7 +257,7 @@ def test_one_that_died_is_named_by_the_process_beside_it_unless_it_has_spoken() 
     ((rank, found),) = job.told
     assert (rank, found.ranks) == (1, [1])
     assert found.sentence.startswith("was killed by signal 9 (SIGKILL) in forward of step 5 (process 101 on ")
-    job.sentries[0].died()  # its launcher has ended it for the other's failure
+    job.sentries[0].died()  # its launcher has killed it because of the other's failure
     assert len(job.told) == 1
 
     spoken = Job()
@@ -266,7 +266,7 @@ def test_one_that_died_is_named_by_the_process_beside_it_unless_it_has_spoken() 
     assert spoken.told == []
 
 
-def test_one_that_crashed_is_named_with_its_line() -> None:
+def test_crashed_rank_is_reported_with_its_line() -> None:
     job = Job()
     job.ranks[1].go(BACKWARD)
     job.ranks[1].code = "Fatal Python error: Aborted"
@@ -275,7 +275,7 @@ def test_one_that_crashed_is_named_with_its_line() -> None:
     assert " in backward of step 5 at x.py:1 in x (process 101 on " in job.told[0][1].sentence
 
 
-def test_a_rank_that_does_not_notice_anothers_failure_is_ended() -> None:
+def test_rank_that_does_not_notice_a_failure_of_another_rank_is_killed() -> None:
     job = Job()
     job.ranks[0].go(BACKWARD)
     job.failed = True
@@ -285,7 +285,7 @@ def test_a_rank_that_does_not_notice_anothers_failure_is_ended() -> None:
     assert sorted(job.ended) == [0, 1]
 
 
-def test_a_frozen_one_is_ended_at_once_and_one_that_has_noticed_is_left_alone() -> None:
+def test_frozen_rank_is_killed_at_once_and_a_rank_that_has_left_is_not() -> None:
     job = Job()
     job.ranks[0].stopped = True
     job.ranks[1].go(BACKWARD, left=True)
@@ -296,7 +296,7 @@ def test_a_frozen_one_is_ended_at_once_and_one_that_has_noticed_is_left_alone() 
     assert job.ended == [0]
 
 
-def test_a_rank_that_lost_touch_answers_and_ends_by_itself() -> None:
+def test_rank_that_has_left_answers_a_call_and_is_not_killed() -> None:
     job = Job()
     job.ranks[1].go(DATA)
     job.ranks[0].go(BACKWARD)

@@ -1,4 +1,4 @@
-"""Ranks that could not train together hear of it before training begins, and so does whoever started them."""
+"""Node consistency: ranks that cannot train together report the reason before training begins."""
 
 import logging
 import os
@@ -26,13 +26,13 @@ CODE = "from torch import nn\n\nclass Net(nn.Linear):\n    pass\n"
 
 
 def ends(ranks: int, action: Callable[[Ranks], None]) -> list[str]:
-    """What each rank says when it ends: nothing, an error with its hints, or whose fault it is."""
+    """Returns a text for each rank: empty, its error with hints, or a note that rank 0 reports the error."""
 
     def told(rank: Ranks) -> str:
         try:
             action(rank)
         except PeerFailed as failed:
-            return "rank 0 says it" if failed.exit_code == ExitCode.ENVIRONMENT else str(failed.exit_code)
+            return "rank 0 reports it" if failed.exit_code == ExitCode.ENVIRONMENT else str(failed.exit_code)
         except SetupError as error:
             return " | ".join([error.message, *error.hints])
         return ""
@@ -41,17 +41,17 @@ def ends(ranks: int, action: Callable[[Ranks], None]) -> list[str]:
 
 
 def compared(*sets: list[str], source: str | Path = "digits") -> list[str]:
-    """What ranks say whose recipes are under these `sets`."""
+    """Returns the texts of ranks with a recipe under each of these `sets`."""
     loaded = [load_recipe(source, sets=each, registry=REGISTRY) for each in sets]
     return ends(len(sets), lambda ranks: checks.check_same_environment(ranks, loaded[ranks.rank], REGISTRY))
 
 
 # ---------------------------------------------------------------------------------------------- software and recipe
-def test_ranks_that_are_alike_train() -> None:
+def test_identical_ranks_are_accepted() -> None:
     assert compared([], [], []) == ["", "", ""]
 
 
-def test_another_version_on_one_host_is_named_with_host_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_another_version_with_host_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_recipe("digits", registry=REGISTRY)
     made = checks._Facts
     elsewhere = {1: ("nodeb", "2.10.0"), 2: ("nodeb", "2.10.0")}
@@ -60,7 +60,7 @@ def test_another_version_on_one_host_is_named_with_host_and_ranks(monkeypatch: p
         host, torch = elsewhere.get(ranks.rank, ("nodea", "2.14.1"))
         software = {"Python": "3.11", "torch": torch}
         facts = made(host, software, "digest")
-        told = ranks.all_gather_object  # each rank says what its own host is
+        told = ranks.all_gather_object  # each rank sends the facts of its own host
         monkeypatch.setattr(ranks, "all_gather_object", lambda _: told(facts), raising=False)
         checks.check_same_environment(ranks, loaded, REGISTRY)
 
@@ -69,16 +69,16 @@ def test_another_version_on_one_host_is_named_with_host_and_ranks(monkeypatch: p
         "ranks do not run the same software: torch 2.14.1 on nodea (rank 0), 2.10.0 on nodeb (ranks 1, 2)"
         " | use one environment on all hosts"
     )
-    assert others == ["rank 0 says it"] * 2
+    assert others == ["rank 0 reports it"] * 2
 
 
-def test_what_is_compared_of_software_is_what_trains() -> None:
+def test_versions_of_python_torch_and_ddpforge_are_compared() -> None:
     found = checks._software(load_recipe("digits", registry=REGISTRY), REGISTRY)
     assert found.keys() == {"Python", "torch", "ddpforge"}
     assert found["torch"] == metadata.version("torch")
 
 
-def test_the_versions_of_plugins_that_a_recipe_uses_are_compared_too() -> None:
+def test_versions_of_plugins_in_the_recipe_are_compared() -> None:
     class Plugins:
         def find(self, kind: str, use: str) -> Any:
             return SimpleNamespace(distribution=f"lab-{kind}", version="1.2")
@@ -87,7 +87,7 @@ def test_the_versions_of_plugins_that_a_recipe_uses_are_compared_too() -> None:
     assert (found["lab-model"], found["lab-optimizer"]) == ("1.2", "1.2")
 
 
-def test_another_recipe_on_one_rank_is_shown_key_by_key() -> None:
+def test_error_shows_recipe_differences_key_by_key() -> None:
     same, other = ["train.seed=1"], ["train.seed=2", "checkpoint.every=7st", "data.workers=3"]
     host = socket.gethostname()
     first, *others = compared(same, same, other)
@@ -95,10 +95,10 @@ def test_another_recipe_on_one_rank_is_shown_key_by_key() -> None:
         f"the recipe on {host} (rank 2) differs from that of rank 0 on {host}:\n  train.seed: 1 → 2\n"
         '  checkpoint.every: "5ep" → "7st" | start all ranks with the same files, flags and environment variables'
     )
-    assert others == ["rank 0 says it"] * 2
+    assert others == ["rank 0 reports it"] * 2
 
 
-def test_hosts_may_have_their_data_elsewhere_and_fetch_it_in_their_own_way(tmp_path: Path) -> None:
+def test_data_paths_and_data_workers_may_differ_between_hosts(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text("def data(root: str): return [root]\n")
     recipe = tmp_path / "run.toml"
     tables = {
@@ -114,10 +114,10 @@ def test_hosts_may_have_their_data_elsewhere_and_fetch_it_in_their_own_way(tmp_p
     assert compared(here, there, source=recipe) == ["", ""]
     assert "data.train.root" in compared(["data.train.root=a"], ["data.train.root=b"], source=recipe)[0]
     elsewhere = [["data.train.root=/a", f"checkpoint.init_from={path}"] for path in ("/local/a", "/scratch/b")]
-    assert "checkpoint.init_from" in compared(*elsewhere, source=recipe)[0], "only data may lie elsewhere"
+    assert "checkpoint.init_from" in compared(*elsewhere, source=recipe)[0], "only paths of data may differ"
 
 
-def test_other_code_beside_the_recipe_on_one_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_local_code_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_recipe("digits", registry=REGISTRY)
 
     def check(ranks: Ranks) -> None:
@@ -133,9 +133,7 @@ def test_other_code_beside_the_recipe_on_one_host(tmp_path: Path, monkeypatch: p
 
 # ---------------------------------------------------------------------------------------------- clocks
 @pytest.mark.parametrize(("off", "how"), [(20.0, "20.0 s ahead of"), (-5.0, "5.0 s behind"), (2.0, "")])
-def test_clocks_of_hosts_are_compared_and_hosts_that_differ_are_named(
-    caplog: pytest.LogCaptureFixture, off: float, how: str
-) -> None:
+def test_clock_difference_is_logged_with_both_hosts(caplog: pytest.LogCaptureFixture, off: float, how: str) -> None:
     def compare(ranks: Ranks) -> None:
         everyone, number = ranks.all_gather_object, ranks.rank
         shift = off if number == 1 else 0.0
@@ -149,7 +147,7 @@ def test_clocks_of_hosts_are_compared_and_hosts_that_differ_are_named(
 
 
 # ---------------------------------------------------------------------------------------------- the folder
-def test_a_folder_is_shared_and_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shared_folder_is_accepted_and_not_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def check(rank: int) -> list[str]:
         checks.check_shared_filesystem(tmp_path / "new/runs", set_up(DDP()).global_ranks)
         return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
@@ -158,17 +156,15 @@ def test_a_folder_is_shared_and_left_as_it_was(tmp_path: Path, caplog: pytest.Lo
     assert not list(tmp_path.iterdir())
 
 
-def test_locks_that_do_not_hold_are_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Threads stand in for hosts: locks are a process's."""
+def test_file_locks_that_do_not_work_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Uses threads as hosts: threads of one process share a lock."""
     assert ends(2, lambda ranks: checks.check_shared_filesystem(tmp_path, ranks)) == ["", ""]
     assert [record.message for record in caplog.records] == [
         f"file locks do not work in {tmp_path}: make sure that no second process trains there"
     ]
 
 
-def test_a_folder_that_one_host_has_for_itself_is_refused(
-    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_is_not_shared_is_rejected(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "runs"
     hosts["b"].own_disk(runs, tmp_path / "disk of b")
     monkeypatch.setattr(checks, "_CACHED", 0.0)
@@ -186,8 +182,8 @@ def test_a_folder_that_one_host_has_for_itself_is_refused(
     assert os.listdir(runs) == os.listdir(tmp_path / "disk of b") == []
 
 
-def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_is_rejected_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = ends(2, lambda ranks: checks.check_shared_filesystem(tmp_path / "file/runs", ranks))
     assert said[0].startswith(f"cannot write to the folder of runs {tmp_path}/file/runs: ")
-    assert said[1] == "rank 0 says it"
+    assert said[1] == "rank 0 reports it"

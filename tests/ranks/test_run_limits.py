@@ -1,4 +1,4 @@
-"""A whole run is asked to stop by its time, or by a file in its folder."""
+"""Run limits: a whole run stops after its maximum time, or on request by a file in its folder."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from ddpforge.errors import UsageError
 from ddpforge.ranks.run_limits import STOP, RunLimits, seconds_of
 
 
-def test_time_counts_from_the_launch_however_often_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_time_counts_from_the_launch_also_after_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPFORGE_STARTED", raising=False)
     clock = Clock()
     halt = RunLimits(tmp_path, "90s", clock)
@@ -25,7 +25,7 @@ def test_time_counts_from_the_launch_however_often_ranks_start(tmp_path: Path, m
     assert again.stop_requested()
 
 
-def test_a_file_asks_until_it_is_obeyed_and_the_disk_is_looked_at_once_a_second(tmp_path: Path) -> None:
+def test_stop_file_requests_a_stop_until_acknowledged_and_is_checked_once_a_second(tmp_path: Path) -> None:
     clock = Clock()
     halt = RunLimits(tmp_path, None, clock)
     assert not halt.stop_requested()
@@ -39,9 +39,7 @@ def test_a_file_asks_until_it_is_obeyed_and_the_disk_is_looked_at_once_a_second(
     assert not (tmp_path / STOP).exists()
 
 
-def test_a_file_that_was_meant_for_an_earlier_attempt_is_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stop_file_of_an_earlier_attempt_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / STOP
     file.touch()
     os.utime(file, (100, 100))
@@ -51,10 +49,10 @@ def test_a_file_that_was_meant_for_an_earlier_attempt_is_removed(
 
 
 @pytest.mark.parametrize("text", ["5ep", "100st", "soon", "0s", "-1h", "90"])
-def test_what_is_no_wall_time_is_refused(text: str) -> None:
+def test_invalid_wall_times_are_rejected(text: str) -> None:
     with pytest.raises(UsageError, match=r"is no wall time"):
         seconds_of(text)
 
 
-def test_wall_times() -> None:
+def test_wall_times_are_converted_to_seconds() -> None:
     assert [seconds_of(text) for text in ("30s", "1.5m", "4h", None)] == [30, 90, 14_400, float("inf")]

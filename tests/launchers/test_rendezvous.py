@@ -1,4 +1,4 @@
-"""Nodes look for the first one: what is at the endpoint, and what time it is there."""
+"""Rendezvous of nodes: the program at the endpoint, and the difference of the nodes' clocks."""
 
 import socket
 import threading
@@ -16,7 +16,7 @@ from ddpforge.launchers.rendezvous import meet, reject_held_ports
 
 @contextmanager
 def stranger(answer: bytes = b"") -> Iterator[int]:
-    """A program of another kind, which takes connections; yields its port."""
+    """Runs another program that accepts connections; yields its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -37,7 +37,7 @@ def stranger(answer: bytes = b"") -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def _threads_end() -> Iterator[None]:
-    """Waits for handshakes that were given up: a process may not end while one is in C++."""
+    """Waits for abandoned handshakes: a process must not end while one of them runs C++ code."""
     yield
     for thread in threading.enumerate():
         if thread.name == "handshake":
@@ -45,7 +45,7 @@ def _threads_end() -> Iterator[None]:
 
 
 def pair() -> int:
-    """A port that is free, as the next one is; below those that the system hands out meanwhile."""
+    """Returns a free port whose next port is free, too, below the range of ephemeral ports."""
     for port in range(12_000, 20_000, 2):
         try:
             reject_held_ports(f"node01:{port}")
@@ -56,7 +56,7 @@ def pair() -> int:
 
 
 @pytest.mark.parametrize("later", [0, 1])
-def test_an_endpoint_whose_port_or_the_next_one_is_held_is_refused_on_the_first_node(later: int) -> None:
+def test_first_node_rejects_an_endpoint_whose_port_or_next_port_is_in_use(later: int) -> None:
     port = pair()
     held = port + later
     with (
@@ -67,16 +67,14 @@ def test_an_endpoint_whose_port_or_the_next_one_is_held_is_refused_on_the_first_
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"])
-def test_another_program_at_the_endpoint_is_named_by_nodes_that_would_wait_for_it(
-    monkeypatch: pytest.MonkeyPatch, answer: bytes
-) -> None:
+def test_node_reports_another_program_at_the_endpoint(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     monkeypatch.setattr(rendezvous, "_ANSWER", 1.0)
     with stranger(answer) as held, pytest.raises(SetupError, match=f"the program on port {held}"):
         meet(f"127.0.0.1:{held}", None, "2")
 
 
-def test_a_launch_whose_second_port_is_held_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first node refuses to start, and a node that waits for it sees why."""
+def test_node_does_not_wait_for_a_launch_whose_second_port_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports the reason on the node that waits, because the first node has refused to start."""
     monkeypatch.setattr(rendezvous, "_QUIET", 0.0)
     monkeypatch.setattr(rendezvous, "_LOOK", 0.01)
     with stranger() as free:
@@ -85,7 +83,7 @@ def test_a_launch_whose_second_port_is_held_is_not_waited_for(monkeypatch: pytes
         meet(f"127.0.0.1:{free}", f"127.0.0.1:{held}", "2")
 
 
-def test_an_endpoint_where_nothing_listens_is_an_error_in_the_end(
+def test_endpoint_without_a_listener_raises_an_error_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rendezvous, "_MEETING", 0.1)
@@ -100,18 +98,18 @@ def test_an_endpoint_where_nothing_listens_is_an_error_in_the_end(
 
 @contextmanager
 def first_node() -> Iterator[tuple[str, str]]:
-    """Yields the endpoint, where there is a store of torch's, and the place of the launcher's."""
+    """Yields the endpoint, which has a store of torch, and the address of the launcher's store."""
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with store.serving() as port:
         yield f"127.0.0.1:{torchs.port}", f"127.0.0.1:{port}"
 
 
-def test_clocks_that_differ_are_named_with_both_hosts(
+def test_clock_difference_is_reported_with_both_hosts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with first_node() as (endpoint, place):
         meet(endpoint, place, "2")
-        meet(endpoint, None, "2")  # behind a service that passes one port on
+        meet(endpoint, None, "2")  # as behind a service that forwards only one port
         assert capsys.readouterr().err == ""
         now = time.time
         monkeypatch.setattr(store, "time", type("Time", (), {"time": staticmethod(lambda: now() + 20)}))
@@ -123,4 +121,4 @@ def test_clocks_that_differ_are_named_with_both_hosts(
             == "warning: the clock of nodea is 20.0 s ahead of that of nodea: synchronize both with chrony or ntpd\n"
         )
         with pytest.raises(SetupError, match=r"20.0 s ahead of .* would treat each other as dead"):
-            meet(endpoint, place, "1:2")  # where a node that is taken for dead is not missed
+            meet(endpoint, place, "1:2")  # elastic: the run continues without a node that seems dead

@@ -1,4 +1,4 @@
-"""Rows are shown to everybody: by the launcher's store, and by files where there is none, or it is out of reach."""
+"""Status board: rows reach all ranks by the launcher's store, or by files without a reachable store."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def boards(logs: Path, store: str, *attempts: str) -> list[StatusBoard]:
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["store", "files"])
-def test_what_one_shows_the_others_see(tmp_path: Path, stored: bool) -> None:
+def test_published_rows_are_visible_to_other_ranks(tmp_path: Path, stored: bool) -> None:
     with serving() as port:
         store = f"127.0.0.1:{port}" if stored else ""
         one, two, earlier = boards(tmp_path / "logs", store, "now", "now", "before")
@@ -47,7 +47,7 @@ def test_what_one_shows_the_others_see(tmp_path: Path, stored: bool) -> None:
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["store", "files"])
-def test_of_two_failures_all_know_the_first(tmp_path: Path, stored: bool) -> None:
+def test_all_ranks_read_the_first_of_two_causes(tmp_path: Path, stored: bool) -> None:
     with serving() as port:
         store = f"127.0.0.1:{port}" if stored else ""
         one, two, earlier = boards(tmp_path / "logs", store, "now", "now", "before")
@@ -61,7 +61,7 @@ def test_of_two_failures_all_know_the_first(tmp_path: Path, stored: bool) -> Non
             assert earlier.cause() is None
 
 
-def test_on_a_full_disk_rows_are_seen_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_visible_also_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -78,7 +78,7 @@ def test_on_a_full_disk_rows_are_seen_all_the_same(tmp_path: Path, monkeypatch: 
     assert (found[1].beats, found[1].left, found[1].phase) == (3, True, "data")
 
 
-def test_without_store_and_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_board_without_store_and_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     board = StatusBoard("", "now", "", seldom=0.0)
     board.publish(row(0, answers=True))
@@ -87,7 +87,7 @@ def test_without_store_and_folder_nothing_is_written(tmp_path: Path, monkeypatch
     assert (board.called(), board.rows(), board.cause(), list(tmp_path.iterdir())) == (True, {}, None, [])
 
 
-def test_a_call_reaches_those_that_only_see_files_and_those_that_only_see_the_store(tmp_path: Path) -> None:
+def test_call_reaches_boards_with_only_files_and_boards_with_only_the_store(tmp_path: Path) -> None:
     with serving() as port:
         store = f"127.0.0.1:{port}"
         both, files = boards(tmp_path / "one", store, "now")[0], boards(tmp_path / "one", "", "now")[0]
@@ -98,13 +98,13 @@ def test_a_call_reaches_those_that_only_see_files_and_those_that_only_see_the_st
         assert other_disk.called()
 
 
-def test_a_file_is_written_by_a_rank_that_stands_still_and_seldom_by_one_that_gets_on(tmp_path: Path) -> None:
+def test_file_is_written_at_once_for_a_stalled_rank_and_seldom_otherwise(tmp_path: Path) -> None:
     clock = Clock()
     board = StatusBoard(str(tmp_path), "now", "", seldom=10.0, clock=clock)
     file = tmp_path / "phase-rank-0.json"
 
     def marks() -> int | None:
-        return json.loads(file.read_text())["row"]["marks"] if file.exists() else None
+        return json.loads(file.read_text())["row"]["beats"] if file.exists() else None
 
     board.publish(row(0, 1, seconds=0.2))
     assert marks() is None
@@ -117,7 +117,7 @@ def test_a_file_is_written_by_a_rank_that_stands_still_and_seldom_by_one_that_ge
     assert marks() == 4
 
 
-def test_a_store_out_of_reach_is_no_error_and_is_known(tmp_path: Path) -> None:
+def test_cut_off_counts_the_seconds_without_the_store(tmp_path: Path) -> None:
     clock = Clock()
     with serving() as port:
         board = StatusBoard(str(tmp_path), "now", f"127.0.0.1:{port}", seldom=10.0, clock=clock)
@@ -128,19 +128,19 @@ def test_a_store_out_of_reach_is_no_error_and_is_known(tmp_path: Path) -> None:
     clock.now += 7
     for one in (board, later):
         one.publish(row(0, marks=2))
-        assert list(one.rows()) == [0]  # from its file
+        assert list(one.rows()) == [0]  # read from its file
     assert board.cut_off == 7.0
-    assert later.cut_off == 0.0  # there may never have been one
+    assert later.cut_off == 0.0  # it never reached a store
 
 
-def test_rubbish_is_not_shown(tmp_path: Path) -> None:
+def test_invalid_files_are_ignored(tmp_path: Path) -> None:
     (board,) = boards(tmp_path / "logs", "", "now")
     for number, text in enumerate(["", "{", "[]", '{"attempt": "now", "row": {"rank": 1}}', '{"attempt": "now"}']):
         (tmp_path / "logs" / f"phase-rank-{number}.json").write_text(text)
     assert board.rows() == {}
 
 
-def test_a_store_keeps_attempts_apart_forgets_the_oldest_and_survives_what_it_cannot_read() -> None:
+def test_store_separates_attempts_drops_the_oldest_and_survives_invalid_requests() -> None:
     store = Attempts()
     store.answer({"attempt": "a", "row": {"rank": 0}, "alarm": True})
     assert store.answer({"attempt": "a", "ask": True}) == {"alarm": True, "rows": [{"rank": 0}]}
@@ -158,19 +158,19 @@ def test_a_store_keeps_attempts_apart_forgets_the_oldest_and_survives_what_it_ca
             assert json.loads(talk.makefile("rb").readline()) == {"alarm": False}
 
 
-def test_a_disk_that_never_answers_is_given_up() -> None:
+def test_within_returns_none_after_its_timeout() -> None:
     pipe = os.pipe()
     assert within(0.01, lambda: os.read(pipe[0], 1)) is None
     assert within(5.0, lambda: 3) == 3
 
 
-def test_the_first_machine_has_the_store_one_port_after_the_endpoint() -> None:
+def test_first_node_hosts_the_store_at_the_port_after_the_endpoint() -> None:
     first, second = (Nodes.of(2, rank, "node7:29500") for rank in (0, 1))
     assert [(node.store, node.is_first) for node in (first, second)] == [("node7:29501", True), ("node7:29501", False)]
     assert (Nodes().store, Nodes().is_first) == (None, True)
 
 
-def test_ranks_find_a_store_here_or_elsewhere_or_do_without(capsys: pytest.CaptureFixture[str]) -> None:
+def test_variables_name_a_local_store_a_remote_store_or_none(capsys: pytest.CaptureFixture[str]) -> None:
     with store_at("node7:29501", here=False) as variables:
         assert variables == {ADDRESS: "node7:29501"}
     with store_at(None, here=True) as variables:
@@ -183,23 +183,23 @@ def test_ranks_find_a_store_here_or_elsewhere_or_do_without(capsys: pytest.Captu
     assert f"cannot serve the watchdogs' store at node7:{taken}: " in capsys.readouterr().err
 
 
-def test_the_process_beside_a_rank_begins_with_the_standard_library_alone() -> None:
-    """It has no site-packages: a module that imports one of those would end it, and a run would go unwatched."""
+def test_agent_imports_only_the_standard_library_at_first() -> None:
+    """Runs without site-packages: an import of another package would end the agent, and leave no watchdog."""
     command = [sys.executable, "-S", "-E", agent.__file__]
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert "IndexError" in ended.stderr  # it came as far as its settings, which are missing
+    assert "IndexError" in ended.stderr  # it reached its missing settings
     assert "ModuleNotFoundError" not in ended.stderr
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_row_that_is_a_link_or_a_pipe_is_no_row(tmp_path: Path, kind: str) -> None:
+def test_row_file_that_is_a_link_or_a_pipe_is_ignored(tmp_path: Path, kind: str) -> None:
     row = tmp_path / "phase-rank-0.json"
     row.symlink_to("/dev/zero") if kind == "link" else os.mkfifo(row)
     assert StatusBoard(str(tmp_path), "a", "", seldom=0.0).rows() == {}
 
 
-def test_a_row_that_answers_counts_before_a_later_one_that_does_not(tmp_path: Path) -> None:
-    """Of a rank whose watch has answered by the store, and whose file still says where it stood before."""
+def test_row_that_answers_a_call_takes_precedence_over_a_later_row(tmp_path: Path) -> None:
+    """Covers a watchdog that has answered by the store while its file still has an earlier row."""
     with serving() as port:
         (one,) = boards(tmp_path / "logs", f"127.0.0.1:{port}", "now")
         (other,) = boards(tmp_path / "logs", "", "now")

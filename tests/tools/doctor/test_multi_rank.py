@@ -1,4 +1,4 @@
-"""What ranks find out together, and all of it as people get it to see."""
+"""Checks of `ddpforge doctor` with several ranks, and the command's output."""
 
 import json
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from ddpforge.tools.doctor import multi_rank
 from ddpforge.tools.doctor.checks import run_checks
 
 
-def test_ranks_measure_how_they_talk(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
+def test_ranks_measure_their_communication(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
     said = ddpforge("doctor", "--out", str(tmp_path / "runs"), "--json", nproc=2)
-    report = json.loads(said.stdout)  # one rank speaks
+    report = json.loads(said.stdout)  # output of rank 0 only
     assert report["ok"], report
     texts = [finding["what"] for finding in report["findings"] if finding["level"] != "error"]
     for part in ("all ranks have the same software and recipe", "runs is shared by all ranks", "clocks differ by"):
@@ -29,7 +29,9 @@ def test_ranks_measure_how_they_talk(tmp_path: Path, ddpforge: Callable[..., Ran
     assert not (tmp_path / "runs").exists()
 
 
-def test_hosts_that_share_no_folder_are_sick(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_without_a_shared_folder_are_an_error(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts["b"].own_disk(tmp_path / "runs", tmp_path / "disk")
     hosts["b"].resolves_itself_to("127.0.1.1")
     monkeypatch.setattr("ddpforge.app.node_consistency._CACHED", 0.0)
@@ -48,25 +50,25 @@ def test_hosts_that_share_no_folder_are_sick(hosts: Hosts, tmp_path: Path, monke
     assert loopback["hosts"] == ["nodeb"]
 
 
-def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_difference_names_hosts_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(ranks: object) -> list[str]:
         off = 90.0 if ranks.rank == 1 else 0.0  # type: ignore[attr-defined]
-        everyone = ranks.everyone  # type: ignore[attr-defined]
+        gather = ranks.all_gather_object  # type: ignore[attr-defined]
         host = f"node{ranks.rank}"  # type: ignore[attr-defined]
-        ranks.everyone = lambda told: everyone((host, told[1] + off))  # type: ignore[attr-defined]
+        ranks.all_gather_object = lambda told: gather((host, told[1] + off))  # type: ignore[attr-defined]
         return [finding.what for finding in multi_rank.clocks(ranks)]  # type: ignore[arg-type]
 
     assert in_threads(3, look)[0] == ["the clock of node1 (rank 1) is 90.0 s ahead of that of node0 (rank 0)"]
 
 
-def test_a_slow_link_is_named() -> None:
+def test_slow_link_is_a_warning() -> None:
     (slow,) = multi_rank._judged({"a and b": 9.0, "a and c": 8.0, "b and c": 1.0})
     assert (slow.level, slow.what) == ("warning", "b and c exchange 1.00 GiB/s, and the median is 8.00")
     (even,) = multi_rank._judged({"a and b": 9.0, "a and c": 8.0})
     assert even.level == "note"
 
 
-def test_errors_come_first_and_make_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_printed_first_and_set_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     result = CliRunner().invoke(main, ["doctor", "digits", "--out", str(tmp_path)])
     assert result.exit_code == 3

@@ -1,4 +1,4 @@
-"""Torch's switches are those that the recipe asks for, in a run and not after it."""
+"""Backend flags of torch follow the recipe during a run, and are restored after it."""
 
 import os
 from typing import Any
@@ -32,7 +32,7 @@ PLAIN = {"matmul": "highest", "convolutions": False, "benchmark": False, "determ
         ({"deterministic": True}, {"deterministic": True}),
     ],
 )
-def test_a_recipe_decides_and_then_all_is_as_it_was(
+def test_backend_flags_follow_the_recipe_and_are_restored(
     asked: dict[str, bool], found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -44,7 +44,7 @@ def test_a_recipe_decides_and_then_all_is_as_it_was(
     assert switches() == before
 
 
-def test_what_code_has_chosen_is_left_alone() -> None:
+def test_backend_flags_set_by_user_code_are_kept() -> None:
     with restored_backend_flags():
         torch.set_float32_matmul_precision("high")
         torch.use_deterministic_algorithms(True)
@@ -53,7 +53,7 @@ def test_what_code_has_chosen_is_left_alone() -> None:
         assert switches() == before
 
 
-def test_what_torch_cannot_repeat_is_named() -> None:
+def test_error_names_an_operation_without_deterministic_implementation() -> None:
     def put() -> None:
         try:
             torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))

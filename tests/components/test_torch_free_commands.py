@@ -1,4 +1,4 @@
-"""What a look at recipes and components imports: no torch, unless a component has it where options are declared."""
+"""Commands that only read recipes and components import no torch, unless an option's annotation needs it."""
 
 import inspect
 import json
@@ -23,9 +23,9 @@ from ddpforge.components.registry import Registry
 from ddpforge.recipe import bundled
 
 HEAVY = ("accelerate", "deepspeed", "numpy", "safetensors", "torch", "torch._dynamo", "torchvision", "wandb")
-"""What takes long to import; with torch come numpy and much else."""
+"""Modules that take long to import. torch imports numpy and others."""
 
-TAKE_MODELS = [("model", "lora"), ("task", "distillation")]  # an option of theirs is annotated with torch's class
+TAKE_MODELS = [("model", "lora"), ("task", "distillation")]  # one of their options is annotated with a class of torch
 OWN = [
     ["plugins", "show", entry.name, "--kind", entry.kind]
     for entry in Registry.installed().entries()
@@ -44,13 +44,13 @@ for look in looks:
 
 
 def looked(looks: list[list[str]], folder: Path) -> list[tuple[int, str, list[str]]]:
-    """What commands show, one after the other in a process of their own, and what of HEAVY is imported then."""
+    """Runs commands in one new process; returns exit code, output and modules of HEAVY imported so far for each."""
     command = [sys.executable, "-c", _SCRIPT, json.dumps([looks, HEAVY])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_lists_import_nothing_heavy(tmp_path: Path) -> None:
+def test_list_commands_import_no_heavy_module(tmp_path: Path) -> None:
     looks = [["plugins", "list"], ["recipes", "ls"], ["runs", "ls"]]
     assert [(code, imported) for code, _, imported in looked(looks, tmp_path)] == [(0, [])] * 3
 
@@ -70,7 +70,7 @@ def test_a_launch_is_checked_without_torch(tmp_path: Path) -> None:
     assert "did you mean `ddp`?" in name[1]
 
 
-def test_a_launch_whose_batch_does_not_divide_has_the_options_of_its_strategy_checked(tmp_path: Path) -> None:
+def test_launch_checks_strategy_options_also_if_the_batch_does_not_divide(tmp_path: Path) -> None:
     own = ["launch", "digits", "--nproc=3", "strategy.use=fsdp"]
     looks = [[*own, "--dry-run"], [*own, "strategy.replicas=many", "--dry-run"]]
     (_, indivisible, _), (code, wrong, _) = looked(looks, tmp_path)
@@ -79,12 +79,12 @@ def test_a_launch_whose_batch_does_not_divide_has_the_options_of_its_strategy_ch
     assert "`strategy.replicas`" in wrong
 
 
-NEED_TORCH = {"distil-digits", "finetune-digits"}  # a task that holds a model, and weights to begin with
+NEED_TORCH = {"distil-digits", "finetune-digits"}  # they need a model inside the task, and initial weights
 BUNDLED = sorted(bundled().keys() - NEED_TORCH)
 
 
 def test_bundled_recipes_are_checked_and_shown_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the words that they have where torch is imported, as it is in this process."""
+    """Compares with the output in this process, which has imported torch."""
     looks = [[command, name, "--ranks=2"] for name in BUNDLED for command in ("check", "show")]
     looks += [["check", "digits", "optimizer.lr=-1"], ["check", "digits", "strategy.use=single", "--ranks=2"]]
     monkeypatch.chdir(tmp_path)
@@ -101,7 +101,7 @@ def test_bundled_recipes_are_checked_and_shown_without_torch(tmp_path: Path, mon
         (["strategy.use=fsdp", "strategy.cpu_offload=true"], "strategy.cpu_offload moves shards from a GPU"),
     ],
 )
-def test_torch_tells_whether_there_is_a_gpu_if_that_matters(tmp_path: Path, options: list[str], said: str) -> None:
+def test_check_imports_torch_if_the_result_depends_on_a_gpu(tmp_path: Path, options: list[str], said: str) -> None:
     look = ["check", "digits", *options]
     on_gpu, here = looked([[*look, "--device=cuda"], look], tmp_path)
     assert (on_gpu[0], on_gpu[2]) == (0, [])
@@ -112,7 +112,7 @@ def test_torch_tells_whether_there_is_a_gpu_if_that_matters(tmp_path: Path, opti
 def test_the_options_of_built_in_components_are_shown_without_torch(tmp_path: Path) -> None:
     for given, (code, shown, imported) in zip(OWN, looked(OWN, tmp_path), strict=True):
         assert code == 0, shown
-        assert [name for name in imported if name != "numpy"] == [], given  # which orders compute with
+        assert [name for name in imported if name != "numpy"] == [], given  # samplers compute with numpy
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_options_of_built_in_components_are_shown_without_torch(tmp_path: Pa
         ("unet", UNet),
     ],
 )
-def test_a_model_built_by_a_recipe_and_by_its_class_have_the_same_options(name: str, model: type[Any]) -> None:
+def test_model_builder_and_model_class_have_the_same_options(name: str, model: type[Any]) -> None:
     declared = inspect.signature(Registry.installed().load("model", name)).parameters
     taken = inspect.signature(model).parameters
     assert {key: option.default for key, option in declared.items()} == {
@@ -130,7 +130,7 @@ def test_a_model_built_by_a_recipe_and_by_its_class_have_the_same_options(name: 
     }
 
 
-def test_a_file_of_ones_own_that_imports_torch_has_it_without_its_compiler(tmp_path: Path) -> None:
+def test_local_file_that_imports_torch_does_not_import_the_compiler(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "from torch import nn\n\nSIZE = nn.Linear(2, 3).weight.numel()\n\n\n"
         "class Net(nn.Module):\n    def __init__(self, size: int = SIZE) -> None:\n        super().__init__()\n"
@@ -144,7 +144,7 @@ def test_a_file_of_ones_own_that_imports_torch_has_it_without_its_compiler(tmp_p
 
 
 @pytest.mark.slow
-def test_a_launch_leaves_files_of_ones_own_to_the_ranks_which_refuse_what_is_wrong_with_them(tmp_path: Path) -> None:
+def test_launch_does_not_import_local_files_and_ranks_report_their_errors(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import pathlib\n\nimport torch\n\n"
         "pathlib.Path('imported').touch()\n\n\nclass Net(torch.nn.Linear):\n    pass\n"

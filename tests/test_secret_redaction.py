@@ -1,4 +1,4 @@
-"""A secret reaches the component that needs it and nothing else: no file, no message, no tracker."""
+"""Secrets reach only the component that needs them: no file, no message, no tracker."""
 
 import json
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Says(Callback):
 
 
 def holders(folder: Path) -> list[Path]:
-    """The files in which the secret is written."""
+    """Returns the files that contain the secret."""
     return [
         file
         for file in folder.rglob("*")
@@ -80,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_run_writes_the_reference_only(ddpforge: Callable[..., object], folder: Path, fails: bool) -> None:
+def test_run_writes_only_the_reference_to_a_secret(ddpforge: Callable[..., object], folder: Path, fails: bool) -> None:
     sets = ["--set", "callbacks.says.fails=true"] if fails else []
     ranks = ddpforge("run", "run.toml", "--json", *sets, env={"MY_TOKEN": VALUE}, fails=True)
     assert set(ranks.codes) == {1 if fails else 0}  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def test_a_run_writes_the_reference_only(ddpforge: Callable[..., object], folder
         assert "done at step 3" in ddpforge(*resumed, env={"MY_TOKEN": VALUE}).stdout  # type: ignore[attr-defined]
 
 
-def test_the_recipe_has_the_reference_and_loads_to_the_same(folder: Path) -> None:
+def test_dumped_recipe_has_the_reference_and_loads_to_the_same_recipe(folder: Path) -> None:
     loaded = load_recipe("run.toml")
     Path("again.toml").write_text(loaded.dumps())
     assert VALUE not in loaded.dumps() + str(loaded.recipe) + str(loaded.tables)
@@ -116,12 +116,12 @@ def test_the_recipe_has_the_reference_and_loads_to_the_same(folder: Path) -> Non
         ('data.train.token = "$${secret:MY_TOKEN}"', "cannot be written as text"),
     ],
 )
-def test_where_a_secret_cannot_be(folder: Path, text: str, said: str) -> None:
+def test_invalid_places_and_references_of_secrets_are_rejected(folder: Path, text: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said.replace("$", r"\$")):
         load_recipe("run.toml", sets=[text])
 
 
-def test_texts_lose_secrets_and_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_and_credentials_are_redacted_from_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONG_SECRET", "abcdef")
     monkeypatch.setenv("SHORT_SECRET", "a")
     assert reveal("x ${secret:LONG_SECRET} ${secret:SHORT_SECRET}") == "x abcdef a"

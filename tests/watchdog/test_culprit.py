@@ -1,4 +1,4 @@
-"""The rank that the others wait for, from where all of them stand."""
+"""Culprit: the rank that the others wait for, from the status rows of all ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,19 @@ def found(*rows: RankStatus, size: int = 0) -> Culprit:
     return find_culprit({one.rank: one for one in rows}, size or len(rows))
 
 
-def test_the_rank_with_the_fewest_marks_is_where_the_others_cannot_go_on() -> None:
+def test_rank_with_the_fewest_heartbeats_is_the_culprit() -> None:
     assert found(row(0), row(1, "data", 48, at="faults.py:3 in load"), row(2)) == (
         [1],
         "made no progress in data of step 15 for 9 s at faults.py:3 in load; the others waited for it",
     )
 
 
-def test_an_earlier_step_comes_before_fewer_marks() -> None:
+def test_earlier_step_takes_precedence_over_fewer_heartbeats() -> None:
     assert found(row(0, marks=40), row(1, marks=41)._replace(step=14)).ranks == [1]
 
 
-def test_of_ranks_in_one_place_the_one_that_is_not_in_a_collective_is_at_fault() -> None:
-    """Under FSDP all are in the same forward pass: one in its own code, the others wait for its weights."""
+def test_rank_outside_a_collective_is_the_culprit_among_equal_heartbeats() -> None:
+    """Under FSDP all ranks are in the same forward pass: one runs its own code, the others wait for its weights."""
     waits = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:300 in foreach_all_gather_copy_out"
     found_ = found(row(0, "forward", at=waits), row(1, "forward", at="model.py:7 in forward"))
     assert found_.ranks == [1]
@@ -47,24 +47,24 @@ def test_of_ranks_in_one_place_the_one_that_is_not_in_a_collective_is_at_fault()
         *("ddpforge/training/step.py:173 in _look", "ddpforge/strategies/torch_replica.py:155 in clip"),
     ],
 )
-def test_a_rank_that_waits_for_its_gpu_waits_for_the_others(at: str) -> None:
-    """With NCCL the host runs ahead, and first stands still where it reads what the collective is to give."""
+def test_rank_that_waits_for_its_gpu_is_not_the_culprit(at: str) -> None:
+    """With NCCL the host runs ahead, and first blocks when it reads the result of a collective."""
     assert found(row(0, at=at), row(1, at="model.py:7 in forward"), row(2, at=at)).ranks == [1]
     assert "none is behind" in found(row(0, at=at), row(1, at=at)).sentence
 
 
-def test_the_files_in_which_a_rank_waits_exist() -> None:
+def test_files_in_waiting_exist() -> None:
     root = Path(ddpforge.__file__).parents[1]
     assert [path for path in _WAITING if path.startswith("ddpforge/") and not (root / path).exists()] == []
 
 
-def test_a_rank_that_is_ahead_is_waited_for_where_those_behind_only_wait() -> None:
-    """In a pipeline the next rank cannot begin before it gets what the first one computes."""
+def test_rank_ahead_is_the_culprit_if_the_ranks_behind_only_wait() -> None:
+    """In a pipeline the next rank cannot begin before it receives the output of the first."""
     waits = "torch/distributed/distributed_c10d.py:4000 in wait"
     assert found(row(0, "forward", 53, at="model.py:7 in forward"), row(1, marks=50, at=waits)).ranks == [0]
 
 
-def test_a_rank_that_has_lost_touch_waited_for_another() -> None:
+def test_rank_that_has_left_is_not_the_culprit() -> None:
     assert found(row(0, at="", left=True), row(1, at="model.py:7 in forward")).ranks == [1]
 
 
@@ -90,24 +90,24 @@ def test_a_rank_that_has_lost_touch_waited_for_another() -> None:
     ],
     ids=["unknown", "silent", "frozen", "cut off"],
 )
-def test_who_does_not_answer_is_frozen_or_cut_off_is_at_fault_wherever_it_stands(
+def test_silent_frozen_or_disconnected_rank_is_the_culprit_in_any_phase(
     rows: list[RankStatus], ranks: list[int], sentence: str
 ) -> None:
     assert found(*rows, size=2) == (ranks, sentence)
 
 
-def test_a_store_that_was_out_of_reach_for_a_moment_is_no_fault() -> None:
+def test_short_loss_of_the_store_is_not_a_reason() -> None:
     assert found(row(0, "data", 3), row(1, cut_off=2.5)).ranks == [0]
 
 
-def test_several_may_be_waited_for() -> None:
+def test_several_ranks_can_be_the_culprit() -> None:
     assert found(row(0), row(1, "data", 4, at="a.py:1 in x"), row(2, "data", 4, at="a.py:1 in x")) == (
         [1, 2],
         "made no progress in data of step 15 for 9 s at a.py:1 in x; as did rank 2; the others waited",
     )
 
 
-def test_where_none_is_behind_nobody_is_said_to_be() -> None:
+def test_all_ranks_are_named_if_none_is_behind() -> None:
     assert found(row(0), row(1)) == (
         [0, 1],
         f"and all others made no progress in backward of step 15 for 9 s at {ENGINE}: none is behind",
@@ -115,14 +115,14 @@ def test_where_none_is_behind_nobody_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("broken", [{}, {"rank": 1}, [1], "x", {**row(1)._asdict(), "more": 1}])
-def test_a_row_that_is_none_is_refused(broken: Any) -> None:
+def test_invalid_row_is_rejected(broken: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         RankStatus.read(broken)
     with pytest.raises(ValueError):
         RankStatus.read({**row(1)._asdict(), "seconds": "long"})
 
 
-def test_a_row_grows_older() -> None:
+def test_as_of_adds_the_elapsed_seconds() -> None:
     shown = row(1)._replace(time=100.0)
     assert shown.as_of(103.0).seconds == 12.0
     assert shown.as_of(99.0).seconds == 9.0  # another host's clock
