@@ -191,7 +191,7 @@ class BatchAssigner:
             first, block = end, min(2 * block, most)
 
     def _placed(self) -> tuple[SampleBlock, int]:
-        """Returns the order as `Placed`, and the maximum number of steps of one call."""
+        """Returns the order as `SampleBlock`s, and the maximum number of steps of one call."""
         if not isinstance(self.order, EpochBatchSampler):
             return _Whole(self.order), 1
         return self.order, max(1, _BLOCK * self.terms.share.ranks // self.terms.global_batch)

@@ -120,7 +120,7 @@ class Callback:
         Called on every rank after the evaluation sets, within `evaluating` of all callbacks. The model is in evaluation
         mode, without gradients, and has the evaluated weights. The RNGs have the same seed at every evaluation, and a
         different one on each data-parallel rank. The result must be the same on every rank: average with
-        `run.world.all.mean`.
+        `run.world.global_ranks.reduce_metrics`.
         """
         return {}
 

@@ -55,7 +55,7 @@ class FailureRecord:
 
 def is_symptom(error: BaseException) -> bool:
     """True if `error`, or an error that caused it, only means that other ranks did not answer."""
-    lost = type(error).__name__ in ("OutOfTouch", "PeerFailed") or (
+    lost = type(error).__name__ in ("PeerUnreachable", "PeerFailed") or (
         isinstance(error, RuntimeError) and _is_about_a_connection(error)
     )
     return lost or (error.__cause__ is not None and is_symptom(error.__cause__))

@@ -39,7 +39,7 @@ class RunLimits:
     """Request to stop a whole run, by a maximum wall time or by the file STOP; only rank 0 checks it.
 
     The time counts from the start of the launch, also after restarts of ranks; without a launcher, from the start of
-    this process. A file older than this start was meant for an earlier attempt and is removed. `obeyed` removes the
+    this process. A file older than this start is for an earlier attempt and is removed. `acknowledge` removes the
     file too.
     """
 

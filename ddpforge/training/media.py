@@ -38,7 +38,7 @@ class _Odd(ValueError):
 class MediaLogger:
     """Passes shown values to a tracker, with the current `step`; only the main rank does so.
 
-    See `interfaces.Show` for the values that are accepted.
+    See `interfaces.LogMedia` for the values that are accepted.
     """
 
     def __init__(self, tracker: Tracker, *, is_main: bool) -> None:

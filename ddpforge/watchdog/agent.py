@@ -1,4 +1,4 @@
-"""Watchdog program of a rank: `python -S -E sidecar.py SETTINGS`. It ends when its rank ends.
+"""Watchdog program of a rank: `python -S -E agent.py SETTINGS`. It ends when its rank ends.
 
 It is a separate process because a process cannot detect its own state if it is frozen, or if all its threads wait for
 the interpreter's lock. It imports only the standard library at first, because every rank has one.
@@ -40,7 +40,7 @@ _ALIKE = 4.0  # seconds in which every rank finds an error of the recipe by itse
 
 
 class EarlyReporter:
-    """Reporter (see `sentry.Teller`) for a rank that starts, process `pid`. It uses only the standard library.
+    """Reporter (see `monitor.Reporter`) for a rank that starts, process `pid`. It uses only the standard library.
 
     If another rank has failed, it sends SIGTERM to this one. `ranks.signals.stopping_early` handles that signal.
     """
@@ -105,7 +105,7 @@ class EarlyReporter:
 
 
 class LazyReporter:
-    """Reporter that imports `report.Told` when it is first needed, because that import is expensive."""
+    """Reporter that imports `reporter.RunFolderReporter` when it is first needed, because that import is expensive."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings

@@ -65,7 +65,7 @@ class MonitoredProcess(Protocol):
 
 
 class StatusBoardLike(Protocol):
-    """Board on which watchdogs publish status rows, see `board.Board`."""
+    """Board on which watchdogs publish status rows, see `status_board.StatusBoard`."""
 
     @property
     def cut_off(self) -> float:
@@ -85,7 +85,7 @@ class StatusBoardLike(Protocol):
 
 
 class Reporter(Protocol):
-    """Reporter of failures, see `report.Told`."""
+    """Reporter of failures, see `reporter.RunFolderReporter`."""
 
     def any_failed(self) -> bool:
         """True if the first failure is known."""
@@ -101,7 +101,7 @@ class Reporter(Protocol):
 
 
 class Monitor:
-    """Watches one rank. The caller repeats `look` until it returns True."""
+    """Watches one rank. The caller repeats `poll` until it returns True."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ _LONGEST = 255
 class RankStatus(NamedTuple):
     """Status of a rank: its phase and step, and the seconds since its last heartbeat.
 
-    marks: the number of heartbeats so far.
+    beats: the number of heartbeats so far.
     at: the current Python line of its main thread.
     cut_off: seconds for which its watchdog has not reached the launcher's store.
     answers: the row was written after a call for status.

@@ -25,7 +25,7 @@ LOOK = 256  # most samples that a check reads
 _MOST_ALIKE = 0.1  # share of samples that may be copies of others
 
 
-class ShuffleWindow:
+class SamplePrefix:
     """First LOOK samples of a map-style dataset, as a dataset."""
 
     def __init__(self, data: Any) -> None:
@@ -49,7 +49,7 @@ def batches(
     """Yields a rank's batches of one pass, each of up to `micro` samples, without batches of padding samples."""
     if not is_stream(data) and not len(data):
         raise Breach("at least one sample", f"{type(data).__name__} of length 0", where=source_of(type(data)))
-    given = data if is_stream(data) else ShuffleWindow(data)
+    given = data if is_stream(data) else SamplePrefix(data)
     shuffled = shuffle and not is_stream(data)
     opened = open_data(
         given,
@@ -170,7 +170,7 @@ def each_sample_once(case: Case, worlds: MultiRankRuns) -> None:
         )
 
 
-@check("parts", "data")
+@check("shard-sizes", "data")
 def parts(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the parts of a ShardedDataset have the lengths in `shard_sizes`, and can be opened at any sample."""
     data = _build(case)
@@ -182,14 +182,14 @@ def parts(case: Case, worlds: MultiRankRuns) -> None:
         if len(whole) < length or (data.shard_sizes[part] <= LOOK and len(whole) > length):
             raise Breach(
                 f"the {data.shard_sizes[part]} samples that `shard_sizes` has for part {part}",
-                f"`open` yields {len(whole)}",
+                f"`iter_shard` yields {len(whole)}",
                 where=source_of(type(data)),
             )
         for skip in (1, length // 2, length - 1):
             later = list(map(digest, islice(data.iter_shard(part, epoch=0, skip=skip), length - skip)))
             if later != whole[skip:length]:
                 raise Breach(
-                    f"open({part}, epoch=0, skip={skip}) to continue from sample {skip}",
+                    f"iter_shard({part}, epoch=0, skip={skip}) to continue from sample {skip}",
                     "other samples",
                     where=source_of(type(data)),
                     hints=["a part's samples must depend only on the part; use random numbers only in `prepare`"],
