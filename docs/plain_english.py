@@ -31,20 +31,31 @@ RULES = {
 FUNCTION = r"(The|A|An|What|Who|Whether|Where|How|Its|Those) "
 FIRST = "a function's docstring begins with a verb: Returns, Raises, Checks, …"
 
-# (path, words of the sentence): sentences that are right as they are.
-EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
+# Code, names of arguments and quoted texts of others are no sentences: words between backticks, `name:` in `Args:`.
+CODE = r"`[^`]*`|(?m:^ +\w+:)"
+# (path, words of the text): texts that are right as they are.
+EXCEPTIONS = frozenset(
+    {
+        ("ddpforge/launchers/slurm.py", "$asked"),  # a shell script
+    }
+)
 
 
 def sentences(path: Path) -> Iterator[tuple[int, str, bool]]:
     """Yields line, text, and True for a function's docstring, for each docstring, message and comment of a file."""
     source = path.read_text()
     tree = ast.parse(source)
-    of_functions = set()
+    docstrings, of_functions = set(), set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
-            of_functions.add(id(getattr(node.body[0], "value")))  # noqa: B009 (a statement of an expression)
+        match node:
+            case ast.FunctionDef(body=[ast.Expr(value), *_]) | ast.AsyncFunctionDef(body=[ast.Expr(value), *_]):
+                of_functions.add(id(value))
+                docstrings.add(id(value))
+            case ast.ClassDef(body=[ast.Expr(value), *_]) | ast.Module(body=[ast.Expr(value), *_]):
+                docstrings.add(id(value))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 2:
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 2
+        if is_text and (id(node) in docstrings or "tests" not in path.parts):  # a test's strings are recipes and code
             yield node.lineno, node.value, id(node) in of_functions
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             yield node.lineno, node.name.replace("_", " "), False  # a test's name is a sentence
@@ -61,6 +72,7 @@ def faults(path: Path) -> Iterator[str]:
             continue
         if of_function and re.match(FUNCTION, text):
             yield f"{place}:{line}: {text[:60]!r}: {FIRST}"
+        text = re.sub(CODE, lambda code: "x" * len(code.group()), text)
         for pattern, advice in RULES.items():
             for found in re.finditer(pattern, text):
                 at = line + text[: found.start()].count("\n")

@@ -86,7 +86,7 @@ def _file(path: Path, label: str, chain: _Chain, files: _Files) -> tuple[Layers,
             raise
         except RecipeError as error:
             problems += error.problems
-    if is_old(table):  # each file that says so is reported, and nothing else
+    if is_old(table):  # report each file of version 1, and nothing else
         raise RecipeError([_old(source), *(problem for problem in problems if problem.key == "recipe")])
     if problems:
         raise RecipeError(problems)

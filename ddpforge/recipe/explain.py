@@ -234,7 +234,7 @@ class Explainer:
 
 
 def _own_name(path: KeyPath) -> str | None:
-    """The component that a table implies which has no `use`."""
+    """Returns the component that a table without `use` implies."""
     return str(path[-1]) if path[0] in NAMED_SLOTS else None
 
 

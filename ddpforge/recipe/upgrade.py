@@ -36,13 +36,13 @@ RESOLVED = "recipe.resolved.toml"
 """The name of the recipe with every default, in a run's folder; one of version 1 is upgraded when it is read."""
 
 _SECTIONS = {*Recipe.model_fields, "extends", "unset", "vars"}
-_DEEPEST = 8  # files, each of which extends the next one
+_DEEPEST = 8  # files that extend each other
 _QUOTED = re.compile(r"(\"\"\"|'''|[\"'])(.*)\1", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Rename:
-    """A line of a recipe that is changed: what it names, before and after."""
+    """Change of a line of a recipe: the name before and after."""
 
     line: int
     old: str
@@ -222,7 +222,7 @@ class _Upgrade:
 
     # -- components
     def _use(self, path: KeyPath) -> str | None:
-        """The `use` of the component at the new `path`, by a file that this one extends, or by the table's name."""
+        """Returns the `use` of the component at the new `path`: of a file that this one extends, or the table's name."""
         if self._bases is None:
             self._bases = list(_bases(self.tables, self.source.folder, self._seen))
         for base in self._bases:

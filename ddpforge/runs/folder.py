@@ -584,7 +584,7 @@ def _adapter(kind: Any) -> "TypeAdapter[Any]":
 
 
 def _with_new_words(status: Any) -> Any:
-    """The status that 0.4 or an earlier version wrote, with the words of this one."""
+    """Returns a status of 0.4 or an earlier version with the words of this version."""
     if not isinstance(status, dict):
         return status
     words = {"stopped": "preempted"}

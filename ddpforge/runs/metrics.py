@@ -296,7 +296,7 @@ def _row(text: bytes) -> Row:
 
 
 def renamed_metric(name: str) -> str:
-    """Returns the name by which a metric of 0.4 or an earlier version is known now."""
+    """Returns the present name of a metric of 0.4 or an earlier version."""
     return _RENAMED.get(name, name)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO shards what its contract says and keeps the curve. Tests of all strategies are in other files."""
+"""DeepSpeed's ZeRO shards as its contract declares and keeps the curve. Tests of all strategies are in other files."""
 
 import json
 import os
