@@ -54,9 +54,11 @@ def sentences(path: Path) -> Iterator[tuple[int, str, bool]]:
             case ast.ClassDef(body=[ast.Expr(value), *_]) | ast.Module(body=[ast.Expr(value), *_]):
                 docstrings.add(id(value))
     for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 2
-        if is_text and (id(node) in docstrings or "tests" not in path.parts):  # a test's strings are recipes and code
-            yield node.lineno, node.value, id(node) in of_functions
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if text.count(" ") > 2 and (
+            id(node) in docstrings or "tests" not in path.parts
+        ):  # a test's strings are recipes and code
+            yield getattr(node, "lineno"), text, id(node) in of_functions  # noqa: B009
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             yield node.lineno, node.name.replace("_", " "), False  # a test's name is a sentence
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

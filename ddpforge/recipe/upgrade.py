@@ -222,7 +222,7 @@ class _Upgrade:
 
     # -- components
     def _use(self, path: KeyPath) -> str | None:
-        """Returns the `use` of the component at the new `path`: of a file that this one extends, or the table's name."""
+        """Returns the `use` of the component at the new `path`: of an extended file, or its table's name."""
         if self._bases is None:
             self._bases = list(_bases(self.tables, self.source.folder, self._seen))
         for base in self._bases:
