@@ -4,7 +4,7 @@
     ├── UsageError             2   the command line, or a path it names, is wrong
     │   └── RecipeError        2   the recipe is wrong; carries every problem that was found
     ├── OutOfMemory            1   of a GPU, or of the host
-    ├── Postponed              75  a stop was requested before training began
+    ├── StoppedBeforeStart     75  a stop was requested before training began
     ├── PeerFailed             …   another rank failed and has reported it
     ├── SetupError     3   launcher, devices, disk or an installed package
     │   ├── PluginError        3   a component cannot be loaded, or breaks its contract

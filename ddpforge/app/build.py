@@ -29,7 +29,7 @@ from ddpforge.errors import PeerFailed, recipe_faults
 from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World
 from ddpforge.preflight import Problems
 from ddpforge.preflight.samples import check_first_batch
-from ddpforge.preflight.static import no_order_of_streams
+from ddpforge.preflight.static import no_sampler_of_streams
 from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe
@@ -156,7 +156,7 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler |
     with problems.at("data", "train"):
         check_data(data)
         with problems.at("data", "sampler"):
-            order = _order(chosen, data)
+            order = _sampler(chosen, data)
         if order is not MISSING:
             opened = _opened(chosen, chosen.recipe.train.global_batch)
             batches = open_data(data, order=order, **opened).steps_per_epoch
@@ -190,12 +190,12 @@ def _schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, S
     return found
 
 
-def _order(chosen: Chosen, data: Any) -> BatchSampler | None:
+def _sampler(chosen: Chosen, data: Any) -> BatchSampler | None:
     """Builds the recipe's order of the training data; by default shuffled. None for a stream."""
     train, component = chosen.recipe.train, chosen.recipe.data.sampler
     if is_stream(data):
         if component:
-            raise no_order_of_streams(type(data))
+            raise no_sampler_of_streams(type(data))
         return None
     given = {
         "data": data,
@@ -232,7 +232,7 @@ def deal(built: Built, world: World) -> Dealt:
     if built.trains:
         training = open_data(
             built.data["train"],
-            order=built.order,
+            order=built.sampler,
             global_batch=built.plan.batch.global_batch,
             share=RankShare(world.dp_ranks.rank, ranks, built.plan.batch.micro_batch, train.virtual_ranks),
             drop_last=train.drop_last,
@@ -337,7 +337,7 @@ def on_every_rank(peers: WriterGroup, action: Callable[[], T]) -> T:
 # ---------------------------------------------------------------------------------------------- in words
 def short_steps(built: Built) -> str:
     """Returns a note if an epoch has fewer samples than `train.global_batch`, so that each step is smaller; else ""."""
-    order, batch = built.order, built.recipe.train.global_batch
+    order, batch = built.sampler, built.recipe.train.global_batch
     if not isinstance(order, EpochBatchSampler) or order.places >= batch:
         return ""
     return f"every step has {order.places} samples, not train.global_batch = {batch}: an epoch has no more samples"

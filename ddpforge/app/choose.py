@@ -75,7 +75,7 @@ def choose(
         task=task,
         callbacks=_named(registry, problems, "callbacks", "callback", recipe.callbacks),
         trackers=_named(registry, problems, "track", "tracker", recipe.track.trackers) if trains else {},
-        updates=_turns(task, recipe.optimizer.updates, problems),
+        updates=_updates(task, recipe.optimizer.updates, problems),
         batch=batch,
         other_layout=other_layout,
     )
@@ -91,7 +91,7 @@ def _named(
     return found
 
 
-def _turns(task: Task, given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+def _updates(task: Task, given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     """Returns the recipe's updates in the task's order; empty if they are not the task's, which preflight reports."""
     found: dict[str, Any] = {}
     with problems.at("task"):

@@ -116,9 +116,9 @@ def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "LaunchSpec":
     from ddpforge.launchers.nodes import Nodes, announced
     from ddpforge.launchers.torchrun import names_rendezvous
 
-    meeting = ("nnodes", "node_rank", "endpoint", "run_id")
+    rendezvous = ("nnodes", "node_rank", "endpoint", "run_id")
     if names_rendezvous(flags):
-        if twice := [key for key in meeting if given[key] is not None]:
+        if twice := [key for key in rendezvous if given[key] is not None]:
             renamed = {"endpoint": "rdzv-endpoint", "run_id": "rdzv-id"}
             option = f"--{renamed.get(twice[0], twice[0]).replace('_', '-')}"
             raise UsageError(f"{option} and torchrun's flags both set a rendezvous", hints=["use one of them"])

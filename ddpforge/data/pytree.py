@@ -17,16 +17,16 @@ from torch import Tensor
 __all__ = ["close", "digest", "is_object", "leaves", "may_hold", "take", "to_device"]
 
 
-def leaves(nest: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> Iterator[Any]:
     """Yields all leaves (values that are not containers), in order."""
-    if isinstance(nest, Mapping):
-        for key in nest:
-            yield from leaves(nest[key])
-    elif isinstance(nest, list | tuple) and not is_object(nest):
-        for item in nest:
+    if isinstance(tree, Mapping):
+        for key in tree:
+            yield from leaves(tree[key])
+    elif isinstance(tree, list | tuple) and not is_object(tree):
+        for item in tree:
             yield from leaves(item)
     else:
-        yield nest
+        yield tree
 
 
 def may_hold(batch: Any, samples: int) -> bool:
@@ -35,16 +35,16 @@ def may_hold(batch: Any, samples: int) -> bool:
     return samples in lengths or not lengths or any(map(is_object, leaves(batch)))
 
 
-def _lengths(nest: Any) -> Iterator[int]:
-    if isinstance(nest, Mapping):
-        for value in nest.values():
+def _lengths(tree: Any) -> Iterator[int]:
+    if isinstance(tree, Mapping):
+        for value in tree.values():
             yield from _lengths(value)
-    elif isinstance(nest, list | tuple) and not is_object(nest):
-        yield len(nest)
-        for value in nest:
+    elif isinstance(tree, list | tuple) and not is_object(tree):
+        yield len(tree)
+        for value in tree:
             yield from _lengths(value)
-    elif getattr(nest, "shape", ()):
-        yield nest.shape[0]
+    elif getattr(tree, "shape", ()):
+        yield tree.shape[0]
 
 
 def take(batch: Any, start: int, stop: int, samples: int) -> Any:
@@ -101,10 +101,10 @@ def _form(item: Any) -> tuple[Any, ...]:
     return (type(item),)
 
 
-def digest(nest: Any) -> str:
-    """Returns a hash of the leaves, which is equal for equal nests in every process."""
+def digest(tree: Any) -> str:
+    """Returns a hash of the leaves, which is equal for equal trees in every process."""
     found = hashlib.sha256()
-    for leaf in leaves(nest):
+    for leaf in leaves(tree):
         if not isinstance(leaf, Tensor) and (hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__")):
             leaf = np.asarray(leaf)  # e.g. PIL images
             leaf = torch.from_numpy(leaf.copy()) if leaf.dtype.kind in "biufc" else leaf.tolist()
@@ -133,7 +133,7 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns the same nest of tensors on `device`; copies from pinned memory are asynchronous.
+    """Returns the same tree of tensors on `device`; copies from pinned memory are asynchronous.
 
     An object of a class with a method `to(device)`, such as a batch of graphs, is moved by that method. Copies to a GPU
     use a separate stream and overlap with earlier forward and backward passes, see

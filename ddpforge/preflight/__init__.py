@@ -23,7 +23,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
     Chosen: (
         ("optimizer", "static.check_optimizer_options"),
         ("optimizer", "static.check_optimizers"),
-        ("task", "static.check_turns"),
+        ("task", "static.check_updates"),
         ("task", "static.check_metrics"),
         ("checkpoint.keep.monitor", "static.check_metric_direction"),
         ("task", "static.check_whole_batch"),

@@ -45,7 +45,7 @@ def check_batches(built: Built) -> Errors:
             yield from _too_small(built, f"data.{key}", Even(data, batch).smallest)
     if not built.trains:
         return
-    total, order = built.plan.horizon.total, built.order
+    total, order = built.plan.horizon.total, built.sampler
     steps = total and total * batches_per_step(built.updates)
     if isinstance(order, EpochBatchSampler):
         last = order.steps_per_epoch - 1

@@ -38,9 +38,9 @@ __all__ = [
     "check_optimizers",
     "check_strategy",
     "check_stream",
-    "check_turns",
+    "check_updates",
     "check_whole_batch",
-    "no_order_of_streams",
+    "no_sampler_of_streams",
 ]
 
 Errors = Iterator[ForgeError]
@@ -229,7 +229,7 @@ def check_optimizers(chosen: Chosen) -> Errors:
         )
 
 
-def check_turns(chosen: Chosen) -> Errors:
+def check_updates(chosen: Chosen) -> Errors:
     """Yields errors for updates of the recipe that the task does not have, and updates of the task without a table."""
     turns, given = update_names(chosen.task), chosen.recipe.optimizer.updates
     if turns and not accepts_update(chosen.task):
@@ -358,13 +358,13 @@ def check_strategy(chosen: Chosen) -> Errors:
 
 # ---------------------------------------------------------------------------------------------- [data] and weights
 def check_stream(chosen: Chosen) -> Errors:
-    """Yields errors for an order, and for lengths in epochs, if the class of the training data is a stream."""
+    """Yields errors for a sampler, and for lengths in epochs, if the class of the training data is a stream."""
     train = chosen.recipe.data.train
     kind = chosen.registry.load("data", train.use, train.base) if chosen.trains else None
     if not inspect.isclass(kind) or not _are_streams(kind):
         return
     if chosen.recipe.data.sampler:
-        yield no_order_of_streams(kind)
+        yield no_sampler_of_streams(kind)
     if not hasattr(kind, "__len__"):
         found: list[UsageError] = []
 
@@ -389,8 +389,8 @@ def _are_streams(kind: type) -> bool:
     return issubclass(kind, IterableDataset)
 
 
-def no_order_of_streams(stream: type) -> UsageError:
-    """Returns the error for a [data.order] of data that is a stream."""
+def no_sampler_of_streams(stream: type) -> UsageError:
+    """Returns the error for a [data.sampler] of data that is a stream."""
     return UsageError(
         f"{stream.__name__} is an iterable dataset and yields samples in its own order",
         hints=["remove [data.sampler], or use a dataset with __len__ and __getitem__"],

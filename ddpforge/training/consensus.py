@@ -43,7 +43,7 @@ class Decision:
 
 
 class ConsensusInputs:
-    """Ballot of all ranks within the reduction of metrics: it adds its totals to theirs.
+    """Inputs of all ranks within the reduction of metrics: it adds its totals to theirs.
 
     `wishes` are the names of all requests that a rank may have.
     """
@@ -78,7 +78,7 @@ class PeriodicCheck:
         self._parts, self._began = 0, self._clock()
 
     def after_part(self) -> None:
-        """Counts a finished part; raises Interrupted on all ranks if any rank has a stop request."""
+        """Counts a finished part; raises EvaluationInterrupted on all ranks if any rank has a stop request."""
         self._parts += 1
         if self._ask is None or self._parts < self._every:
             return
@@ -90,7 +90,7 @@ class PeriodicCheck:
 
 
 class Consensus:
-    """Agreement of all ranks, about once a second, on the requests of each rank.
+    """Consensus of all ranks, about once a second, on the requests of each rank.
 
     The ballots are part of the reduction of metrics. `poll` makes its own reduction, between the parts of other work.
     `agreed` is the newest result.

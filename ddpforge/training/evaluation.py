@@ -67,8 +67,8 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float]:
         """Returns the means over each set, for the weights after `step`; names begin with `prefix`. Collective.
 
-        Raises UsageError without an evaluation set, and Interrupted if ranks agree to stop. After any error, callbacks
-        have restored the weights of training, and `failed_together` is True if no rank waits for another.
+        Raises UsageError without an evaluation set, and EvaluationInterrupted if ranks agree to stop. After any error,
+        callbacks have restored the weights of training, and `failed_together` is True if no rank waits for another.
         """
         if not self.sets:
             raise UsageError("the recipe has no evaluation set: add [data.eval]")
@@ -166,7 +166,7 @@ class Evaluator:
         yield from chain(first, results)
 
     def _whole(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yields each micro-batch after a check; raises UsageError (`check_whole`), or Interrupted if no data comes."""
+        """Yields each micro-batch after a check; raises UsageError (`check_whole`), or EvaluationInterrupted if no data comes."""
         source = iter(micro_batches)
         while True:
             try:

@@ -232,15 +232,15 @@ def _for_ranks() -> bool:
     return False
 
 
-def tensors_in(nest: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yields the tensors in an operation's arguments or result; looks into tuples, lists and dicts only."""
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, list | tuple):
-        for one in nest:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for one in tree:
             yield from tensors_in(one)
-    elif isinstance(nest, dict):
-        yield from tensors_in(list(nest.values()))
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
 
 
 def storages(tensor: Any) -> list[torch.UntypedStorage]:

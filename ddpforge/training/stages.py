@@ -84,7 +84,7 @@ class Built(Chosen):
     """
 
     data: Mapping[str, Any]
-    order: BatchSampler | None  # of the training data; None for a stream, which has its own
+    sampler: BatchSampler | None  # of the training data; None for a stream, which has its own
     plan: RunPlan
     schedules: Mapping[str, Schedule]  # by update; "" is for updates without their own
     model: nn.Module

@@ -392,7 +392,7 @@ def test_plugin_for_an_older_api_loads_if_its_contract_is_unchanged(site: Path, 
 
 OLD_TASK = """from ddpforge.interfaces import Task
 class Mine(Task):
-    turns = ("a", "b")
+    updates = ("a", "b")
     def loss(self, model, batch): ...
 """
 

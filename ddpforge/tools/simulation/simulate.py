@@ -115,7 +115,7 @@ def _batches(parts: Built, world: World, most: int | None) -> tuple[MicroBatch, 
     batch = parts.plan.batch
     opened = open_data(
         parts.data["train"],
-        order=parts.order,
+        order=parts.sampler,
         global_batch=batch.global_batch,
         share=RankShare(world.dp_ranks.rank, world.dp_ranks.size, batch.micro_batch, parts.recipe.train.virtual_ranks),
         drop_last=parts.recipe.train.drop_last,

@@ -89,18 +89,18 @@ def describe(micro: MicroBatch, read: Read | None) -> BatchSummary:
     )
 
 
-def _named(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _named(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every leaf with its path of keys, fields and positions."""
-    if isinstance(nest, Mapping):
-        items: Any = nest.items()
-    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        items = zip(nest._fields, nest, strict=True)
-    elif is_object(nest) and getattr(nest, "__dict__", None):
-        items = [(key, value) for key, value in vars(nest).items() if not isinstance(value, type)]
-    elif isinstance(nest, list | tuple) and any(isinstance(item, Tensor | Mapping | list | tuple) for item in nest):
-        items = enumerate(nest)
+    if isinstance(tree, Mapping):
+        items: Any = tree.items()
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        items = zip(tree._fields, tree, strict=True)
+    elif is_object(tree) and getattr(tree, "__dict__", None):
+        items = [(key, value) for key, value in vars(tree).items() if not isinstance(value, type)]
+    elif isinstance(tree, list | tuple) and any(isinstance(item, Tensor | Mapping | list | tuple) for item in tree):
+        items = enumerate(tree)
     else:
-        yield path or "batch", nest
+        yield path or "batch", tree
         return
     for key, value in items:
         yield from _named(value, f"{path}.{key}" if path else f"{key}")
