@@ -93,7 +93,7 @@ COUNTED = {"use": f"{_HERE}:Counting", "metrics": ["accuracy"]}
 
 DEFAULTS: dict[str, Any] = {
     "model": {"use": "mlp", "inputs": 64, "outputs": 10, "hidden": [8]},
-    "data": {"use": f"{_HERE}:Images", "channels": 1, "pixels": 8},
+    "data": {"use": f"{_HERE}:ImageData", "channels": 1, "pixels": 8},
     "task": _CLASSES,
     "optimizer": {"use": "sgd", "lr": 0.05, "momentum": 0.9},
     "schedule": {"use": "constant"},
@@ -109,24 +109,24 @@ def candidates(model: Any = None) -> list[dict[str, Any]]:
     images = [
         {
             "model": {"use": "mlp", "inputs": channels * pixels**2, "outputs": outputs, "hidden": [8]},
-            "data": {"use": f"{_HERE}:Images", "channels": channels, "pixels": pixels, "classes": outputs},
+            "data": {"use": f"{_HERE}:ImageData", "channels": channels, "pixels": pixels, "classes": outputs},
             "task": _CLASSES,
         }
         for channels, pixels in ((1, 8), (3, 32))
     ]
     tokens = {
         "model": {"use": "gpt", "vocab_size": 16, "block_size": 8, "layers": 1, "heads": 1, "width": 8},
-        "data": {"use": f"{_HERE}:Tokens", "vocab_size": vocabulary, "block_size": block},
+        "data": {"use": f"{_HERE}:TokenData", "vocab_size": vocabulary, "block_size": block},
         "task": {"use": "language_modeling"},
     }
     classes = {
         "model": {"use": "mlp", "inputs": inputs, "outputs": outputs, "hidden": [8]},
-        "data": {"use": f"{_HERE}:Numbers", "inputs": inputs, "classes": outputs},
+        "data": {"use": f"{_HERE}:VectorData", "inputs": inputs, "classes": outputs},
         "task": _CLASSES,
     }
     numbers = {
         "model": {"use": "mlp", "inputs": inputs, "outputs": 1, "hidden": [8]},
-        "data": {"use": f"{_HERE}:Numbers", "inputs": inputs},
+        "data": {"use": f"{_HERE}:VectorData", "inputs": inputs},
         "task": {"use": "regression", "metrics": ["mae"]},
     }
     found = [images[0], tokens, classes, numbers, images[1]]
