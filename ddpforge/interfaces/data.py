@@ -30,8 +30,8 @@ class Data(Protocol):
       chooses the number of loader processes itself if `data.workers = "auto"`.
     - `encode(text: str) -> list[int]` and `decode(tokens: list[int]) -> str`, in text for language models: used by
       `ddpforge generate` and to display samples.
-    - Columns that an order of training data reads by name, e.g. `labels` or `lengths`: an attribute or a method with an
-      array of one value per sample.
+    - Columns that a sampler reads by name, e.g. `labels` or `lengths`: an attribute or a method with an array of one
+      value per sample.
 
     An iterable dataset is a `torch.utils.data.IterableDataset`, or has `__iter__` and no `__getitem__`. It must yield
     the same samples in the same order on every rank and in every loader process. ddpforge distributes them so that each

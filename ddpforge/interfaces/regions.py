@@ -1,6 +1,6 @@
 """Regions of a tensor that ranks hold: intersects two of them, and checks if several cover the tensor exactly.
 
-A region of a tensor is a `Range` of its elements in row-major order, a `Box` (a rectangle in its N dimensions), or
+A region of a tensor is a `FlatRange` of its elements in row-major order, a `Box` (a rectangle in its N dimensions), or
 `BoxList` (several boxes). The elements of a region are held in a tensor: one-dimensional for a range, of the box's size
 for a box, and concatenated along the first dimension for pieces.
 
@@ -72,8 +72,8 @@ class TensorShard:
     """Part of a tensor on one rank: the elements of `region` of a tensor of `shape`, on any device.
 
     `tensor` holds them in row-major order; for a box, with the box's size. If several ranks hold the same elements,
-    this one is number `replica` of `replicas`; writers share the work among the replicas. `among` names the group of
-    these ranks, if the rank belongs to several groups of the same size.
+    this one is number `replica` of `replicas`; writers share the work among the replicas. `replica_group` names the
+    group of these ranks, if the rank belongs to several groups of the same size.
 
     Raises:
         ValueError: `tensor`, `shape` and `region`, or `replica` and `replicas`, contradict each other.
@@ -168,9 +168,10 @@ def whole(shape: Shape) -> FlatRange:
 
 
 def normal(shape: Shape, region: Region) -> Region:
-    """Returns the canonical form of a region: a box without gaps becomes a range, an empty region `Range(0, 0)`.
+    """Returns the canonical form of a region: a box without gaps becomes a range.
 
-    Empty boxes are removed from pieces; a single remaining box replaces the pieces.
+    An empty region becomes `FlatRange(0, 0)`. Empty boxes are removed from a `BoxList`; a single remaining box replaces
+    it.
 
     Raises:
         ValueError: The region is not part of a tensor of this shape.

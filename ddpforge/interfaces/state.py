@@ -82,8 +82,8 @@ class CanonicalState(Generic[X]):
         optimizer: Parameter name → key → tensor or plain number (a 0-d tensor counts as a number). A parameter that
             never had a gradient is absent.
         aliases: The other names of tied parameters → the first name.
-        shared: State of no single parameter: an optimizer's own counters, state of the strategy.
-        numbers: State that is kept if the optimizer changes, such as fp16's loss scale.
+        extra_state: State of no single parameter: an optimizer's own counters, state of the strategy.
+        scalars: State that is kept if the optimizer changes, such as fp16's loss scale.
     """
 
     model: Mapping[str, X]

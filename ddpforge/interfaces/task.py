@@ -138,7 +138,7 @@ class Task(ABC):
         """Returns the task's state for checkpoints, e.g. a running mean, a memory bank or a counter.
 
         It must be the same on every rank that computes the loss. If each rank counts its own samples, sum the counts
-        over `world.data` (see `start`). Checkpoints contain the model's buffers and auxiliary modules without this.
+        over `world.dp_ranks` (see `start`). Checkpoints contain the model's buffers and auxiliary modules without this.
         """
         return {}
 

@@ -46,7 +46,13 @@ class Ranks(ABC):
         """
 
     def all_reduce_sum_async(self, values: Tensor) -> Callable[[], Tensor]:
+<<<<<<< HEAD
         """Starts an asynchronous all-reduce, which may overwrite `values`; costs less host time.
+||||||| 37b65883
+        """Starts an asynchronous `sum`, which may overwrite `values`; costs less host time than `sum`.
+=======
+        """Starts an asynchronous `all_reduce_sum`, which may overwrite `values`; costs less host time.
+>>>>>>> d
 
         Returns a function that waits for the sum and returns it; it may be called several times.
         """
@@ -68,7 +74,7 @@ class Ranks(ABC):
         """
 
     def all_reduce_mean(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Averages plain numbers as `mean` does, but on the hosts, without waiting for a device."""
+        """Averages plain numbers as `reduce_metrics` does, but on the hosts, without waiting for a device."""
         return self.reduce_metrics(numbers)
 
     @abstractmethod
@@ -105,10 +111,11 @@ class Ranks(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Process groups and device of this process: `all` ranks, and the data-parallel ranks in `data`.
+    """Process groups and device of this process: all ranks of the run, and the data-parallel ranks.
 
-    `all` and `data` are the same unless a strategy splits one model over several ranks. Gradients are divided by the
-    item count over `data`, so ranks with the same data count once. Means and decisions are taken over `all`.
+    `global_ranks` and `dp_ranks` are the same unless a strategy splits one model over several ranks. Gradients are
+    divided by the item count over `dp_ranks`, so ranks with the same data count once. Means and decisions are taken
+    over `global_ranks`.
     """
 
     global_ranks: Ranks

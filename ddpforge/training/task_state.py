@@ -94,7 +94,7 @@ class TaskState(Callback):
             "and a resumed run would have one of them on all ranks",
             hints=[
                 "make it the same on every rank: keep the `world` that `start` receives, and add up counts with "
-                "`world.data.sum(tensor)`"
+                "`world.dp_ranks.all_reduce_sum(tensor)`"
             ],
         )
 

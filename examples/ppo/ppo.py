@@ -49,12 +49,8 @@ class PPO(Task):
         self.times, self.clip, self.gamma = times, clip, gamma
 
     def auxiliary_modules(self, model: nn.Module) -> Mapping[str, AuxiliaryModule]:
-        self.old = copy.deepcopy(model)
-        return {
-            "old": AuxiliaryModule(
-                module=self.old, follows="", momentum=lambda step: float((step + 1) % self.times > 0)
-            )
-        }
+        self.old, momentum = copy.deepcopy(model), lambda step: float((step + 1) % self.times > 0)
+        return {"old": AuxiliaryModule(module=self.old, follows="", momentum=momentum)}
 
     @torch.no_grad()
     def play(self, policy: nn.Module, batch: Tensor) -> tuple[Tensor, ...]:

@@ -65,7 +65,7 @@ def hugging_face(
 
     Lists and images become arrays; floats of any size become float32.
 
-    Without `streaming` the data is on disk and memory-mapped, and supports every order; option `by` of an order may
+    Without `streaming` the data is on disk and memory-mapped, and supports every sampler; option `by` of a sampler may
     name one of the columns.
 
     With `streaming` each rank and loader process reads its own shards, and a resume opens them at its position. Shards
