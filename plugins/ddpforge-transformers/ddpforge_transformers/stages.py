@@ -50,9 +50,7 @@ def _enter(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, 
 def _layer(model: Any, number: int, x: Tensor, mask: Tensor | None = None) -> Passed:
     places = _places(x)
     slides = model.config.model_type != "llama" and model.config.layer_types[number] == "sliding_attention"
-    x = model.get_submodule(
-        f"model.layers.{number}"
-    )(  # by name: in a stage the list lacks other layers, so indices differ
+    x = model.get_submodule(f"model.layers.{number}")(  # by name: the list of a stage has other indices
         x,
         attention_mask=_seen(model, x, mask, places, slides=slides),
         position_embeddings=model.model.rotary_emb(x, position_ids=places),
