@@ -1,23 +1,23 @@
-"""What saving and loading a checkpoint costs: ddpforge beside a raw write, safetensors, torch.save and torch's DCP.
+"""Time and memory to save and load a checkpoint: ddpforge, a raw write, safetensors, torch.save and torch's DCP.
 
     python benchmarks/checkpoint.py                      a state of 512 MiB, in /dev/shm
-    python benchmarks/checkpoint.py --folder /scratch    on a disk, loading what is still in the page cache
-    python benchmarks/checkpoint.py --folder /scratch --cold    the same, loading from the disk itself
-    python benchmarks/checkpoint.py --ranks 2            what each of two ranks does with a state that both hold alike
+    python benchmarks/checkpoint.py --folder /scratch    on a disk, loading from the page cache
+    python benchmarks/checkpoint.py --folder /scratch --cold    the same, loading from the disk
+    python benchmarks/checkpoint.py --ranks 2            two ranks that hold the same state
 
-The state is a model with AdamW's two moments, in fp32. All sides take turns in one process per rank, in an order that
-is drawn anew for every turn, and every number is the median of the turns. Files are synced to the disk on every side
-that can do it, ddpforge's hashes are on.
+The state is a model with AdamW's two moments, in fp32. All tools run in turn in one process per rank, in a random order
+in every round, and every number is the median over rounds. Every tool that can syncs its files to the disk. ddpforge's
+hashes are on.
 
-    blocking    until `save` comes back, with everything on disk. All sides write beside what the turn before wrote,
-                and remove that later; ddpforge does so in a thread, once the new checkpoint is complete. "Over an old
-                file" is a loop that saves under one name, and waits until the bytes before are gone
-    stall       until a save in the background comes back, and what the update after a pass of 0.3 s waits for it. What
-                copies and writes meanwhile takes a core, too, which a pass on CPUs may miss
-    load        into the tensors that there are; ddpforge verifies every block that it reads
-    memory      the most that the process held during the save beyond what it held before, ÷ the bytes it writes
+    blocking    time until `save` returns, with everything on disk. All tools write new files and remove those of the
+                previous round later; ddpforge does so in a thread, after the new checkpoint is complete. "Over an old
+                file" overwrites the same file, which includes the time to free its blocks
+    stall       time until a background save returns, plus the time that the update after a pass of 0.3 s waits for it.
+                Copying and writing also use a core, which a pass on CPUs may lack
+    load        time to load into existing tensors; ddpforge verifies every block that it reads
+    memory      peak memory of the process during the save, minus its memory before, ÷ the bytes that it writes
 
-A target follows each ratio that has one; the script exits with 1 when one is missed.
+A target follows each ratio that has one. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from ddpforge.ranks.scheduling import set_batch_policy
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe.schema import CheckpointSection, KeepSection
 
-BLOCK = 64 << 20  # bytes per write of the raw side
+BLOCK = 64 << 20  # bytes per write of the raw write
 WIDTH = 1024
 PASS = 0.3  # seconds
 STALL, WRITE, LOAD, MEMORY = 0.1, 1.1, 1.2, 1.1
 
 
 class Line(NamedTuple):
-    """A line of the table."""
+    """Line of the table."""
 
     what: str
     seconds: float
@@ -71,7 +71,7 @@ class Line(NamedTuple):
 
 
 def make_state(mebibytes: int) -> CanonicalState[Tensor]:
-    """Weights and moments of so many MiB together."""
+    """Builds weights and moments of `mebibytes` MiB in total."""
     layers = max(1, mebibytes * 2**20 // (3 * 4 * WIDTH * WIDTH))
     generator = torch.Generator().manual_seed(0)
     names = [f"layers.{number}.weight" for number in range(layers)]
@@ -85,7 +85,7 @@ def make_state(mebibytes: int) -> CanonicalState[Tensor]:
 
 
 def flat(state: CanonicalState[Tensor]) -> dict[str, Tensor]:
-    """All its tensors, by one name each."""
+    """Returns all tensors of a state by name."""
     moments = {
         f"{name}/{key}": value
         for name, entry in state.optimizer.items()
@@ -96,7 +96,7 @@ def flat(state: CanonicalState[Tensor]) -> dict[str, Tensor]:
 
 
 class Bench:
-    """One rank's turns."""
+    """Measurements of one rank."""
 
     def __init__(self, ranks: Ranks, peers: WriterGroup, folder: Path, mebibytes: int) -> None:
         self.ranks, self.peers, self.folder = ranks, peers, folder
@@ -106,7 +106,7 @@ class Bench:
         self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.checkpoints = {name: self._checkpoints(name) for name in ("blocking", "background")}
         self.turn = 0
-        self.factor = torch.randn(256, 256)  # of a pass
+        self.factor = torch.randn(256, 256)  # matrix to multiply in a pass
 
     def _checkpoints(self, name: str) -> Checkpoints:
         settings = CheckpointSection(async_save=name == "background", keep=KeepSection(last=1))
@@ -130,11 +130,11 @@ class Bench:
 
     # -- others
     def raw(self) -> None:
-        """This rank's share of the bytes, and nothing else."""
+        """Writes this rank's share of the bytes, and nothing else."""
         self._write(self._file("raw"))
 
     def overwrite(self) -> None:
-        """The same over what the turn before wrote, as a loop does that always saves under one name."""
+        """Overwrites the file of the previous round, as a loop does that always saves under one name."""
         self._write(self.folder / f"over-{self.ranks.rank}")
 
     def _write(self, path: Path) -> None:
@@ -176,7 +176,7 @@ class Bench:
         return self.folder / f"{self.turn}-{name}-{self.ranks.rank if rank is None else rank}"
 
     def next_turn(self) -> None:
-        """Removes what the turn before this one wrote; until then both were there, as with ddpforge."""
+        """Removes the files of the previous round; until then both exist, as with ddpforge."""
         self.checkpoints["blocking"].finish()
         self.ranks.barrier()
         for path in self.folder.glob(f"{self.turn - 1}-*-{self.ranks.rank}"):
@@ -189,7 +189,7 @@ class Bench:
 
     # -- measuring
     def stall(self) -> tuple[float, float]:
-        """Seconds for which a save in the background keeps training waiting, and the memory ratio of the save."""
+        """Returns the seconds that training waits for a background save, and the memory ratio of the save."""
         saving = self.checkpoints["background"]
         with watched_memory() as most:
             begins = self.timed(lambda: self.begin("background"))
@@ -209,7 +209,7 @@ class Bench:
         return time.perf_counter() - began
 
     def forget(self) -> None:
-        """Drops every file from the page cache; they are on the disk already."""
+        """Drops every file from the page cache, after syncing it to the disk."""
         for file in self.folder.rglob("*"):
             if file.is_file():
                 sync(file)
@@ -217,15 +217,15 @@ class Bench:
                     os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def lines(self, repeats: int, *, cold: bool) -> tuple[list[Line], float]:
-        """The table, and the memory ratio."""
-        _, memory = self.stall()  # the first one, which makes the buffers
+        """Measures everything; returns the table and the memory ratio."""
+        _, memory = self.stall()  # the first save allocates the buffers
         saves = [self.raw, self.overwrite, self.blocking, self.safetensors_save, self.torch_save, self.dcp_save]
-        self.overwrite()  # what the first turn writes over
+        self.overwrite()  # the file that the first round overwrites
         loads = [self.load, self.safetensors_load, self.torch_load, self.dcp_load]
         times: dict[str, list[float]] = {}
-        draw = random.Random(0)  # on all ranks alike
+        draw = random.Random(0)  # the same on all ranks
         for _ in range(repeats):
-            # What ran before decides what is in caches, and which memory the machine has at hand.
+            # Random order: the previous action determines the content of caches and the free memory.
             for action in (*draw.sample(saves, len(saves)), *draw.sample(loads, len(loads))):
                 if cold and action in loads:
                     self.ranks.barrier()
@@ -263,7 +263,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def watched_memory() -> Iterator[list[int]]:
-    """The most resident bytes beyond those at the start, sampled every millisecond; pages of files do not count."""
+    """Yields the peak of resident bytes minus those at the start, sampled every millisecond, without pages of files."""
     ended, most, start = threading.Event(), [0], anonymous()
 
     def watch() -> None:
@@ -286,11 +286,11 @@ def anonymous() -> int:
 
 def run_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> None:
     torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks)  # as launchers say, by which a rank knows its share of cores
+    os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks)  # set by launchers; a rank computes its share of cores from it
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     ranks: Ranks = SingleRank()
     if options.ranks > 1:
-        set_batch_policy()  # as ranks of a run do
+        set_batch_policy()  # as the ranks of a run do
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
         ranks = ProcessGroup(dist.group.WORLD)
@@ -303,7 +303,7 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> 
             ratio = "" if line.ratio is None else f"{line.ratio:6.2f} × {line.of}"
             verdict = "" if line.target is None else f" (target {line.target})"
             print(f"  {line.what:30} {line.seconds * 1000:8.1f} ms  {ratio}{verdict}")
-        print(f"  memory of a save in the background: {memory:.2f} × what the rank writes (target {MEMORY})")
+        print(f"  memory of a background save: {memory:.2f} × the bytes that the rank writes (target {MEMORY})")
         missed = memory > MEMORY or any(x.ratio > x.target for x in lines if x.target and x.ratio)
     if options.ranks > 1:
         dist.barrier()

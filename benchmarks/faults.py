@@ -1,13 +1,13 @@
-"""Seconds from a fault of one rank until the whole job is over, for ddpforge and others, and who is named for it.
+"""Seconds from a fault of one rank to the end of the whole job, and the rank that is blamed: ddpforge and others.
 
     python benchmarks/faults.py                                   all tools and faults, on 2 ranks
     python benchmarks/faults.py --tools ddpforge --faults data --ranks 1
-    pip install 'ddpforge[bench]'                                 brings Lightning
+    pip install 'ddpforge[bench]'                                 installs Lightning
 
-Every tool trains the same small network with gloo, and is told to wait `--limit` seconds: ddpforge as
-`train.hang_timeout`, the others as the time limit of the process group, which is all that they have (by default 30
-minutes on gloo). A job that is not over `--patience` seconds after the fault is ended from outside. "Named" is the rank
-that the last lines on the screen blame: of torchrun, its "Root Cause"; of ddpforge, its last error.
+Every tool trains the same small network with gloo and a timeout of `--limit` seconds: `train.hang_timeout` of ddpforge,
+for the others the timeout of the process group, the only one that they have (default on gloo: 30 minutes). The script
+kills a job that still runs `--patience` seconds after the fault. "Named" is the rank that the last lines of the
+output blame: the "Root Cause" of torchrun, or the last error of ddpforge.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ calls = 0
 
 
 def strike(place):
-    """At the twentieth call on one rank."""
+    """Causes the fault at the twentieth call on one rank."""
     global calls
     if os.environ.get("RANK") != RANK or place != ("data" if FAULT == "data" else "forward"):
         return
@@ -150,14 +150,14 @@ def command(tool: str, folder: Path, limit: int) -> list[str]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends it, and all that it has started."""
+    """Kills a process and all its children."""
     for one in [*psutil.Process(process.pid).children(recursive=True), process]:
         one.kill()
     process.wait()
 
 
 def wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """True when the process, and with it the ranks, had ended in time."""
+    """True if the process, and with it the ranks, ended before `deadline`; otherwise kills it."""
     while process.poll() is None:
         if time.time() > deadline:
             end(process)
@@ -167,13 +167,13 @@ def wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def named(said: str) -> str:
-    """The rank that is blamed at the end."""
+    """Returns the rank that the output blames last, or "none"."""
     root = re.findall(r"Root Cause.*?rank\s*:\s*(\d+)", said, re.S) or re.findall(r"error: rank (\d+)", said)
     return root[-1] if root else "none"
 
 
 def measure(tool: str, fault: str, rank: int, *, limit: int, patience: int) -> tuple[float | None, str, int]:
-    """Seconds until all was over (None: never), the rank that was named, and the lines on the screen."""
+    """Returns the seconds until the job ended (None: never), the rank that was blamed, and the lines of output."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         variables = {"FAULT": fault, "FAULT_RANK": str(rank), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

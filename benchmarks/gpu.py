@@ -1,16 +1,17 @@
-"""What CUDA devices make of ddpforge, beside a loop by hand on the same devices; writes a report that can be sent.
+"""Speed and memory of ddpforge on CUDA devices, compared with a loop by hand; writes a report.
 
-    make test-gpu                                    tests that need a GPU, and this on one
-    make test-gpus                                   tests that need several, and this on all of them
-    python benchmarks/gpu.py --tests build/gpu/tests.xml         on one GPU; tells what became of tests, too
-    python benchmarks/gpu.py --ranks 8               on several; 0 is all there are
-    python benchmarks/gpu.py --tiny [--ranks 2]      on CPUs, with the smallest models: whether it runs at all
+    make test-gpu                                    tests that need a GPU, then this script on one
+    make test-gpus                                   tests that need several, then this script on all of them
+    python benchmarks/gpu.py --tests build/gpu/tests.xml         on one GPU; the report includes test results
+    python benchmarks/gpu.py --ranks 8               on 8 GPUs; 0: on all GPUs
+    python benchmarks/gpu.py --tiny [--ranks 2]      on CPUs, with tiny models: checks only that the script runs
 
-Each side trains in processes of its own, by turns, twice where nothing is compiled: the same model, samples, batch,
-precision, fused AdamW and clipping. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. Timed are
-the steps after a warm-up, between two synchronisations of the device. The expectations are ratios, which hold on any
-machine, and alarms, which are for an H100; none has been measured yet. Writes build/gpu/report.md and report.json,
-with --ranks report-N; the exit code is 1 where something is not as expected, or does not run.
+ddpforge and the loop by hand train alternately in their own processes, twice unless the model is compiled, with the
+same model, samples, batch, precision, fused AdamW and clipping. ddpforge runs a recipe, with metrics.jsonl, console and
+all checks on. The script times the steps after a warm-up, between two synchronizations of the device. The limits are
+ratios, which are valid on any machine, and alarms, which are for an H100; none has been measured yet. The results are
+build/gpu/report.md and report.json, with --ranks report-N. The exit code is 1 if a limit is missed, or if anything
+fails.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ case = {case}
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is trained; `batch` is that of a forward pass on one rank, of which a step takes some."""
+    """Model and training settings. `batch`: samples per forward pass on one rank; a step makes `passes` passes."""
 
     model: str  # the table [model] of a recipe
     batch: int
@@ -82,12 +83,12 @@ class Case:
     precision: str = "bf16"
     compile: bool = False
     channels_last: bool = False
-    strategy: str = "ddp"  # of which "fsdp:fp32" gathers weights in that precision
-    image: int = 224  # pixels a side
+    strategy: str = "ddp"  # "fsdp:fp32" all-gathers weights in fp32
+    image: int = 224  # height and width in pixels
     warm: int = 20
     steps: int = 100
-    save_every: int = 0  # steps; each is then timed
-    profiled: bool = False  # how busy the GPU is
+    save_every: int = 0  # steps; if set, each step is timed
+    profiled: bool = False  # measures how busy the GPU is
     turns: int = 2
 
     @property
@@ -116,29 +117,29 @@ TINY = {
 
 
 class Found(NamedTuple):
-    """What a side took."""
+    """Measurements of one side."""
 
-    seconds: float  # of a step
-    memory: int  # bytes that torch's allocator had given out at the largest moment
-    longest: float  # the seconds of the longest step, where each was timed
-    busy: float  # the share of the time in which the GPU did something, where that was profiled
+    seconds: float  # per step
+    memory: int  # peak bytes of torch's allocator
+    longest: float  # seconds of the longest step, if each was timed
+    busy: float  # fraction of the time in which the GPU was busy, if profiled
     loss: float
 
 
 class Failed(Exception):
-    """A side did not come to its end, or did something else."""
+    """A side failed, or the two sides did different work."""
 
 
 class Row(NamedTuple):
-    """An expectation, and what was found."""
+    """Line of the report: a limit, and the measured value."""
 
     name: str
     expected: str
     found: str
-    well: bool | None  # None where it is an alarm for another device
+    well: bool | None  # None for an alarm of another device
 
 
-# ---------------------------------------------------------------------------------------------- what both sides use
+# ---------------------------------------------------------------------------------------------- shared by both sides
 def device() -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -150,7 +151,7 @@ def synchronize() -> None:
 
 
 class Samples:
-    """Made-up samples in memory, fetched a batch at a time."""
+    """Random samples in memory, fetched one batch at a time."""
 
     random = False
 
@@ -174,7 +175,7 @@ class Samples:
         return self.inputs[index], self.targets[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        if self.inputs.ndim == 4:  # of images, those that lie side by side: to gather some takes as long as a step
+        if self.inputs.ndim == 4:  # neighbouring images: to gather random ones takes as long as a step
             first = indices[0] % (len(self) - len(indices) + 1)
             return self.inputs[first : first + len(indices)], self.targets[first : first + len(indices)]
         rows = torch.tensor(indices)
@@ -185,7 +186,7 @@ class Samples:
 
 
 class Clock(Callback):
-    """Times the steps after the warm-up, and writes what they took."""
+    """Times the steps after the warm-up, and writes the result."""
 
     def __init__(self, *, case: dict[str, Any]) -> None:
         self.case = Case(**case)
@@ -197,7 +198,7 @@ class Clock(Callback):
         self.tick(info.step)
 
     def tick(self, step: int) -> None:
-        """Tells that a step is over."""
+        """Records the end of a step."""
         if step == self.case.warm:
             synchronize()
             if torch.cuda.is_available():
@@ -220,7 +221,7 @@ class Clock(Callback):
 
 
 def busy_in(profiler: Any) -> float:
-    """The share of the time, from its first operation to its last, in which a GPU did something."""
+    """Returns the fraction of the time, from the first operation to the last, in which the GPU was busy."""
     profiler.stop()
     there = [event.time_range for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     busy, until = 0.0, 0.0
@@ -231,7 +232,7 @@ def busy_in(profiler: Any) -> float:
 
 
 def tell(found: Any) -> None:
-    """Gives what rank 0 has found to whoever started it."""
+    """Writes the result of rank 0 to the file that the parent process reads."""
     if os.environ.get("RANK", "0") == "0":
         Path(os.environ["GPU_RESULT"]).write_text(json.dumps(found))
 
@@ -242,7 +243,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------- the sides
 def by_hand(case: Case, ranks: int) -> None:
-    """Torch's tutorials of DDP, FSDP2, autocast and torch.compile."""
+    """Trains like torch's tutorials of DDP, FSDP2, autocast and torch.compile."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -300,7 +301,7 @@ def endless(loader: Any) -> Iterator[Any]:
 
 
 def built(case: Case) -> Any:
-    """The model of a recipe, by its constructor."""
+    """Builds the model of a recipe with its constructor."""
     from ddpforge.builtin.models.gpt import GPT as Gpt
     from ddpforge.builtin.models.mlp import MLP
     from ddpforge.builtin.models.vision import torchvision_model
@@ -311,7 +312,7 @@ def built(case: Case) -> Any:
 
 
 def by_ddpforge(case: Case, ranks: int) -> None:
-    """A recipe, with all that it brings along."""
+    """Trains with a recipe, with all defaults on."""
     import ddpforge
 
     fields = json.dumps(vars(case)).replace('": ', '" = ')  # an inline table
@@ -337,13 +338,13 @@ def by_ddpforge(case: Case, ranks: int) -> None:
 
 
 def copies(case: Case, ranks: int) -> None:
-    """How fast a rank's part of a checkpoint comes to the host, and how much longer a fork takes after that."""
+    """Measures the rate of a checkpoint's copy to the host, and the additional time of a fork after it."""
     from ddpforge.checkpoint.staging import Staging
     from ddpforge.interfaces import TensorShard
 
     state = torch.zeros(2**30 if torch.cuda.is_available() else 2**20, dtype=torch.uint8, device=device())
     staging, before = Staging(), fork_seconds()
-    for _ in range(2):  # the first takes and locks memory
+    for _ in range(2):  # the first copy allocates and pins memory
         synchronize()
         began = time.perf_counter()
         staging.copy({"model": {"state": [TensorShard.whole(state)]}, "optimizer": {}, "callbacks": {}})
@@ -353,7 +354,7 @@ def copies(case: Case, ranks: int) -> None:
 
 
 def fork_seconds() -> float:
-    """The time that a loader process would take to begin, at best of five."""
+    """Returns the time of a fork, the start of a loader process; the best of five."""
     took = []
     for _ in range(5):
         began = time.perf_counter()
@@ -365,7 +366,7 @@ def fork_seconds() -> float:
 
 
 def reductions(case: Case, ranks: int) -> None:
-    """The bandwidth of an all-reduce, as nccl-tests count it: https://github.com/NVIDIA/nccl-tests, PERFORMANCE.md."""
+    """Measures the bus bandwidth of an all-reduce, as in PERFORMANCE.md of https://github.com/NVIDIA/nccl-tests."""
     import torch.distributed as dist
 
     place = device()
@@ -387,7 +388,7 @@ SIDES = {"hand": by_hand, "ddpforge": by_ddpforge, "copies": copies, "reductions
 
 
 def answer(side: str, case: Case, ranks: int) -> Any:
-    """What one of `SIDES` tells, in fresh processes; raises Failed with its last words."""
+    """Runs one of `SIDES` in new processes and returns its result; raises Failed with the end of its output."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         command = [sys.executable]
@@ -407,27 +408,27 @@ def run(side: str, case: Case, ranks: int) -> Found:
 
 
 def pair(case: Case, ranks: int) -> tuple[Found, Found]:
-    """ddpforge and the loop by hand, by turns: the fastest of either."""
+    """Runs ddpforge and the loop by hand alternately; returns the fastest run of each; raises Failed."""
     turns = [(run("ddpforge", case, ranks), run("hand", case, ranks)) for _ in range(case.turns)]
     ours, hand = (min(side, key=lambda found: found.seconds) for side in zip(*turns, strict=True))
-    if not abs(ours.loss - hand.loss) <= 0.2 * max(hand.loss, 1.0):  # they see the samples in other orders
+    if not abs(ours.loss - hand.loss) <= 0.2 * max(hand.loss, 1.0):  # the order of samples differs
         raise Failed(f"the sides did not do the same work: losses {ours.loss:.4f} and {hand.loss:.4f}")
     return ours, hand
 
 
-# ---------------------------------------------------------------------------------------------- what is expected
+# ---------------------------------------------------------------------------------------------- limits
 def most(name: str, found: float, limit: float, unit: str = "") -> Row:
     return Row(name, f"≤ {limit:g}{unit}", f"{found:.3f}{unit}", found <= limit)
 
 
 def alarm(name: str, found: float, limit: float, unit: str = "") -> Row:
-    """An absolute number, which means something on an H100 alone."""
+    """Returns a row with an absolute limit, which is judged only on an H100."""
     there = torch.cuda.is_available() and "H100" in torch.cuda.get_device_name(0)
     return Row(name, f"≥ {limit:g}{unit} on an H100", f"{found:.3g}{unit}", found >= limit if there else None)
 
 
 def utilisation(case: Case, seconds: float) -> float:
-    """The share of the device's peak in bf16 that a GPT's own operations are (Chowdhery et al., "PaLM", 2022)."""
+    """Returns the model FLOPs utilization of a GPT in bf16 (Chowdhery et al., "PaLM", 2022)."""
     from ddpforge.tools.simulation.devices import DEVICES
 
     name = torch.cuda.get_device_name(0).lower() if torch.cuda.is_available() else ""
@@ -442,59 +443,59 @@ Rows = Iterator[Row]
 
 
 def beside(name: str, case: Case, ranks: int, limit: float) -> Rows:
-    """Speed and memory beside the loop by hand, and alarms."""
+    """Yields speed and memory compared with the loop by hand, and alarms."""
     ours, hand = pair(case, ranks)
     what = f"{name}, {case.strategy.partition(':')[0]}, {ranks} ranks" if ranks > 1 else name
     yield most(f"{what}: step ÷ by hand ({hand.seconds * 1e3:.2f} ms)", ours.seconds / hand.seconds, limit)
     if hand.memory:
         yield most(f"{what}: memory ÷ by hand ({hand.memory / 2**20:.0f} MiB)", ours.memory / hand.memory, 1.02)
     if name in ("gpt-350m", "gpt-1.3b"):
-        yield alarm(f"{what}: model FLOPs utilisation", utilisation(case, ours.seconds), 0.4)
+        yield alarm(f"{what}: model FLOPs utilization", utilisation(case, ours.seconds), 0.4)
     if name == "resnet50":
-        yield alarm(f"{what}: images a second", case.batch / ours.seconds, 2300)
+        yield alarm(f"{what}: images per second", case.batch / ours.seconds, 2300)
 
 
 def busy(case: Case) -> Rows:
-    """Whether the host keeps the GPU busy."""
+    """Yields the fraction of time in which the GPU is busy."""
     found = run("ddpforge", replace(case, profiled=True, steps=20), 1)
-    yield alarm("gpt-350m: share of 20 steps in which the GPU is busy", found.busy, 0.97)
+    yield alarm("gpt-350m: fraction of 20 steps in which the GPU is busy", found.busy, 0.97)
 
 
 def copied() -> Rows:
-    """What a checkpoint's copy to the host takes, and what it leaves to forks."""
+    """Yields the rate of a checkpoint's copy to the host, and its effect on forks."""
     found = answer("copies", LARGE["mlp"], 1)
     yield alarm("a checkpoint's copy to the host, GB/s", found["rate"] / 1e9, 20)
-    yield most("a fork after that takes longer by, ms", found["fork"] * 1e3, 100)
+    yield most("additional time of a fork after the copy, ms", found["fork"] * 1e3, 100)
 
 
 def reduced(ranks: int) -> Rows:
-    """The machine's own speed, beside which the others are to be seen."""
+    """Yields the bandwidth of the machine, for comparison with the other results."""
     found = answer("reductions", LARGE["mlp"], ranks)
     yield alarm(f"all-reduce of 1 GiB, {ranks} ranks, bus bandwidth, GB/s", found["rate"] / 1e9, 400)
 
 
 def stall(case: Case, ranks: int) -> Rows:
-    """How long a save holds training up: a copy of the state to the host."""
+    """Yields the time that a save delays training: a copy of the state to the host."""
     found = run("ddpforge", replace(case, save_every=max(2, case.steps // 4)), ranks)
-    share = parameters(case) * 12 / ranks  # every rank writes as much
+    share = parameters(case) * 12 / ranks  # all ranks write the same number of bytes
     yield most("a save's stall, ms", (found.longest - found.seconds) * 1e3, round(share / 20e9 * 1e3 + 50, 1))
 
 
 def growth(case: Case, ranks: int) -> Rows:
-    """DDP on one rank and on all, each with as many samples."""
+    """Yields the weak scaling of DDP: one rank and all ranks, with the same number of samples per rank."""
     for passes, limit in ((4, 0.95), (1, 0.90)):
         each = replace(case, passes=passes)
         alone, together = run("ddpforge", each, 1), run("ddpforge", each, ranks)
         found = alone.seconds / together.seconds
-        name = f"gpt-124m, ddp: step of 1 rank ÷ of {ranks}, {passes} forward passes a step"
+        name = f"gpt-124m, ddp: step of 1 rank ÷ step of {ranks}, {passes} forward passes per step"
         yield Row(name, f"≥ {limit}", f"{found:.3f}", found >= limit)
 
 
 def gathered(case: Case, ranks: int) -> Rows:
-    """What FSDP's copies in fp32 take beside those in bf16: if they outlived their layer, 2 bytes a parameter."""
+    """Yields the extra memory of FSDP's all-gathers in fp32 over bf16: 2 bytes per parameter if they were not freed."""
     wide, narrow = (run("ddpforge", each, ranks) for each in (replace(case, strategy="fsdp:fp32"), case))
     more = (wide.memory - narrow.memory) / parameters(case)
-    yield most("gpt-1.3b, fsdp: memory of gather = fp32 over compute, bytes a parameter", more, 0.5)
+    yield most("gpt-1.3b, fsdp: extra memory of all-gathers in fp32, bytes per parameter", more, 0.5)
 
 
 def parameters(case: Case) -> int:
@@ -503,13 +504,13 @@ def parameters(case: Case) -> int:
 
 
 def measures(cases: dict[str, Case], ranks: int) -> Iterable[Callable[[], Rows]]:
-    """All there is to measure on one GPU, or on several."""
+    """Yields all measurements for one GPU, or for several."""
     if ranks == 1:
         limits = {"mlp": 1.05, "gpt-124m": 1.02, "resnet50": 1.02, "gpt-350m": 1.02}
         yield from (partial(beside, name, cases[name], 1, limit) for name, limit in limits.items())
         yield from (partial(busy, cases["gpt-350m"]), copied, partial(stall, cases["gpt-350m"], 1))
         return
-    # Torch's LayerNorm takes weights in lower precision on a GPU, and not on a CPU.
+    # torch's LayerNorm accepts weights in lower precision on a GPU, but not on a CPU.
     sharded = replace(cases["gpt-1.3b"], strategy="fsdp:compute" if torch.cuda.is_available() else "fsdp")
     yield from (partial(reduced, ranks), partial(beside, "gpt-124m", cases["gpt-124m"], ranks, 1.02))
     yield from (partial(growth, cases["gpt-124m"], ranks), partial(beside, "gpt-1.3b", sharded, ranks, 1.02))
@@ -518,7 +519,7 @@ def measures(cases: dict[str, Case], ranks: int) -> Iterable[Callable[[], Rows]]
 
 # ---------------------------------------------------------------------------------------------- the report
 class Outcome(NamedTuple):
-    """What became of a test, and what it has noted."""
+    """Result and recorded properties of a test."""
 
     name: str
     outcome: str
@@ -526,7 +527,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(file: Path) -> tuple[list[Outcome], float]:
-    """The tests in a JUnit file, and the seconds that they took together."""
+    """Returns the tests of a JUnit file, and their total seconds."""
     found, seconds = [], 0.0
     for case in ElementTree.parse(file).iter("testcase"):
         seconds += float(case.get("time", "0"))
@@ -558,10 +559,10 @@ def report(rows: list[Row], failures: list[str], tests: list[Outcome], facts: di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1, help="how many GPUs; 0: all of them")
-    parser.add_argument("--tests", type=Path, help="what pytest --junitxml has written")
-    parser.add_argument("--tiny", action="store_true", help="the smallest models, on CPUs")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="where the report goes")
+    parser.add_argument("--ranks", type=int, default=1, help="number of GPUs; 0: all")
+    parser.add_argument("--tests", type=Path, help="file of pytest --junitxml")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on CPUs")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of the report")
     options = parser.parse_args()
     if options.tiny:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -595,7 +596,7 @@ def main() -> int:
     file.write_text(report(rows, failures, tests, facts))
     told = {"rows": [row._asdict() for row in rows], "failures": failures, "tests": [test._asdict() for test in tests]}
     file.with_suffix(".json").write_text(json.dumps({**facts, **told}, indent=1))
-    print(f"\nThe report is {file}, with all it was made of in {file.with_suffix('.json').name} beside it.")
+    print(f"\nThe report is {file}; {file.with_suffix('.json').name} in the same folder contains its data.")
     bad = any(row.well is False for row in rows) and not options.tiny
     return int(bad or bool(failures) or any(test.outcome in ("failure", "error") for test in tests))
 

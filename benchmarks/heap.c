@@ -1,6 +1,6 @@
-/* Counts the memory that torch's CPU allocator has given out and not got back: it takes all of it from posix_memalign.
+/* Counts the live memory of torch's CPU allocator, which allocates only with posix_memalign.
  *
- * torch's profiler is no judge of it: what another thread gives back (gloo's, say), it does not see.
+ * torch's profiler cannot count it: it misses memory that another thread (gloo's, for example) frees.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-#define SLOTS (1u << 21) /* of an open hash table of pointers */
+#define SLOTS (1u << 21) /* of an open-addressing hash table of pointers */
 #define GONE ((void *)1)
 
 static void *pointers[SLOTS];

@@ -1,15 +1,15 @@
-"""Bytes that a rank holds under each strategy, beside what theory says.
+"""Bytes that a rank holds under each strategy, compared with theory.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --rows fsdp zero3 --width 512
 
-On CPU ranks over gloo, in fp32, on the GPT of `ddpforge.builtin` and the bytes of Python's standard library, in steps
-of two micro-batches. What a rank holds is added up from the storages of the tensors themselves, during a run of
-ddpforge. Weights, optimizer state and DeepSpeed's master weights are those after the update of the last step; gradients
-are the most that lay between two backward passes of that step, or between the last one and the update. The script exits
-with 1 when anything is more than 5 % off. Not in that sum, but in the peak RSS beside it: activations, weights while
-they are gathered, and buffers for communication. DeepSpeed's are as large as this model unless --bucket makes them
-smaller: that of gradients holds 5e8 elements at most, and ZeRO-3 leaves up to 1e9 gathered.
+On CPU ranks over gloo, in fp32, with the GPT of `ddpforge.builtin` and the bytes of Python's standard library, in steps
+of two micro-batches. The script adds up the storages of the tensors during a run of ddpforge. Weights, optimizer state
+and DeepSpeed's master weights are counted after the update of the last step; gradients are the maximum after the
+backward passes of that step. The script exits with 1 if a number differs from theory by more than 5 %. The sum does not
+contain activations, gathered weights and communication buffers; the column of the peak RSS does. DeepSpeed's buffers
+are as large as this model unless --bucket makes them smaller: the gradient bucket has up to 5e8 elements, and ZeRO-3
+keeps up to 1e9 elements gathered.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 MICRO_BATCHES = 2  # per step
-WATCHED = 3  # the step of a run whose memory is counted; by then lazily made buffers exist
+WATCHED = 3  # the step whose memory is counted; by then all lazily allocated buffers exist
 LR = 1e-3
-# How far memory may be from theory. ZeRO-2 keeps whole the one gradient that lies across the border of two ranks'
-# parts, ZeRO-3 the small parameters (1e5 elements and less).
+# Allowed relative difference from theory. ZeRO-2 keeps one whole gradient, that on the border of two ranks' shards.
+# ZeRO-3 keeps small parameters (up to 1e5 elements) whole.
 OFF = 0.05
 BUCKETS = (
     "reduce_bucket_size",
@@ -94,7 +94,7 @@ class Held(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of a table: a strategy, and what it holds in theory of the 4 + 4 + 8 bytes (and a master copy)."""
+    """Line of the table: a strategy, and its theoretical share of the 4 + 4 + 8 bytes (and of a master copy)."""
 
     strategy: str
     theory: Held
@@ -114,7 +114,7 @@ ROWS = {
 
 # ---------------------------------------------------------------------------------------------- inside ddpforge
 class Watched(Strategy):
-    """Counts what this rank holds; put before the class of a strategy, whose methods it wraps."""
+    """Mixin of a strategy class that counts the memory of this rank; it wraps the strategy's methods."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         self.before = psutil.Process().memory_info().rss
@@ -151,7 +151,7 @@ class Watched(Strategy):
 
 
 def watched(*, row: str, bucket: int = 0) -> Strategy:
-    """The strategy of a row, watched; recipes name this function."""
+    """Builds the strategy of a row with memory counting; recipes name this function."""
     options: dict[str, Any] = {}
     if row == "ddp":
         from ddpforge.strategies.ddp import DDP as Base
@@ -174,7 +174,7 @@ def watched(*, row: str, bucket: int = 0) -> Strategy:
 
 # ---------------------------------------------------------------------------------------------- counting
 def held_by(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind these tensors, each counted once and whole, however little of it a tensor shows."""
+    """Returns the bytes of the tensors' storages. Each storage counts once and whole, also if a tensor is a view."""
     from torch.distributed.tensor import DTensor
 
     storages = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
@@ -182,9 +182,9 @@ def held_by(tensors: Iterable[Tensor]) -> int:
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters: whole, FSDP's shards, ZeRO-1's and 2's views of one flat tensor; and what else is there of them."""
+    """Yields parameters (whole, FSDP's shards, or ZeRO-1's and 2's views of a flat tensor), and copies of them."""
     for parameter in model.parameters():
-        yield parameter  # under ZeRO-3: what is gathered of it at the moment, which is all of it where it is small
+        yield parameter  # under ZeRO-3: the gathered elements; all of them for a small parameter
         if hasattr(parameter, "ds_tensor"):
             yield parameter.ds_tensor  # ZeRO-3's shard
     for unit in fsdp_units(model):
@@ -193,7 +193,7 @@ def weights(model: nn.Module) -> Iterator[Tensor]:
 
 
 def gradients(model: nn.Module) -> Iterator[Tensor]:
-    """Gradients, reduced or still to be reduced."""
+    """Yields the gradients, reduced or not."""
     yield from (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     for unit in fsdp_units(model):
         if unit._partial_reduce_output is not None:
@@ -202,7 +202,7 @@ def gradients(model: nn.Module) -> Iterator[Tensor]:
     if hasattr(zero, "grad_partitions_flat_buffer"):
         yield zero.grad_partitions_flat_buffer  # ZeRO-3's shards
     elif zero:
-        # ZeRO-1 and 2. What is not reduced yet is in .grad; what is lies in one tensor, and these are views of it.
+        # ZeRO-1 and 2: gradients before the reduction are in .grad; these are views of the tensor of reduced ones.
         for tensors in (*zero.all_grad_tensors.values(), *zero.averaged_gradients.values()):
             yield from tensors or ()
 
@@ -216,13 +216,13 @@ def fsdp_units(model: nn.Module) -> Iterator[Any]:
 
 
 def state(optimizer: Optimizer) -> Iterator[Tensor]:
-    """AdamW's two moments, and its step counts of 4 bytes."""
+    """Yields AdamW's two moments, and its step counts of 4 bytes."""
     for entry in optimizer.state.values():
         yield from (value for value in entry.values() if hasattr(value, "untyped_storage"))
 
 
 def master(model: nn.Module) -> Iterator[Tensor]:
-    """DeepSpeed's own copy of the weights that this rank updates, which it keeps in fp32 too."""
+    """Yields DeepSpeed's fp32 copy of the weights that this rank updates; it exists even if training is in fp32."""
     zero = getattr(model, "optimizer", None)
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # ZeRO-1 and 2; ZeRO-3
         yield from getattr(zero, name, ())
@@ -230,7 +230,7 @@ def master(model: nn.Module) -> Iterator[Tensor]:
 
 # ---------------------------------------------------------------------------------------------- running
 def start(row: Row, name: str, options: argparse.Namespace, folder: Path) -> list[Any]:
-    """Runs the recipe of a row on fresh ranks; returns what each of them wrote."""
+    """Runs the recipe of a row on new ranks; returns the results of each rank."""
     results = folder / "results"
     for old in (results, folder / "runs"):
         shutil.rmtree(old, ignore_errors=True)
@@ -244,7 +244,7 @@ def start(row: Row, name: str, options: argparse.Namespace, folder: Path) -> lis
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // row.nproc)),
         "DS_ACCELERATOR": "cpu",
         "ACCELERATE_USE_CPU": "true",
-        # Otherwise glibc keeps freed tensors of up to 32 MiB for itself, and peak RSS measures its habits.
+        # Otherwise glibc keeps freed tensors of up to 32 MiB, and the peak RSS would contain them.
         "MALLOC_MMAP_THRESHOLD_": str(2**18),
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.nproc}"]
@@ -256,10 +256,10 @@ def start(row: Row, name: str, options: argparse.Namespace, folder: Path) -> lis
 
 
 def table(options: argparse.Namespace, folder: Path) -> bool:
-    """True when everything is where theory says."""
+    """Prints the table; returns True if all memory is as in theory."""
     sizes = {"block_size": options.length, **{key: getattr(options, key) for key in ("layers", "heads", "width")}}
     parameters = sum(parameter.numel() for parameter in GPT(vocab_size=256, **sizes).parameters())
-    print(f"{parameters:,} parameters; MiB on the fullest rank, beside the bytes per parameter of theory\n")
+    print(f"{parameters:,} parameters; MiB on the rank with the most memory (in theory: bytes per parameter)\n")
     titles = [f"{name:>14}" for name in (*Held._fields, "together")]
     print(f"{'':6} {'ranks':>5}", *titles, f"{'off':>7} {'peak RSS':>9} {'before model':>13}")
 

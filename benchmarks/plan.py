@@ -1,12 +1,12 @@
-"""What `ddpforge plan` predicts against what a run of two ranks takes from torch's CPU allocator.
+"""Compares the memory that `ddpforge plan` predicts with the memory of a run of two ranks.
 
     python benchmarks/plan.py                        the table of docs/how-to/plan.md
-    python benchmarks/plan.py --models gpt-4m        some of it
-    python benchmarks/plan.py --large                what plans of 1.3 B, 7 B and 70 B parameters take
-    python benchmarks/plan.py --cuda                 on GPUs: against torch.cuda.max_memory_allocated
+    python benchmarks/plan.py --models gpt-4m        a part of it
+    python benchmarks/plan.py --large                time and memory of plans for 1.3 B, 7 B and 70 B parameters
+    python benchmarks/plan.py --cuda                 on GPUs: compares with torch.cuda.max_memory_allocated
 
-Measured is the largest moment of the third step, on the rank that has most, since the model was built. Needs a C
-compiler (`cc`) where it measures on CPUs: heap.c counts what the allocator gives out, in every thread.
+Measures the peak memory of the third step, on the rank with the most memory, without the memory before the model was
+built. On CPUs it needs a C compiler (`cc`): heap.c counts the allocations of torch's CPU allocator in every thread.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ STRATEGIES = {
     "deepspeed:3": [],
 }
 OWN = {("resnet50", "fsdp:tensor=2"): ['strategy.plan={"fc"="logits"}']}
-"""A ResNet has no plan of which layers are cut: its convolutions stay whole."""
+"""Tensor-parallel plans. A ResNet has none by default; only its last layer is split, its convolutions stay whole."""
 
 
 LARGE = {
@@ -122,7 +122,7 @@ PLANNED += [("pipeline:stages=2", 8), ("pipeline:stages=8", 8), ("pipeline:stage
 
 
 def worker() -> None:
-    """One rank of a measured run."""
+    """Runs one rank of a measured run; writes its peak memory to a file."""
     import torch
 
     from ddpforge.app import build as building
@@ -153,7 +153,7 @@ def worker() -> None:
 
 
 def measured(recipe: Path, sets: list[str], *, cuda: bool) -> int:
-    """Bytes of the rank that took most."""
+    """Returns the peak memory in bytes of the rank with the most memory."""
     folder, result = recipe.parent, recipe.parent / "result"
     environment = os.environ | {"BENCH_RESULT": str(result)} | ({"BENCH_CUDA": "1"} if cuda else {})
     if not cuda:
@@ -193,7 +193,7 @@ def large(folder: Path, models: list[str]) -> None:
         sets = ["train.global_batch=1024", "train.micro_batch=1", "train.precision=bf16"]
         for strategy, ranks in PLANNED:
             command = [sys.executable, "-m", "ddpforge", "plan", str(recipe), "--ranks", str(ranks), "--device=h100"]
-            # Memory is the most of any process that has ended: each plan has a parent of its own.
+            # ru_maxrss is the maximum over all ended children, so each plan has its own parent process.
             code = "import json, resource, subprocess, sys;"
             code += "assert json.loads(subprocess.run(sys.argv[1:], capture_output=True).stdout)[0]['peak'];"
             code += "used = resource.getrusage(resource.RUSAGE_CHILDREN);"
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--cuda", action="store_true", help="measure on GPUs")
-    parser.add_argument("--large", nargs="*", choices=list(LARGE), help="what plans of large models take")
+    parser.add_argument("--large", nargs="*", choices=list(LARGE), help="time and memory of plans for large models")
     options = parser.parse_args()
     if options.large is not None:
         with tempfile.TemporaryDirectory() as name:

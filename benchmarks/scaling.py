@@ -1,12 +1,13 @@
-"""How what ddpforge does grows with samples, parameters, checkpoints, rows of metrics, runs and ranks.
+"""Scaling of ddpforge's costs with samples, parameters, checkpoints, rows of metrics, runs and ranks.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --what parameters ranks --repeats 5
 
-All of it takes some four minutes. Every line is the least of some repeats: CPU seconds, which other programs disturb
-less, and by which power of the size they have grown since the line before. Linear is 1, and 0 does not grow; the script
-exits with 1 where the last power of anything is more than 1.2. Tensors have 4 elements each: disks and contents play no
-part, it is the book-keeping. Other ranks are simulated: each writes its part in turn, in this process.
+All measurements take about four minutes. Every line shows the minimum over the repeats of the CPU seconds, which other
+programs disturb less, and the power of the size with which they have grown since the previous line: 1 is linear, 0 is
+constant. The script exits with 1 if the last power of any cost is more than 1.2. Tensors have 4 elements each, so only
+the bookkeeping is measured, not disks and contents. Other ranks are simulated: they write their parts one after the
+other, in this process.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from ddpforge.runs.metrics import FILE, JSONLTracker, read_metrics
 from ddpforge.runs.summary import differences, find_runs, notable, sorted_by, summarize
 
 MOST = 1.2  # power of the size
-STEPS = 200  # of a measurement of the order of samples
+STEPS = 200  # per measurement of the sampler
 
-Costs = dict[str, float]  # seconds by what was done
+Costs = dict[str, float]  # seconds by action
 
 
 def seconds(action: Callable[[], Any]) -> float:
@@ -57,7 +58,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 # ---------------------------------------------------------------------------------------------- samples
 def samples(count: int, folder: Path) -> Costs:
-    """A step of 256 samples of rank 3 of 8, at the beginning of the run and deep in it."""
+    """Measures a step of 256 samples on rank 3 of 8, at the beginning of a run and late in it."""
     data = range(count)
     order = Shuffled(data, seed=1, global_batch=256, drop_last=True)
     terms = AssignmentTerms(global_batch=256, share=RankShare(3, 8, 32), seed=1, drop_last=True)
@@ -71,7 +72,7 @@ def samples(count: int, folder: Path) -> Costs:
 
 # ---------------------------------------------------------------------------------------------- parameters
 def state_of(parameters: int) -> CanonicalState[torch.Tensor]:
-    """So many parameters with AdamW's state."""
+    """Builds `parameters` parameters with AdamW's state."""
     names = [f"layers.{number}.weight" for number in range(parameters)]
     model = {name: torch.zeros(4) for name in names}
     moments = {
@@ -87,13 +88,13 @@ def facts_at(step: int, ranks: int = 1) -> CheckpointMetadata:
 
 
 def parameters(count: int, folder: Path) -> Costs:
-    """A checkpoint of so many parameters."""
+    """Measures a checkpoint of `count` parameters."""
     state = RankState.of(state_of(count))
     peers = WriterGroup.alone()
     settings = CheckpointSection(keep=KeepSection(last=2))
     checkpoints = Checkpoints(folder, settings, peers=peers, ranks=SingleRank())
     checkpoints.save(facts_at(1), state)
-    checkpoints.wait()  # the first makes the buffers
+    checkpoints.wait()  # the first save allocates the buffers
     stalled = seconds(lambda: checkpoints.save(facts_at(2), state))
     written = seconds(checkpoints.wait)
     path = next(folder.glob("step-000000002-*"))
@@ -111,7 +112,7 @@ def parameters(count: int, folder: Path) -> Costs:
 
 # ---------------------------------------------------------------------------------------------- checkpoints
 def checkpoints(count: int, folder: Path) -> Costs:
-    """A folder of so many checkpoints of ten parameters."""
+    """Measures a folder of `count` checkpoints of ten parameters."""
     state, peers = RankState.of(state_of(10)), WriterGroup.alone()
     for step in range(1, count + 1):
         write(folder, facts_at(step), state, peers)
@@ -121,13 +122,13 @@ def checkpoints(count: int, folder: Path) -> Costs:
     return {
         "find the newest intact one": seconds(lambda: retention.newest(folder)),
         "ckpt ls": seconds(lambda: rows(CheckpointFolder(folder, None))),
-        "after a save: what may go": seconds(lambda: retention.prune(folder, keep, known=known)),
+        "after a save: remove old ones": seconds(lambda: retention.prune(folder, keep, known=known)),
     }
 
 
 # ---------------------------------------------------------------------------------------------- rows
 def metrics(count: int, folder: Path) -> Costs:
-    """A metrics.jsonl of so many rows."""
+    """Measures a metrics.jsonl of `count` rows."""
     with (folder / FILE).open("w") as file:
         for step in range(1, count + 1):
             row = {"step": step, "attempt": 1, "time": 1e9 + step, "train/loss": 1 / step, "lr": 1e-3, "samples": step}
@@ -139,8 +140,8 @@ def metrics(count: int, folder: Path) -> Costs:
     rewound = seconds(lambda: tracker.rewind(count))
     tracker.finish(state="done", summary={})
     return {
-        "read all of it": seconds(lambda: read_metrics(folder)),
-        "resume: the first row may follow": begun,
+        "read all rows": seconds(lambda: read_metrics(folder)),
+        "resume: until the first row": begun,
         "append a row": appended,
         "go back 100 rows": rewound,
     }
@@ -148,7 +149,7 @@ def metrics(count: int, folder: Path) -> Costs:
 
 # ---------------------------------------------------------------------------------------------- runs
 def runs(count: int, folder: Path) -> Costs:
-    """A folder of so many finished runs of the digits recipe, with ten rows each."""
+    """Measures a folder of `count` finished runs of the digits recipe, with ten rows each."""
     first = RunFolder(folder / "run-0")
     text = bundled()["digits"].read_text()
     first.create(text=text, resolved=text, local_files={})
@@ -182,7 +183,7 @@ def runs(count: int, folder: Path) -> Costs:
 # ---------------------------------------------------------------------------------------------- ranks
 @dataclass(frozen=True, kw_only=True)
 class _Simulated(WriterGroup):
-    """One of many ranks that are not there."""
+    """One of many simulated ranks."""
 
     number: int
     ranks_in_all: int
@@ -197,7 +198,7 @@ class _Simulated(WriterGroup):
 
 
 def ranks(count: int, folder: Path) -> Costs:
-    """A checkpoint of 300 parameters under ddp, which so many ranks write together."""
+    """Measures a checkpoint of 300 parameters under ddp that `count` ranks write together."""
     state = RankState.of(state_of(300))
     writers = [
         Writer(folder, facts_at(1, count), state, _Simulated(ranks=SingleRank(), number=rank, ranks_in_all=count))
@@ -209,9 +210,9 @@ def ranks(count: int, folder: Path) -> Costs:
     path = next(folder.glob("step-*"))
     return {
         "each rank: its part": each,
-        "rank 0: one checkpoint of all parts": published,
+        "rank 0: publish the checkpoint": published,
         "open it": seconds(lambda: CheckpointReader(path).state()),
-        "verify all of it": seconds(lambda: retention.verify(path)),
+        "verify all parts": seconds(lambda: retention.verify(path)),
     }
 
 
@@ -227,7 +228,7 @@ SIZES: dict[str, tuple[Callable[[int, Path], Costs], tuple[int, ...]]] = {
 
 
 def least(measure: Callable[[int, Path], Costs], size: int, repeats: int) -> Costs:
-    """The least of every cost, each time in an empty folder."""
+    """Returns the minimum of every cost over the repeats, each in an empty folder."""
 
     def once() -> Iterator[Costs]:
         for _ in range(repeats):

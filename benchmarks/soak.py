@@ -1,6 +1,6 @@
-"""Trains the same two ranks again and again: `python benchmarks/soak.py FOLDER --runs 500`, for faults that are rare.
+"""Repeats a short run on two ranks to find rare faults: `python benchmarks/soak.py FOLDER --runs 500`.
 
-Every run that does not end with 0 leaves its folder, its exit code and all that its ranks wrote to stderr in FOLDER.
+FOLDER keeps the run folder and the stderr of every run that did not exit with 0; its exit code is printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ train = { length = "30st", global_batch = 32, timeout = "60s" }
 
 
 def main() -> None:
-    """Runs them one after the other, and prints how many failed."""
+    """Starts the runs one after the other, and prints the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=int, default=500)

@@ -1,17 +1,17 @@
-"""What ddpforge costs before it does anything: its commands, and a run up to the end of its first step.
+"""Start-up cost of ddpforge: its commands, and a run up to the end of its first step.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --what steps --repeats 15
     python benchmarks/startup.py --what commands --distributions 1000 --plugins 100
 
-Commands: CPU and wall time over that of an empty click command. Among the installed distributions are as many as
-`--distributions` that stand in a folder of their own, `--plugins` of them with a component of ddpforge; those of the
-environment come on top. Printed are medians, in milliseconds, and the difference from the empty command.
+Commands: CPU and wall time, compared with an empty click command. In addition to the distributions of the environment,
+a temporary folder contains `--distributions` made-up distributions, `--plugins` of them with a component of ddpforge.
+Prints medians, in milliseconds, and the difference from the empty command.
 
-Steps: CPU and wall seconds from the command until the first optimizer step is done on rank 0, of a recipe and of a
-script written by hand that trains the same MLP on the same digits: one process each, and two by `ddpforge launch` and
-torchrun. CPU time is that of all processes of the command, launchers and watches too. They take turns in fresh
-processes; printed are medians, and the median and quartiles of the ratios of turns that follow each other.
+Steps: CPU and wall seconds from the command to the end of the first optimizer step on rank 0, for a recipe and for a
+script written by hand that trains the same MLP on the same digits: in one process, and in two processes with `ddpforge
+launch` and torchrun. CPU time is that of all processes of the command, including launchers and watchdogs. Both run
+alternately in new processes. Prints medians, and median and quartiles of the ratios of successive runs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ import os, time
 from ddpforge.interfaces import Callback
 
 class First(Callback):
-    """Tells that the first step is done, and waits for the end."""
+    """Writes a file after the first step, and waits to be killed."""
 
     def on_step(self, info):
         if os.environ.get("RANK", "0") == "0":
@@ -112,7 +112,7 @@ for inputs, targets in DataLoader(data, 64 // ranks, sampler=sampler, shuffle=sa
 
 
 def install(folder: Path, distributions: int, plugins: int) -> None:
-    """Writes metadata as pip leaves it, with entry points in every third distribution."""
+    """Writes metadata like that of pip, with entry points in the plugins and in every third other distribution."""
     for number in range(distributions):
         name = f"made_up_{number}"
         home = folder / f"{name}-1.0.dist-info"
@@ -126,7 +126,7 @@ def install(folder: Path, distributions: int, plugins: int) -> None:
 
 
 def cost(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
-    """CPU and wall seconds of one process."""
+    """Returns the CPU and wall seconds of one process."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -134,7 +134,7 @@ def cost(command: list[str], environment: dict[str, str]) -> tuple[float, float]
 
 
 def to_first_step(command: list[str], folder: Path) -> tuple[float, float]:
-    """CPU and wall seconds of a command and all that it starts, until the file `done` is there; then it is ended."""
+    """Returns the CPU and wall seconds of a command and its children until the file `done` exists; then kills them."""
     done, log = folder / "done", folder / "log"
     done.unlink(missing_ok=True)
     shutil.rmtree(folder / "runs", ignore_errors=True)
@@ -153,11 +153,11 @@ def to_first_step(command: list[str], folder: Path) -> tuple[float, float]:
         with suppress(psutil.NoSuchProcess):
             each.kill()
     psutil.wait_procs(family)
-    return sum(sum(each[:4]) for each in times), wall  # user and system, of a process and of its children that ended
+    return sum(sum(each[:4]) for each in times), wall  # user and system time, of a process and of its ended children
 
 
 def steps_table(repeats: int) -> None:
-    """Prints the cost of a first step, beside that by hand."""
+    """Prints the cost of a first step, compared with a loop by hand."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ddpforge = [sys.executable, "-m", "ddpforge"]
     rows = {
@@ -174,7 +174,7 @@ def steps_table(repeats: int) -> None:
             (folder / file).write_text(text)
         shutil.copy(Path(digits.__file__).with_name("digits.csv.gz"), folder)
         for ranks, commands in rows.items():
-            # The first turn compiles what has no bytecode yet, and fills the page cache.
+            # The first run, not counted, compiles bytecode and fills the page cache.
             turns = [[to_first_step(command, folder) for command in commands] for _ in range(1 + repeats)][1:]
             for side, title in enumerate(("by hand", "ddpforge")):
                 cells = []
@@ -187,7 +187,7 @@ def steps_table(repeats: int) -> None:
 
 
 def commands_table(distributions: int, plugins: int, repeats: int) -> None:
-    """Prints the cost of commands that do nothing, over that of an empty one."""
+    """Prints the cost of cheap commands, compared with an empty one."""
     commands = {
         "empty click": [sys.executable, "-c", EMPTY],
         "--help": [sys.executable, "-c", OURS, "--help"],
@@ -211,11 +211,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", nargs="+", choices=("commands", "steps"), default=["commands", "steps"])
     parser.add_argument("--distributions", type=int, default=100)
-    parser.add_argument("--plugins", type=int, default=10, help="how many of them have a component")
-    parser.add_argument("--repeats", type=int, help="by default 30 of commands, 7 of steps; 2 or more")
+    parser.add_argument("--plugins", type=int, default=10, help="number of these that have a component")
+    parser.add_argument("--repeats", type=int, help="2 or more; default: 30 for commands, 7 for steps")
     options = parser.parse_args()
     if options.repeats is not None and options.repeats < 2:
-        parser.error("--repeats: there must be 2 or more")
+        parser.error("--repeats: must be 2 or more")
     if "commands" in options.what:
         commands_table(options.distributions, options.plugins, options.repeats or 30)
     if "steps" in options.what:

@@ -1,9 +1,9 @@
-"""What the watch over ranks costs: a mark in training, and the process beside each rank.
+"""Cost of the watchdog: heartbeats in training, and the watchdog process of each rank.
 
     python benchmarks/watch.py
 
-Prints the time of a mark, alone and as a part of a step of 1 ms (six marks), and the CPU time and memory that the
-process beside a rank takes. Nothing of it runs in the rank but the marks.
+Prints the time of a heartbeat, its share of a step of 1 ms (six heartbeats), and the CPU time and memory of the
+watchdog process. Only the heartbeats run in the rank itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 from ddpforge.ranks import heartbeat
 from ddpforge.watchdog.watchdog import Watchdog
 
-MARKS = 6  # of a step with one micro-batch: data, forward, backward, step, reduce, callbacks
+MARKS = 6  # heartbeats of a step with one micro-batch: data, forward, backward, step, reduce, callbacks
 SECONDS = 20
 
 
@@ -36,14 +36,14 @@ def main() -> None:
         (Path(name) / "logs").mkdir()
         with Watchdog(Path(name), "bench", 0, 2, strategy="ddp", stall=600.0, compiles=False):
             mark, call = nanoseconds("phases.mark(phases.FORWARD)"), nanoseconds("nothing(phases.FORWARD)")
-            print(f"a mark: {mark:.0f} ns, of which an empty call {call:.0f} ns")
-            print(f"{MARKS} marks a step: {MARKS * mark / 1e6:.3%} of a step of 1 ms")
+            print(f"heartbeat: {mark:.0f} ns (an empty call: {call:.0f} ns)")
+            print(f"{MARKS} heartbeats per step: {MARKS * mark / 1e6:.3%} of a step of 1 ms")
             (beside,) = psutil.Process(os.getpid()).children()
             start = sum(beside.cpu_times()[:2])
             time.sleep(SECONDS)
             spent = (sum(beside.cpu_times()[:2]) - start) / SECONDS
             print(
-                f"the process beside: {start * 1e3:.0f} ms of CPU to start, then {spent * 1e3:.1f} ms a second,",
+                f"watchdog process: {start * 1e3:.0f} ms of CPU to start, then {spent * 1e3:.1f} ms per second,",
                 end=" ",
             )
             print(f"{beside.memory_info().rss / 2**20:.0f} MiB")

@@ -1,9 +1,9 @@
-"""Writes into docs what the code itself knows: a recipe's keys, the built-in components, the commands, renamed names.
+"""Writes the generated parts of the docs: recipe keys, built-in components, commands, renamed names.
 
     python docs/generate.py
 
-Each page is prose with marked blocks; a line `<!-- generated: NAME -->` begins one and `<!-- end -->` ends it. The
-text between them is replaced by what `BLOCKS[NAME]` returns.
+A page is prose with generated blocks. A line `<!-- generated: NAME -->` begins a block, and `<!-- end -->` ends it. The
+script replaces the text between them by the result of `BLOCKS[NAME]`.
 """
 
 import inspect
@@ -29,20 +29,20 @@ from ddpforge.recipe.vocabulary import Vocabulary
 
 DOCS = Path(__file__).parent
 PAGES = DOCS / "reference"
-# Plugins that are installed beside ddpforge are not ours to document.
+# Installed plugins are not part of this documentation.
 os.environ.setdefault("DDPFORGE_DISABLE_PLUGINS", ",".join(p.name for p in (PAGES.parents[1] / "plugins").glob("*")))
 _SECTIONS = ("data", "train", "checkpoint", "checkpoint.keep", "track")
 _BLOCK = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def render(page: str) -> str:
-    """The text of a page with its generated blocks brought up to date; raises KeyError for an unknown block."""
+    """Returns the text of a page with updated generated blocks; raises KeyError for an unknown block."""
     return _BLOCK.sub(lambda match: f"{match[1]}\n{BLOCKS[match[2]]()}\n\n{match[3]}", page)
 
 
 # ---------------------------------------------------------------------------------------------- recipe
 def _section(*path: str) -> str:
-    """The keys of one table of the recipe; the tables and components in it have tables of their own."""
+    """Returns the keys of one table of the recipe, without the tables and components in it."""
     vocabulary = Vocabulary()
     rows = [row for row in options_table(vocabulary.models[path]) if not row.type.startswith("table")]
     types = {row.name: "duration" for row in rows if vocabulary.takes_duration((*path, row.name))}
@@ -50,7 +50,7 @@ def _section(*path: str) -> str:
 
 
 def _optimizer(section: type[Component] = OptimizerComponent) -> str:
-    """What [optimizer], or a table in it, holds beside `use` and the optimizer's own options."""
+    """Returns the keys of [optimizer], or of a table in it, without `use` and the optimizer's own options."""
     own = {key: field for key, field in section.model_fields.items() if key not in Component.model_fields}
     fields: Any = {key: (field.annotation, field) for key, field in own.items()}
     table: type[BaseModel] = create_model("Optimizer", **fields)
@@ -58,7 +58,7 @@ def _optimizer(section: type[Component] = OptimizerComponent) -> str:
 
 
 def _slots() -> str:
-    """The tables that name a component, what kind, and which one an absent table means."""
+    """Returns the tables that name a component, with its kind and the default of an absent table."""
     absent = {
         name: "required" if field.is_required() else f'`use = "{field.default.use}"`'
         for name, field in Recipe.model_fields.items()
@@ -78,7 +78,7 @@ def _link(kind: str) -> str:
 
 
 def _renamed_names() -> str:
-    """The names of recipe version 1 and 2."""
+    """Returns the names of recipe version 1 and 2."""
     rows = [(_key(row, row.old), f"`{dotted(row.new)}`") for row in (*keys(), *options()) if row.old != row.new]
     rows += [(f'{kind} `use = "{old}"`', f'`use = "{new}"`') for (kind, old), new in components().items()]
     rows += [
@@ -91,7 +91,7 @@ def _renamed_names() -> str:
 
 
 def _key(row: Renamed, path: KeyPath, value: str = "") -> str:
-    """A key, or the option of components."""
+    """Returns the name of a key, or of an option with its components."""
     name = ".".join(map(str, path))
     return f"{', '.join(row.of)}: `{name}{value}`" if row.of else f"`{name}{value}`"
 
@@ -102,14 +102,14 @@ def _toml(value: object) -> str:
 
 # ---------------------------------------------------------------------------------------------- components
 def _components(kind: str) -> str:
-    """Every component of a kind that ddpforge itself provides."""
+    """Returns all components of a kind that ddpforge itself provides."""
     entries = Registry.installed().entries(kind)
     return "\n\n".join(_component(kind, entry.name) for entry in entries if entry.distribution == "ddpforge")
 
 
 def _component(kind: str, name: str) -> str:
     registry = Registry.installed()
-    use = f"ddpforge:{name}"  # ours, even where another package provides the same name
+    use = f"ddpforge:{name}"  # ddpforge's own, even if another package provides the same name
     options = options_table(registry.options_model(kind, use))
     about = inspect.getdoc(registry.load(kind, use)) or ""
     return "\n\n".join([f"### {name}", about, _options(options) if options else "No options."])
@@ -123,7 +123,7 @@ def _options(rows: Sequence[OptionRow], types: Mapping[str, str] = {}) -> str:
                 f"`{row.name}`",
                 _code(types.get(row.name, row.type)),
                 _code(row.default) if row.default else "required",
-                # as code: Markdown would take a pattern for a reference
+                # as code: Markdown would read a pattern as a link
                 re.sub(r"matches (.+?)(?=, at |$)", r"matches `\1`", row.limits),
                 row.description,
             )
@@ -138,7 +138,7 @@ def _commands() -> str:
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
-    """Every command with what it is called, e.g. ("ddpforge plugins list", …)."""
+    """Yields every command with its full name, e.g. ("ddpforge plugins list", …)."""
     for name in ddpforge.cli._COMMANDS:
         command = ddpforge.cli._load(name)
         if isinstance(command, click.Group):

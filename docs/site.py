@@ -1,6 +1,6 @@
-"""Builds the documentation as a site in build/site, to be read from the disk or served: `make docs`.
+"""Builds the documentation as a site in build/site, for reading from the disk or for a web server: `make docs`.
 
-Its pages lie as they do in the repository, so that every link leads somewhere in both; one that does not is an error.
+Its folders are those of the repository, so that links work in both. A broken link is an error.
 """
 
 import shutil
@@ -11,12 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PARTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Dockerfile", "docs", "recipes", "examples"]
-# The search of a page that is read from the disk needs it, and Zensical has every page load it from there.
+# The search of a page that is read from the disk needs this script. Zensical's pages load it from this URL.
 SHIM = "https://unpkg.com/iframe-worker/shim"
 
 
 def build() -> Path:
-    """Returns the folder of the site; raises CalledProcessError where Zensical finds a flaw."""
+    """Builds the site and returns its folder; raises CalledProcessError if Zensical finds an error."""
     pages, site = (ROOT / "build" / name for name in ("pages", "site"))  # as in zensical.toml
     for folder in (pages, site):
         shutil.rmtree(folder, ignore_errors=True)

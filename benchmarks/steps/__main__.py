@@ -1,27 +1,27 @@
-"""Seconds per optimizer step of ddpforge and others ÷ those of a loop written by hand, on the same work.
+"""Time per optimizer step of ddpforge and other tools, relative to a loop written by hand.
 
     make bench                                                  everything, in half an hour on two cores
-    python benchmarks/steps --models gpt --ranks 2 --turns 30   a part of it, more steadily
-    python benchmarks/steps --others                            ddpforge and the loop by hand alone
-    python benchmarks/steps --fused                             everybody has torch's fused AdamW, which ddpforge takes
-    python benchmarks/steps --clip 0                            nobody but ddpforge computes a gradient's norm
+    python benchmarks/steps --models gpt --ranks 2 --turns 30   a part of it, with less noise
+    python benchmarks/steps --others                            only ddpforge and the loop by hand
+    python benchmarks/steps --fused                             all contenders use torch's fused AdamW, as ddpforge does
+    python benchmarks/steps --clip 0                            only ddpforge computes the gradient's norm
 
-All contenders of a row live in one process per rank, each in a thread of its own, and take turns of so many steps in
-an order that is drawn anew for every round: exactly one computes at a time, so that whatever else the machine does
-falls on all alike. Every ratio is that of two turns of the same round; printed are its median and quartiles. CPU time
-is that of all threads of a rank, averaged over ranks. "by hand again" is the loop by hand a second time: its distance
-from 1 is what the method cannot tell apart.
+All contenders of a row run in one process per rank, each in its own thread. They train in turn, for a fixed number of
+steps per turn, in a random order in every round. Only one computes at a time, so other load of the machine affects all
+contenders equally. Every ratio compares two turns of the same round; the script prints its median and quartiles. CPU
+time is that of all threads of a rank, averaged over ranks. "by hand again" is the loop by hand a second time: its
+distance from 1 is the measurement error.
 
-All train with torch's AdamW, made as their documentation has it, in fp32, on CPUs, over gloo, without loader processes,
-clip the gradient to norm 1, and print the loss every 10 steps. One rank by hand is a bare model without a process
-group. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. After the first turn, which is not timed,
-the models' losses must agree.
+All contenders use torch's AdamW as in their documentation, in fp32, on CPUs, over gloo, without loader processes. They
+clip the gradient to norm 1, and print the loss every 10 steps. On one rank, the loop by hand trains a bare model
+without a process group. ddpforge runs a recipe, with metrics.jsonl, console and all checks on. After the first turn,
+which is not timed, the models' losses must agree.
 
-Gloo's threads are those of all contenders. Each finds them scheduled as its own process would have its own: by
-ddpforge as SCHED_BATCH, by the others as Linux does by itself.
+All contenders share gloo's threads. In each turn these have the scheduling policy that the contender's own process
+would give them: SCHED_BATCH for ddpforge, the default of Linux for the others.
 
-For all alike glibc keeps freed memory, as its habits else decide several per cent. Writes steps.json, with every turn,
-and steps.png.
+For all contenders glibc keeps freed memory; otherwise its behaviour would change results by several per cent. The
+script writes steps.json, with every turn, and steps.png.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HAND = "by hand"
 OTHERS = ("by hand again", "by hand, tuned", "Accelerate", "Fabric", "Lightning", "HF Trainer")
 SHARDED = ("fsdp", "zero1", "zero2", "zero3")  # against their loops by hand, for the GPT on several ranks
 PACKAGES = ("ddpforge", "torch", "torchvision", "accelerate", "lightning", "transformers", "deepspeed")
-AGREE = 0.05  # how far losses after the first turn may be apart: samples come in different orders
+AGREE = 0.05  # allowed relative difference of losses after the first turn; the order of samples differs
 
 SETTINGS = {
     "MALLOC_ARENA_MAX": "1",
@@ -58,7 +58,7 @@ SETTINGS = {
 
 
 class Row(NamedTuple):
-    """A session."""
+    """Row of the table: one session."""
 
     work: str
     ranks: int
@@ -86,7 +86,7 @@ class Spread(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A contender's numbers in a session: milliseconds of a step, and ratios to the loop by hand."""
+    """Results of a contender in a session: milliseconds per step, and ratios to the loop by hand."""
 
     wall: float
     ratio: Spread
@@ -95,7 +95,7 @@ class Found(NamedTuple):
 
 
 def measure(row: Row, others: list[str], turns: int | None, clip: float, *, fused: bool) -> dict[str, Any]:
-    """Runs a session on fresh ranks; returns by contender the (wall, CPU) seconds of a step in every turn."""
+    """Runs a session on new ranks; returns the (wall, CPU) seconds per step of every turn, by contender."""
     work = MODELS[row.work]
     with tempfile.TemporaryDirectory() as folder:
         asked = {**row._asdict(), "others": others, "turns": turns or work.turns, "clip": clip, "fused": fused}
@@ -123,11 +123,11 @@ def measure(row: Row, others: list[str], turns: int | None, clip: float, *, fuse
 def _compare_losses(row: Row, losses: dict[str, float | None]) -> None:
     told = {name: loss for name, loss in losses.items() if loss is not None}
     if max(told.values()) > (1 + AGREE) * min(told.values()):
-        sys.exit(f"{row}: contenders did not do the same work, losses after the first turn are {told}")
+        sys.exit(f"{row}: the contenders did different work; losses after the first turn: {told}")
 
 
 def compare(turns: dict[str, Any]) -> dict[str, Found]:
-    """Every contender beside the loop by hand."""
+    """Compares every contender with the loop by hand."""
     found = {}
     for name, mine in turns.items():
         (wall, cpu), (ratio, cpu_ratio) = (
@@ -139,7 +139,7 @@ def compare(turns: dict[str, Any]) -> dict[str, Found]:
 
 
 def table(rows: dict[Row, dict[str, Found]]) -> str:
-    """All rows as Markdown: ratios of wall time and of CPU time."""
+    """Returns all rows as a Markdown table: ratios of wall time and of CPU time."""
     names = [name for name in ("ddpforge", *OTHERS) if any(name in found for found in rows.values())]
     lines = [
         f"| Model | Strategy | Ranks | By hand, ms | {' | '.join(names)} |",
@@ -158,7 +158,7 @@ def table(rows: dict[Row, dict[str, Found]]) -> str:
 
 
 def draw(rows: dict[Row, dict[str, Found]], file: Path) -> None:
-    """Medians and quartiles of the ratios of wall time."""
+    """Draws medians and quartiles of the ratios of wall time."""
     from matplotlib import pyplot
 
     names = [name for name in (HAND, "ddpforge", *OTHERS) if any(name in found for found in rows.values())]
@@ -171,17 +171,17 @@ def draw(rows: dict[Row, dict[str, Found]], file: Path) -> None:
     axes.axvline(1, color="grey", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [str(row) for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("time of a step ÷ that of the loop by hand: medians and quartiles")
+    axes.set_xlabel("time per step ÷ time of the loop by hand: medians and quartiles")
     axes.legend(fontsize="small")
     figure.savefig(file, dpi=150)
 
 
 def facts() -> dict[str, Any]:
-    """The versions, the machine and the command."""
+    """Returns versions, machine and command; exits with 2 if a package is missing."""
     try:
         versions = {package: version(package) for package in PACKAGES}
     except PackageNotFoundError as error:
-        print(f"error: {error.name} is not installed; pip install 'ddpforge[bench]' brings all", file=sys.stderr)
+        print(f"error: {error.name} is not installed; run pip install 'ddpforge[bench]'", file=sys.stderr)
         sys.exit(2)
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
@@ -199,14 +199,20 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2, 4, 8), default=[1, 2])
     parser.add_argument("--strategies", nargs="+", choices=("ddp", *SHARDED), default=["ddp", *SHARDED])
-    parser.add_argument("--others", nargs="*", choices=OTHERS, default=list(OTHERS), help="beside the loop by hand")
-    parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of a gradient; 0: nobody clips")
-    parser.add_argument("--fused", action="store_true", help="torch's fused AdamW for everybody, as ddpforge takes it")
-    parser.add_argument("--turns", type=int, help="timed turns of every contender; more are steadier")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where steps.json and steps.png go")
+    parser.add_argument(
+        "--others",
+        nargs="*",
+        choices=OTHERS,
+        default=list(OTHERS),
+        help="contenders besides ddpforge and the loop by hand",
+    )
+    parser.add_argument("--clip", type=float, default=1.0, help="maximum norm of the gradient; 0: no clipping")
+    parser.add_argument("--fused", action="store_true", help="torch's fused AdamW for all contenders, as in ddpforge")
+    parser.add_argument("--turns", type=int, help="timed turns of every contender; more reduce noise")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder of steps.json and steps.png")
     options = parser.parse_args()
     if options.turns is not None and options.turns < 1:
-        parser.error("--turns: there must be 1 or more")
+        parser.error("--turns: must be 1 or more")
 
     told = facts()
     print(f"{told['machine']}, {told['cores']} cores, load {told['load']:.1f}; {told['command']}")

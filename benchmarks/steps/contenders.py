@@ -1,8 +1,8 @@
-"""The contenders: each trains the same model on the same samples, and calls `side.done` after every step.
+"""Contenders: each trains the same model on the same samples, and calls `side.done` after every step.
 
-All use torch's AdamW as their documentation has it, or all its fused form; clip the gradient by its norm where the
-session says so, and print the loss every 10 steps. The others are spared what is no part of a bare loop: progress bars,
-loggers, checkpoints. ddpforge is spared nothing of what a recipe brings along.
+All use torch's AdamW as in their documentation, or all use its fused form. They clip the gradient by its norm if the
+session sets `clip`, and print the loss every 10 steps. For the other tools, everything that a bare loop does not have
+is off: progress bars, loggers, checkpoints. For ddpforge, all defaults of a recipe are on.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ STRATEGIES = {
 
 
 class Task:
-    """What a contender is given: the work by its name, the ranks, the strategy, and its side of the relay.
+    """Task of a contender: name of the work, number of ranks, strategy, and its side of the relay.
 
-    The norm of the gradient is clipped to `clip`; 0 is not to clip. `fused` gives everybody torch's fused AdamW.
+    `clip`: maximum norm of the gradient; 0: no clipping. `fused`: use torch's fused AdamW.
     """
 
     def __init__(
@@ -52,37 +52,37 @@ class Task:
 
     @property
     def micro_batch(self) -> int:
-        """The samples of a step on one rank."""
+        """Number of samples per step on one rank."""
         return self.work.batch // self.ranks
 
     def model(self) -> nn.Module:
-        """A model with initial weights."""
+        """Builds the model with its initial weights."""
         torch.manual_seed(0)
         model: nn.Module = make_model(self.name)
         return model
 
     def optimizer(self, model: nn.Module) -> AdamW:
-        """AdamW as tutorials make it; they leave it to torch which of its forms that is."""
+        """Builds AdamW as in tutorials; unless `fused` is set, torch chooses its implementation."""
         return AdamW(model.parameters(), lr=LR, fused=self.fused or None)
 
     def loader(self, *, shards: bool = False) -> DataLoader[Any]:
-        """A loader that shuffles; one that `shards` deals the samples out to ranks."""
+        """Builds a loader that shuffles; with `shards`, it distributes the samples over ranks."""
         data: Any = make_data(self.name)
         sampler = DistributedSampler(data) if shards and self.ranks > 1 else None
         collate = getattr(data, "collate", None)
         return DataLoader(data, self.micro_batch, sampler=sampler, shuffle=sampler is None, collate_fn=collate)
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[tuple[int, Any]]:
-        """The numbers of all steps from 1 on, each with its batch, epoch after epoch."""
+        """Returns an iterator over (step, batch), from step 1, over as many epochs as needed."""
         return islice(enumerate(_epochs(loader), 1), self.total)
 
     def clip_gradients(self, model: nn.Module) -> None:
-        """Clips as torch's documentation has it."""
+        """Clips as in torch's documentation."""
         if self.clip:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip)
 
     def say(self, step: int, loss: Tensor) -> None:
-        """Prints the loss every so often, on one rank."""
+        """Prints the loss every `LOG_EVERY` steps, on rank 0."""
         if step % LOG_EVERY == 0 and self.is_main:
             print(f"step {step} loss {loss.item():.4f}")
 
@@ -95,13 +95,13 @@ def _epochs(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Per sample, or per token."""
+    """Returns the mean cross-entropy per sample, or per token."""
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 # ---------------------------------------------------------------------------------------------- by hand
 def by_hand(task: Task) -> None:
-    """PyTorch's tutorial of DDP; one rank needs none."""
+    """Trains like PyTorch's tutorial of DDP; without DDP on one rank."""
     from torch.nn.parallel import DistributedDataParallel
 
     bare = task.model()
@@ -118,7 +118,7 @@ def by_hand(task: Task) -> None:
 
 
 def fsdp_by_hand(task: Task) -> None:
-    """FSDP2 as its tutorial has it: every block is a unit, and so is the rest."""
+    """Trains like the tutorial of FSDP2: every block is a unit, and so is the rest."""
     from torch.distributed.fsdp import fully_shard
 
     model: Any = task.model()
@@ -137,7 +137,7 @@ def fsdp_by_hand(task: Task) -> None:
 
 
 def deepspeed_by_hand(task: Task) -> None:
-    """ZeRO as DeepSpeed's tutorial has it, with torch's optimizer."""
+    """Trains like DeepSpeed's tutorial of ZeRO, with torch's optimizer."""
     import deepspeed
 
     config = {
@@ -159,7 +159,7 @@ def deepspeed_by_hand(task: Task) -> None:
 
 # ---------------------------------------------------------------------------------------------- ddpforge
 class Turns(Callback):
-    """Tells the relay of every step."""
+    """Reports every step to the relay."""
 
     side: Side  # that of this process
 
@@ -171,7 +171,7 @@ class Turns(Callback):
 
 
 def by_ddpforge(task: Task) -> None:
-    """A recipe, with all that it brings along."""
+    """Trains with a recipe, with all defaults on."""
     Turns.side = task.side
     recipe = task.folder / f"{task.name}.toml"
     if task.is_main:
@@ -308,7 +308,7 @@ def by_trainer(task: Task) -> None:
 
 
 def _tuned(train: Callable[[Task], None]) -> Callable[[Task], None]:
-    """The same by somebody who knows that AdamW has a fused form, and what threads of gloo do to each other."""
+    """Returns the loop with fused AdamW, and with SCHED_BATCH, so that gloo's threads disturb each other less."""
 
     def tuned(task: Task) -> None:
         task.fused = True

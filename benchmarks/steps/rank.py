@@ -1,4 +1,4 @@
-"""One rank of a session: its contenders in threads of one process, which take turns; writes what each turn took."""
+"""One rank of a session: runs the contenders in turn in threads of one process; writes the time of each turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from work import MODELS, make_data
 
 
 def probe_of(work: str) -> Callable[[nn.Module], float]:
-    """Tells the loss of a model on the first samples."""
+    """Returns a function that computes the loss of a model on the first samples."""
     samples = make_data(work)
 
     def probe(model: nn.Module) -> float:
@@ -34,7 +34,7 @@ def probe_of(work: str) -> Callable[[nn.Module], float]:
 
 
 def run(relay: Relay, train: Callable[[Task], None], task: Task) -> None:
-    """One contender from its first turn to its end; an error ends the rank."""
+    """Runs one contender from its first turn to its end; an error ends the rank."""
     try:
         relay.take(task.side.name)
         train(task)
@@ -59,12 +59,12 @@ def main() -> None:
     tasks = {name: Task(work, ranks, strategy, clip, side, folder, fused=fused) for name, side in sides.items()}
     for name, train in others.items():
         threading.Thread(target=run, args=(relay, train, tasks[name]), daemon=True).start()
-    run(relay, by_ddpforge, tasks["ddpforge"])  # it handles signals, which a main thread can alone
+    run(relay, by_ddpforge, tasks["ddpforge"])  # on the main thread, which alone can handle signals
     rank = int(os.environ.get("RANK", "0"))
     found = {name: {"turns": side.turns, "loss": side.probed} for name, side in sides.items()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     sys.stdout.flush()
-    os._exit(0)  # now and then the interpreter aborts in the threads that DeepSpeed leaves behind
+    os._exit(0)  # a normal exit sometimes aborts in threads of DeepSpeed
 
 
 main()

@@ -1,7 +1,7 @@
-"""Lets contenders in threads of one process take turns: exactly one trains, all others wait.
+"""Runs contenders in turn in threads of one process: one trains, all others wait.
 
-On every rank they take turns in the same order, so that all may use the same process group; the order within a round
-is drawn anew for every round. Wall and CPU time of a turn are those of its steps, and of nothing else.
+The order is the same on every rank, so that all contenders can use the same process group; it is random in every round.
+Wall and CPU time of a turn contain only its steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["Relay", "Side"]
 
 
 class Relay:
-    """Turns of so many `steps` for everybody in `names`; the last of them is the last to finish."""
+    """Schedule of turns of `steps` steps each for the contenders `names`; the last of them finishes last."""
 
     def __init__(self, names: Sequence[str], *, steps: int, turns: int) -> None:
-        """The first turn, in which a contender is set up and warms up, is not one of the `turns` and not timed."""
+        """Draws the order. The first turn, for set-up and warm-up, is not timed and not one of the `turns`."""
         self.steps, self.total = steps, steps * (1 + turns)
         draw = random.Random(0)
         rounds = [draw.sample(names, len(names)) for _ in range(1 + turns)]
@@ -38,25 +38,25 @@ class Relay:
         self._gates[name].acquire()
 
     def hand_over(self) -> None:
-        """Lets the next one in."""
+        """Starts the next turn."""
         self._at += 1
         if self._at < len(self._order):
             self._gates[self._order[self._at]].release()
 
 
 class Side:
-    """A contender's side of the relay: it calls `done` after every step."""
+    """Side of one contender in the relay. The contender calls `done` after every step."""
 
     def __init__(self, relay: Relay, name: str, probe: Callable[[nn.Module], float]) -> None:
         self.relay, self.name, self.total = relay, name, relay.total
-        self.turns: list[tuple[float, float]] = []  # wall and CPU seconds of a step
-        self.probed: float | None = None  # what `probe` says of the model after the first turn
+        self.turns: list[tuple[float, float]] = []  # wall and CPU seconds per step
+        self.probed: float | None = None  # result of `probe` for the model after the first turn
         self._probe = probe
         self._done = 0
         self._began = (0.0, 0.0)
 
     def done(self, model: nn.Module | None = None) -> None:
-        """One more step is done; at the end of a turn it waits for the next one. A whole `model` is probed once."""
+        """Counts a step; at the end of a turn waits for the next turn. Probes a whole `model` after the first turn."""
         self._done += 1
         if self._done % self.relay.steps:
             return
@@ -69,22 +69,22 @@ class Side:
         self.relay.take(self.name)
         if self._done < self.total and dist.is_initialized():
             _schedule_gloo()
-            dist.barrier()  # nobody's time begins while another rank is still in the turn before
+            dist.barrier()  # no clock starts while another rank is still in the previous turn
         self._began = _clocks()
 
 
 def _schedule_gloo() -> None:
-    """Gives gloo's threads, which all share, the policy that this contender's own process would give to its own."""
+    """Gives the shared threads of gloo the scheduling policy of this contender's thread."""
     policy, threads = os.sched_getscheduler(0), 0
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             if "gloo" in (task / "comm").read_text():
                 os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
                 threads += 1
     if not threads:
-        raise RuntimeError("no thread of this process is named after gloo, whose threads take the policy of each turn")
+        raise RuntimeError("found no thread of gloo in this process, so its scheduling policy cannot be set")
 
 
 def _clocks() -> tuple[float, float]:
-    """Wall time, and the CPU time of all threads of this process."""
+    """Returns wall time, and the CPU time of all threads of this process."""
     return time.perf_counter(), time.process_time()

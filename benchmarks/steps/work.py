@@ -1,4 +1,4 @@
-"""The work that all contenders do: models, samples and batches, and the recipes that say the same."""
+"""Work of all contenders: models, samples, batches, and the equivalent recipe."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ use = "contenders:Turns"
 
 @dataclass(frozen=True)
 class Work:
-    """A model, its data, the global batch, and how many steps make a turn."""
+    """Model, data, global batch, and number of steps per turn."""
 
     title: str
-    model: str  # the table [model] of the recipe
+    model: str  # table [model] of the recipe
     task: str
     batch: int
-    samples: int  # a multiple of the batch: no step is smaller than others
-    steps: int  # of a turn, a multiple of LOG_EVERY: every turn logs equally often
-    turns: int  # of every contender, which are timed
+    samples: int  # a multiple of the batch, so all steps have the same size
+    steps: int  # per turn; a multiple of LOG_EVERY, so every turn logs equally often
+    turns: int  # timed turns of every contender
     data: str = "Samples"  # or "Batches"
 
 
@@ -65,7 +65,7 @@ _MLP = Work(
 )
 MODELS = {
     "mlp": _MLP,
-    "mlp-batched": replace(_MLP, title="the same, whose dataset fetches a batch at once", data="Batches"),
+    "mlp-batched": replace(_MLP, title="the same, with a dataset that fetches a whole batch", data="Batches"),
     "gpt": Work(
         "GPT, 4 layers, 4 heads, width 128, batch of 12 x 64 bytes of text",
         '[model]\nuse = "gpt"\nvocab_size = 256\nblock_size = 64\nlayers = 4\nheads = 4\nwidth = 128\n',
@@ -88,7 +88,7 @@ MODELS = {
 
 
 class Samples:
-    """The samples of a model, one by one, in memory: what a tutorial's Dataset is."""
+    """Dataset of a model's samples in memory, fetched one by one, as in tutorials."""
 
     random = False
 
@@ -121,7 +121,7 @@ class Samples:
 
 
 class Batches(Samples):
-    """The same, fetched a batch at a time."""
+    """The same dataset, fetched one batch at a time."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Any, Any]:
         import torch
@@ -134,12 +134,12 @@ class Batches(Samples):
 
 
 def make_data(work: str) -> Samples:
-    """The dataset of a recipe."""
+    """Builds the dataset of a recipe."""
     return {"Samples": Samples, "Batches": Batches}[MODELS[work].data](work=work)
 
 
 def make_model(work: str) -> Any:
-    """The model of a recipe, built by its constructor."""
+    """Builds the model of a recipe with its constructor."""
     import tomllib
 
     from ddpforge.builtin.models.gpt import GPT

@@ -46,13 +46,7 @@ class Ranks(ABC):
         """
 
     def all_reduce_sum_async(self, values: Tensor) -> Callable[[], Tensor]:
-<<<<<<< HEAD
         """Starts an asynchronous all-reduce, which may overwrite `values`; costs less host time.
-||||||| 37b65883
-        """Starts an asynchronous `sum`, which may overwrite `values`; costs less host time than `sum`.
-=======
-        """Starts an asynchronous `all_reduce_sum`, which may overwrite `values`; costs less host time.
->>>>>>> d
 
         Returns a function that waits for the sum and returns it; it may be called several times.
         """

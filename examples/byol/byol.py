@@ -1,4 +1,4 @@
-"""Bootstrap your own latent (Grill et al., 2020): an encoder learns to predict what a slower copy of it sees."""
+"""Bootstrap your own latent (Grill et al., 2020): an encoder learns to predict the output of its momentum encoder."""
 
 import copy
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from ddpforge.interfaces import AuxiliaryModule, Data, Task, Total
 
 
 class TwoViews:
-    """Two views of each image: moved by up to a pixel, and noisy. Of shape [2, 1, 8, 8], with the label."""
+    """Dataset of two views of each image, each shifted by up to one pixel and noisy: [2, 1, 8, 8], and the label."""
 
     def __init__(self, *, data: Data, noise: float = 0.1) -> None:
         self.data, self.noise = data, noise
@@ -29,7 +29,7 @@ class TwoViews:
 
 
 class Online(nn.Module):
-    """An encoder, and a predictor of what its slower copy makes of another view."""
+    """Encoder, and predictor of the momentum encoder's output for the other view."""
 
     def __init__(self, *, width: int = 64) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Online(nn.Module):
 
 
 class BYOL(Task):
-    """One minus the cosine between a prediction and the target's view, for both views of each image."""
+    """One minus the cosine of the prediction and the momentum encoder's output; the mean of both views of an image."""
 
     def __init__(self, *, momentum: float = 0.98) -> None:
         self.momentum = momentum
@@ -58,6 +58,6 @@ class BYOL(Task):
         return (1 - F.cosine_similarity(predicted, seen)).sum() / 2, seen
 
     def metrics(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Mapping[str, Total]:
-        """The cosine between the target's views of an image: both views must mean the same."""
+        """Returns the cosine of the momentum encoder's outputs for the two views; it approaches 1."""
         second, first = outputs.chunk(2)
         return {"agreement": Total(F.cosine_similarity(first, second).sum(), len(first))}

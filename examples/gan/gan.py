@@ -1,4 +1,4 @@
-"""A GAN with a hinge loss (Lim and Ye, 2017): its critic is updated twice for each update of the generator."""
+"""GAN with a hinge loss (Lim and Ye, 2017). The critic is updated twice for each update of the generator."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from ddpforge.interfaces import Task, Total
 
 
 class Nets(nn.Module):
-    """A generator, noise [B, 16] → images, and a critic, images → scores [B]."""
+    """Generator, noise [B, 16] → images, and critic, images → scores [B]."""
 
     def __init__(self, *, width: int = 128) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Nets(nn.Module):
         self.critic = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
 
     def forward(self, images: Tensor | None, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of images (zeros without any) and of as many generated ones."""
+        """Returns the scores of the images (0 if there are none) and of the images generated from `noise`."""
         fake = self.generator(noise)
         if images is None:
             return torch.zeros(()), self.critic(fake).float().flatten()
@@ -29,7 +29,7 @@ class Nets(nn.Module):
 
 
 class Hinge(Task):
-    """The critic is to score images above 1, and what is generated below -1; the generator is to raise its scores."""
+    """Hinge loss. Critic: real images above 1, generated images below -1. Generator: raises the scores of these."""
 
     updates = ("critic", "generator")
 

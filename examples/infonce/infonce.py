@@ -1,4 +1,4 @@
-"""InfoNCE over all ranks, as in CLIP: which lower half of a scan belongs to which upper half?"""
+"""InfoNCE over all ranks, as in CLIP: matches the upper and lower halves of scans."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ddpforge.interfaces import Task, World
 
 
 class Halves(nn.Module):
-    """Two encoders, of upper and lower halves: [B, 1, 8, 8] → unit vectors [B, 2, width]."""
+    """Two encoders, one for upper and one for lower halves: [B, 1, 8, 8] → unit vectors [B, 2, width]."""
 
     def __init__(self, *, width: int = 32) -> None:
         super().__init__()

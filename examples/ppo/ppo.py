@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al., 2017) of a cart that is to stay in the middle of a line."""
+"""Proximal policy optimization (Schulman et al., 2017): a cart learns to stay in the middle of a line."""
 
 import copy
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ddpforge.interfaces import AuxiliaryModule, Task, Total
 
-STEPS = 20  # of an episode
+STEPS = 20  # per episode
 
 
 class Episodes:
-    """Where each of `count` episodes begins (place and speed), and what its actions are drawn with: [2 + STEPS]."""
+    """Dataset of `count` episodes: initial position and speed, and a random number for each action, [2 + STEPS]."""
 
     random = False
 
@@ -28,9 +28,7 @@ class Episodes:
         return self.episodes[index]
 
 
-class ActorCritic(nn.Module):
-    """[…, 2] → logits of pushing left and right, and the value: [..., 3]."""
-
+class ActorCritic(nn.Module):  # states [..., 2] → logits of pushing left and right, and the value: [..., 3]
     def __init__(self, *, width: int = 32) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 3))
@@ -40,10 +38,7 @@ class ActorCritic(nn.Module):
 
 
 class PPO(Task):
-    """Episodes are played by `old`, the policy as it was before these `times` steps, as `data.sampler.times` has them.
-
-    They are played anew in each step, by the same policy with the same draws: there is nothing to store for a resume.
-    """
+    """PPO: `old`, the policy before these `times` (= `data.sampler.times`) steps, replays the same episodes in each."""
 
     def __init__(self, *, times: int, clip: float = 0.2, gamma: float = 0.9) -> None:
         self.times, self.clip, self.gamma = times, clip, gamma
@@ -54,7 +49,7 @@ class PPO(Task):
 
     @torch.no_grad()
     def play(self, policy: nn.Module, batch: Tensor) -> tuple[Tensor, ...]:
-        """States [B, T, 2], actions, their log-probabilities, returns and rewards [B, T]."""
+        """Returns states [B, T, 2], actions, their log-probabilities, returns and rewards, each [B, T]."""
         place, speed, seen = batch[:, 0], batch[:, 1] * 0.1, []
         for step in range(STEPS):
             state = torch.stack([place, speed * 10], dim=1)

@@ -1,4 +1,4 @@
-"""Two tasks on one trunk: which digit an image shows, and how much ink it took."""
+"""Two tasks on one trunk: the digit that an image shows, and the amount of ink in it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ DIGIT, INK = 0, 1
 
 
 class Mixed:
-    """Two datasets one after the other: each sample is (image, target, number of its task)."""
+    """Concatenation of two datasets; each sample is (image, target, number of its task)."""
 
     def __init__(self, *, digits: Data, ink: Data) -> None:
         self.parts = (digits, ink)
@@ -29,7 +29,7 @@ class Mixed:
 
 
 class Heads(nn.Module):
-    """A shared trunk; a head of ten logits and a head of one number."""
+    """Shared trunk with two heads: ten logits, and one number."""
 
     def __init__(self, *, width: int = 64) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class Heads(nn.Module):
 
 
 class TwoTasks(Task):
-    """The sum of both losses; each sample counts for its own task only, and every metric for its own samples."""
+    """Sum of two losses. A sample contributes only to the loss and the metrics of its own task."""
 
     def losses(self, outputs: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
-        """Both losses of every sample, zero for the task that is not its own."""
+        """Returns both losses of every sample; the loss of the other task is zero."""
         logits, ink = outputs
         _, targets, task = batch
         labels = torch.where(task == DIGIT, targets, 0).long()

@@ -1,4 +1,4 @@
-"""Data in files that are read from front to back: each rank and loader process reads only what it keeps."""
+"""Streams a dataset from files. Each rank and each loader process reads only its own samples."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from ddpforge.interfaces import Data, ShardedDataset
 
 
 class Records(ShardedDataset):
-    """Writes a dataset into files of records once, and streams it from there; images of float32 and their label."""
+    """Streams images (float32) and their labels from files of records, which it first writes from the dataset `of`."""
 
     random = False
 
@@ -30,7 +30,7 @@ class Records(ShardedDataset):
         self.files = [Path(folder) / f"{len(samples)}-{first:06d}.bin" for first in range(0, len(samples), part)]
         Path(folder).mkdir(parents=True, exist_ok=True)
         for number, file in enumerate(self.files):
-            draft = file.with_suffix(f".{os.getpid()}")  # all ranks write, and each file appears whole
+            draft = file.with_suffix(f".{os.getpid()}")  # all ranks write; `rename` makes each file appear complete
             draft.write_bytes(np.stack(samples[number * part :][:part]).tobytes())
             draft.rename(file)
         self.values, self.shuffle, self.shuffle_buffer = len(samples[0]), True, shuffle_buffer

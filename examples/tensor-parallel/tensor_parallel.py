@@ -1,4 +1,4 @@
-"""Tensor parallelism as a strategy of one's own: all ranks see the same samples, and share out the layers it names."""
+"""Custom strategy for tensor parallelism: all ranks train on the same samples and split the named layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from ddpforge.strategies import SingleRank, TorchReplica, named_state
 
 
 class TensorParallel(Strategy):
-    """Cuts the linear layers in `columns` by columns and those in `rows` by rows; there must be no others."""
+    """Splits linear layers: `columns` by columns, `rows` by rows. The model must have no other parameters."""
 
     contract = Contract(
         shards=("weights", "gradients", "optimizer state"),
-        clipping="every rank alike, by the norm over all shards",
+        clipping="identical on every rank, by the norm over all shards",
         accumulation="the shards' .grad",
     )
     needs_process_group = True
@@ -65,7 +65,7 @@ def parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part(name: str, tensor: Any) -> TensorShard:
-    """What this rank holds: a box, or all of what is alike on every rank."""
+    """Returns the shard of this rank: a box, or the whole tensor if it is replicated."""
     mesh, local = tensor.device_mesh, tensor.to_local().detach()
     (placement,) = tensor.placements
     if placement.is_replicate():

@@ -1,4 +1,4 @@
-"""A tracker, gradients as histograms, a profile of some steps, and a stop at a target."""
+"""Custom tracker, and callbacks that log gradient histograms, profile some steps, and stop at a target."""
 
 import csv
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ddpforge.interfaces import Callback, RunContext, StepInfo, Tracker
 
 
 class Spreadsheet(Tracker):
-    """Writes "step, name, value" into `values.csv`; a step that is logged again comes a second time."""
+    """Writes "step, name, value" to `values.csv`. A step that is logged twice has two rows."""
 
     def start(self, *, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         self.file = (folder / "values.csv").open("a", newline="")
@@ -25,7 +25,7 @@ class Spreadsheet(Tracker):
 
 
 class GradientHistograms(Callback):
-    """Shows the reduced gradient of each weight, every so many steps, wherever trackers can."""
+    """Logs a histogram of the reduced gradient of each weight every `every` steps, to trackers that support it."""
 
     def __init__(self, *, every: int = 50) -> None:
         self.every = every
@@ -40,7 +40,7 @@ class GradientHistograms(Callback):
 
 
 class Profile(Callback):
-    """Profiles steps `first` to `last` on the main rank, into `profile.json` for https://ui.perfetto.dev."""
+    """Profiles rank 0 from the end of step `first` to step `last`; `profile.json` is for https://ui.perfetto.dev."""
 
     def __init__(self, *, first: int = 3, last: int = 5) -> None:
         self.first, self.last = first, last
@@ -59,7 +59,7 @@ class Profile(Callback):
 
 
 class StopAt(Callback):
-    """Ends training when a metric has reached its target."""
+    """Ends training when an evaluation metric is at least `target`."""
 
     def __init__(self, *, metric: str, target: float) -> None:
         self.metric, self.target = metric, target

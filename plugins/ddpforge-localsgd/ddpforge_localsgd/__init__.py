@@ -1,7 +1,7 @@
-"""Local SGD: every rank trains on its own, and the ranks average their weights every so many steps.
+"""Local SGD: every rank trains independently, and the ranks average their weights every `period` steps.
 
 Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), https://arxiv.org/abs/1805.09767. With
-`outer_lr` and `outer_momentum` the averaged change is a gradient for an outer optimizer: Douillard et al., "DiLoCo"
+`outer_lr` and `outer_momentum` the averaged change is the gradient of an outer optimizer: Douillard et al., "DiLoCo"
 (2023), https://arxiv.org/abs/2311.08105.
 """
 
@@ -35,18 +35,19 @@ __all__ = ["LocalSGD"]
 
 ddpforge_plugin_api = 3
 
-_OUTER = "outer_momentum"  # beside the keys of the recipe's optimizer
-_BUCKET = 2**24  # elements that are averaged at once
+_OUTER = "outer_momentum"  # key in the optimizer state, in addition to those of the recipe's optimizer
+_BUCKET = 2**24  # elements per all-reduce
 
 
 class LocalSGD(Strategy):
-    """Every rank trains its own copy; every `period` steps the copies become one again.
+    """Strategy with a whole model on every rank; the ranks average their weights every `period` steps.
 
-    Then, with w the weights that the ranks last had in common and d = w - mean of theirs: v = outer_momentum * v + d,
-    and w becomes w - outer_lr * v (with `nesterov`: d + outer_momentum * v for v). The defaults are plain averaging.
+    Let w be the weights after the last averaging, and d = w - mean of the ranks' weights. An averaging computes
+    v = outer_momentum * v + d and sets the weights of all ranks to w - outer_lr * v (with `nesterov`:
+    w - outer_lr * (d + outer_momentum * v)). The defaults are plain averaging.
 
-    An evaluation and a checkpoint bring the ranks together too, whenever they come, and the period begins anew. What
-    the recipe's optimizer keeps of each rank is then averaged as well; between them it stays each rank's own.
+    The ranks also average before every evaluation and checkpoint; the period then starts again. Only then do they also
+    average the state of the recipe's optimizer and the statistics of BatchNorm. Otherwise these differ between ranks.
     """
 
     contract = Contract(
@@ -60,45 +61,45 @@ class LocalSGD(Strategy):
         *,
         period: Annotated[int, Field(ge=1, le=1_000_000, description="Steps between two averagings.")] = 16,
         outer_lr: Annotated[
-            float, Field(gt=0, le=10, description="How far to go from the last common weights to the mean.")
+            float, Field(gt=0, le=10, description="Learning rate of the outer step; DiLoCo: 0.7.")
         ] = 1.0,
         outer_momentum: Annotated[
-            float, Field(ge=0, lt=1, description="How much of the last outer step is repeated; DiLoCo: 0.9.")
+            float, Field(ge=0, lt=1, description="Momentum of the outer step; DiLoCo: 0.9.")
         ] = 0.0,
-        nesterov: Annotated[bool, Field(description="Nesterov's outer momentum, as in DiLoCo.")] = False,
+        nesterov: Annotated[bool, Field(description="Nesterov momentum in the outer step, as in DiLoCo.")] = False,
     ) -> None:
         if nesterov and not outer_momentum:
-            raise ValueError("nesterov: it needs outer_momentum")
+            raise ValueError("nesterov needs outer_momentum > 0")
         self.period, self.outer_lr, self.outer_momentum, self.nesterov = period, outer_lr, outer_momentum, nesterov
 
     # -- before the loop
     def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
-        """Settings with which ranks would have to talk at every step."""
+        """Yields the settings that need more communication in every step."""
         if train.precision == "fp16":
             yield Unsupported(
                 "train.precision",
-                "fp16 needs one loss scale for all ranks, and under localsgd they have no gradients in common",
+                "fp16 needs one loss scale for all ranks, but under localsgd the ranks do not share gradients",
                 ('set train.precision = "bf16"',),
             )
         if train.sync_batchnorm:
             yield Unsupported(
                 "train.sync_batchnorm",
-                "train.sync_batchnorm makes ranks wait for each other in every layer, which localsgd is there to avoid",
-                ("leave train.sync_batchnorm out",),
+                "train.sync_batchnorm makes ranks wait for each other in every layer; localsgd exists to avoid this",
+                ("remove train.sync_batchnorm",),
             )
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Gives every rank rank 0's weights and buffers; from there on each goes its own way."""
+        """Copies the weights and buffers of rank 0 to every rank."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.world.global_ranks.broadcast(tensor)
         return _OwnWay(self, model, optimizer)
 
 
 class _OwnWay(WholeReplica):
-    """A rank that trains on its own between two averagings.
+    """Replica that updates its weights independently between two averagings.
 
-    The trainer's factor on the loss stays: on average over ranks the gradients are those of the global batch's mean. A
-    rank with more tokens than others takes larger steps, as each of its tokens weighs what any other does.
+    The trainer's loss factor is kept: the mean of the ranks' gradients is the gradient of the global batch's mean loss.
+    Every token has the same weight, so a rank with more tokens takes larger steps.
     """
 
     def __init__(self, strategy: LocalSGD, model: nn.Module, optimizer: Optimizer) -> None:
@@ -109,15 +110,15 @@ class _OwnWay(WholeReplica):
         kept = self.common.items() if strategy.outer_momentum else ()
         self._momentum = {name: torch.zeros_like(p) for name, p in kept}
         self._since = 0  # steps since the ranks had the same weights
-        self._apart = False  # whether anything else differs
+        self._apart = False  # True if optimizer state or buffers may differ between ranks
         self.weights = _Common(self)
 
     # -- one step
     def step(self) -> Tensor:
-        """Clips and updates on this rank alone; every `period` steps brings the ranks together.
+        """Clips and updates on this rank; every `period` steps averages the weights.
 
-        The norm is the root of the mean over ranks of the squared norms, for which one number is exchanged. If it is
-        not finite, no rank updates.
+        Returns the root mean square of the ranks' gradient norms, from an all-reduce of one number. If it is not
+        finite, no rank updates.
         """
         self.updated = True
         own = self.norm(self.gradients.collect())
@@ -133,7 +134,7 @@ class _OwnWay(WholeReplica):
 
     @torch.no_grad()
     def _come_together(self) -> None:
-        """One outer step. All ranks compute it, from the same numbers."""
+        """Averages the weights and takes the outer step; every rank computes it, from the same numbers."""
         if not self._since:
             return
         outer = self._strategy
@@ -142,7 +143,7 @@ class _OwnWay(WholeReplica):
         for name, mean in weights.items():
             common = self.common[name]
             if not outer.outer_momentum:
-                common.lerp_(mean, outer.outer_lr)  # with 1 the mean exactly
+                common.lerp_(mean, outer.outer_lr)  # exactly the mean if outer_lr is 1
             else:
                 change = common - mean
                 momentum = self._momentum[name].mul_(outer.outer_momentum).add_(change)
@@ -152,7 +153,7 @@ class _OwnWay(WholeReplica):
         self._since = 0
 
     def sync_buffers(self) -> None:
-        """Makes everything equal on all ranks, which the trainer asks for before evaluations and checkpoints."""
+        """Makes weights, buffers and optimizer state equal on all ranks; called before evaluations and checkpoints."""
         self._come_together()
         if self._apart:
             super().sync_buffers()
@@ -160,7 +161,7 @@ class _OwnWay(WholeReplica):
         self._apart = False
 
     def _kept(self) -> Iterator[Tensor]:
-        """What this rank's optimizer keeps, in the same order on every rank; counters are the same anyway."""
+        """Yields the optimizer state of this rank, in the same order on every rank. Step counts are equal already."""
         for weight in self.trained.values():
             entry = self.optimizer.state.get(weight, {})
             for _, value in sorted(entry.items()):
@@ -169,7 +170,7 @@ class _OwnWay(WholeReplica):
 
     @torch.no_grad()
     def _average(self, tensors: Iterable[Tensor]) -> None:
-        """Gives every rank the mean over ranks of each tensor."""
+        """Replaces each tensor by its mean over all ranks."""
         for bucket in _buckets(tensors):
             mean = self._ranks.all_reduce_sum(torch.cat([tensor.reshape(-1) for tensor in bucket])) / self._ranks.size
             for tensor, part in zip(bucket, torch.split(mean, [each.numel() for each in bucket]), strict=True):
@@ -177,19 +178,19 @@ class _OwnWay(WholeReplica):
 
     # -- to disk and back
     def state(self) -> CanonicalState[Tensor | TensorShard]:
-        """What every rank holds alike once `sync_buffers` was called; the outer momentum is with the optimizer's."""
+        """Returns the state, with the outer momentum; raises StrategyError if `sync_buffers` was not called before."""
         if self._since or self._apart:
-            raise StrategyError("the state was asked for while ranks hold different weights: call `sync_buffers` first")
+            raise StrategyError("the ranks have different weights: call `sync_buffers` before `state`")
         state = super().state()
         kept = {name: dict(entry) for name, entry in state.optimizer.items()}
         for name, momentum in self._momentum.items():
-            # Zeros are what a run begins with, and an optimizer that expects no state may take any for its own.
+            # Zeros are not saved: a run begins with them, and an optimizer without state could take them for its own.
             if momentum.any():
                 kept.setdefault(name, {})[_OUTER] = momentum
         return replace(state, optimizer=kept)
 
     def load_state(self, state: CanonicalState[SavedTensor], *, partial: bool = False) -> None:
-        """Every rank reads everything, also what another strategy saved; the outer momentum is then zero."""
+        """Reads the whole state on every rank. If another strategy saved it, the outer momentum starts at zero."""
         inner = {name: {k: v for k, v in entry.items() if k != _OUTER} for name, entry in state.optimizer.items()}
         own = replace(state, optimizer={name: entry for name, entry in inner.items() if entry})
         super().load_state(own, partial=partial)
@@ -203,7 +204,7 @@ class _OwnWay(WholeReplica):
 
 
 class _Common(FullWeights):
-    """The weights that the ranks last had in common: the same on every rank at every step."""
+    """Weights after the last averaging: equal on all ranks at every step."""
 
     def __init__(self, replica: _OwnWay) -> None:
         super().__init__(replica.unwrapped, replica.world.global_ranks)
@@ -212,13 +213,13 @@ class _Common(FullWeights):
 
     @torch.no_grad()
     def mark_changed(self) -> None:
-        """Lets every rank use them."""
+        """Copies changed weights to the model of this rank."""
         for name, tensor in self._common.items():
             self._used[name].copy_(tensor)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors, in order, in lists of one dtype with at most `_BUCKET` elements, unless one alone has more."""
+    """Yields the tensors in lists of one dtype, with at most `_BUCKET` elements unless a single tensor has more."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         bucket = by_dtype.setdefault(tensor.dtype, [])

@@ -1,4 +1,4 @@
-"""What the recipes of the tests name as `./localsgd_parts.py:…`; the tests use the same to work out what is right."""
+"""Components of the tests' recipes (`./localsgd_parts.py:…`); the tests also compute the expected values with them."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """A small network that begins with the same weights wherever it is built."""
+    """Small network with the same initial weights on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 class Points:
-    """Triples (x, y, how much the sample counts); each rank notes which samples it was given, if it is asked to."""
+    """Dataset of triples (x, y, number of items); with `noted`, each rank writes the fetched indices to a file."""
 
     random = False
 
@@ -50,7 +50,7 @@ class Points:
 
 
 class Weighted(Task):
-    """A sample weighs as much as it has items, so that ranks have different numbers of them."""
+    """Regression with samples weighted by their number of items, so that the ranks have different numbers of items."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         x, y, items = batch

@@ -1,4 +1,4 @@
-"""Local SGD beside a simulation by hand and beside DDP; checkpoints; gradients that are not finite."""
+"""Local SGD compared with a simulation by hand and with DDP; checkpoints; gradients that are not finite."""
 
 import json
 import subprocess
@@ -81,7 +81,7 @@ class Bench:
         return load_file(self.folder / "weights.safetensors")
 
     def samples(self, rank: int, steps: int) -> list[list[int]]:
-        """Which samples a rank trained on, by step; preflight has fetched some before the first, too."""
+        """Returns the indices of the samples of each step on a rank, without the samples of preflight."""
         ids = list(map(int, (self.folder / f"samples-{rank}.txt").read_text().split()))[-8 * steps :]
         return [ids[8 * step : 8 * step + 8] for step in range(steps)]
 
@@ -98,8 +98,8 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the algorithm
-def test_two_ranks_train_like_the_simulation_by_hand(bench: Bench) -> None:
-    """Eight steps: two full periods of three, and a third that the last checkpoint ends early."""
+def test_two_ranks_match_the_simulation_by_hand(bench: Bench) -> None:
+    """Eight steps: two full periods of three steps, and a third that the last checkpoint ends early."""
     bench.train(data="noted = true", train="clip_norm = 1.0")
     points = Points()
     models = [Net(), Net()]
@@ -132,9 +132,9 @@ def test_two_ranks_train_like_the_simulation_by_hand(bench: Bench) -> None:
 def test_period_1_passes_parity_with_ddp(bench: Bench) -> None:
     """Ranks with different numbers of items, under a real launcher.
 
-    Its norm, a mean over ranks and not that of the mean, is not compared.
+    The gradient norm is not compared: localsgd reports a mean over ranks, not the norm of the mean gradient.
     """
-    bench.write(optimizer=PLAIN, strategy='use = "localsgd"', data="samples = 30")  # and a ragged last step
+    bench.write(optimizer=PLAIN, strategy='use = "localsgd"', data="samples = 30")  # and a smaller last batch
     done = bench("parity", "run.toml", "--strategies", "ddp@2,localsgd:period=1@2", "--steps", "8", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads(done.stdout)["runs"][1]
@@ -143,7 +143,7 @@ def test_period_1_passes_parity_with_ddp(bench: Bench) -> None:
     assert max(largest.values()) < 1e-5
 
 
-def test_one_process_is_that_optimizer_alone(bench: Bench) -> None:
+def test_one_process_trains_like_single(bench: Bench) -> None:
     found = []
     for strategy in ('use = "single"', 'use = "localsgd"\nperiod = 3'):
         bench.train(optimizer=ADAMW, strategy=strategy, ranks=1, length="6st")
@@ -165,8 +165,8 @@ def test_the_bundled_recipe_learns(bench: Bench) -> None:
 
 # ---------------------------------------------------------------------------------------------- checkpoints
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW])
-def test_a_resumed_run_is_the_whole_run_exactly(bench: Bench, optimizer: str) -> None:
-    """Also between two averagings: the checkpoint of step 4 is one, and outer and inner momentum are in it."""
+def test_resumed_run_equals_uninterrupted_run_exactly(bench: Bench, optimizer: str) -> None:
+    """Also between two averagings: the checkpoint of step 4 averages, and contains outer and inner momentum."""
     bench.train(optimizer=optimizer, every="4st")
     whole = bench.weights()
     rows = bench.rows()
@@ -178,7 +178,7 @@ def test_a_resumed_run_is_the_whole_run_exactly(bench: Bench, optimizer: str) ->
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
 
-def test_other_strategies_and_other_numbers_of_ranks_go_on(bench: Bench) -> None:
+def test_run_continues_under_another_strategy_and_number_of_ranks(bench: Bench) -> None:
     bench.train(optimizer=ADAMW, length="4st")
     bench.train(optimizer=ADAMW, length="6st", strategy='use = "ddp"', ranks=1)
     bench.train(optimizer=ADAMW, length="8st")
@@ -186,8 +186,8 @@ def test_other_strategies_and_other_numbers_of_ranks_go_on(bench: Bench) -> None
     assert all(tensor.isfinite().all() for tensor in bench.weights().values())
 
 
-def test_averages_are_of_the_common_weights_and_evaluations_see_them(bench: Bench) -> None:
-    """EMA's average moves only when the ranks come together; with decay 1/2 they meet half way in the first."""
+def test_ema_averages_the_common_weights_and_evaluations_use_them(bench: Bench) -> None:
+    """EMA's average changes only at an averaging; with decay 1/2 the first moves it half way."""
     more = '[callbacks.ema]\nuse = "ema"\ndecay = 0.5\n[data.eval]\nuse = "./localsgd_parts.py:Points"\nsamples = 9'
     bench.train(more=more, length="3st", train='eval_every = "3st"', strategy='use = "localsgd"\nperiod = 3')
     first, last, average = bench.weights("--step", "0"), bench.weights(), bench.weights("--weights", "ema")
@@ -199,9 +199,9 @@ def test_averages_are_of_the_common_weights_and_evaluations_see_them(bench: Benc
     assert bench.rows()[-1]["eval/loss"] == pytest.approx((loss / points.items.sum()).item(), rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------- what goes wrong
-def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_of_them(bench: Bench) -> None:
-    """Every second step has the sample; nobody updates in it, and nobody waits for anybody."""
+# ---------------------------------------------------------------------------------------------- failures
+def test_nonfinite_gradient_on_one_rank_skips_the_update_on_all_ranks(bench: Bench) -> None:
+    """Every second step contains the sample: no rank updates in it, and no rank waits for another."""
     bench.train(data="nan = 3", train='on_nonfinite = "skip"', optimizer=PLAIN)
     assert bench.rows()[-1]["train/skipped_steps"] == 4
     assert all(tensor.isfinite().all() for tensor in bench.weights().values())
@@ -213,14 +213,14 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_of_them(bench: Benc
     assert "is not finite; the weights were not updated with it" in done.stderr
 
 
-def test_all_steps_left_out_leave_the_weights_as_they_were(bench: Bench) -> None:
+def test_weights_do_not_change_if_all_steps_are_skipped(bench: Bench) -> None:
     bench.train(data="nan = 3\nsamples = 16", train='on_nonfinite = "skip"', optimizer=ADAMW)
     found = bench.weights()
     assert all(torch.equal(found[name], parameter) for name, parameter in Net().named_parameters())
 
 
-def test_momentum_may_begin_in_a_step_that_is_left_out() -> None:
-    """On a GPU the fused kernel itself leaves it out; here it works on tensors of the CPU."""
+def test_momentum_may_start_in_a_skipped_step() -> None:
+    """On a GPU the fused kernel itself skips the step; here it runs on CPU tensors."""
     alone, model = SingleRank(), Net()
     strategy = LocalSGD()
     world = World(global_ranks=alone, dp_ranks=alone, device=torch.device("cuda", 0), local_rank=0)
@@ -229,7 +229,7 @@ def test_momentum_may_begin_in_a_step_that_is_left_out() -> None:
     replica = strategy.prepare(model, optimizer)
     begun = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for gradient in (torch.inf, 1.0, 1.0):
-        _ = [torch.full_like(parameter, 7e3) for parameter in model.parameters()]  # what memory is found to hold
+        _ = [torch.full_like(parameter, 7e3) for parameter in model.parameters()]  # fills reused memory
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         replica.step()
@@ -240,7 +240,7 @@ def test_momentum_may_begin_in_a_step_that_is_left_out() -> None:
     ("train", "message"),
     [('precision = "fp16"', "one loss scale for all ranks"), ("sync_batchnorm = true", "wait for each other")],
 )
-def test_what_cannot_work_is_refused(bench: Bench, train: str, message: str) -> None:
+def test_unsupported_settings_are_refused(bench: Bench, train: str, message: str) -> None:
     bench.write(train=train)
     done = bench("run", "run.toml")
     assert done.returncode == 2
@@ -248,6 +248,6 @@ def test_what_cannot_work_is_refused(bench: Bench, train: str, message: str) -> 
     assert "Traceback" not in done.stderr
 
 
-def test_nesterov_without_momentum() -> None:
-    with pytest.raises(ValueError, match="nesterov: it needs outer_momentum"):
+def test_nesterov_without_momentum_is_refused() -> None:
+    with pytest.raises(ValueError, match="nesterov needs outer_momentum"):
         LocalSGD(nesterov=True)

@@ -1,4 +1,4 @@
-"""Which episodes are played: seeds, dealt out like any samples."""
+"""Dataset of episodes: a sample is the seed of an episode."""
 
 from typing import Annotated, Literal
 
@@ -10,16 +10,16 @@ __all__ = ["Episodes"]
 
 
 class Episodes:
-    """`count` episodes a pass, each of them a seed (int64), from which its start and its actions follow.
+    """Dataset of `count` episodes per epoch. A sample is a seed (int64) for the start of the episode and its actions.
 
-    ddpforge seeds torch's generator from the recipe's seed, the epoch and the sample before each, so no two epochs
-    repeat an episode, and it does not matter which rank plays one. Those of "eval" are others than those of "train".
+    Before each sample ddpforge seeds torch's generator from the recipe's seed, the epoch and the sample's index. So
+    epochs do not repeat episodes, and the rank does not matter. Seeds differ between the splits "train" and "eval".
     """
 
     def __init__(
         self,
         *,
-        split: Annotated[Literal["train", "eval"], Field(description="For training or for evaluation.")],
+        split: Annotated[Literal["train", "eval"], Field(description="Training or evaluation.")],
         count: Annotated[int, Field(ge=1, le=2**40, description="Episodes in an epoch.")] = 1024,
     ) -> None:
         self.split, self.count = split, count

@@ -1,4 +1,4 @@
-"""A policy, and the value of a state."""
+"""Actor-critic model: a policy and a value function."""
 
 from itertools import pairwise
 from typing import Annotated, NamedTuple
@@ -12,14 +12,14 @@ _Size = Annotated[int, Field(ge=1, le=2**16)]
 
 
 class Judgement(NamedTuple):
-    """Of N observations: logits [N, actions] and values [N]."""
+    """Logits [N, actions] and values [N] of N observations."""
 
     logits: Tensor
     values: Tensor
 
 
 class ActorCritic(nn.Module):
-    """Two MLPs on flat observations [N, inputs]: which action to take, and what is to be expected."""
+    """Two MLPs on flat observations [N, inputs]: logits of the actions, and the expected return."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class ActorCritic(nn.Module):
         self.value = _mlp(inputs, width, layers, 1)
 
     def forward(self, observations: Tensor) -> Judgement:
-        """Logits and values."""
+        """Returns logits and values."""
         return Judgement(self.policy(observations), self.value(observations).squeeze(-1))
 
 
 def _mlp(inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
-    """The last layer begins at zero: without a preference."""
+    """Builds an MLP. The last layer is initialized to zero, so that all actions are equally likely at first."""
     sizes = [inputs, *[width] * layers]
     hidden = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())]
     head = nn.Linear(width, outputs)

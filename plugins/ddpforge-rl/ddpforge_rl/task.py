@@ -1,4 +1,4 @@
-"""Policy gradients: the loss of a batch of episodes plays them first."""
+"""Policy gradients: the task plays a batch of episodes, then computes their loss."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -22,7 +22,7 @@ _Float = NDArray[np.float32]
 
 
 class Episode(NamedTuple):
-    """What happened, step by step."""
+    """Observations, actions and rewards of an episode, one per step."""
 
     observations: _Float
     actions: NDArray[np.int64]
@@ -30,7 +30,7 @@ class Episode(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of each episode of a batch: the sum of its rewards, and its length."""
+    """Sum of rewards and length of each episode of a batch."""
 
     returns: Tensor
     lengths: Tensor
@@ -39,23 +39,26 @@ class Outcome(NamedTuple):
 class PolicyGradient(Task):
     """REINFORCE with a learnt baseline, for flat observations and discrete actions (Williams, 1992).
 
-    A batch is seeds of episodes. Each is played with the current policy, without gradients; then all steps go through
-    the model once more. The loss of an episode is Σₜ -log π(aₜ) Aₜ + value_weight (Rₜ - V(sₜ))² - entropy H(π(sₜ)) over
-    its steps, where Rₜ is the discounted reward to go times (1 - gamma), so that it is of the size of a reward, and
-    Aₜ = Rₜ - V(sₜ). Nothing depends on which other episodes are in the batch, hence not on how ranks divide them.
+    A batch contains seeds of episodes. The task plays each episode with the current policy, without gradients, and then
+    runs the model once on all steps. The loss of an episode is the sum over its steps t of
+    -log π(aₜ) Aₜ + value_weight (Rₜ - V(sₜ))² - entropy H(π(sₜ)). Rₜ is the discounted reward to go times (1 - gamma),
+    which has the scale of a reward, and Aₜ = Rₜ - V(sₜ). The loss of an episode does not depend on the other episodes
+    of the batch, so it does not depend on the number of ranks.
 
-    In training, actions are drawn with random numbers that belong to the episode; at evaluation the likeliest is taken.
+    In training, actions are drawn with the episode's own random numbers. In evaluation the likeliest action is taken.
     """
 
     def __init__(
         self,
         *,
-        env: Annotated[str, Field(description='A registered environment, e.g. "CartPole-v1".')],
-        env_options: Annotated[Mapping[str, Any], Field(description="Keywords of gymnasium.make.")] = {},
-        max_steps: Annotated[int, Field(ge=1, le=10**7, description="Longer episodes are cut.")] = 500,
+        env: Annotated[str, Field(description='Registered environment, e.g. "CartPole-v1".')],
+        env_options: Annotated[Mapping[str, Any], Field(description="Keyword arguments of gymnasium.make.")] = {},
+        max_steps: Annotated[int, Field(ge=1, le=10**7, description="Longer episodes are truncated.")] = 500,
         gamma: Annotated[float, Field(ge=0, lt=1, description="Discount of a reward per step.")] = 0.99,
-        value_weight: Annotated[float, Field(gt=0, le=1e6, description="Weight of the baseline's error.")] = 0.5,
-        entropy: Annotated[float, Field(ge=0, le=1e3, description="Bonus for an undecided policy.")] = 0.0,
+        value_weight: Annotated[
+            float, Field(gt=0, le=1e6, description="Weight of the baseline's squared error.")
+        ] = 0.5,
+        entropy: Annotated[float, Field(ge=0, le=1e3, description="Weight of the entropy bonus.")] = 0.0,
     ) -> None:
         self.max_steps, self.gamma, self.value_weight, self.entropy = max_steps, gamma, value_weight, entropy
         self._make = partial(gymnasium.make, env, disable_env_checker=True, **env_options)
@@ -69,19 +72,19 @@ class PolicyGradient(Task):
         self._inputs, self._actions, self._first = int(np.prod(seen.shape)), int(does.n), int(does.start)
 
     def check(self, model: nn.Module, data: Any) -> None:
-        """Compares the model with the environment, and keeps a copy of it to act with."""
+        """Compares the model with the environment, and makes a copy of the model for acting; raises ValueError."""
         for name, wanted in (("inputs", self._inputs), ("outputs", self._actions)):
             has = getattr(model, name, wanted)
             if has != wanted:
                 raise ValueError(
-                    f"the environment has {wanted} {name}, but the model {has}; set model.{name} = {wanted}"
+                    f"the environment has {wanted} {name}, but the model has {has}; set model.{name} = {wanted}"
                 )
-        # Acting needs as many forward passes as the longest episode has steps, which differs from rank to rank. Under a
-        # strategy that shards, forward passes are collective; so acting is done with whole weights, on the host.
+        # Acting needs one forward pass per step of the longest episode; this number differs between ranks. Under a
+        # strategy that shards, forward passes are collective. So the task acts with whole weights, on the CPU.
         self._actor = deepcopy(model).cpu().requires_grad_(False).eval()
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, Outcome]:
-        """The loss summed over episodes, and how they went."""
+        """Plays the episodes; returns the loss summed over them, and their outcome."""
         self._refresh(model)
         episodes = self._play(batch.tolist(), sample=model.training)
 
@@ -100,7 +103,7 @@ class PolicyGradient(Task):
         return loss, Outcome(returns, lengths)
 
     def metrics(self, outputs: Outcome, batch: Tensor) -> Mapping[str, Total]:
-        """The mean return and length of episodes."""
+        """Returns the mean return and length of episodes."""
         return {
             "return": Total(outputs.returns.sum(), len(outputs.returns)),
             "episode_length": Total(outputs.lengths.sum(), len(outputs.lengths)),
@@ -109,19 +112,19 @@ class PolicyGradient(Task):
     # ------------------------------------------------------------------------------------------ acting
     @torch.no_grad()
     def _refresh(self, model: nn.Module) -> None:
-        """Gives the copy the model's weights; collective where these are sharded, and then on every rank alike."""
+        """Copies the model's weights to the copy for acting; collective if they are sharded."""
         for mine, theirs in zip(self._actor.parameters(), model.parameters(), strict=True):
             whole = theirs.full_tensor() if isinstance(theirs, DTensor) else theirs
             if whole.shape != mine.shape:
                 raise StrategyError(
-                    "policy_gradient acts with whole weights, and this strategy gives a task none",
+                    "policy_gradient needs whole weights to act, but this strategy does not provide them to a task",
                     hints=['set strategy.use = "ddp" or "fsdp"; deepspeed works up to stage 2'],
                 )
             mine.copy_(whole)
 
     @torch.no_grad()
     def _play(self, seeds: Sequence[int], *, sample: bool) -> list[Episode]:
-        """Plays one episode a seed, all side by side."""
+        """Plays one episode per seed, all in parallel."""
         self._envs += [self._make() for _ in range(len(seeds) - len(self._envs))]
         draws = [np.random.default_rng(seed) for seed in seeds]
         seen = [self._flat(env.reset(seed=seed)[0]) for env, seed in zip(self._envs, seeds, strict=False)]
@@ -135,7 +138,7 @@ class PolicyGradient(Task):
             still = []
             for row, n in enumerate(alive):
                 action = likeliest[row]
-                if sample:  # the last sum of chances may be a little less than 1
+                if sample:  # rounding may make the last cumulative probability less than 1
                     action = min(int(np.searchsorted(chances[row], draws[n].random())), self._actions - 1)
                 now, reward, terminated, truncated, _ = self._envs[n].step(action + self._first)
                 record[n].append((seen[n], action, float(reward)))
@@ -157,7 +160,7 @@ def _episode(steps: Sequence[tuple[_Float, int, float]]) -> Episode:
 
 
 def _to_go(rewards: _Float, gamma: float) -> _Float:
-    """The discounted sum of what is still to come, at every step, times 1 - gamma."""
+    """Returns the discounted sum of this and all later rewards at every step, times 1 - gamma."""
     sums, total = np.empty(len(rewards)), 0.0
     for step in range(len(rewards) - 1, -1, -1):
         total = float(rewards[step]) + gamma * total

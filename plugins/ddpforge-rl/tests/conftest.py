@@ -1,4 +1,4 @@
-"""A way to run ddpforge."""
+"""Fixture that runs ddpforge."""
 
 import json
 import subprocess
@@ -15,9 +15,9 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "cartpole.toml"
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """`train("name", "train.length=5st", ranks=2)` runs the recipe in the test's folder; the rows of its metrics.
+    """Runs the recipe in the test's folder: `train("name", "train.length=5st", ranks=2)`; returns the metrics rows.
 
-    With `launcher` as somebody would who trains it, without it faster.
+    With `launcher` it starts torchrun, as a user would; without, it is faster.
     """
 
     def run(name: str, *sets: str, ranks: int = 1, launcher: bool = False) -> list[dict[str, Any]]:

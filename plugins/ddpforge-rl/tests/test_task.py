@@ -1,4 +1,4 @@
-"""Episodes and their loss, without ddpforge's loop."""
+"""Episodes and their loss, without ddpforge's training loop."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def task(model: ActorCritic, **options: Any) -> PolicyGradient:
     return made
 
 
-def test_seeds_come_from_the_generator_and_splits_differ() -> None:
+def test_seeds_come_from_the_generator_and_differ_between_splits() -> None:
     drawn = {}
     for split in ("train", "eval"):
         torch.manual_seed(5)
@@ -33,7 +33,7 @@ def test_seeds_come_from_the_generator_and_splits_differ() -> None:
     assert int(Episodes(split="train", count=3)[2]) == drawn["train"] != drawn["eval"]
 
 
-def test_loss_is_that_of_one_episode_written_out() -> None:
+def test_loss_of_one_episode_equals_the_formula() -> None:
     model = policy()
     loss, outcome = task(model, gamma=0.9, value_weight=0.25, entropy=0.01).loss(model, torch.tensor([11]))
 
@@ -57,7 +57,7 @@ def test_loss_is_that_of_one_episode_written_out() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_episode_does_not_depend_on_the_others() -> None:
+def test_episode_does_not_depend_on_the_other_episodes() -> None:
     model = policy()
     mine = task(model)
     together, outcome = mine.loss(model, torch.tensor([1, 2, 3]))
@@ -67,7 +67,7 @@ def test_an_episode_does_not_depend_on_the_others() -> None:
     torch.testing.assert_close(together, sum(loss for loss, _ in alone))
 
 
-def test_evaluation_takes_the_likeliest_action_and_leaves_no_gradients() -> None:
+def test_evaluation_takes_the_likeliest_action_and_computes_no_gradients() -> None:
     model = policy().eval()
     with torch.no_grad():
         model.policy[-1].bias[1] = 100.0
@@ -91,6 +91,6 @@ def test_evaluation_takes_the_likeliest_action_and_leaves_no_gradients() -> None
         ({"env": "Acrobot-v1"}, r"set model.inputs = 6"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+def test_unsuitable_environment_or_model_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         task(policy(), **options)

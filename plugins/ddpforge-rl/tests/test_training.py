@@ -1,4 +1,4 @@
-"""Whole runs: what ranks see, and what is learnt."""
+"""Whole runs: episodes of the ranks, and training results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from ddpforge.interfaces import Callback
 from ddpforge_rl import PolicyGradient
 
 class Watched(PolicyGradient):
-    '''Writes down which episodes this rank plays.'''
+    '''Writes the seeds of this rank's episodes to a file.'''
 
     def _play(self, seeds, *, sample):
         import os
@@ -32,7 +32,7 @@ class Watched(PolicyGradient):
         return super()._play(seeds, sample=sample)
 
 class Weights(Callback):
-    '''Writes down the weights of each rank after every step.'''
+    '''Writes the weights of each rank to a file after every step.'''
 
     def on_start(self, run):
         self.model, self.file = run.model, Path(f"weights-{run.world.global_ranks.size}-{run.world.global_ranks.rank}")
@@ -47,11 +47,11 @@ def curve(rows: list[dict[str, Any]], name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-def test_ranks_share_the_episodes_and_nothing_else_changes(train: Train, tmp_path: Path) -> None:
-    """The losses of 8 steps agree to rounding, and the lengths of episodes exactly.
+def test_ranks_share_the_episodes_and_train_the_same_curve(train: Train, tmp_path: Path) -> None:
+    """Losses of 8 steps agree up to rounding, and returns exactly.
 
-    That can be asserted because rounding moves a chance by 1e-7, and it takes a random number that near to change an
-    action; a later step of a long run may well meet one, and then curves part.
+    Rounding changes a probability by 1e-7. An action changes only if its random number is that close, which does not
+    happen in these steps. In a long run it may happen; then the curves diverge.
     """
     (tmp_path / "watch.py").write_text(WATCH)
     task = (f"task.use={tmp_path}/watch.py:Watched", "task.env=CartPole-v1")
@@ -74,14 +74,14 @@ def test_ranks_share_the_episodes_and_nothing_else_changes(train: Train, tmp_pat
 
 
 def test_sharded_policies_play_the_same_episodes(train: Train) -> None:
-    """Under FSDP each rank acts as often as its own episodes need, and evaluates in between."""
+    """Under FSDP the number of acting steps differs between ranks; evaluations run in between."""
     ddp, fsdp = (train(name, *SHORT, f"strategy.use={name}", ranks=2) for name in ("ddp", "fsdp"))
     assert curve(fsdp, "train/loss") == pytest.approx(curve(ddp, "train/loss"), rel=1e-4)
     assert curve(fsdp, "eval/return") == curve(ddp, "eval/return")
 
 
 @pytest.mark.slow
-def test_cartpole_is_learnt(train: Train) -> None:
+def test_cartpole_reaches_a_return_of_400(train: Train) -> None:
     rows = train("cartpole", ranks=2, launcher=True)
     assert curve(rows, "train/return")[0] < 60
     assert curve(rows, "eval/return")[-1] >= 400

@@ -1,11 +1,11 @@
-"""What the recipes of the tests name as `./sam_parts.py:…`; the tests use the same to work out what is right."""
+"""Components of the tests' recipes (`./sam_parts.py:…`); the tests also compute the expected values with them."""
 
 import torch
 from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """A small network that begins with the same weights wherever it is built."""
+    """Small network with the same initial weights on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 
 class Points:
-    """Pairs (x, y); the order in which they come does not matter where a step has all of them."""
+    """Dataset of pairs (x, y). Their order does not matter if each step contains all of them."""
 
     random = False
 

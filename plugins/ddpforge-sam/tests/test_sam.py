@@ -1,4 +1,4 @@
-"""SAM beside a loop written by hand, under every strategy; its options; a resumed run."""
+"""SAM compared with a loop written by hand, under every strategy; its options; a resumed run."""
 
 import json
 import math
@@ -93,7 +93,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 class ByHand:
-    """The algorithm as the paper has it, in one process and one batch."""
+    """Algorithm of the paper, in one process and one batch."""
 
     def __init__(self, base: str = "sgd", *, clip: float = math.inf, rho: float = 0.3, steps: int = 6) -> None:
         self.model = Net()
@@ -132,51 +132,51 @@ class ByHand:
 def check(bench: Bench, expected: ByHand) -> None:
     assert bench.column("train/loss") == pytest.approx(expected.losses, rel=1e-5)
     assert bench.column("train/grad_norm") == pytest.approx(expected.norms, rel=1e-5)
-    assert bench.column("eval/loss") == pytest.approx(expected.evaluated, rel=1e-5)  # never with moved weights
+    assert bench.column("eval/loss") == pytest.approx(expected.evaluated, rel=1e-5)  # with unperturbed weights
     weights = bench.weights()
     for name, parameter in expected.model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------- the curve
+# ---------------------------------------------------------------------------------------------- the loss curve
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_train_like_the_loop_by_hand(bench: Bench, strategy: str) -> None:
+def test_two_ranks_match_the_loop_by_hand(bench: Bench, strategy: str) -> None:
     bench.train(ranks=2, strategy=strategy, train="clip_norm = 0.1")
-    assert min(ByHand().norms) > 0.1  # so it clips at every step
+    assert min(ByHand().norms) > 0.1  # so every step clips
     check(bench, ByHand(clip=0.1))
 
 
-def test_another_optimizer_in_one_process(bench: Bench) -> None:
+def test_one_process_with_adamw_matches_the_loop_by_hand(bench: Bench) -> None:
     bench.train(ranks=1, base=ADAMW)
     check(bench, ByHand("adamw"))
 
 
-def test_it_is_not_its_base(bench: Bench) -> None:
-    """The other tests could not fail if `rho` made no difference."""
+def test_sam_differs_from_its_base(bench: Bench) -> None:
+    """Otherwise the other tests could not detect an ignored `rho`."""
     assert ByHand(rho=1e-12).losses != pytest.approx(ByHand().losses, rel=1e-2)
 
 
-def test_a_resumed_run_is_the_whole_run(bench: Bench) -> None:
+def test_resumed_run_equals_uninterrupted_run(bench: Bench) -> None:
     bench.train(ranks=2, base=ADAMW, strategy="fsdp", length="3st")
     bench.train(ranks=2, base=ADAMW, strategy="fsdp", length="6st")
     check(bench, ByHand("adamw"))
 
 
-def test_bf16_is_near(bench: Bench) -> None:
+def test_bf16_approximates_fp32(bench: Bench) -> None:
     bench.train(ranks=1, train='precision = "bf16"')
     assert bench.column("train/loss") == pytest.approx(ByHand().losses, rel=0.1)
 
 
 @pytest.mark.slow
-def test_the_bundled_recipe_passes_parity(bench: Bench) -> None:
-    """The CNN's BatchNorm sees each batch twice and counts it once, whatever the strategy; with a real launcher."""
+def test_bundled_recipe_passes_parity(bench: Bench) -> None:
+    """Under every strategy, the CNN's BatchNorm computes each batch twice but counts it once; with a real launcher."""
     copy(ROOT / "recipes" / "digits-sam.toml", bench.folder)
     done = bench("parity", "digits-sam.toml", "--strategies", "ddp@2,fsdp@2", "--steps", "3")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---------------------------------------------------------------------------------------------- the optimizer
-def test_a_move_has_length_rho_and_is_taken_back_exactly() -> None:
+def test_perturb_moves_by_rho_and_restore_is_exact() -> None:
     weights = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2))]
     optimizer: Any = sam([{"params": weights}], rho=0.7, lr=0.1)
     before = [weight.detach().clone() for weight in weights]
@@ -191,7 +191,7 @@ def test_a_move_has_length_rho_and_is_taken_back_exactly() -> None:
     assert all(torch.equal(w.detach(), b) for w, b in zip(weights, before, strict=True))
 
 
-def test_a_gradient_of_zeros_moves_nothing() -> None:
+def test_zero_gradient_does_not_move_the_weights() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.zeros(2)
     optimizer: Any = sam([{"params": [weight]}], lr=0.1)
@@ -200,7 +200,7 @@ def test_a_gradient_of_zeros_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize("base", ["sgd", "adamw", "torch.optim:RAdam"])
-def test_the_base_keeps_its_class_groups_and_options(base: str) -> None:
+def test_base_keeps_its_class_groups_and_options(base: str) -> None:
     weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     groups = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
     optimizer = sam(groups, base=base, lr=0.3, weight_decay=0.2)
@@ -211,21 +211,21 @@ def test_the_base_keeps_its_class_groups_and_options(base: str) -> None:
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("sdg", "there is no optimizer `sdg`; known are adamw"),
+        ("sdg", "there is no optimizer `sdg`; known: adamw"),
         ("sam", "there is no optimizer `sam`"),
         ("torch.optim:Nothing", "cannot be imported"),
         ("no_such_module:Nothing", "cannot be imported"),
         ("math:pi", "is not an optimizer"),
-        ("ddpforge_sam:sam", "makes several passes itself"),
+        ("ddpforge_sam:sam", "is itself a multi-pass optimizer"),
     ],
 )
-def test_a_base_that_will_not_do(base: str, message: str) -> None:
+def test_unusable_base_is_refused(base: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sam([{"params": [nn.Parameter(torch.ones(2))]}], base=base, **({"lr": 0.1} if "sam:" in base else {}))
 
 
-def test_an_option_that_the_base_lacks_is_said_of_sam() -> None:
-    with pytest.raises(ValueError, match=r"sam hands its other options to the base `sgd`.*missing .*'lr'"):
+def test_error_about_an_option_of_the_base_names_sam() -> None:
+    with pytest.raises(ValueError, match=r"sam passes its other options to the base `sgd`.*missing .*'lr'"):
         sam([{"params": [nn.Parameter(torch.ones(2))]}], base="sgd")
 
 
@@ -238,7 +238,7 @@ def test_an_option_that_the_base_lacks_is_said_of_sam() -> None:
         ("lr = 0.1\nsharpness = 0.05", "sharpness"),
     ],
 )
-def test_a_mistake_in_a_recipe_is_an_error_with_its_place(bench: Bench, base: str, message: str) -> None:
+def test_mistake_in_a_recipe_is_an_error_with_its_line(bench: Bench, base: str, message: str) -> None:
     bench.write(base=base)
     done = bench("run", "run.toml")
     assert done.returncode == 2

@@ -35,20 +35,20 @@ _Devices = Annotated[
 
 
 class _OneProcess(Strategy):
-    """One process that computes on several devices, and says what to use instead."""
+    """Strategy of one process with several devices; logs which strategy to use instead."""
 
     name: str  # in a recipe
-    instead: str  # what replaces it, and why
+    instead: str  # the strategy to use instead, and the reason
 
     def __init__(self, devices: Sequence[str] | None) -> None:
         self._named = devices
 
     def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
-        """More than one process, and devices of another kind than the run's."""
+        """Yields: more than one process, devices of another type than the run's, and a model compiled as a whole."""
         if ranks > 1:
             yield Unsupported(
                 "strategy.use",
-                f'strategy.use = "{self.name}" is for one process with several devices, and {ranks} processes were '
+                f'strategy.use = "{self.name}" needs one process with several devices, but {ranks} processes were '
                 "started",
                 ('set strategy.use = "ddp" or "fsdp"', "or start one process: `ddpforge run RECIPE`"),
             )
@@ -56,26 +56,26 @@ class _OneProcess(Strategy):
             if not named.startswith(device):
                 yield Unsupported(
                     "strategy.devices",
-                    f"strategy.devices names {named}, and this run computes on {device}",
-                    (f'set train.device = "{named.partition(":")[0]}"', "or leave strategy.devices out"),
+                    f"strategy.devices lists {named}, but this run is on {device}",
+                    (f'set train.device = "{named.partition(":")[0]}"', "or remove strategy.devices"),
                 )
                 return
         if train.compile != "off" and not train.compile_blocks:
             yield Unsupported(
                 "train.compile",
-                f'train.compile = "{train.compile}" compiles the model as a whole, for one device',
+                f'train.compile = "{train.compile}" compiles the whole model for one device',
                 ('set train.compile = "off"', 'or strategy.use = "ddp"'),
             )
 
     def setup(self, train: TrainSection, world: World) -> World:
-        """Finds the devices; says what replaces the strategy."""
+        """Finds the devices, and logs which strategy to use instead; raises StrategyError for a missing GPU."""
         self.devices = [torch.device(name) for name in self._named or self._all(world.device.type)]
         there = torch.cuda.device_count()
         for device in self.devices:
             if device.type == "cuda" and (device.index or 0) >= there:
                 raise StrategyError(
-                    f"strategy.devices names {device}, and there {'is 1 GPU' if there == 1 else f'are {there} GPUs'}",
-                    hints=["leave strategy.devices out, for all that there are"],
+                    f"strategy.devices lists {device}, but there {'is 1 GPU' if there == 1 else f'are {there} GPUs'}",
+                    hints=["remove strategy.devices to use all GPUs"],
                 )
         log.warning('strategy.use = "%s" is for teaching and comparison: %s', self.name, self.instead)
         return super().setup(train, replace(world, device=self.devices[0]))
@@ -87,20 +87,20 @@ class _OneProcess(Strategy):
 
 
 class NaiveSplit(_OneProcess):
-    """One process, and the model's blocks over its devices in equal shares; one device computes, the others wait.
+    """Splits the model's blocks over the devices of one process in equal shares. One device computes, the others wait.
 
-    What `device_map` and the tutorials call model parallelism. Outside of blocks the model is on the first device. On a
-    CPU there is nothing to gain: it is there twice, to see how it works.
+    Tutorials and `device_map` call this model parallelism. The part of the model outside of blocks is on the first
+    device. On a CPU it is of no use, except to show how it works: the CPU then counts as two devices.
     """
 
     name = "naive_split"
     instead = (
-        'one device computes at a time while the others wait; "fsdp" and "pipeline", with a process for each device, '
-        "split the model too, and keep all busy"
+        'one device computes at a time while the others wait; "fsdp" and "pipeline" also split the model, but with one '
+        "process per device, and keep all devices busy"
     )
     contract = Contract(
         clipping="before the update, by the norm of all gradients",
-        accumulation="autograd, in the parameters' .grad, each on its device",
+        accumulation="autograd, in the parameters' .grad, on their devices",
         reads_gradients=True,
         optimizers="several",
     )
@@ -109,7 +109,7 @@ class NaiveSplit(_OneProcess):
         super().__init__(devices)
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        """Moves the blocks to their devices, and the rest to the first; what goes into a block then follows it."""
+        """Moves each block to its device, the rest to the first device, and adds hooks that move inputs and outputs."""
         first, inside = self.devices[0], {id(module) for block in blocks for module in block.modules()}
         outside = [module for module in model.modules() if id(module) not in inside]
         places = self._places(blocks, sum(p.numel() for module in outside for p in module.parameters(recurse=False)))
@@ -124,9 +124,9 @@ class NaiveSplit(_OneProcess):
         return model
 
     def _places(self, blocks: Sequence[nn.Module], outside: int) -> list[int]:
-        """The number of each block's device: equal shares of the parameters, of which those `outside` are the first's.
+        """Returns the device number of each block, so that every device holds about the same number of parameters.
 
-        Raises StrategyError where a device would get nothing.
+        The first device also holds `outside` parameters. Raises StrategyError if a device would hold no block.
         """
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
         count, total, before, places = len(self.devices), max(1, outside + sum(sizes)), outside, []
@@ -135,41 +135,41 @@ class NaiveSplit(_OneProcess):
             before += size
         if idle := set(range(1, count)) - {*places}:
             raise StrategyError(
-                f"{len(blocks)} repeated blocks over {count} devices leave nothing for {self.devices[min(idle)]} "
+                f"{len(blocks)} repeated blocks over {count} devices: no block is left for {self.devices[min(idle)]} "
                 f"(number {min(idle) + 1})",
-                hints=["name fewer devices in strategy.devices", "or the classes of smaller parts in train.blocks"],
+                hints=["set fewer devices in strategy.devices", "or the classes of smaller modules in train.blocks"],
             )
         return places
 
     def _refuse_shared(
         self, model: nn.Module, outside: Sequence[nn.Module], placed: Sequence[tuple[nn.Module, int]]
     ) -> None:
-        """A tensor that would have to be on two devices."""
+        """Raises StrategyError for a tensor that belongs to modules on different devices."""
         homes = {id(tensor): 0 for module in outside for tensor in _tensors(module, recurse=False)}
         names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
         for block, place in placed:
             for tensor in _tensors(block):
                 if homes.setdefault(id(tensor), place) != place:
                     raise StrategyError(
-                        f"`{names[id(tensor)]}` belongs to parts of the model on different devices",
-                        hints=["name other classes in train.blocks, so that it lies in one block or in none"],
+                        f"`{names[id(tensor)]}` is shared by parts of the model on different devices",
+                        hints=["set other classes in train.blocks, so that it belongs to one block or to none"],
                     )
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """The model as it lies on its devices."""
+        """Returns the replica of the split model."""
         return _SplitReplica(self, model, optimizer, may_be_unused=True)
 
 
 class DataParallel(_OneProcess):
-    """torch.nn.DataParallel: one process copies the model to its GPUs at every pass; each gets a part of the batch.
+    """torch.nn.DataParallel: one process copies the model to its GPUs in every pass, and splits the batch over them.
 
-    Statistics of BatchNorm are those of the first GPU's part. See
+    Statistics of BatchNorm come from the first GPU's part of the batch. See
     https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html.
     """
 
     name = "data_parallel"
     instead = (
-        'the model is copied at every pass and one process serves all GPUs; "ddp", with a process for each, computes '
+        'the model is copied in every pass, and one process serves all GPUs; "ddp", with one process per GPU, computes '
         "the same faster"
     )
     contract = Contract(
@@ -184,33 +184,33 @@ class DataParallel(_OneProcess):
         super().__init__(devices)
 
     def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
-        """Also a CPU, a GPU that is named twice, and what torch's copies of a model do not do."""
+        """Yields in addition: a CPU, a duplicate GPU, and settings that have no effect on the copies of the model."""
         if device != "cuda":
             yield Unsupported(
                 "strategy.use",
-                f'strategy.use = "{self.name}" copies the model to GPUs, and this run computes on {device}',
-                ('set strategy.use = "ddp", which has a process for each part of the CPU, or "naive_split"',),
+                f'strategy.use = "{self.name}" copies the model to GPUs, but this run is on {device}',
+                ('set strategy.use = "ddp", with several processes on the CPU, or "naive_split"',),
             )
             return
         yield from super().unsupported(train, ranks, device)
         if len({*(self._named or ())}) < len(self._named or ()):
-            yield Unsupported("strategy.devices", "strategy.devices names a GPU twice", ("name each once",))
+            yield Unsupported("strategy.devices", "strategy.devices lists a GPU twice", ("list each GPU once",))
         for key in ("activation_checkpointing", "compile_blocks", "sync_batchnorm"):
             if getattr(train, key):
                 yield Unsupported(
                     f"train.{key}",
                     f"train.{key} has no effect on the copies of the model that torch.nn.DataParallel makes",
-                    (f"leave train.{key} out", 'or set strategy.use = "ddp"'),
+                    (f"remove train.{key}", 'or set strategy.use = "ddp"'),
                 )
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """The model in a torch.nn.DataParallel."""
+        """Returns the replica of the model in a torch.nn.DataParallel."""
         module: nn.Module = nn.DataParallel(model, device_ids=self.devices)
         return _SplitReplica(self, model, optimizer, module=module, may_be_unused=True)
 
 
 class _SplitReplica(WholeReplica):
-    """A model on several devices of one process, each with random numbers of its own."""
+    """Replica on several devices of one process, each with its own random numbers."""
 
     def __init__(self, strategy: _OneProcess, *parts: Any, **options: Any) -> None:
         super().__init__(strategy, *parts, **options)
@@ -219,7 +219,7 @@ class _SplitReplica(WholeReplica):
     def run_microbatches(
         self, passes: Iterable[Pass], compute: Compute, *, trains: bool
     ) -> Iterator[tuple[Tensor, Any] | None]:
-        """Also seeds the other devices: from one seed all would draw the same numbers."""
+        """Runs the micro-batches; also seeds the other devices, each with a different seed."""
         seeded = (replace(one, seed=partial(self._seed, one)) for one in passes)
         return super().run_microbatches(seeded, compute, trains=trains)
 
@@ -231,7 +231,7 @@ class _SplitReplica(WholeReplica):
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Also says in the recipe's words what torch says of tensors on different devices."""
+        """Turns torch's error about tensors on different devices into a StrategyError with a hint."""
         try:
             with super().autocast():
                 yield
@@ -239,8 +239,8 @@ class _SplitReplica(WholeReplica):
             if "on the same device" not in str(error):
                 raise
             raise StrategyError(
-                f"between its blocks the model computes with tensors of different devices: {error}",
-                hints=["name larger classes in train.blocks, which hold all that is computed together"],
+                f"the model computes with tensors of different devices between its blocks: {error}",
+                hints=["set classes of larger modules in train.blocks, so that each block contains such a computation"],
             ) from error
 
 
@@ -250,7 +250,7 @@ def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor]:
 
 
 def _move_own(module: nn.Module, device: torch.device) -> None:
-    """Moves a module without its children: by `to` the whole model would pass through the first device."""
+    """Moves the parameters and buffers of a module, not those of its children."""
     if next(module.children(), None) is None:
         module.to(device)
         return
@@ -261,10 +261,10 @@ def _move_own(module: nn.Module, device: torch.device) -> None:
 
 
 def _to(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A hook that gives a module its inputs on a device."""
+    """Moves the inputs of a module to a device (forward pre-hook)."""
     return send_to_device((args, kwargs), device)
 
 
 def _on(device: torch.device, _: nn.Module, args: Any, outputs: Any) -> Any:
-    """A hook that gives a module's outputs on to a device."""
+    """Moves the outputs of a module to a device (forward hook)."""
     return send_to_device(outputs, device)

@@ -1,4 +1,4 @@
-"""A model and its optimizer under a strategy of one process, one step after another; what tests look at."""
+"""Test helpers: trains a model step by step under a strategy of one process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ ALONE = World(global_ranks=SingleRank(), dp_ranks=SingleRank(), device=torch.dev
 
 
 def train(**options: Any) -> TrainSection:
-    """The [train] table of a recipe, on a CPU."""
+    """Returns the [train] table of a recipe on a CPU."""
     return TrainSection.model_validate({"length": "1st", "global_batch": 4, "device": "cpu"} | options)
 
 
 def refused(kind: type[Exception], action: Callable[[], object]) -> str:
-    """What an error of `kind` says, which `action` must raise, and its hints."""
+    """Returns the message and hints of the error of type `kind` that `action` must raise."""
     with pytest.raises(kind) as found:
         action()
     return " | ".join([found.value.message, *found.value.hints])  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ def refused(kind: type[Exception], action: Callable[[], object]) -> str:
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole tensor, as a checkpoint gives it back."""
+    """Whole tensor, as read from a checkpoint."""
 
     tensor: Tensor
 
@@ -51,7 +51,7 @@ class Saved:
 
 
 def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
-    """A state of whole tensors, as a checkpoint gives it back."""
+    """Returns a state of whole tensors, as read from a checkpoint."""
 
     def read(value: Any) -> Any:
         return Saved(value.clone()) if isinstance(value, Tensor) and value.ndim else value
@@ -66,7 +66,7 @@ def saved(state: CanonicalState[Any]) -> CanonicalState[Any]:
 
 
 class Training:
-    """A loss is the sum of what the model returns."""
+    """Trains a model; the loss is the sum of its outputs."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Training:
         self.replica: Any = strategy.prepare(model, optimizer(model.parameters()))
 
     def step(self, *inputs: Tensor) -> float:
-        """The norm of the step's gradient, with a micro-batch for each input."""
+        """Trains one step, with one micro-batch per input; returns the norm of the gradient."""
         for number, x in enumerate(inputs, 1):
             with self.replica.forward(last=number == len(inputs)):
                 loss = self.replica.module(x).sum()

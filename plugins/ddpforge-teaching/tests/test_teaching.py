@@ -1,4 +1,4 @@
-"""Several devices in one process: the numbers of one device, each part where it belongs, and what is refused."""
+"""Several devices in one process: same results as one device, placement of modules, and refused settings."""
 
 import json
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ def training(strategy: Any) -> Training:
 
 
 class Unchecked(DataParallel):
-    """Also without GPUs, where torch.nn.DataParallel hands its inputs on to the model."""
+    """DataParallel that also accepts a CPU; without GPUs torch.nn.DataParallel simply calls the model."""
 
     def unsupported(self, *_: Any) -> Any:
         return ()
 
 
-# ---------------------------------------------------------------------------------------------- the numbers
+# ---------------------------------------------------------------------------------------------- results
 @pytest.mark.parametrize("strategy", [NaiveSplit, lambda: NaiveSplit(devices=["cpu"] * 3), Unchecked])
-def test_steps_and_state_are_to_the_bit_those_of_one_device(strategy: Any) -> None:
+def test_steps_and_state_equal_those_of_one_device_bit_by_bit(strategy: Any) -> None:
     one, several = training(Single()), training(strategy())
     norms = [(one.step(*pair), several.step(*pair)) for pair in BATCHES.split(2)]
     assert several.strategy.contract.shards == ()
@@ -55,7 +55,7 @@ def test_steps_and_state_are_to_the_bit_those_of_one_device(strategy: Any) -> No
     assert all(one == several > 0.1 for one, several in norms)
 
 
-def test_a_run_goes_from_one_device_to_several_and_back() -> None:
+def test_run_resumes_on_several_devices_and_again_on_one() -> None:
     straight = training(Single())
     expected = [straight.step(batch) for batch in BATCHES]
     found, state = [], None
@@ -68,9 +68,9 @@ def test_a_run_goes_from_one_device_to_several_and_back() -> None:
     assert found == expected
 
 
-# ---------------------------------------------------------------------------------------------- the places
+# ---------------------------------------------------------------------------------------------- placement
 class Rest(nn.Module):
-    """Weights of `outside` elements."""
+    """Module with a weight of `outside` elements."""
 
     def __init__(self, outside: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Rest(nn.Module):
 
 
 class Chain(nn.Module):
-    """Weights of `outside` elements, then blocks, then a number per sample; `skips` also adds what came first."""
+    """Weight of `outside` elements, blocks, one output per sample; `skips`: adds the first activations to each."""
 
     def __init__(self, blocks: int = 4, outside: int = 1, skips: bool = False) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Chain(nn.Module):
 
 
 def _apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-    """What nn.Module does, which torch's fake tensors cannot do in place."""
+    """Replaces nn.Module._apply, which changes parameters in place; fake tensors do not support that."""
     for each in module.modules() if recurse else [module]:
         for name, parameter in each._parameters.items():
             each._parameters[name] = nn.Parameter(fn(parameter))  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def _apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two devices that compute nothing, and refuse tensors of each other's."""
+    """Returns a mode of fake tensors, which compute nothing and refuse tensors of different devices."""
     monkeypatch.setattr(nn.Module, "_apply", _apply)
     return FakeTensorMode()
 
@@ -121,7 +121,7 @@ def split(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
 
 
 @pytest.mark.parametrize(("outside", "places"), [(1, [0, 0, 1, 1]), (45, [0, 1, 1, 1]), (200, [1, 1, 1, 1])])
-def test_devices_hold_equal_shares_and_inputs_follow_the_blocks(devices: Any, outside: int, places: list[int]) -> None:
+def test_devices_hold_equal_shares_and_inputs_move_to_the_blocks(devices: Any, outside: int, places: list[int]) -> None:
     with devices:
         model = Chain(outside=outside)
         split(model, [*model.blocks])
@@ -130,32 +130,36 @@ def test_devices_hold_equal_shares_and_inputs_follow_the_blocks(devices: Any, ou
         assert model(torch.ones(2, 1, device="cpu:0")).device == torch.device("cpu:0")
 
 
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.14"), reason="imitates the error of two devices otherwise")
-def test_what_is_computed_between_blocks_on_two_devices_is_an_error_that_names_the_mend(devices: Any) -> None:
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.14"), reason="fake tensors raise another error for two devices"
+)
+def test_computation_on_two_devices_between_blocks_is_an_error_with_a_hint(devices: Any) -> None:
     def mixes() -> None:
         with devices, Training(NaiveSplit(), gpt, blocks=lambda model: model.blocks).replica.autocast():
             model = Chain(skips=True)
             split(model, [*model.blocks])(torch.ones(2, 1, device="cpu:0"))
 
     message = refused(StrategyError, mixes)
-    assert message.startswith("between its blocks the model computes with tensors of different devices")
-    assert message.endswith("name larger classes in train.blocks, which hold all that is computed together")
+    assert message.startswith("the model computes with tensors of different devices between its blocks")
+    assert message.endswith(
+        "set classes of larger modules in train.blocks, so that each block contains such a computation"
+    )
 
 
-def test_a_device_that_would_stay_empty_and_a_weight_of_two_devices_are_refused() -> None:
+def test_empty_device_and_weight_shared_by_two_devices_are_refused() -> None:
     strategy = NaiveSplit(devices=["cpu"] * 3)
     strategy.setup(train(), ALONE)
     model = Chain(blocks=2, outside=200)
     message = refused(StrategyError, lambda: strategy.wrap(model, [*model.blocks]))
-    assert message.startswith("2 repeated blocks over 3 devices leave nothing for cpu (number 2)")
+    assert message.startswith("2 repeated blocks over 3 devices: no block is left for cpu (number 2)")
 
     tied = Chain(blocks=3)
     tied.blocks[2].weight = tied.blocks[0].weight  # type: ignore[union-attr]
     message = refused(StrategyError, lambda: strategy.wrap(tied, [*tied.blocks]))
-    assert message.startswith("`blocks.0.weight` belongs to parts of the model on different devices")
+    assert message.startswith("`blocks.0.weight` is shared by parts of the model on different devices")
 
 
-def test_each_device_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_has_its_own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     generators = [torch.Generator(), torch.Generator()]
     monkeypatch.setattr(torch.cuda, "default_generators", generators, raising=False)
     replica = Training(NaiveSplit(), gpt, blocks=lambda model: model.blocks).replica
@@ -170,7 +174,7 @@ def test_each_device_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert generators[1].initial_seed() == 8
 
 
-def test_tensors_of_a_module_move_without_those_of_its_blocks() -> None:
+def test_tensors_outside_of_blocks_move_without_the_blocks() -> None:
     strategy = NaiveSplit(devices=["cpu", "cpu"])
     strategy.setup(train(), ALONE)
     strategy.devices[0] = torch.device("meta")
@@ -185,7 +189,7 @@ def test_tensors_of_a_module_move_without_those_of_its_blocks() -> None:
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
 
-def test_a_recipe_names_it_and_has_the_losses_of_one_device(tmp_path: Path) -> None:
+def test_recipe_with_naive_split_has_the_losses_of_one_device(tmp_path: Path) -> None:
     def losses(use: str) -> list[float]:
         recipe = str(ROOT / "recipes/gpt-split.toml")
         settings = [f"strategy.use={use}", f"name={use}", "train.length=3st", "track.every=1st", "train.device=cpu"]
@@ -200,29 +204,29 @@ def test_a_recipe_names_it_and_has_the_losses_of_one_device(tmp_path: Path) -> N
     assert found == losses("single")
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------- refused settings
 @pytest.mark.parametrize(
     ("strategy", "options", "ranks", "device", "key", "says"),
     [
         (NaiveSplit(), {}, 2, "cpu", "strategy.use", 'set strategy.use = "ddp" or "fsdp"'),
         (DataParallel(), {}, 2, "cuda", "strategy.use", 'set strategy.use = "ddp" or "fsdp"'),
-        (DataParallel(), {}, 1, "cpu", "strategy.use", "copies the model to GPUs, and this run computes on cpu"),
+        (DataParallel(), {}, 1, "cpu", "strategy.use", "copies the model to GPUs, but this run is on cpu"),
         (
             NaiveSplit(devices=["cuda:0"]),
             {},
             1,
             "cpu",
             "strategy.devices",
-            "cuda:0, and this run computes on cpu",
+            "lists cuda:0, but this run is on cpu",
         ),
-        (NaiveSplit(devices=["cpu"]), {}, 1, "cuda", "strategy.devices", "names cpu, and this run computes on cuda"),
-        (DataParallel(devices=["cuda:1", "cuda:1"]), {}, 1, "cuda", "strategy.devices", "names a GPU twice"),
+        (NaiveSplit(devices=["cpu"]), {}, 1, "cuda", "strategy.devices", "lists cpu, but this run is on cuda"),
+        (DataParallel(devices=["cuda:1", "cuda:1"]), {}, 1, "cuda", "strategy.devices", "lists a GPU twice"),
         (NaiveSplit(), {"compile": "default"}, 1, "cpu", "train.compile", "for one device"),
         (DataParallel(), {"activation_checkpointing": True}, 1, "cuda", "train.activation_checkpointing", "no effect"),
         (DataParallel(), {"sync_batchnorm": True}, 1, "cuda", "train.sync_batchnorm", "has no effect on the copies"),
     ],
 )
-def test_what_cannot_work_is_refused_before_training(
+def test_unsupported_settings_are_refused_before_training(
     strategy: Any, options: dict[str, Any], ranks: int, device: str, key: str, says: str
 ) -> None:
     (refusal,) = strategy.unsupported(train(**options), ranks, device)
@@ -230,14 +234,14 @@ def test_what_cannot_work_is_refused_before_training(
     assert says in " | ".join([refusal.message, *refusal.hints])
 
 
-def test_gpus_that_are_not_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     message = refused(StrategyError, lambda: NaiveSplit(devices=["cuda:0", "cuda:3"]).setup(train(), ALONE))
-    assert message.startswith("strategy.devices names cuda:3, and there is 1 GPU")
+    assert message.startswith("strategy.devices lists cuda:3, but there is 1 GPU")
 
 
 @pytest.mark.parametrize("strategy", [NaiveSplit(), Unchecked()])
-def test_a_warning_says_what_replaces_it(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_names_the_strategy_to_use_instead(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
     strategy.setup(train(), ALONE)
     (warning,) = caplog.messages
     assert warning.startswith(f'strategy.use = "{strategy.name}" is for teaching and comparison: ')

@@ -1,4 +1,4 @@
-"""timm's models by name, untrained or pretrained, with a head of the wanted size."""
+"""timm's models by name, untrained or pretrained, with a head for `classes` classes."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -13,7 +13,7 @@ __all__ = ["ddpforge_plugin_api", "timm_model"]
 ddpforge_plugin_api = 3
 
 _Rate = Annotated[float, Field(ge=0, lt=1)]
-# What of timm's own keywords belongs to another option, or would give something that is not a classifier.
+# Keyword arguments of timm that another option sets, or ("") that would not build a classifier.
 _OWNED = {
     "num_classes": "classes",
     "img_size": "image_size",
@@ -22,7 +22,7 @@ _OWNED = {
     "drop_path_rate": "drop_path_rate",
     "pretrained": "pretrained",
     "checkpoint_path": "checkpoint.init_from",
-    "pretrained_cfg": "checkpoint.init_from",  # either may name a file, which timm might unpickle
+    "pretrained_cfg": "checkpoint.init_from",  # this and the next may name a file, which timm might unpickle
     "pretrained_cfg_overlay": "checkpoint.init_from",
     "model_name": "arch",
     "features_only": "",
@@ -31,32 +31,33 @@ _OWNED = {
 
 def timm_model(
     *,
-    arch: Annotated[str, Field(max_length=200, description='A model of timm, e.g. "resnet50" or "resnet50.a1_in1k".')],
+    arch: Annotated[str, Field(max_length=200, description='Model of timm, e.g. "resnet50" or "resnet50.a1_in1k".')],
     classes: Annotated[int, Field(ge=1, le=2**20, description="Number of classes.")],
     image_size: Annotated[
         int | tuple[int, int] | None,
-        Field(description="Height and width, for models that are built for one; absent: the model's own."),
+        Field(description="Height and width, for models with a fixed size; absent: the model's own."),
     ] = None,
     channels: Annotated[int, Field(ge=1, le=4096, description="Channels of an image.")] = 3,
     drop_rate: Annotated[_Rate | None, Field(description="Dropout before the head; absent: the model's own.")] = None,
     drop_path_rate: Annotated[
-        _Rate | None, Field(description="Share of residual branches left out; absent: the model's own.")
+        _Rate | None, Field(description="Rate of stochastic depth; absent: the model's own.")
     ] = None,
-    pretrained: Annotated[bool, Field(description="Begin with timm's weights, which are downloaded.")] = False,
+    pretrained: Annotated[bool, Field(description="Download timm's weights and begin with them.")] = False,
     options: Annotated[
-        Mapping[str, Any], Field(description='Further keywords of the architecture, e.g. { global_pool = "avg" }.')
+        Mapping[str, Any],
+        Field(description='More keyword arguments of the architecture, e.g. { global_pool = "avg" }.'),
     ] = {},
 ) -> nn.Module:
-    """A classifier: [B, channels, H, W] → logits [B, classes].
+    """Builds a classifier: [B, channels, H, W] → logits [B, classes].
 
-    Raises ValueError for an unknown name and for options that the architecture does not take or ignores.
+    Raises ValueError for an unknown name, and for options that the architecture does not accept or would ignore.
     """
     _refuse_unknown(arch)
     if taken := sorted(_OWNED.keys() & options.keys()):
         instead = _OWNED[taken[0]]
         raise ValueError(
             f"options.{taken[0]} cannot be set: "
-            + (f"use `{instead}`" if instead else "the model would be no classifier")
+            + (f"use `{instead}`" if instead else "the model would not be a classifier")
         )
     given = {"img_size": image_size, "drop_rate": drop_rate, "drop_path_rate": drop_path_rate, **options}
     given = {name: value for name, value in given.items() if value is not None}
@@ -73,7 +74,7 @@ def timm_model(
 
 
 def _refuse_unknown(arch: str) -> None:
-    """Names alone: timm also takes hub addresses, which it would download even where `pretrained` is false."""
+    """Raises ValueError for an unknown name or a hub address, which timm would download even without `pretrained`."""
     base, _, tag = arch.partition(".")
     known = timm.list_models()
     if base not in known:

@@ -25,7 +25,7 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "digits-resnet.toml"
 
 
 def launched(*arguments: str, cwd: Path, ranks: int) -> subprocess.CompletedProcess[str]:
-    """As people start it."""
+    """Runs ddpforge under torchrun, as a user would."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *torchrun, "-m", "ddpforge", *arguments]
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -38,7 +38,7 @@ def losses(folder: Path) -> list[float]:
 
 
 # ---------------------------------------------------------------------------------------------- options
-def test_the_model_is_timms_own() -> None:
+def test_model_equals_the_model_of_timm() -> None:
     torch.manual_seed(1)
     model = timm_model(arch="test_vit", classes=7, channels=1, image_size=32, drop_rate=0.1, options={"patch_size": 8})
     torch.manual_seed(1)
@@ -51,7 +51,7 @@ def test_the_model_is_timms_own() -> None:
 
 
 @pytest.mark.parametrize("arch", ["test_resnet", "test_efficientnet", "test_convnext"])
-def test_convolutional_families(arch: str) -> None:
+def test_convolutional_models_return_logits(arch: str) -> None:
     model = timm_model(arch=arch, classes=3, channels=2, drop_rate=0.2)
     assert model.eval()(torch.randn(1, 2, 64, 64)).shape == (1, 3)
 
@@ -65,16 +65,16 @@ def test_convolutional_families(arch: str) -> None:
         ({"arch": "test_resnet", "image_size": 64}, "img_size"),
         ({"arch": "test_vit", "options": {"dept": 2}}, "dept"),
         ({"arch": "test_vit", "options": {"num_classes": 2}}, "use `classes`"),
-        ({"arch": "test_vit", "options": {"features_only": True}}, "no classifier"),
+        ({"arch": "test_vit", "options": {"features_only": True}}, "not be a classifier"),
         ({"arch": "test_vit", "options": {"pretrained_cfg_overlay": {"file": "x.pth"}}}, "checkpoint.init_from"),
     ],
 )
-def test_what_timm_would_not_heed_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_timm_would_ignore_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         timm_model(classes=2, **options)
 
 
-def test_a_wrong_name_is_an_error_of_the_recipe(tmp_path: Path) -> None:
+def test_unknown_name_is_an_error_of_the_recipe(tmp_path: Path) -> None:
     done = run_ddpforge("run", str(RECIPE), "--set=model.arch=test_resnett", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "did you mean `test_resnet`" in done.stderr
@@ -110,12 +110,12 @@ def begin(model: nn.Module, source: Path, *skip: str) -> None:
 
 
 @pytest.mark.parametrize(("arch", "head"), [("test_resnet", "fc"), ("test_vit", "head")])
-def test_weights_of_timm_begin_a_model_whose_head_is_new(
+def test_init_from_loads_weights_of_timm_except_the_ignored_head(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, arch: str, head: str
 ) -> None:
     torch.manual_seed(1)
     saved = timm.create_model(arch, num_classes=10)
-    save_model(saved, str(tmp_path / "model.safetensors"))  # as a folder of the hub holds it
+    save_model(saved, str(tmp_path / "model.safetensors"))  # as in a folder of the hub
     torch.manual_seed(2)
     model = timm_model(arch=arch, classes=3)
     with pytest.raises(Exception, match=rf"`{head}.weight` is \[3, \d+\] in the model and \[10, \d+\]"):
@@ -130,7 +130,7 @@ def test_weights_of_timm_begin_a_model_whose_head_is_new(
     assert f"2 tensors skipped by init_skip: {head}.bias, {head}.weight" in caplog.text
 
 
-def test_a_body_without_a_head_says_what_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_init_from_reports_a_missing_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_model(timm.create_model("test_resnet", num_classes=0), str(tmp_path / "body.safetensors"))
     model = timm_model(arch="test_resnet", classes=3)
     with caplog.at_level("INFO", logger="ddpforge"):

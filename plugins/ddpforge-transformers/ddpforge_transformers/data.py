@@ -1,4 +1,4 @@
-"""Local text in tokens: packed into blocks, or one sample a line."""
+"""Tokenized datasets of local text: packed into blocks, or one sample per line."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,37 +17,35 @@ __all__ = ["TokenizedJSONL", "TokenizedText"]
 ddpforge_plugin_api = 3
 
 Batch = dict[str, Tensor]
-IGNORED = -100  # a label that is not counted, as everywhere in transformers
-_AT_ONCE = 1000  # documents
+IGNORED = -100  # label that the loss ignores, as in transformers
+_AT_ONCE = 1000  # documents per call of the tokenizer
 
-_Tokenizer = Annotated[
-    str, Field(description="A folder in which transformers saved a tokenizer, or a name on the hub.")
-]
+_Tokenizer = Annotated[str, Field(description="Folder in which transformers saved a tokenizer, or a name on the hub.")]
 _Length = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _Tokenized:
-    """What a tokenizer makes of text, for `ddpforge generate`."""
+    """Encoding and decoding of text, for `ddpforge generate`."""
 
     tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that goes on: without an end-of-text token."""
+        """Returns the tokens of a text to continue: without an end-of-text token."""
         tokens: list[int] = self.tokenizer(text)["input_ids"]
         return tokens[:-1] if tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Returns the text of tokens, without special tokens."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
 
 class TokenizedText(_Tokenized):
-    """The documents of text files, joined by end-of-text tokens and cut into blocks of `block_size` tokens.
+    """Dataset of the documents of text files, joined by end-of-text tokens and cut into blocks of `block_size` tokens.
 
-    A document is a file, or where its name ends in .jsonl the text under `field` in a line. The files of a folder are
-    read recursively in the order of their paths. A batch is {input_ids, labels}, int64 [B, block_size] and equal: the
-    task shifts them. What is left over at the end is not used.
+    A document is a file; in a .jsonl file, the text under `field` of each line. The files of a folder are read
+    recursively in the order of their paths. A batch is {input_ids, labels}, int64 [B, block_size]; both are equal,
+    because the task shifts them. The incomplete block at the end is dropped.
     """
 
     random = False
@@ -55,20 +53,20 @@ class TokenizedText(_Tokenized):
     def __init__(
         self,
         *,
-        path: Annotated[Path, Field(description="A text file, a .jsonl file or a folder of them, in UTF-8.")],
+        path: Annotated[Path, Field(description="Text file, .jsonl file or folder of such files, in UTF-8.")],
         tokenizer: _Tokenizer,
         block_size: Annotated[_Length, Field(description="Tokens per sample.")] = 512,
-        field: Annotated[str, Field(description="The key of the text in a line of .jsonl.")] = "text",
+        field: Annotated[str, Field(description="Key of the text in a line of a .jsonl file.")] = "text",
     ) -> None:
         self.tokenizer = load_tokenizer(tokenizer)
         self.vocab_size, self.block_size = len(self.tokenizer), block_size
         if self.tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer {tokenizer} has no end-of-text token to put between documents")
+            raise ValueError(f"the tokenizer {tokenizer} has no end-of-text token to separate documents")
         documents = list(_documents(_files(path), field))
         tokens = np.concatenate([self._tokens(documents[n : n + _AT_ONCE]) for n in range(0, len(documents), _AT_ONCE)])
         samples = len(tokens) // block_size
         if not samples:
-            raise ValueError(f"{path} holds {len(tokens)} tokens, less than one block of {block_size}")
+            raise ValueError(f"{path} has {len(tokens)} tokens, fewer than one block of {block_size}")
         self._blocks = torch.from_numpy(tokens[: samples * block_size]).view(samples, block_size)
 
     def _tokens(self, documents: list[str]) -> NDArray[np.int32]:
@@ -83,22 +81,22 @@ class TokenizedText(_Tokenized):
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
     def __getitems__(self, ids: list[int]) -> Batch:
-        """The whole batch at once."""
+        """Returns the whole batch at once."""
         tokens = self._blocks[torch.tensor(ids)].long()
         return {"input_ids": tokens, "labels": tokens.clone()}
 
     def collate(self, batch: Batch) -> Batch:
-        """What `__getitems__` returns is a batch already."""
+        """Returns `batch` unchanged: `__getitems__` returns a batch already."""
         return batch
 
 
 class TokenizedJSONL(_Tokenized):
-    """A file with one JSON object a line, each a sample of its own; batches are padded to their longest sample.
+    """Dataset of a file with one JSON object, i.e. one sample, per line. Batches are padded to their longest sample.
 
     With `classes`, a line has a text and a class under `label`, and a batch is {input_ids, attention_mask, labels [B]}.
-    Without, it is for language models: labels [B, T] are the tokens, but -100 in the padding and in the tokens of
-    `prompt`, a part in front of the text that is given rather than learnt. Those samples end in an end-of-text token,
-    if they are not cut at `max_length`.
+    Without `classes`, the dataset is for language models: labels [B, T] are the tokens, and -100 for padding and for
+    the tokens of `prompt`, a text before the learned text. These samples end with an end-of-text token, unless they are
+    cut at `max_length`.
     """
 
     random = False
@@ -106,16 +104,18 @@ class TokenizedJSONL(_Tokenized):
     def __init__(
         self,
         *,
-        path: Annotated[Path, Field(description="The .jsonl file, in UTF-8.")],
+        path: Annotated[Path, Field(description="A .jsonl file, in UTF-8.")],
         tokenizer: _Tokenizer,
         max_length: Annotated[_Length, Field(description="Longer samples are cut.")] = 512,
-        field: Annotated[str, Field(description="The key of the text.")] = "text",
-        prompt: Annotated[str | None, Field(description="The key of a part before it that is not learnt.")] = None,
+        field: Annotated[str, Field(description="Key of the text.")] = "text",
+        prompt: Annotated[str | None, Field(description="Key of a text before it that is not learned.")] = None,
         classes: Annotated[int | None, Field(ge=2, le=2**20, description="Number of classes; absent: none.")] = None,
-        label: Annotated[str, Field(description="The key of the class, a number from 0.")] = "label",
+        label: Annotated[str, Field(description="Key of the class, a number from 0.")] = "label",
     ) -> None:
         if classes is not None and prompt is not None:
-            raise ValueError("`prompt` is for language models, and `classes` says that this is classification")
+            raise ValueError(
+                "`prompt` is for language models, but `classes` is for classification; set only one of them"
+            )
         self.tokenizer = load_tokenizer(tokenizer)
         self.vocab_size, self.max_length, self.classes = len(self.tokenizer), max_length, classes
         self._field, self._prompt, self._label = field, prompt, label
@@ -138,7 +138,7 @@ class TokenizedJSONL(_Tokenized):
         return self._rows[index]
 
     def collate(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Tokens, padded on the right."""
+        """Returns a batch of tokens, padded on the right."""
         if self.classes is not None:
             texts = [row[self._field] for row in rows]
             tokens = self.tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"]
@@ -151,7 +151,7 @@ class TokenizedJSONL(_Tokenized):
         return {"input_ids": _padded(tokens, self._pad), "attention_mask": mask, **batch}
 
     def _sample(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Tokens and labels; special tokens go where the tokenizer puts them, in front of everything."""
+        """Returns tokens and labels, with the tokenizer's special tokens only at the beginning of the sample."""
         given = self.tokenizer(row[self._prompt])["input_ids"] if self._prompt else []
         text = self.tokenizer(row[self._field], add_special_tokens=not self._prompt, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
@@ -162,17 +162,17 @@ class TokenizedJSONL(_Tokenized):
 
 
 def load_tokenizer(name: str) -> Any:
-    """A saved tokenizer; ValueError where there is none."""
+    """Loads a saved tokenizer; raises ValueError if there is none."""
     folder = Path(name).expanduser()
     try:
-        # Never its own code: without the keyword, transformers would ask at the terminal whether to run that.
+        # Never runs code of the tokenizer's folder. Without the keyword transformers would prompt on the terminal.
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
 
 
 def read_jsonl(file: Path, wanted: dict[str, type]) -> Iterator[dict[str, Any]]:
-    """The objects of a file's lines, each with the `wanted` keys and types."""
+    """Yields the object of each line; raises ValueError if it does not have the `wanted` keys and types."""
     for number, line in enumerate(_read(file).split("\n"), 1):
         if not line.strip():
             continue
@@ -204,7 +204,7 @@ def _documents(files: Sequence[Path], field: str) -> Iterator[str]:
 def _files(path: Path) -> list[Path]:
     files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"the folder {path} holds no files")
+        raise ValueError(f"the folder {path} contains no files")
     return files
 
 

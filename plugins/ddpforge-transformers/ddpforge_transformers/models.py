@@ -1,4 +1,4 @@
-"""transformers' own models: from a config with random weights, or as they were saved."""
+"""Models of transformers: from a config with random weights, or from saved weights."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -26,21 +26,21 @@ __all__ = ["causal_lm", "masked_lm", "sequence_classification"]
 ddpforge_plugin_api = 3
 
 _ModelType = Annotated[
-    str | None, Field(description='A type of model with random weights, e.g. "llama"; or set `pretrained`.')
+    str | None, Field(description='Type of a model with random weights, e.g. "llama"; or set `pretrained`.')
 ]
 _Pretrained = Annotated[
     str | None,
-    Field(description="A folder in which transformers saved a model, or a name on the hub, which is downloaded."),
+    Field(description="Folder in which transformers saved a model, or a name on the hub to download."),
 ]
-_Weights = Annotated[bool, Field(description="False takes only the config of `pretrained`; weights are random.")]
+_Weights = Annotated[bool, Field(description="False: uses only the config of `pretrained`; weights are random.")]
 _Options = Annotated[Mapping[str, Any], Field(description="Keys of the config, e.g. { hidden_size = 64 }.")]
 _Attention = Annotated[
     Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None,
-    Field(description="How attention is computed; absent: as transformers chooses."),
+    Field(description="Implementation of attention; absent: the default of transformers."),
 ]
 _LoRA = Annotated[
     Adapters | None,
-    Field(description='Train adapters only: the options of ddpforge\'s `lora`, e.g. { targets = ["q_proj"] }.'),
+    Field(description='Train only adapters: options of ddpforge\'s `lora`, e.g. { targets = ["q_proj"] }.'),
 ]
 _OWNED = {"model_type", "num_labels", "id2label", "label2id", "dtype", "torch_dtype", "architectures"}
 
@@ -54,9 +54,9 @@ def causal_lm(
     attention: _Attention = None,
     lora: _LoRA = None,
 ) -> nn.Module:
-    """A language model that sees only what came before: for the task and the data of this package.
+    """Builds a causal language model, for this package's task and data.
 
-    Raises ValueError for unknown types and keys, where nothing was saved, and for adapters that cannot be.
+    Raises ValueError for unknown types and keys, if there is no saved model, and for adapters that do not fit.
     """
     config = _config(model_type, pretrained, options)
     model = _model(AutoModelForCausalLM, config, pretrained if weights else None, attention)
@@ -73,9 +73,9 @@ def masked_lm(
     attention: _Attention = None,
     lora: _LoRA = None,
 ) -> nn.Module:
-    """A model that fills gaps: for ddpforge's own task of that name, whose `mask_token` is the tokenizer's.
+    """Builds a masked language model, for ddpforge's task `masked_lm`; set its `mask_token` to that of the tokenizer.
 
-    Raises ValueError for unknown types and keys, where nothing was saved, and for adapters that cannot be.
+    Raises ValueError for unknown types and keys, if there is no saved model, and for adapters that do not fit.
     """
     config = _config(model_type, pretrained, options)
     return _adapted(_model(AutoModelForMaskedLM, config, pretrained if weights else None, attention), lora)
@@ -91,9 +91,9 @@ def sequence_classification(
     attention: _Attention = None,
     lora: _LoRA = None,
 ) -> nn.Module:
-    """A model that chooses one of `classes` for a text; its head is new where the saved one has another size.
+    """Builds a text classifier with `classes` classes. The head is new if the saved head has another size.
 
-    Raises ValueError for unknown types and keys, where nothing was saved, and for adapters that cannot be.
+    Raises ValueError for unknown types and keys, if there is no saved model, and for adapters that do not fit.
     """
     config = _config(model_type, pretrained, options)
     config.num_labels = classes
@@ -103,9 +103,9 @@ def sequence_classification(
 
 
 def _config(model_type: str | None, pretrained: str | None, options: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config that is asked for; transformers itself takes unknown keys without a word."""
+    """Returns the config; raises ValueError for unknown keys, which transformers accepts silently."""
     if (model_type is None) == (pretrained is None):
-        raise ValueError("set either `model_type`, for random weights, or `pretrained`")
+        raise ValueError("set either `model_type` (random weights) or `pretrained`")
     if pretrained is not None:
         known = type(_saved(AutoConfig, pretrained))
     elif model_type in CONFIG_MAPPING:
@@ -118,17 +118,17 @@ def _config(model_type: str | None, pretrained: str | None, options: Mapping[str
     keys = {*known().to_dict(), *known.attribute_map, *(field.name for field in _fields(known))} - _OWNED
     for key in options:
         if key in _OWNED:
-            raise ValueError(f"options.{key} cannot be set: it follows from the other options and from the recipe")
+            raise ValueError(f"options.{key} cannot be set: other options or the recipe determine it")
         if key not in keys:
             raise ValueError(f"the config of {known.model_type} has no key `{key}`{_near(key, keys)}")
     try:
         return _saved(AutoConfig, pretrained, **options) if pretrained is not None else known(**options)
-    except Exception as error:  # configs raise classes of their own, which share no base
+    except Exception as error:  # configs raise their own classes, without a common base
         raise ValueError(f"{known.model_type} refuses its options {dict(options)}: {error}") from error
 
 
 def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attention: str | None) -> nn.Module:
-    """Weights in float32, which is what a strategy expects to be given whatever the precision of training."""
+    """Builds the model with float32 weights, which strategies expect, whatever the precision of training."""
     how: dict[str, Any] = {"dtype": torch.float32} | ({"attn_implementation": attention} if attention else {})
     try:
         if pretrained is not None:
@@ -137,7 +137,7 @@ def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attentio
             model = auto.from_config(config, **how)
     except (ValueError, ImportError) as error:
         raise ValueError(f"transformers cannot build this {config.model_type}: {error}") from error
-    if lists := list(_lists_of_blocks(model)):  # where its authors say nothing, ddpforge looks for blocks itself
+    if lists := list(_lists_of_blocks(model)):  # if transformers lists none, ddpforge looks for blocks itself
         model.repeated = lists  # type: ignore[assignment]
     return model
 
@@ -149,17 +149,17 @@ def _adapted(model: nn.Module, lora: Adapters | None) -> nn.Module:
 def _saved(auto: Any, name: str, **options: Any) -> Any:
     folder = Path(name).expanduser()
     try:
-        # Never its own code: without the keyword, transformers would ask at the terminal whether to run that.
+        # Never runs code of the model's folder. Without the keyword transformers would prompt on the terminal.
         return auto.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False, **options)
     except OSError as error:
         raise ValueError(
-            f"`{name}` is neither a folder in which transformers saved a model nor a model of the hub that could be"
+            f"`{name}` is neither a folder in which transformers saved a model nor a model on the hub that could be"
             f" downloaded: {str(error).splitlines()[0]}"
         ) from error
 
 
 def _lists_of_blocks(model: nn.Module) -> Iterator[str]:
-    """Paths of the lists whose members the model's authors say must not be split over devices: its layers."""
+    """Yields the paths of the lists of layers, i.e. of modules whose classes are in `_no_split_modules`."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     for path, module in model.named_modules():
         members = [type(member).__name__ for member in module.children()]

@@ -1,4 +1,4 @@
-"""The steps of transformers' language models, for pipelines: in between go activations, and the mask of padding."""
+"""Segments of transformers' language models, for pipelines. They pass on activations and the padding mask."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ Passed = Tensor | tuple[Tensor, Tensor]
 
 
 def say_steps(model: nn.Module) -> None:
-    """Gives a causal model of a known type its attribute `pipeline`; leaves others as they are, which are refused."""
+    """Sets the attribute `pipeline` of a causal model of a known type; other types have no pipeline."""
     config: Any = model.config
     used: tuple[str, ...]
     ends: tuple[tuple[str, ...], tuple[str, ...]]
@@ -30,7 +30,7 @@ def say_steps(model: nn.Module) -> None:
     else:
         return
     steps: list[tuple[str, ...]] = [("enter", *ends[0])]
-    own: Any = model  # any attribute may be set on a module; a copy of the model has its own
+    own: Any = model  # mypy: any attribute may be set on a module
     own.enter, own.leave = partial(enter, model), partial(leave, model)
     for number in range(config.num_hidden_layers):
         setattr(own, f"layer_{number}", partial(layer, model, number))
@@ -50,7 +50,7 @@ def _enter(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, 
 def _layer(model: Any, number: int, x: Tensor, mask: Tensor | None = None) -> Passed:
     places = _places(x)
     slides = model.config.model_type != "llama" and model.config.layer_types[number] == "sliding_attention"
-    x = model.get_submodule(f"model.layers.{number}")(  # a stage's list lacks others, and counts anew
+    x = model.get_submodule(f"model.layers.{number}")(  # by name: the list of a stage has other indices
         x,
         attention_mask=_seen(model, x, mask, places, slides=slides),
         position_embeddings=model.model.rotary_emb(x, position_ids=places),
@@ -81,7 +81,7 @@ def _leave_gpt2(model: Any, x: Tensor, mask: Tensor | None = None) -> CausalLMOu
     return CausalLMOutput(logits=model.lm_head(model.transformer.ln_f(x)))
 
 
-# ---------------------------------------------------------------------------------------------- what all layers see
+# ---------------------------------------------------------------------------------------------- inputs of all layers
 def _places(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device)[None]
 

@@ -1,4 +1,4 @@
-"""Losses of transformers' models, summed, so that every token or sample weighs the same in any split."""
+"""Task for language models of transformers. The loss is a sum, so every token has the same weight on any ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ __all__ = ["CausalLM"]
 ddpforge_plugin_api = 3
 
 Batch = Mapping[str, Tensor]
-_Metrics = Annotated[Sequence[Metric], Field(description="What to report beside the loss.")]
+_Metrics = Annotated[Sequence[Metric], Field(description="Metrics in addition to the loss.")]
 
 
 class CausalLM(Task):
-    """Cross-entropy of the next token, in nats per token; a batch is {input_ids, labels} and maybe attention_mask.
+    """Cross-entropy of the next token, in nats per token. A batch is {input_ids, labels} and optionally attention_mask.
 
-    The loss is what transformers computes from `labels` itself, but summed, and in float32. Labels of -100 are not
-    counted. Beside it are reported its exponential, `perplexity`, and the metrics, over the counted tokens.
+    The loss is that of transformers, but summed and in float32. Labels of -100 are ignored. The task also reports the
+    exponential of the loss, `perplexity`, and the metrics of the counted tokens.
     """
 
     items = "tokens"
@@ -34,25 +34,25 @@ class CausalLM(Task):
             raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over tokens, and the logits [B, T - 1, V] of all that have a next token."""
+        """Returns the loss summed over tokens, and the logits [B, T - 1, V] of all positions with a next token."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits = model(**inputs, use_cache=False).logits[:, :-1]
         targets = batch["labels"][:, 1:]
         return cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """The mean `loss` of a sample, how many of its `tokens` count, and their `losses` [T - 1], 0 for others."""
+        """Returns per sample: mean `loss`, number of counted `tokens`, and their `losses` [T - 1] (0 for others)."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits, targets = model(**inputs, use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
         flat = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return of_sequences(flat.view_as(targets), targets != IGNORED)
 
     def count(self, batch: Batch) -> Tensor:
-        """The labels that are not ignored."""
+        """Returns the number of labels that are not ignored."""
         return (batch["labels"][:, 1:] != IGNORED).sum()
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
-        """The metrics that the recipe names, of counted tokens only."""
+        """Returns the metrics of the recipe, over counted tokens only."""
         if not self._metrics:
             return {}
         targets = batch["labels"][:, 1:]
@@ -60,14 +60,14 @@ class CausalLM(Task):
         return {name: metric(outputs[counted], targets[counted]) for name, metric in self._metrics.items()}
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds the perplexity (infinite where it overflows)."""
+        """Adds the perplexity (infinite if it overflows)."""
         loss = metrics["loss"]
         return metrics | {"perplexity": math.inf if loss > 700 else math.exp(loss)}
 
     def check(self, model: nn.Module, data: Any) -> None:
-        """Compares the tokenizer and the length of samples with the model's config; refuses data for classification."""
+        """Raises ValueError if vocabulary or sample length exceed the model's, or if the data has classes."""
         if getattr(data, "classes", None) is not None:
-            raise ValueError("the data has classes, and this task predicts tokens; leave data.*.classes out")
+            raise ValueError("the data has classes, but this task predicts tokens; remove data.*.classes")
         config: Any = getattr(model, "config", None)
         if config is None:
             raise ValueError(f"this task needs a model of transformers, not a {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""Makes what python-llama.toml trains on: the standard library's sources, and a tokenizer of them."""
+"""Writes the data of python-llama.toml: the standard library's sources, and a tokenizer trained on them."""
 
 import shutil
 import sysconfig

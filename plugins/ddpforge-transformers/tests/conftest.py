@@ -1,4 +1,4 @@
-"""A tokenizer, texts, and a way to run ddpforge: nothing is downloaded."""
+"""Fixtures: a tokenizer, texts, and ddpforge runs. Nothing is downloaded."""
 
 import json
 import os
@@ -22,7 +22,7 @@ WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "fears", "b
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer of whole words."""
+    """Writes a folder with a tokenizer of whole words."""
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<end>", "<unknown>", *WORDS])}
     words = Tokenizer(WordLevel(vocabulary, unk_token="<unknown>"))
     words.pre_tokenizer = Whitespace()
@@ -34,7 +34,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sentence(number: int) -> str:
-    """Sentences that are easy to continue, of five to nine words."""
+    """Returns a sentence of five to nine words that is easy to predict."""
     subject, verb, thing = (
         WORDS[(number * step) % size + first] for step, first, size in ((1, 2, 3), (3, 5, 4), (5, 2, 3))
     )
@@ -43,7 +43,7 @@ def sentence(number: int) -> str:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A folder with a text file and a .jsonl file."""
+    """Writes a folder with a text file and a .jsonl file."""
     folder = tmp_path / "texts"
     folder.mkdir()
     lines = [sentence(number) for number in range(200)]
@@ -54,7 +54,7 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Path:
-    """A .jsonl file of prompts, texts and classes."""
+    """Writes a .jsonl file of prompts, texts and classes."""
     file = tmp_path / "samples.jsonl"
     rows = [{"ask": "the cat", "text": sentence(number), "label": number % 2} for number in range(46)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -63,7 +63,7 @@ def samples(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ddpforge(tmp_path: Path) -> Callable[..., str]:
-    """`ddpforge("run", "x.toml", ranks=2)` in the test's folder; what it printed. `launcher`: as people start it."""
+    """Runs e.g. `ddpforge("run", "x.toml", ranks=2)` in the test's folder; returns the output. `launcher`: torchrun."""
 
     def run(*arguments: str, ranks: int = 1, code: int = 0, launcher: bool = False) -> str:
         if launcher:

@@ -1,4 +1,4 @@
-"""Tokens: packed and padded."""
+"""Packing and padding of tokens."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from ddpforge_transformers.data import TokenizedJSONL, TokenizedText
 END = 1
 
 
-def test_packing_loses_nothing_but_the_tail(texts: Path, tokenizer: Path) -> None:
+def test_packing_drops_only_the_last_incomplete_block(texts: Path, tokenizer: Path) -> None:
     data = TokenizedText(path=texts, tokenizer=str(tokenizer), block_size=16)
     words = AutoTokenizer.from_pretrained(tokenizer)
     lines = [json.loads(line)["text"] for line in (texts / "b.jsonl").read_text().splitlines()]
@@ -25,7 +25,7 @@ def test_packing_loses_nothing_but_the_tail(texts: Path, tokenizer: Path) -> Non
     assert torch.equal(data[3]["input_ids"], batch["input_ids"][3])
 
 
-def test_padding_is_neither_seen_nor_learnt(samples: Path, tokenizer: Path) -> None:
+def test_padding_is_masked_and_ignored_by_the_loss(samples: Path, tokenizer: Path) -> None:
     data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer))
     batch = data.collate([data[0], data[5]])
     lengths = batch["attention_mask"].sum(dim=1)
@@ -38,7 +38,7 @@ def test_padding_is_neither_seen_nor_learnt(samples: Path, tokenizer: Path) -> N
         assert (batch["input_ids"][row, lengths[row] :] == data.tokenizer.pad_token_id).all()
 
 
-def test_prompts_are_not_learnt_and_long_samples_are_cut(samples: Path, tokenizer: Path) -> None:
+def test_prompts_are_ignored_by_the_loss_and_long_samples_are_cut(samples: Path, tokenizer: Path) -> None:
     data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), prompt="ask", max_length=5)
     batch = data.collate([data[0]])
     assert batch["input_ids"].shape == (1, 5)
@@ -46,7 +46,7 @@ def test_prompts_are_not_learnt_and_long_samples_are_cut(samples: Path, tokenize
     assert torch.equal(batch["labels"][0, 2:], batch["input_ids"][0, 2:])
 
 
-def test_classes(samples: Path, tokenizer: Path) -> None:
+def test_labels_are_classes_and_a_class_out_of_range_is_refused(samples: Path, tokenizer: Path) -> None:
     data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), classes=2)
     assert data.collate([data[n] for n in range(4)])["labels"].tolist() == [0, 1, 0, 1]
     samples.write_text('{"text": "a", "label": 2}')
@@ -66,7 +66,9 @@ def test_classes(samples: Path, tokenizer: Path) -> None:
         ("{}", {"classes": 2, "prompt": "ask"}, "for language models"),
     ],
 )
-def test_bad_input(content: str | None, options: dict[str, Any], message: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_invalid_input_is_refused(
+    content: str | None, options: dict[str, Any], message: str, tokenizer: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "x.jsonl"
     if content is not None:
         file.write_text(content)

@@ -1,4 +1,4 @@
-"""Weights that transformers saved, as `checkpoint.init_from`, by the names that it gives: nothing is downloaded."""
+"""`checkpoint.init_from` with weights saved by transformers, under its names. Nothing is downloaded."""
 
 import logging
 from pathlib import Path
@@ -27,7 +27,7 @@ def begin(model: nn.Module, source: Path, *skip: str) -> None:
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
-def test_a_classifier_begins_with_the_body_of_a_language_model_and_says_what_is_new(
+def test_classifier_loads_the_body_of_a_language_model_and_reports_missing_tensors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, shard: str
 ) -> None:
     saved = masked_lm(model_type="bert", options=TINY["bert"])
@@ -46,7 +46,7 @@ def test_a_classifier_begins_with_the_body_of_a_language_model_and_says_what_is_
     assert "tensors not in the model: cls.predictions.bias" in caplog.text
 
 
-def test_a_head_for_other_classes_is_left_alone_where_that_is_said(tmp_path: Path) -> None:
+def test_ignored_head_of_another_size_is_not_loaded(tmp_path: Path) -> None:
     saved = sequence_classification(classes=2, model_type="bert", options=TINY["bert"])
     saved.save_pretrained(tmp_path)
     model = sequence_classification(classes=5, pretrained=str(tmp_path), weights=False)
@@ -56,7 +56,7 @@ def test_a_head_for_other_classes_is_left_alone_where_that_is_said(tmp_path: Pat
     assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
 
 
-def test_a_tied_head_follows_the_embedding_that_is_saved(tmp_path: Path) -> None:
+def test_tied_head_follows_the_saved_embedding(tmp_path: Path) -> None:
     saved = causal_lm(model_type="gpt2", options=TINY["gpt2"])
     saved.save_pretrained(tmp_path)
     model = causal_lm(pretrained=str(tmp_path), weights=False)
@@ -65,8 +65,8 @@ def test_a_tied_head_follows_the_embedding_that_is_saved(tmp_path: Path) -> None
     assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
 
 
-def test_a_body_alone_has_other_names_and_is_refused(tmp_path: Path) -> None:
-    """transformers itself puts the name of the body in front; with `pretrained` that works."""
+def test_body_without_head_has_other_names_and_is_refused(tmp_path: Path) -> None:
+    """transformers itself adds the prefix of the body; so `pretrained` accepts such a folder."""
     AutoModel.from_config(BertConfig(**TINY["bert"])).save_pretrained(tmp_path)
     model = masked_lm(model_type="bert", options=TINY["bert"])
     with pytest.raises(UsageError, match="none of its tensors has the name of one in the model") as found:

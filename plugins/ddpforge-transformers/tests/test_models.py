@@ -1,4 +1,4 @@
-"""Models: transformers' own, strictly configured, with blocks that a strategy can find."""
+"""Models of transformers: strict options, and blocks that a strategy can find."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,11 @@ from ddpforge_transformers.models import causal_lm, masked_lm, sequence_classifi
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """What `train.blocks` is by default, as the docs of ddpforge say."""
+    """Returns the class names of the default blocks (see `train.blocks`)."""
     return [type(block).__name__ for path in model.repeated for block in model.get_submodule(path).children()]
 
 
-def test_random_weights_are_those_of_transformers() -> None:
+def test_random_weights_equal_those_of_transformers() -> None:
     torch.manual_seed(3)
     mine = causal_lm(model_type="gpt2", options=TINY["gpt2"])
     torch.manual_seed(3)
@@ -33,11 +33,11 @@ def test_random_weights_are_those_of_transformers() -> None:
     ("model_type", "names"),
     [("llama", ["LlamaDecoderLayer"] * 2), ("gpt2", ["GPT2Block"] * 3)],
 )
-def test_blocks_are_those_that_must_not_be_split(model_type: str, names: list[str]) -> None:
+def test_blocks_are_the_no_split_modules(model_type: str, names: list[str]) -> None:
     assert blocks(sequence_classification(classes=2, model_type=model_type, options=TINY[model_type])) == names
 
 
-def test_models_whose_authors_say_nothing_are_left_to_ddpforge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_no_split_modules_sets_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPT2LMHeadModel, "_no_split_modules", None)
     monkeypatch.setattr(GPT2Model, "_no_split_modules", None)
     assert not hasattr(causal_lm(model_type="gpt2", options=TINY["gpt2"]), "reuse_batches")
@@ -57,7 +57,7 @@ def test_saved_weights_are_loaded_in_float32(tmp_path: Path) -> None:
     assert not torch.equal(random.transformer.wte.weight, loaded.transformer.wte.weight)
 
 
-def test_classifier_begins_with_the_saved_body(tmp_path: Path) -> None:
+def test_classifier_loads_the_saved_body_with_a_new_head(tmp_path: Path) -> None:
     saved = sequence_classification(classes=2, model_type="bert", options=TINY["bert"])
     saved.save_pretrained(tmp_path)
     loaded = sequence_classification(classes=5, pretrained=str(tmp_path))
@@ -79,13 +79,13 @@ def test_classifier_begins_with_the_saved_body(tmp_path: Path) -> None:
         ({"model_type": "vit"}, "cannot build this vit"),
     ],
 )
-def test_what_transformers_would_not_heed_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_transformers_would_ignore_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         causal_lm(**options)
 
 
-def test_code_that_lies_beside_a_saved_model_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is the terminal asked, where somebody might answer yes."""
+def test_code_in_the_folder_of_a_saved_model_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does transformers prompt on the terminal."""
     marker, asked = tmp_path / "marker", list[str]()
     monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
     (tmp_path / "code.py").write_text(f"open({str(marker)!r}, 'w')\n", encoding="utf-8")
@@ -101,7 +101,7 @@ def test_code_that_lies_beside_a_saved_model_is_not_run(tmp_path: Path, monkeypa
     assert not marker.exists()
 
 
-def test_a_pickle_in_the_place_of_saved_weights_is_not_run(tmp_path: Path) -> None:
+def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8).save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nmkdir\n(V" + str(marker).encode() + b"\ntR.")
@@ -111,7 +111,7 @@ def test_a_pickle_in_the_place_of_saved_weights_is_not_run(tmp_path: Path) -> No
 
 
 def test_configs_are_not_shared() -> None:
-    """BERT's config class has defaults of its own; nothing of one model shows in the next."""
+    """Options of one model do not change the defaults of BERT's config class."""
     sequence_classification(classes=7, model_type="bert", options=TINY["bert"])
     assert BertConfig().num_labels == 2
 

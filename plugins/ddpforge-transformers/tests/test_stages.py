@@ -1,4 +1,4 @@
-"""The steps that models say for pipelines."""
+"""Segments of models for pipelines."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_steps_are_the_forward_pass_bit_by_bit(name: str, padded: bool) -> None:
+def test_segments_compute_the_forward_pass_bit_by_bit(name: str, padded: bool) -> None:
     kind, options = MODELS[name]
     model: Any = causal_lm(model_type=kind, options=options).eval()
     batch = {"input_ids": torch.arange(14).reshape(2, 7) + 2}

@@ -1,4 +1,4 @@
-"""The loss is that of transformers, summed."""
+"""Losses of the tasks equal those of transformers, summed."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ddpforge_transformers.tasks import CausalLM
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_causal_lm(model_type: str, samples: Path, tokenizer: Path) -> None:
+def test_causal_lm_loss_equals_that_of_transformers(model_type: str, samples: Path, tokenizer: Path) -> None:
     data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), prompt="ask")
     batch = data.collate([data[number] for number in range(7)])
     model, task = causal_lm(model_type=model_type, options=TINY[model_type]).eval(), CausalLM()
@@ -29,7 +29,7 @@ def test_causal_lm(model_type: str, samples: Path, tokenizer: Path) -> None:
     torch.testing.assert_close(logits, theirs.logits[:, :-1])
 
 
-def test_a_causal_lm_predicts_and_writes(samples: Path, tokenizer: Path) -> None:
+def test_causal_lm_predicts_losses_and_generates_text(samples: Path, tokenizer: Path) -> None:
     data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), prompt="ask")
     batch = data.collate([data[number] for number in range(7)])
     model, task = causal_lm(model_type="llama", options=TINY["llama"]).eval(), CausalLM()
@@ -47,7 +47,7 @@ def test_a_causal_lm_predicts_and_writes(samples: Path, tokenizer: Path) -> None
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_sequence_classification(samples: Path, tokenizer: Path) -> None:
+def test_sequence_classification_loss_equals_that_of_transformers(samples: Path, tokenizer: Path) -> None:
     data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), classes=2)
     batch = data.collate([data[number] for number in range(7)])
     for model_type in ("bert", "llama"):
@@ -60,8 +60,8 @@ def test_sequence_classification(samples: Path, tokenizer: Path) -> None:
         torch.testing.assert_close(logits, theirs.logits)
 
 
-def test_masked_lm(samples: Path, tokenizer: Path) -> None:
-    """Padding is neither chosen nor seen; the loss is what transformers computes of the same gaps."""
+def test_masked_lm_loss_equals_that_of_transformers(samples: Path, tokenizer: Path) -> None:
+    """Padding is neither masked nor attended to; transformers computes the same loss for the same masked tokens."""
     data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer))
     batch = data.collate([data[number] for number in range(7)])
     model, task = masked_lm(model_type="bert", options=TINY["bert"]).eval(), MaskedLM(mask_token=31, share=0.4, keep=0)
@@ -76,7 +76,7 @@ def test_masked_lm(samples: Path, tokenizer: Path) -> None:
     torch.testing.assert_close(logits, theirs.logits)
 
 
-def test_what_does_not_fit_is_refused(samples: Path, tokenizer: Path) -> None:
+def test_data_and_model_that_do_not_fit_are_refused(samples: Path, tokenizer: Path) -> None:
     texts = TokenizedJSONL(path=samples, tokenizer=str(tokenizer))
     classes = TokenizedJSONL(path=samples, tokenizer=str(tokenizer), classes=3)
     small = causal_lm(model_type="gpt2", options=TINY["gpt2"] | {"vocab_size": 8})

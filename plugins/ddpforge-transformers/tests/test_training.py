@@ -1,4 +1,4 @@
-"""Whole runs on two ranks, and out again to transformers."""
+"""Whole runs on two ranks, and export to transformers."""
 
 import json
 from collections.abc import Callable
@@ -59,10 +59,10 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_all_strategies_train_the_same_curve_and_transformers_loads_it(
+def test_all_strategies_train_the_same_curve_and_transformers_loads_the_export(
     ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path, launcher: bool
 ) -> None:
-    """Among them ranks that share layers, by the model's own `_tp_plan`."""
+    """Tensor parallelism uses the model's own `_tp_plan`."""
     (tmp_path / "tiny.toml").write_text(RECIPE.format(tokenizer=tokenizer))
     curves = {}
     for name, *sets in (
@@ -90,7 +90,7 @@ def test_all_strategies_train_the_same_curve_and_transformers_loads_it(
     assert model.config.architectures == ["LlamaForCausalLM"]
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
 
-    # What transformers makes of the folder is what ddpforge evaluated.
+    # transformers computes the same loss and accuracy from the folder as ddpforge's evaluation.
     loss = right = count = 0.0
     text = [(texts / "a.txt").read_text()]
     text += [json.loads(line)["text"] for line in (texts / "b.jsonl").read_text().splitlines()]
@@ -106,13 +106,13 @@ def test_all_strategies_train_the_same_curve_and_transformers_loads_it(
     assert final["eval/loss"] == pytest.approx(loss / count, rel=1e-5)
     assert final["eval/accuracy"] == pytest.approx(right / count, abs=0.002)
 
-    # And back: the exported folder is where another run begins.
+    # Another run begins with the weights of the exported folder.
     ddpforge("run", "tiny.toml", f"--set=checkpoint.init_from={out}", "--set=name=again", "--set=train.length=1st")
     begin = rows(tmp_path / "runs" / "again")[0]["train/loss"]
     assert begin < 0.75 * curves["fsdp"][0]
 
 
-def test_bad_options_are_errors_of_the_recipe(
+def test_invalid_options_are_errors_of_the_recipe(
     ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "tiny.toml").write_text(RECIPE.format(tokenizer=tokenizer).replace("vocab_size", "vocabulary"))
@@ -122,7 +122,7 @@ def test_bad_options_are_errors_of_the_recipe(
 
 
 @pytest.mark.parametrize(("model_type", "targets"), [("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn", "c_proj"])])
-def test_adapters_are_trained_alone_and_fold_into_what_transformers_loads(
+def test_only_adapters_are_trained_and_transformers_loads_the_merged_export(
     ddpforge: Callable[..., str],
     samples: Path,
     texts: Path,
@@ -131,9 +131,9 @@ def test_adapters_are_trained_alone_and_fold_into_what_transformers_loads(
     model_type: str,
     targets: list[str],
 ) -> None:
-    """The base comes from a folder of transformers; two runs differ in what their checkpoints hold.
+    """Both runs train the same model: one with ddpforge's `lora` around it, the other with the model's option `lora`.
 
-    One says it as an option of the model, the other with ddpforge's `lora` around it: it is the same model.
+    The base model is a folder of transformers. The checkpoints of the second run contain only the adapters.
     """
     torch.manual_seed(0)
     base = causal_lm(model_type=model_type, options=TINY[model_type])

@@ -1,4 +1,4 @@
-"""Configs of models that are built in a moment."""
+"""Configs of tiny models for fast tests."""
 
 from typing import Any
 
