@@ -331,7 +331,7 @@ def by_ddpforge(case: Case, ranks: int) -> None:
         compile="default" if case.compile else "off",
         channels_last=str(case.channels_last).lower(),
         save_every=case.save_every or 10**6,
-        strategy=f'use = "{use}"\n' + (f'gather = "{option}"\n' if option else ""),
+        strategy=f'use = "{use}"\n' + (f'all_gather_dtype = "{option}"\n' if option else ""),
     )
     recipe.write_text(text)
     ddpforge.run(recipe, out=Path(os.environ["GPU_RESULT"] + "-runs"))

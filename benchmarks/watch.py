@@ -26,7 +26,9 @@ SECONDS = 20
 
 def nanoseconds(statement: str) -> float:
     best = min(
-        timeit.repeat(statement, globals={"phases": heartbeat, "nothing": lambda phase: None}, number=50_000, repeat=40)
+        timeit.repeat(
+            statement, globals={"heartbeat": heartbeat, "nothing": lambda phase: None}, number=50_000, repeat=40
+        )
     )
     return best / 50_000 * 1e9
 
@@ -35,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "logs").mkdir()
         with Watchdog(Path(name), "bench", 0, 2, strategy="ddp", stall=600.0, compiles=False):
-            mark, call = nanoseconds("phases.mark(phases.FORWARD)"), nanoseconds("nothing(phases.FORWARD)")
+            mark, call = nanoseconds("heartbeat.beat(heartbeat.FORWARD)"), nanoseconds("nothing(heartbeat.FORWARD)")
             print(f"heartbeat: {mark:.0f} ns (an empty call: {call:.0f} ns)")
             print(f"{MARKS} heartbeats per step: {MARKS * mark / 1e6:.3%} of a step of 1 ms")
             (beside,) = psutil.Process(os.getpid()).children()

@@ -16,7 +16,7 @@ from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
 from ddpforge.interfaces.regions import find_gap
 from ddpforge.interop.foreign import dcp, plain, zero
-from ddpforge.interop.foreign.foreign_state import ForeignState, Held, rejectd
+from ddpforge.interop.foreign.foreign_state import ForeignState, Held, rejected
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.runs.checkpoints import is_checkpoint
 from ddpforge.runs.folder import RunFolder
@@ -70,7 +70,7 @@ def import_checkpoint(
         found = _renamed(found, rules, source)
         _check(found, source)
     except ValueError as error:  # parts that do not fit their tensor
-        raise rejectd(source, error) from error
+        raise rejected(source, error) from error
 
     facts = CheckpointMetadata(
         step=found.step or 0 if step is None else step,
@@ -129,14 +129,14 @@ def _read(source: Path, *, trust: bool) -> ForeignState:
     if not source.is_dir():
         raise UsageError(f"{source} does not exist", hints=["name a file, or the folder of a checkpoint"])
     if is_checkpoint(source):
-        raise rejectd(source, "it is already a checkpoint of ddpforge")
+        raise rejected(source, "it is already a checkpoint of ddpforge")
     if (source / dcp.METADATA).exists():
         return dcp.read(source, trust=trust)
     if zero.is_native(source):
         return zero.read(source, trust=trust)
     if plain.is_folder(source):
         return plain.read_folder(source, trust=trust)
-    raise rejectd(
+    raise rejected(
         source,
         "it contains no checkpoint of a known format",
         "known formats are a safetensors file, a state_dict (.pt, .bin), and folders of transformers "
@@ -147,21 +147,21 @@ def _read(source: Path, *, trust: bool) -> ForeignState:
 def _check(found: ForeignState, source: Path) -> None:
     """Raises UsageError for tensors that a checkpoint cannot contain."""
     if not found.model:
-        raise rejectd(source, "it contains no tensor")
+        raise rejected(source, "it contains no tensor")
     for name, held in _each(found):
         for tensor in [part.tensor for part in held] if isinstance(held, list) else [held]:
             kind = str(tensor.dtype).removeprefix("torch.")
             if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
                 what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} ({tensor.layout})"
-                raise rejectd(source, f"{name} is {what}, not a dense tensor")
+                raise rejected(source, f"{name} is {what}, not a dense tensor")
             if kind not in DTYPES:
-                raise rejectd(source, f"{name} has dtype {kind}", f"a checkpoint can contain {', '.join(DTYPES)}")
+                raise rejected(source, f"{name} has dtype {kind}", f"a checkpoint can contain {', '.join(DTYPES)}")
         if isinstance(held, list) and not held:
-            raise rejectd(source, f"it has no part of {name}")
+            raise rejected(source, f"it has no part of {name}")
         if isinstance(held, list) and (problem := find_gap(held[0].shape, [part.simple_region for part in held])):
-            raise rejectd(source, f"{name}: {problem}")
+            raise rejected(source, f"{name}: {problem}")
     if "" in found.model:
-        raise rejectd(source, "a tensor in it has no name")
+        raise rejected(source, "a tensor in it has no name")
 
 
 def _each(found: ForeignState) -> list[tuple[str, Held]]:
@@ -215,7 +215,7 @@ def _merged(model: Mapping[str, Held], new: Any, source: Path, left_out: list[st
         elif _same(held, other):
             left_out.append(f"{name}: the same as {new(name)}")
         else:
-            raise rejectd(source, f"--map gives the name {new(name)} to several tensors that differ")
+            raise rejected(source, f"--map gives the name {new(name)} to several tensors that differ")
     return merged
 
 
@@ -245,7 +245,7 @@ def _unique(values: Mapping[str, X], new: Any, source: Path) -> dict[str, X]:
     found: dict[str, X] = {}
     for name, value in values.items():
         if new(name) in found:
-            raise rejectd(source, f"--map gives the name {new(name)} to the optimizer state of several parameters")
+            raise rejected(source, f"--map gives the name {new(name)} to the optimizer state of several parameters")
         found[new(name)] = value
     return found
 

@@ -345,13 +345,13 @@ def check_callbacks(chosen: Chosen) -> Errors:
 def check_strategy(chosen: Chosen) -> Errors:
     """Yields the strategy's `unsupported` settings of the recipe as errors."""
 
-    def refusals(device: str) -> list[Unsupported]:
+    def unsupported(device: str) -> list[Unsupported]:
         return list(chosen.strategy.unsupported(chosen.recipe.train, chosen.ranks, device))
 
     given = chosen.device or chosen.recipe.train.device
-    found = refusals("cpu" if given == "auto" else given)
-    if given == "auto" and found != refusals("cuda"):
-        found = refusals(device_of(chosen))  # the device matters, and only torch detects a GPU
+    found = unsupported("cpu" if given == "auto" else given)
+    if given == "auto" and found != unsupported("cuda"):
+        found = unsupported(device_of(chosen))  # the device matters, and only torch detects a GPU
     for refusal in found:
         yield UsageError(refusal.message, hints=refusal.hints, key=refusal.key)
 

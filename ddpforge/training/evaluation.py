@@ -166,7 +166,7 @@ class Evaluator:
         yield from chain(first, results)
 
     def _whole(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yields each micro-batch after a check; raises UsageError (`check_whole`), or EvaluationInterrupted if no data comes."""
+        """Yields each checked micro-batch; raises UsageError (`check_whole`), or EvaluationInterrupted without data."""
         source = iter(micro_batches)
         while True:
             try:

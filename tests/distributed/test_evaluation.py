@@ -154,9 +154,9 @@ def test_evaluation_on_too_few_ranks_for_the_layout_uses_another_layout(
 
 def test_only_option_selects_an_evaluation_set(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
     few = {name: value for name, value in reported(tmp_path).items() if name.startswith("eval/few/")}
-    assert few == found(evaluate("--only", "few"))[1]
+    assert few == found(evaluate("--dataset", "few"))[1]
 
-    refused = evaluate("--only", "fwe", fails=True)
+    refused = evaluate("--dataset", "fwe", fails=True)
     assert refused.codes == [ExitCode.USAGE] * 2
     assert refused.stderr.count("the recipe has no evaluation set [data.eval.fwe]") == 1
     assert "did you mean `few`?" in refused.stderr

@@ -44,7 +44,7 @@ def test_attention_and_its_gradients_equal_those_of_the_whole_sequence(ranks: in
         worst = []
         for causal in (True, False):
             whole = attended(causal)
-            mine = [cut.own_part(tensor.transpose(1, 2)).transpose(1, 2) for tensor in whole]
+            mine = [cut.local_batch(tensor.transpose(1, 2)).transpose(1, 2) for tensor in whole]
             q, k, v = (tensor.clone().requires_grad_() for tensor in mine[:3])
             mixed = cut.attention(q, k, v, causal=causal)
             mixed.backward(mine[3])
@@ -62,7 +62,7 @@ def test_positions_are_split_once_with_equal_attention_cost() -> None:
     assert positions == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
     assert {sum(position + 1 for position in mine) for mine in positions} == {34}
     batch = {"tokens": torch.arange(16).repeat(2, 1), "more": [torch.arange(32).reshape(1, 16, 2)], "name": "x"}
-    own = cuts[1].own_part(batch)
+    own = cuts[1].local_batch(batch)
     assert own["tokens"].tolist() == [[2, 3, 12, 13]] * 2
     assert own["more"][0][0, :, 0].tolist() == [4, 6, 24, 26]
     assert own["name"] == "x"
@@ -111,11 +111,11 @@ def test_model_and_task_are_checked_before_ranks_join() -> None:
 
 def test_batches_that_cannot_be_split_are_refused_with_their_shapes() -> None:
     cut = ContextParallel(Elsewhere(2, 0))
-    message = refused(UsageError, lambda: cut.own_part((torch.zeros(2, 8), torch.zeros(2))))
+    message = refused(UsageError, lambda: cut.local_batch((torch.zeros(2, 8), torch.zeros(2))))
     assert "a batch has a tensor of shape [2], not [B, T, …]" in message
-    message = refused(UsageError, lambda: cut.own_part((torch.zeros(2, 8), torch.zeros(2, 4))))
+    message = refused(UsageError, lambda: cut.local_batch((torch.zeros(2, 8), torch.zeros(2, 4))))
     assert "a batch has tensors of 2 lengths: 4, 8" in message
-    assert "which does not divide its length, 6" in refused(UsageError, lambda: cut.own_part([torch.zeros(2, 6)]))
+    assert "which does not divide its length, 6" in refused(UsageError, lambda: cut.local_batch([torch.zeros(2, 6)]))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ddpforge.interfaces.regions import Box, TensorShard
-from ddpforge.interop.foreign.foreign_state import ForeignState, Held, inside, listed, regular, rejectd, untrusted
+from ddpforge.interop.foreign.foreign_state import ForeignState, Held, inside, listed, regular, rejected, untrusted
 
 METADATA = ".metadata"
 _MODELS = (("model",), ("state_dict",), ("model_state_dict",), ("module",), ("app", "model"), ())
@@ -32,7 +32,7 @@ def read(folder: Path, *, trust: bool) -> ForeignState:
     try:
         return _found(folder, metadata)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise rejectd(folder, f"its metadata contradict its files ({type(error).__name__}: {error})") from error
+        raise rejected(folder, f"its metadata contradict its files ({type(error).__name__}: {error})") from error
 
 
 def _found(folder: Path, metadata: Metadata) -> ForeignState:
@@ -63,9 +63,9 @@ def _metadata(path: Path) -> Metadata:
         with path.open("rb") as file:
             metadata = pickle.load(file)
     except Exception as error:  # a damaged pickle can raise anything
-        raise rejectd(path, f"it cannot be read ({type(error).__name__}: {error})") from error
+        raise rejected(path, f"it cannot be read ({type(error).__name__}: {error})") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
-        raise rejectd(path, "it is not the metadata of a DCP checkpoint on disk")
+        raise rejected(path, "it is not the metadata of a DCP checkpoint on disk")
     return metadata
 
 
@@ -73,7 +73,7 @@ def _paths(folder: Path, metadata: Metadata) -> dict[str, Path_]:
     """Returns the path of each entry in the nested state dict: ("optim", "state", "layer.weight", "exp_avg")."""
     data = metadata.planner_data
     if not isinstance(data, Mapping) or not metadata.state_dict_metadata.keys() <= data.keys():
-        raise rejectd(folder, "its metadata lack the places of tensors in the state_dict")
+        raise rejected(folder, "its metadata lack the places of tensors in the state_dict")
     return {key: path if isinstance(path, tuple) else (path,) for key, path in data.items()}
 
 
@@ -91,7 +91,7 @@ def _model_prefix(folder: Path, paths: list[Path_]) -> Path_:
         if any(_is_under(path, prefix) for path in paths):
             return prefix
     tables = sorted({".".join(map(str, path[:-1])) for path in paths})
-    raise rejectd(folder, f'none of its tables is called "model"; it has {listed(tables) or "no tensors"}')
+    raise rejected(folder, f'none of its tables is called "model"; it has {listed(tables) or "no tensors"}')
 
 
 def _optimizer_entry(path: Path_, names: Mapping[str, str]) -> tuple[str, str] | None:
@@ -126,20 +126,20 @@ class _Pieces:
             offset = tuple(index.offset) if index.offset is not None else (0,) * len(shape)
             tensor = self._read(key, info)
             if tuple(tensor.shape) != sizes.get(offset) or tensor.dtype != dtype:
-                raise rejectd(self.folder, f"a shard of {key} does not match the metadata")
+                raise rejected(self.folder, f"a shard of {key} does not match the metadata")
             parts.append(TensorShard(tensor, shape, Box(offset, tuple(tensor.shape))))
         return parts[0].tensor if len(parts) == 1 and tuple(parts[0].tensor.shape) == shape else parts
 
     def _read(self, key: str, info: Any) -> Tensor:
         if getattr(info, "transform_descriptors", None):
-            raise rejectd(self.folder, f"{key} is compressed or otherwise transformed, which is not supported")
+            raise rejected(self.folder, f"{key} is compressed or otherwise transformed, which is not supported")
         with inside(self.folder, info.relative_path).open("rb") as file:
             file.seek(info.offset)
             content = file.read(info.length)
         try:
             tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file can make the unpickler raise anything
-            raise rejectd(self.folder / info.relative_path, f"{key} in it cannot be read ({error})") from error
+            raise rejected(self.folder / info.relative_path, f"{key} in it cannot be read ({error})") from error
         if not isinstance(tensor, Tensor):
-            raise rejectd(self.folder / info.relative_path, f"{key} in it is not a tensor")
+            raise rejected(self.folder / info.relative_path, f"{key} in it is not a tensor")
         return tensor.detach()

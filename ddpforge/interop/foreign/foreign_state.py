@@ -33,14 +33,14 @@ class ForeignState:
     left_out: list[str] = field(default_factory=list)
 
 
-def rejectd(path: Path, reason: object, *hints: str) -> UsageError:
+def rejected(path: Path, reason: object, *hints: str) -> UsageError:
     """Returns the error for a source that cannot be imported."""
     return UsageError(f"{path} cannot be imported: {reason}", hints=hints)
 
 
 def untrusted(path: Path, what: str) -> UsageError:
     """Returns the error for a pickle that cannot be loaded as bare tensors."""
-    return rejectd(
+    return rejected(
         path,
         f"{what} is a pickle, and loading it can run any code of its author",
         "add --trust if you know and trust its author",
@@ -53,17 +53,17 @@ def regular(path: Path) -> Path:
     try:
         mode = path.lstat().st_mode
     except OSError as error:
-        raise rejectd(path, error.strerror or error) from error
+        raise rejected(path, error.strerror or error) from error
     if not stat.S_ISREG(mode):
         hint = "make a copy with regular files: cp -rL SOURCE COPY"
-        raise rejectd(path, "it is a link or a special file, not a regular file", *([hint] * stat.S_ISLNK(mode)))
+        raise rejected(path, "it is a link or a special file, not a regular file", *([hint] * stat.S_ISLNK(mode)))
     return path
 
 
 def inside(folder: Path, name: object) -> Path:
     """Returns the path of the file `name` in a folder; raises UsageError if `name` could lead out of the folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\0" in name:
-        raise rejectd(folder, f"it refers to the file {name!r}, which is not a plain file name")
+        raise rejected(folder, f"it refers to the file {name!r}, which is not a plain file name")
     return regular(folder / name)
 
 
@@ -79,14 +79,14 @@ def load(path: Path, *, trust: bool) -> Any:
         if not trust:
             raise untrusted(path, "it contains objects other than tensors; it") from error
     except Exception as error:  # a damaged file can make the unpickler raise anything
-        raise rejectd(path, f"torch.load failed: {_brief(error)}") from error
+        raise rejected(path, f"torch.load failed: {_brief(error)}") from error
     try:
         with redirect_stdout(sys.stderr):  # the output of packages that the pickle imports
             return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
     except ImportError as error:
-        raise rejectd(path, f"its pickle needs a package that is not installed ({error})") from error
+        raise rejected(path, f"its pickle needs a package that is not installed ({error})") from error
     except Exception as error:
-        raise rejectd(path, f"torch.load failed: {_brief(error)}") from error
+        raise rejected(path, f"torch.load failed: {_brief(error)}") from error
 
 
 def _brief(error: BaseException) -> str:

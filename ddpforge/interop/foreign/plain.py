@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ddpforge.interop.foreign.foreign_state import ForeignState, inside, listed, load, regular, rejectd, tied
+from ddpforge.interop.foreign.foreign_state import ForeignState, inside, listed, load, regular, rejected, tied
 
 SINGLE = {"model.safetensors": "safetensors", "pytorch_model.bin": "state_dict"}
 INDEXED = {f"{name}.index.json": kind for name, kind in SINGLE.items()}
@@ -48,7 +48,7 @@ def read_folder(folder: Path, *, trust: bool) -> ForeignState:
         if _is_there(folder / name):
             found = read_file(regular(folder / name), trust=trust)
             if found.kind != kind:
-                raise rejectd(folder / name, f"its name is of a {kind}, but its content is not")
+                raise rejected(folder / name, f"its name is of a {kind}, but its content is not")
             break
     else:
         name, kind = next(each for each in INDEXED.items() if _is_there(folder / each[0]))
@@ -68,7 +68,7 @@ def _read_indexed(folder: Path, index: str, kind: str, *, trust: bool) -> Foreig
     for file in dict.fromkeys(places.values()):
         path = inside(folder, file)
         if is_pickle(path) != (kind == "state_dict"):
-            raise rejectd(path, f"its name is of a {kind}, but its content is not")
+            raise rejected(path, f"its name is of a {kind}, but its content is not")
         if kind == "state_dict":
             found, rest = _state_dict(path, trust=trust)
             left_out += rest
@@ -78,7 +78,7 @@ def _read_indexed(folder: Path, index: str, kind: str, *, trust: bool) -> Foreig
         wanted = {name for name, place in places.items() if place == file}
         if found.keys() != wanted:
             odd = sorted(found.keys() ^ wanted)
-            raise rejectd(path, f"its tensors are not the tensors that {index} names: {listed(odd)}")
+            raise rejected(path, f"its tensors are not the tensors that {index} names: {listed(odd)}")
         model |= found
     if kind == "state_dict":
         model, aliases = tied(model)
@@ -89,9 +89,9 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         places = json.loads(path.read_bytes())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise rejectd(path, "it is not an index of weights") from error
+        raise rejected(path, "it is not an index of weights") from error
     if not isinstance(places, dict) or not places:
-        raise rejectd(path, "it is not an index of weights")
+        raise rejected(path, "it is not an index of weights")
     return places
 
 
@@ -102,7 +102,7 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             metadata: Mapping[str, str] = file.metadata() or {}
     except (SafetensorError, OSError, ValueError, AttributeError, RuntimeError) as error:
-        raise rejectd(path, f"it is not a safetensors file ({error})") from error
+        raise rejected(path, f"it is not a safetensors file ({error})") from error
     return named, {name: other for name, other in metadata.items() if other in named and name not in named}
 
 
@@ -111,12 +111,12 @@ def _state_dict(path: Path, *, trust: bool) -> tuple[dict[str, Tensor], list[str
     loaded = load(path, trust=trust)
     left_out: list[str] = []
     if not isinstance(loaded, Mapping):
-        raise rejectd(path, f"it contains a {type(loaded).__name__}, not tensors by name")
+        raise rejected(path, f"it contains a {type(loaded).__name__}, not tensors by name")
     if not _some(loaded, Tensor):
         nested = [key for key in _NESTED if isinstance(loaded.get(key), Mapping) and _some(loaded[key], Tensor)]
         if len(nested) != 1:
             keys = listed([str(key) for key in loaded])
-            raise rejectd(path, f"it has no tensors by name; it contains {keys or 'nothing'}")
+            raise rejected(path, f"it has no tensors by name; it contains {keys or 'nothing'}")
         left_out = [f"{key}: {_what(value)}" for key, value in loaded.items() if key != nested[0]]
         loaded = loaded[nested[0]]
     left_out += [f"{name}: not a tensor" for name, value in loaded.items() if not isinstance(value, Tensor)]

@@ -25,7 +25,7 @@ from ddpforge.interop.foreign.foreign_state import (
     listed,
     load,
     regular,
-    rejectd,
+    rejected,
     untrusted,
 )
 
@@ -55,7 +55,7 @@ def read(folder: Path, *, trust: bool) -> ForeignState:
     try:
         return _Checkpoint(_Files(tagged)).found()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise rejectd(tagged, f"its files are not in DeepSpeed's format ({type(error).__name__}: {error})") from error
+        raise rejected(tagged, f"its files are not in DeepSpeed's format ({type(error).__name__}: {error})") from error
 
 
 def _tagged(folder: Path) -> Path:
@@ -65,11 +65,11 @@ def _tagged(folder: Path) -> Path:
     try:
         tag = regular(folder / LATEST).read_text(encoding="utf-8").strip()
     except ValueError as error:
-        raise rejectd(folder / LATEST, "it is not text") from error
+        raise rejected(folder / LATEST, "it is not text") from error
     if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
-        raise rejectd(folder / LATEST, f"it names {tag!r}, which is not the name of a folder next to it")
+        raise rejected(folder / LATEST, f"it names {tag!r}, which is not the name of a folder next to it")
     if (folder / tag).is_symlink() or not (folder / tag).is_dir():
-        raise rejectd(folder / LATEST, f"it names {tag}, but there is no such folder next to it")
+        raise rejected(folder / LATEST, f"it names {tag}, but there is no such folder next to it")
     return folder / tag
 
 
@@ -81,7 +81,7 @@ class _Files:
         names = sorted(path.name for path in folder.iterdir())
         odd = [name for name in names if re.match(r"(expert_|layer_|.*mp_rank_(?!00))", name)]
         if odd:
-            raise rejectd(folder, f"its model is split over several processes or experts: {listed(odd)}")
+            raise rejected(folder, f"its model is split over several processes or experts: {listed(odd)}")
         self.models = self._load(names, _MODEL)
         self.optimizers = self._load(names, _OPTIMIZER)
 
@@ -89,12 +89,12 @@ class _Files:
         matches = [match for name in names if (match := pattern.fullmatch(name))]
         found = {int(match[1] or 0): match[0] for match in matches}
         if len(found) < len(matches):
-            raise rejectd(self.folder, "it contains files of several checkpoints: two are of the same rank")
+            raise rejected(self.folder, "it contains files of several checkpoints: two are of the same rank")
         if missing := sorted(set(range(len(found))) - found.keys()):
-            raise rejectd(self.folder, f"the file of rank {missing[0]} is missing")
+            raise rejected(self.folder, f"the file of rank {missing[0]} is missing")
         loaded = [load(inside(self.folder, found[rank]), trust=True) for rank in sorted(found)]
         if not all(isinstance(each, dict) for each in loaded):
-            raise rejectd(self.folder, "its files are not in DeepSpeed's format")
+            raise rejected(self.folder, "its files are not in DeepSpeed's format")
         return loaded
 
 
@@ -138,7 +138,7 @@ class _Checkpoint:
         if self.stage == 3:
             model |= self._frozen()
         if unknown := sorted(set(aliases.values()) - model.keys()):
-            raise rejectd(self.folder, f"tied parameters refer to {listed(unknown)}, which it does not contain")
+            raise rejected(self.folder, f"tied parameters refer to {listed(unknown)}, which it does not contain")
         self.left_out += [f"{key}: a recipe sets this" for key in _RECIPES if self.head.get(key)]
         return ForeignState(
             kind=f"DeepSpeed ZeRO-{self.stage}" if self.stage else "DeepSpeed",
@@ -153,30 +153,30 @@ class _Checkpoint:
     # -- contents
     def _get(self, table: Mapping[str, Any], key: str) -> Any:
         if not isinstance(table, Mapping) or not isinstance(value := table.get(key), Mapping | list | tuple):
-            raise rejectd(self.folder, f"its files have no {key}: they are incomplete, or of another DeepSpeed")
+            raise rejected(self.folder, f"its files have no {key}: they are incomplete, or of another DeepSpeed")
         return value
 
     def _check_kind(self) -> None:
         for table in (*self.models, *self.optimizers):
             if odd := [key for key in _UNSUPPORTED if table.get(key)]:
-                raise rejectd(self.folder, f"it has {odd[0]}: parallelism that is not supported")
+                raise rejected(self.folder, f"it has {odd[0]}: parallelism that is not supported")
             if table.get("ds_zero_partition_groups"):
-                raise rejectd(self.folder, "its parameters are partitioned over several groups of ranks")
+                raise rejected(self.folder, "its parameters are partitioned over several groups of ranks")
         if self.head.get("mp_world_size", 1) != 1:
-            raise rejectd(self.folder, "its model is split over several ranks (tensor parallelism)")
+            raise rejected(self.folder, "its model is split over several ranks (tensor parallelism)")
         if self.stage not in (0, 1, 2, 3):
-            raise rejectd(self.folder, f"its ZeRO stage is {self.stage}, not 0 to 3")
+            raise rejected(self.folder, f"its ZeRO stage is {self.stage}, not 0 to 3")
         for each in self.optimizers:
             counts = each.get("partition_count", self.ranks)
             counts = counts if isinstance(counts, list | tuple) else [counts]
             if int(each.get("zero_stage", 0)) != self.stage or any(count != self.ranks for count in counts):
-                raise rejectd(
+                raise rejected(
                     self.folder,
                     f"it has files of {self.ranks} ranks, but in them the number of ranks is "
                     f"{listed(list(map(str, counts)))}",
                 )
         if self.stage == 3 and len(self.models) != self.ranks:
-            raise rejectd(self.folder, f"it has {len(self.models)} files of weights and {self.ranks} of the optimizer")
+            raise rejected(self.folder, f"it has {len(self.models)} files of weights and {self.ranks} of the optimizer")
 
     @cached_property
     def groups(self) -> list[dict[str, tuple[int, ...]]]:
@@ -186,7 +186,7 @@ class _Checkpoint:
         ]
         names = [name for group in groups for name in group]
         if len(set(names)) != len(names):
-            raise rejectd(self.folder, "a parameter is in two groups")
+            raise rejected(self.folder, "a parameter is in two groups")
         return groups
 
     @cached_property
@@ -195,9 +195,9 @@ class _Checkpoint:
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         ranks = [list(self._get(each, key)) for each in self.optimizers]
         if any(not _is_flat(flat) for flats in ranks for flat in flats):
-            raise rejectd(self.folder, "its master weights are not flat partitions")
+            raise rejected(self.folder, "its master weights are not flat partitions")
         if any(len(flats) != len(self.groups) for flats in ranks):
-            raise rejectd(self.folder, "its numbers of partitions and of parameter groups differ")
+            raise rejected(self.folder, "its numbers of partitions and of parameter groups differ")
         return [[flat.detach() for flat in flats] for flats in ranks]
 
     # -- positions of parameters
@@ -225,7 +225,7 @@ class _Checkpoint:
                 ]
                 begin += prod(shape) + int(gap)
             if not 0 <= ends[-1] - begin <= 2 * self.ranks * max(1, *map(int, behind)):
-                raise rejectd(self.folder, f"group {number} has {begin} elements, and its partitions have {ends[-1]}")
+                raise rejected(self.folder, f"group {number} has {begin} elements, and its partitions have {ends[-1]}")
         return found
 
     def _slices_of_each(self) -> dict[str, list[_Slice]]:
@@ -241,7 +241,7 @@ class _Checkpoint:
                 start += size
             lengths = {len(flats[group]) for flats in self.flats}
             if lengths != {start}:
-                raise rejectd(self.folder, f"its partitions of group {group} have {lengths} elements, not {start}")
+                raise rejected(self.folder, f"its partitions of group {group} have {lengths} elements, not {start}")
         return found
 
     def _parts(
@@ -258,7 +258,7 @@ class _Checkpoint:
         """Raises UsageError unless each element of the master weights rounds to its weight in the forward pass."""
         for name, parts in model.items():
             if name not in module:
-                raise rejectd(self.folder, f"it has no weights of the forward pass for {name}")
+                raise rejected(self.folder, f"it has no weights of the forward pass for {name}")
             line = module[name].detach().reshape(-1)
             for part in parts:
                 assert isinstance(part, TensorShard)
@@ -268,7 +268,7 @@ class _Checkpoint:
                 if module[name].shape != part.shape or not bool(
                     ((mine == theirs) | (mine.isnan() & theirs.isnan())).all()
                 ):
-                    raise rejectd(
+                    raise rejected(
                         self.folder,
                         f"the master weights of {name} do not round to the weights of the forward pass, so the "
                         "positions of parameters are uncertain",
@@ -293,7 +293,7 @@ class _Checkpoint:
             fragments = [self._get(each, "frozen_param_fragments")[name] for each in self.models]
             each = -(-prod(shape) // self.ranks)
             if any(fragment.numel() != each for fragment in fragments):
-                raise rejectd(self.folder, f"the parts of {name} have a wrong length")
+                raise rejected(self.folder, f"the parts of {name} have a wrong length")
             edges = [min(rank * each, prod(shape)) for rank in range(self.ranks + 1)]
             regions = [FlatRange(a, b) for a, b in pairwise(edges)]
             lines = (fragment.detach().reshape(-1) for fragment in fragments)

@@ -76,7 +76,7 @@ class ContextParallel(AttentionContext):
         return torch.cat([*fronts, *reversed(backs)], dim=3)
 
     # -- calls of the replica
-    def own_part(self, batch: Any) -> Any:
+    def local_batch(self, batch: Any) -> Any:
         """Returns this rank's positions of all tensors [B, T, …] in a batch; raises UsageError for other shapes."""
         lengths = set[int]()
         found = tree_map_only(Tensor, partial(self._own, lengths), batch)
@@ -119,7 +119,7 @@ class ContextReplica(FSDPReplica):
 
     def local_batch(self, batch: Any) -> Any:
         """Returns this rank's positions."""
-        return self._cut.own_part(batch)
+        return self._cut.local_batch(batch)
 
     def run_microbatches(
         self, passes: Iterable[Pass], compute: Compute, *, trains: bool
@@ -135,7 +135,7 @@ class ContextReplica(FSDPReplica):
         return super().run_microbatches(apart, share, trains=trains)
 
 
-# ---------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------- checks
 def modules_with_context(model: nn.Module) -> list[Any]:
     """Returns the modules of a model that have a `context`."""
     return [module for module in model.modules() if isinstance(getattr(module, "context", None), AttentionContext)]

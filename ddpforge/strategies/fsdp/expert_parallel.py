@@ -128,7 +128,7 @@ class ExpertReplica(FSDPReplica):
         return super().run_microbatches(own, compute, trains=trains)
 
 
-# ---------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------- checks
 def modules_with_experts(model: nn.Module) -> list[Any]:
     """Returns the modules of a model that hold experts."""
     return [module for module in model.modules() if isinstance(getattr(module, "experts", None), ExpertDispatch)]

@@ -60,7 +60,7 @@ class ParallelDims:
             ranks //= kept[name]
         return ParallelDims(**kept)
 
-    def refusals(self, ranks: int) -> Iterator[Unsupported]:
+    def unsupported(self, ranks: int) -> Iterator[Unsupported]:
         """Refuses the first size that does not divide the remaining ranks or groups."""
         left = ranks
         for name, size in (("tensor", self.tensor), ("context", self.context), ("replicas", self.replicas)):

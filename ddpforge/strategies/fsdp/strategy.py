@@ -150,7 +150,7 @@ class FSDP(Strategy):
 
     def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
         """Refuses sizes that do not divide the ranks, and options that have no effect or do not work together."""
-        yield from self.grid.refusals(ranks)
+        yield from self.grid.unsupported(ranks)
         yield from self.sharing.unsupported(train)
         if self.cpu_offload and self.tensor > 1:
             yield Unsupported(

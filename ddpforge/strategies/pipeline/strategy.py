@@ -108,7 +108,7 @@ class Pipeline(Strategy):
     def for_evaluation(self, ranks: int) -> tuple[Strategy, str]:
         """Returns DDP if the ranks cannot form the pipeline, and the reason."""
         # A whole model may fit on each rank, because an evaluation has no gradients.
-        if any(self._refusals_of_ranks(ranks)):
+        if any(self._unsupported_ranks(ranks)):
             there = f"{ranks} rank{'s' * (ranks > 1)}"
             return DDP(), f'{there} cannot form the pipeline: each holds the whole model, as under strategy.use = "ddp"'
         return self, ""
@@ -139,7 +139,7 @@ class Pipeline(Strategy):
         """Refuses a number of ranks that cannot form the pipeline, and options that do not work in one."""
         self._promise(self.data_ranks(ranks))  # the contract is shown before `setup`
         self._ranks = ranks
-        yield from self._refusals_of_ranks(ranks)
+        yield from self._unsupported_ranks(ranks)
         yield from self.sharing.unsupported(train)
         if not compat.has_pipelines():
             import torch
@@ -159,14 +159,14 @@ class Pipeline(Strategy):
                 "train.sync_batchnorm waits for all ranks, but only some ranks of a pipeline compute a layer",
                 ("remove train.sync_batchnorm",),
             )
-        yield from self._refusals_of_blocks(train)
+        yield from self._unsupported_blocks(train)
 
     def _promise(self, data_ranks: int) -> None:
         self.contract = replace(self.contract, replicas=1 if self.sharded else data_ranks)
 
-    def _refusals_of_ranks(self, ranks: int) -> Iterator[Unsupported]:
+    def _unsupported_ranks(self, ranks: int) -> Iterator[Unsupported]:
         if ranks % self.tensor:
-            yield from ParallelDims(tensor=self.tensor).refusals(ranks)
+            yield from ParallelDims(tensor=self.tensor).unsupported(ranks)
             return
         groups, stages = ranks // self.tensor, self.stages or 2
         if groups < 2 or (self.stages and groups % stages):
@@ -178,7 +178,7 @@ class Pipeline(Strategy):
                 (f"ddpforge launch RECIPE --nproc {stages * self.tensor}, or a multiple", "or another strategy.use"),
             )
 
-    def _refusals_of_blocks(self, train: TrainSection) -> Iterator[Unsupported]:
+    def _unsupported_blocks(self, train: TrainSection) -> Iterator[Unsupported]:
         from ddpforge.strategies.pipeline.schedules import SCHEDULES
 
         splits = SCHEDULES[self.schedule].splits_backward
@@ -211,7 +211,7 @@ class Pipeline(Strategy):
         from ddpforge.strategies.pipeline.segments import cut_where, declared_segments
 
         steps = declared_segments(model)
-        if self._ranks and not any(self._refusals_of_ranks(self._ranks)):
+        if self._ranks and not any(self._unsupported_ranks(self._ranks)):
             self._begins(model, steps, self.stages_of(self._ranks) * SCHEDULES[self.schedule].parts)
         elif self.split_points:
             cut_where(steps, self.split_points, len(self.split_points) + 1)

@@ -34,7 +34,7 @@ _CLOCKS = 1.0  # seconds; a run itself warns only from 3 on
 
 def same_versions(ranks: Ranks, loaded: LoadedRecipe, registry: Registry) -> Iterator[Finding]:
     """Checks that all ranks have the same software and recipe."""
-    yield from _rejectd(
+    yield from _rejected(
         lambda: check_same_environment(ranks, loaded, registry), "all ranks have the same software and recipe"
     )
 
@@ -47,13 +47,13 @@ def folder(ranks: Ranks, place: Path) -> Iterator[Finding]:
         nonlocal locks
         locks = holds_locks(place, ranks)
 
-    yield from _rejectd(look, f"{place} is shared by all ranks")
+    yield from _rejected(look, f"{place} is shared by all ranks")
     if not locks:
         fix = "mount it with locks (NFS: without nolock); until then start no second run there"
         yield warning(f"file locks do not work in {place}", fix)
 
 
-def _rejectd(check: Callable[[], None], well: str) -> Iterator[Finding]:
+def _rejected(check: Callable[[], None], well: str) -> Iterator[Finding]:
     try:
         check()
     except (SetupError, PeerFailed) as refused:

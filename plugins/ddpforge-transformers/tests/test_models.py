@@ -40,7 +40,7 @@ def test_blocks_are_the_no_split_modules(model_type: str, names: list[str]) -> N
 def test_model_without_no_split_modules_sets_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPT2LMHeadModel, "_no_split_modules", None)
     monkeypatch.setattr(GPT2Model, "_no_split_modules", None)
-    assert not hasattr(causal_lm(model_type="gpt2", options=TINY["gpt2"]), "reuse_batches")
+    assert not hasattr(causal_lm(model_type="gpt2", options=TINY["gpt2"]), "repeated")
 
 
 def test_saved_weights_are_loaded_in_float32(tmp_path: Path) -> None:

@@ -64,7 +64,10 @@ def test_masked_lm_loss_equals_that_of_transformers(samples: Path, tokenizer: Pa
     """Padding is neither masked nor attended to; transformers computes the same loss for the same masked tokens."""
     data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer))
     batch = data.collate([data[number] for number in range(7)])
-    model, task = masked_lm(model_type="bert", options=TINY["bert"]).eval(), MaskedLM(mask_token=31, share=0.4, keep=0)
+    model, task = (
+        masked_lm(model_type="bert", options=TINY["bert"]).eval(),
+        MaskedLM(mask_token=31, mlm_probability=0.4, keep=0),
+    )
     task.check(model, data)
     loss, (logits, targets) = task.loss(model, batch)
     count = task.count(batch)
