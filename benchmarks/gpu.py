@@ -61,7 +61,7 @@ channels_last = {channels_last}
 clip_norm = 1.0
 [track]
 every = "{log_every}st"
-plan = "off"
+memory_check = "off"
 [checkpoint]
 every = "{save_every}st"
 [strategy]
@@ -330,7 +330,7 @@ def by_ddpforge(case: Case, ranks: int) -> None:
         compile="default" if case.compile else "off",
         channels_last=str(case.channels_last).lower(),
         save_every=case.save_every or 10**6,
-        strategy=f'use = "{use}"\n' + (f'gather = "{option}"\n' if option else ""),
+        strategy=f'use = "{use}"\n' + (f'all_gather_dtype = "{option}"\n' if option else ""),
     )
     recipe.write_text(text)
     ddpforge.run(recipe, out=Path(os.environ["GPU_RESULT"] + "-runs"))
@@ -494,7 +494,7 @@ def gathered(case: Case, ranks: int) -> Rows:
     """What FSDP's copies in fp32 take beside those in bf16: if they outlived their layer, 2 bytes a parameter."""
     wide, narrow = (run("ddpforge", each, ranks) for each in (replace(case, strategy="fsdp:fp32"), case))
     more = (wide.memory - narrow.memory) / parameters(case)
-    yield most("gpt-1.3b, fsdp: memory of gather = fp32 over compute, bytes a parameter", more, 0.5)
+    yield most("gpt-1.3b, fsdp: memory of all_gather_dtype = fp32 over compute, bytes a parameter", more, 0.5)
 
 
 def parameters(case: Case) -> int:

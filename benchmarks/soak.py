@@ -19,7 +19,7 @@ data.train = { use = "digits", split = "train" }
 task = { use = "classification" }
 optimizer = { use = "adamw", lr = 0.001 }
 strategy = { use = "STRATEGY" }
-train = { length = "30st", global_batch = 32, timeout = "60s" }
+train = { length = "30st", global_batch = 32, collective_timeout = "60s" }
 """
 
 

@@ -47,7 +47,7 @@ length = "4st"
 global_batch = 16
 [track]
 every = "1st"
-plan = "on"
+memory_check = "on"
 """
 # Small weights that every rank keeps get other memory in each step, which counts from then on only.
 SHARDED = "strategy.extra.zero_optimization.stage3_param_persistence_threshold=0"
@@ -142,7 +142,7 @@ def test_what_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -
 def test_small_models_and_compiled_ones_are_not_held_against_a_plan(
     recipe: Path, parameters: int, sets: list[str], yes: bool
 ) -> None:
-    recipe.write_text(RECIPE.replace('plan = "on"\n', ""), encoding="utf-8")
+    recipe.write_text(RECIPE.replace('memory_check = "on"\n', ""), encoding="utf-8")
     assert compares(load_recipe(recipe, sets=sets).recipe, Size(parameters, parameters)) is yes
 
 

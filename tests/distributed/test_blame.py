@@ -21,7 +21,7 @@ model = { use = "mlp", inputs = 64, outputs = 10, hidden = [8] }
 data.train = { use = "digits", split = "test" }
 task = { use = "classification" }
 optimizer = { use = "sgd", lr = 0.1 }
-train = { length = "100st", global_batch = 12, timeout = "10m" }
+train = { length = "100st", global_batch = 12, collective_timeout = "10m" }
 [callbacks.fault]
 use = "./faults.py:Fault"
 """

@@ -154,9 +154,9 @@ def test_fewer_ranks_than_a_layout_needs_evaluate_under_another(
 
 def test_one_of_the_sets_may_be_asked_for(tmp_path: Path, evaluate: Callable[..., Ranks]) -> None:
     few = {name: value for name, value in reported(tmp_path).items() if name.startswith("eval/few/")}
-    assert few == found(evaluate("--only", "few"))[1]
+    assert few == found(evaluate("--dataset", "few"))[1]
 
-    refused = evaluate("--only", "fwe", fails=True)
+    refused = evaluate("--dataset", "fwe", fails=True)
     assert refused.codes == [ExitCode.USAGE] * 2
     assert refused.stderr.count("the recipe has no [data.eval.fwe] to evaluate on") == 1
     assert "did you mean `few`?" in refused.stderr

@@ -7,7 +7,7 @@ import pytest
 from support.launched import Ranks
 from support.sharding import FSDP, GPT, Bench, weights_in
 
-MOE = GPT.replace('use = "gpt"', 'use = "moe_gpt"\nexperts = 4\ncapacity = 1.0').replace(
+MOE = GPT.replace('use = "gpt"', 'use = "moe_gpt"\nexperts = 4\ncapacity_factor = 1.0').replace(
     "language_modeling", "moe_language_modeling"
 )
 EXPERTS = f"{FSDP}\nexperts = 2"

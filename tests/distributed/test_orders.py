@@ -87,7 +87,7 @@ class Shards(PartedData):
     """The numbers 1 to 100 in parts; every one that is read is written down."""
 
     parts = [20, 1, 40, 9, 30]
-    lanes = (4, 2)
+    interleave = (4, 2)
     random = False
 
     def __init__(self, shuffle: bool) -> None:

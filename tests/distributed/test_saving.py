@@ -40,7 +40,7 @@ def steps(bench: Bench, folder: str = "checkpoints") -> list[int]:
 
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_every_checkpoint_is_there_and_the_run_does_not_depend_on_who_writes(bench: Bench, background: str) -> None:
-    saves(bench, f"background = {background}")
+    saves(bench, f"async_save = {background}")
     assert steps(bench) == [2, 4, 6, 8]
     bench("plain", FSDP, length="8st")
     assert bench.column("run") == bench.column("plain")
@@ -49,7 +49,7 @@ def test_every_checkpoint_is_there_and_the_run_does_not_depend_on_who_writes(ben
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_run_that_may_goes_on_without_a_checkpoint(bench: Bench, background: str) -> None:
     """Trap 18: nobody hangs, the earlier ones are intact, and the next that can be written is."""
-    said = saves(bench, f'background = {background}\non_failure = "continue"', begin=3, end=5)
+    said = saves(bench, f'async_save = {background}\non_failure = "continue"', begin=3, end=5)
     assert steps(bench) == [2, 6, 8]
     assert "checkpoint of step 4 could not be written" in said.stderr
     assert "training continues without it" in said.stderr
@@ -65,7 +65,7 @@ def test_a_run_stops_when_a_checkpoint_cannot_be_written(bench: Bench) -> None:
 
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_the_last_checkpoint_must_be_written(bench: Bench, background: str) -> None:
-    failed = saves(bench, f'background = {background}\non_failure = "continue"', begin=7, fails=True)
+    failed = saves(bench, f'async_save = {background}\non_failure = "continue"', begin=7, fails=True)
     assert set(failed.codes) == {ExitCode.ENVIRONMENT}
     assert json.loads((bench.folder / "runs/run/status.json").read_text())["state"] == "failed"
     assert steps(bench, "aside") == [2, 4, 6]

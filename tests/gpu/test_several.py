@@ -30,7 +30,7 @@ model = {{ use = "gpt", vocab_size = 256, block_size = 32, layers = 4, heads = 4
 data.train = {{ use = "text", split = "train", block_size = 32 }}
 task = {{ use = "language_modeling" }}
 optimizer = {{ use = "adamw", lr = 1e-3 }}
-train = {{ length = "100000st", global_batch = {8 * GPUS}, timeout = "20s" }}
+train = {{ length = "100000st", global_batch = {8 * GPUS}, collective_timeout = "20s" }}
 track.every = "10st"
 """
 FAULT = """

@@ -199,7 +199,7 @@ def test_a_run_that_was_stopped_half_way_ends_in_the_same_bits(
 
 def test_saves_in_the_background_are_those_that_training_waits_for(bench: Bench) -> None:
     for name, background in (("waits", "false"), ("trains_on", "true")):
-        more = f'[checkpoint]\nevery = "2st"\nbackground = {background}\n[checkpoint.keep]\nlast = 30'
+        more = f'[checkpoint]\nevery = "2st"\nasync_save = {background}\n[checkpoint.keep]\nlast = 30'
         bench(name, SINGLE, nproc=1, train="deterministic = true", length="40st", more=more)
     saved = [sorted((bench.folder / f"runs/{name}/checkpoints").glob("step-*")) for name in ("waits", "trains_on")]
     assert len(saved[0]) == len(saved[1]) == 20

@@ -170,7 +170,7 @@ class Stream:
 class Shards(PartedData):
     """Each sample is 10 times its part and its place in there, and what torch draws while it is prepared."""
 
-    random, shuffle, window, lanes, parts = True, True, 3, (2, 1), (4, 4)
+    random, shuffle, shuffle_buffer, interleave, parts = True, True, 3, (2, 1), (4, 4)
 
     def open(self, part: int, *, epoch: int, skip: int) -> Iterator[Any]:
         return iter(range(10 * part + skip, 10 * part + self.parts[part]))
