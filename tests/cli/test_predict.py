@@ -62,7 +62,7 @@ from ddpforge.interfaces import PartedData
 
 class InParts(PartedData):
     parts = (4, 12, 7)
-    shuffle, window, random = True, 3, False
+    shuffle, shuffle_buffer, random = True, 3, False
 
     def open(self, part, *, epoch, skip):
         first = sum(self.parts[:part])
