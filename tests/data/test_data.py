@@ -98,7 +98,7 @@ def steps(batches: Batches, number: int, start: int = 0) -> list[list[int]]:
 # ---------------------------------------------------------------------------------------------- elastic shards
 @pytest.mark.parametrize("dataset", [Numbers, NumberStream, Draws])
 @pytest.mark.parametrize("samples", [48, 29, 13])
-def test_elastic_shards_are_dealt_what_so_many_ranks_would_be(dataset: type, samples: int) -> None:
+def test_virtual_ranks_are_dealt_what_so_many_ranks_would_be(dataset: type, samples: int) -> None:
     """Micro-batch by micro-batch: the same samples, the same seeds, also where an epoch ends raggedly."""
 
     def micro_batches(rank: int, ranks: int) -> list[str]:
@@ -115,7 +115,7 @@ def test_elastic_shards_are_dealt_what_so_many_ranks_would_be(dataset: type, sam
     assert micro_batches(0, 1) == four
 
 
-def test_without_elastic_shards_every_rank_is_one() -> None:
+def test_without_virtual_ranks_every_rank_is_one() -> None:
     source = deal(Numbers(12), rank=2, ranks=3, batch=12, micro=2).training(0)
     assert [(micro.shard, micro.number, micro.last) for micro in (next(source), next(source))] == [
         (2, 0, False),

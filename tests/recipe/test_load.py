@@ -370,8 +370,8 @@ def test_a_folder_is_one_of_a_file_system(load: Load, valid: str, key: str, valu
 @pytest.mark.parametrize(
     "text",
     [
-        *["clip_norm=1e-300", "clip_norm=0", "clip_norm=true", "collective_timeout=0.01s", "global_batch=8.0", "seed=true"],
-        *["eval_every=0st", "micro_batch=0", "virtual_ranks=true"],
+        *["clip_norm=1e-300", "clip_norm=0", "clip_norm=true", "collective_timeout=0.01s", "global_batch=8.0"],
+        *["seed=true", "eval_every=0st", "micro_batch=0", "virtual_ranks=true"],
     ],
 )
 def test_absurd_magnitudes_and_other_types_are_refused(load: Load, text: str) -> None:

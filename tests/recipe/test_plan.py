@@ -164,7 +164,7 @@ def test_an_uneven_batch_is_refused_with_the_nearest_even_ones(
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 8), (2, 4), (4, 2)])
-def test_elastic_shards_fix_the_micro_batch_whatever_the_ranks(ranks: int, accumulation: int) -> None:
+def test_virtual_ranks_fix_the_micro_batch_whatever_the_ranks(ranks: int, accumulation: int) -> None:
     plan = plan_batch(_train(global_batch=64, micro_batch=8, virtual_ranks=4), ranks)
     assert (plan.micro_batch, plan.accumulation) == (8, accumulation)
     assert plan_batch(_train(global_batch=64, virtual_ranks=4), ranks).micro_batch == 16

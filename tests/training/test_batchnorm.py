@@ -33,7 +33,7 @@ def test_shards_one_after_the_other_equal_a_rank_each(momentum: float | None) ->
     assert together.num_batches_tracked == apart[0].num_batches_tracked == 5 * MICRO
 
 
-def test_nothing_is_touched_without_elastic_shards() -> None:
+def test_nothing_is_touched_without_virtual_ranks() -> None:
     norm = nn.BatchNorm1d(2)
     statistics = BatchNormAverager(None)
     statistics.enter(0)
