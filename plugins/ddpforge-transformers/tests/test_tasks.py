@@ -64,7 +64,10 @@ def test_masked_lm(samples: Path, tokenizer: Path) -> None:
     """Padding is neither chosen nor seen; the loss is what transformers computes of the same gaps."""
     data = TokenizedJSONL(path=samples, tokenizer=str(tokenizer))
     batch = data.collate([data[number] for number in range(7)])
-    model, task = masked_lm(model_type="bert", options=TINY["bert"]).eval(), MaskedLM(mask_token=31, share=0.4, keep=0)
+    model, task = (
+        masked_lm(model_type="bert", options=TINY["bert"]).eval(),
+        MaskedLM(mask_token=31, mlm_probability=0.4, keep=0),
+    )
     task.check(model, data)
     loss, (logits, targets) = task.loss(model, batch)
     count = task.count(batch)

@@ -158,7 +158,7 @@ def test_adapters_are_trained_alone_and_fold_into_what_transformers_loads(
     assert "which transformers would not find" in ddpforge("export", "runs/tiny", "--format", "transformers", code=2)
     ddpforge("export", "runs/tiny", "--merge", "--format", "transformers", "-o", "runs/tiny/hf/")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/tiny/hf")
-    ddpforge("export", "runs/small", "--only", "*lora_*", "-o", "adapters.safetensors")
+    ddpforge("export", "runs/small", "--include", "*lora_*", "-o", "adapters.safetensors")
     again = lora(base=causal_lm(pretrained=str(tmp_path / "base")), r=4, targets=targets).eval()
     missing, unexpected = again.load_state_dict(load_file(tmp_path / "adapters.safetensors"), strict=False)
     assert not unexpected
