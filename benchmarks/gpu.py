@@ -62,7 +62,7 @@ channels_last = {channels_last}
 clip_norm = 1.0
 [track]
 every = "{log_every}st"
-plan = "off"
+memory_check = "off"
 [checkpoint]
 every = "{save_every}st"
 [strategy]
@@ -495,7 +495,7 @@ def gathered(case: Case, ranks: int) -> Rows:
     """Yields the extra memory of FSDP's all-gathers in fp32 over bf16: 2 bytes per parameter if they were not freed."""
     wide, narrow = (run("ddpforge", each, ranks) for each in (replace(case, strategy="fsdp:fp32"), case))
     more = (wide.memory - narrow.memory) / parameters(case)
-    yield most("gpt-1.3b, fsdp: extra memory of all-gathers in fp32, bytes per parameter", more, 0.5)
+    yield most("gpt-1.3b, fsdp: memory of all_gather_dtype = fp32 over compute, bytes a parameter", more, 0.5)
 
 
 def parameters(case: Case) -> int:

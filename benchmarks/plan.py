@@ -34,7 +34,7 @@ lr = 1e-3
 length = "4st"
 global_batch = 8
 [track]
-plan = "off"
+memory_check = "off"
 """
 GPT = """
 [model]
@@ -107,7 +107,7 @@ STRATEGIES = {
     "deepspeed:2": [],
     "deepspeed:3": [],
 }
-OWN = {("resnet50", "fsdp:tensor=2"): ['strategy.plan={"fc"="logits"}']}
+OWN = {("resnet50", "fsdp:tensor=2"): ['strategy.plan={"fc"="colwise_gather_output"}']}
 """Tensor-parallel plans. A ResNet has none by default; only its last layer is split, its convolutions stay whole."""
 
 

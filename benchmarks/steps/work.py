@@ -30,7 +30,7 @@ device = "cpu"
 {clip}
 [track]
 every = "{log_every}st"
-plan = "off"
+memory_check = "off"
 [checkpoint]
 every = "1000000st"
 [strategy]

@@ -62,7 +62,7 @@ from ddpforge.interfaces import ShardedDataset
 
 class InParts(ShardedDataset):
     parts = (4, 12, 7)
-    shuffle, window, random = True, 3, False
+    shuffle, shuffle_buffer, random = True, 3, False
 
     def iter_shard(self, part, *, epoch, skip):
         first = sum(self.shard_sizes[:part])

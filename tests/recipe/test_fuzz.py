@@ -66,7 +66,7 @@ NONSENSE = {
     "train.precision": ('"int8"', '"BF16"', "16", '"bf16 "', '"名"'),
     "model.dropout": ("1", "1.5", "-0.1", '"half"'),
     "optimizer.betas": ("[0.9]", "[0.9, 1.0]", "[0.9, 0.9, 0.9]", "0.9", '["a", "b"]', "{ a = 1 }"),
-    "checkpoint.keep": ("{ best = 1 }", '{ monitor = "eval/loss" }', '{ best = 1, by = "x" }', "{ lst = 2 }"),
+    "checkpoint.keep": ("{ best = 1 }", '{ monitor = "eval/loss" }', '{ best = 1, monitor = "x" }', "{ lst = 2 }"),
     "task.metrics": ('["acuracy"]', "[{ top = 5 }]", '[{ use = "accuracy", top = 0 }]', '"accuracy"', "[3]"),
     "model.use": ('"cn"', '""', '"./nowhere.py:Net"', '"no.such.module:Net"', '"\\u0000"', '"名"', "3", '["cnn"]'),
     "name": ('""', '"../up"', '"a/b"', '"-x"', '"' + "x" * 5000 + '"', "3"),

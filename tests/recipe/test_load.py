@@ -372,8 +372,8 @@ def test_the_output_folder_must_be_a_local_path(load: Load, valid: str, key: str
 @pytest.mark.parametrize(
     "text",
     [
-        *["clip_norm=1e-300", "clip_norm=0", "clip_norm=true", "timeout=0.01s", "global_batch=8.0", "seed=true"],
-        *["eval_every=0st", "micro_batch=0", "virtual_ranks=true"],
+        *["clip_norm=1e-300", "clip_norm=0", "clip_norm=true", "collective_timeout=0.01s", "global_batch=8.0"],
+        *["seed=true", "eval_every=0st", "micro_batch=0", "virtual_ranks=true"],
     ],
 )
 def test_absurd_values_and_wrong_types_are_refused(load: Load, text: str) -> None:
