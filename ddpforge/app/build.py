@@ -107,7 +107,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
     return Built.of(
         chosen,
         data=data,
-        order=order,
+        sampler=order,
         plan=plan,
         schedules={} if plan is MISSING else _schedules(chosen, plan, problems),
         model=model,

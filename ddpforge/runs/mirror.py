@@ -125,7 +125,7 @@ class Mirror(Tracker):
             name = file.removeprefix(f"{self._root}/")
             parts = name.split("/")
             # A name in a bucket may contain "..", which would lead out of the folder. No run writes one.
-            if ".." not in parts and (parts[0] != "checkpoints" or parts[1] in complete):
+            if ".." not in parts and (parts[0] != "checkpoints" or (len(parts) > 2 and parts[1] in complete)):
                 self._reject_odd(file)
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(file, str(draft / name))

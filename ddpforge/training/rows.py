@@ -130,9 +130,9 @@ class RowBuilder:
             )
         if before == 0 or int(self._empty).bit_length() > int(before).bit_length():
             log.warning(
-                "by step %d no target counted in %d of %d steps: their gradient is zero, and only the optimizer's "
+                "by step %d no target counted in %d of %d updates: their gradient is zero, and only the optimizer's "
                 "momentum and weight decay change the weights",
-                *(step, self._empty, steps),
+                *(step, self._empty, steps * self._updates),
             )
 
     def row(self, means: Mapping[str, float], progress: Progress, *, lr: float, grad_norm: float) -> dict[str, float]:

@@ -125,6 +125,6 @@ def test_first_returns_the_first_micro_batch_of_training() -> None:
 @pytest.mark.parametrize(("samples", "note"), [(3, "every step has 3 samples, not train.global_batch = 8"), (8, "")])
 def test_steps_smaller_than_the_global_batch_are_described(samples: int, note: str) -> None:
     order = Shuffled(range(samples), 0, 8, False)
-    parts: Any = SimpleNamespace(order=order, recipe=SimpleNamespace(train=SimpleNamespace(global_batch=8)))
+    parts: Any = SimpleNamespace(sampler=order, recipe=SimpleNamespace(train=SimpleNamespace(global_batch=8)))
     assert short_steps(parts).startswith(note)
     assert bool(short_steps(parts)) == bool(note)

@@ -90,7 +90,7 @@ UP, DOWN = "optimizer.updates.up={parameters=['*.weight']}", "optimizer.updates.
     ("sets", "key", "said"),
     [
         ([UP], "optimizer", "[optimizer.updates.down] is missing: the task makes an update of that name in every step"),
-        ([UP, DOWN, "optimizer.updates.sideways={}"], "optimizer.updates.sideways", "has no turn `sideways`"),
+        ([UP, DOWN, "optimizer.updates.sideways={}"], "optimizer.updates.sideways", "has no update `sideways`"),
         ([UP, "optimizer.updates.down={}"], "optimizer.updates.down.parameters", "`down.*` matches no parameter"),
         ([UP, "optimizer.updates.down={parameters=['layer.*']}"], "optimizer.updates", "is in the updates up and down"),
         (
@@ -117,12 +117,12 @@ def test_invalid_alternating_updates_are_refused(
 def test_the_loss_must_accept_the_name_of_its_update(parts: Callable[..., Staged]) -> None:
     Path("mine.py").write_text(CODE + UPDATES.replace(', turn=""', ""))
     found = told(parts("~task.metrics", "task.use=./mine.py:Duel", UP, DOWN))
-    assert "mine.py:Duel has the turns up, down, but its `loss` does not take the turn" in found["task"]
+    assert "mine.py:Duel has the updates up, down, but its `loss` takes no update" in found["task"]
 
 
 def test_updates_of_a_task_without_alternating_updates_are_refused(parts: Callable[..., Staged]) -> None:
     found = told(parts(UP))
-    assert "the task `classification` has no turn `up`" in found["optimizer.updates.up"]
+    assert "the task `classification` has no update `up`" in found["optimizer.updates.up"]
 
 
 @pytest.mark.parametrize(

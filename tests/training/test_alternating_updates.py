@@ -155,7 +155,7 @@ class Pair(nn.Module):
 @pytest.mark.parametrize(
     ("turns", "said"),
     [
-        ({"d": ["d.*"], "g": ["g.*"]}, "parameter `shared.weight` is in no turn; add it to"),
+        ({"d": ["d.*"], "g": ["g.*"]}, "parameter `shared.weight` is in no update; add it to"),
         ({"d": ["d.*", "s*"], "g": ["g.*", "shared.*"]}, "`shared.weight` is in the updates d and g"),
         ({"d": ["d.*"], "g": ["h.*"]}, "optimizer.updates.g.parameters: `h.*` matches no parameter; similar names:"),
     ],

@@ -905,7 +905,7 @@ def test_steps_without_valid_targets_are_logged_as_a_warning(caplog: pytest.LogC
     loop = Loop(steps=6, task=Above(3), evaluation=False, track="6st")
     assert loop.fit() == "done"
     assert [record.message for record in caplog.records if "no target" in record.message][-1].startswith(
-        "by step 6 no target counted in 3 of 6 steps"
+        "by step 6 no target counted in 3 of 6 updates"
     )
 
 

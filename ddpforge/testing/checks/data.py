@@ -123,7 +123,8 @@ def deterministic(case: Case, worlds: MultiRankRuns) -> None:
     for what, a, b in (("built twice from one seed", one, other), ("read twice", one, one)):
         mine, theirs = (list(map(digest, batches(each))) for each in (a, b))
         if mine != theirs:
-            where = next(n for n, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1])
+            pairs = enumerate(zip(mine, theirs, strict=False))
+            where = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(mine), len(theirs)))
             raise Breach(
                 f"the same samples when {what}",
                 f"batch {where} differs",
