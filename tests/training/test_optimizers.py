@@ -141,7 +141,7 @@ def test_layer_decay_counts_frozen_layers() -> None:
 
 @pytest.mark.parametrize(
     ("model", "turns", "said"),
-    [(Net(), (), "name classes in train.blocks"), (Deep(), ("a", "b"), "does not work with turns")],
+    [(Net(), (), "name classes in train.blocks"), (Deep(), ("a", "b"), "does not work with updates")],
 )
 def test_layer_decay_is_refused_without_blocks_or_with_alternating_updates(
     model: nn.Module, turns: tuple[str, ...], said: str
