@@ -110,7 +110,7 @@ class Resume(Enum):
     FIXED = "fixed"  # not allowed: the key defines the computation
     TUNABLE = "tunable"  # allowed: the result depends on it from that step on
     FREE = "free"  # allowed: the result does not depend on it
-    OUTSIDE = "outside"  # allowed: the result does not depend on it, and a finished run stays finished
+    NOT_TRAINING = "not training"  # allowed: the result does not depend on it, and a finished run stays finished
 
 
 class Section(BaseModel):
@@ -224,12 +224,12 @@ class DataSection(Section):
         None  # with `use` one set, otherwise several
     )
     sampler: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
-    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.OUTSIDE] = Field(
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.NOT_TRAINING] = Field(
         default="auto",
         description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but on a GPU up to 8,'
         " depending on the cores, for data that is `forkable` and takes more than 5 ms to fetch.",
     )
-    prefetch: Annotated[int, Resume.OUTSIDE] = Field(
+    prefetch: Annotated[int, Resume.NOT_TRAINING] = Field(
         default=2, ge=1, le=1024, description="Batches that each loader process keeps ready."
     )
 
@@ -349,14 +349,14 @@ class TrainSection(Section):
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
         default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."
     )
-    hang_timeout: Annotated[WallTime | Literal["off"], Resume.OUTSIDE] = Field(
+    hang_timeout: Annotated[WallTime | Literal["off"], Resume.NOT_TRAINING] = Field(
         default=Duration(10, "m"),
         description="Maximum time that a rank may stay in one phase (data, forward, backward, ...) before the run"
         " fails, with the stacks of all ranks and the name of the rank that the others wait for. Three times as long in"
         " the first step and in evaluations, six times at the start, in saves and if the first step compiles."
         ' "off": no limit. For a single rank, only the wait for loader processes is limited.',
     )
-    collective_timeout: Annotated[WallTime, Resume.OUTSIDE] = Field(
+    collective_timeout: Annotated[WallTime, Resume.NOT_TRAINING] = Field(
         default=Duration(15, "m"),
         description="Maximum time that a collective may wait for a rank, and a save for a disk, before the run fails."
         " If it is longer than `hang_timeout`, that limit comes first and reports more.",
@@ -375,17 +375,17 @@ class TrainSection(Section):
 class KeepSection(Section):
     """Rules for the checkpoints to keep."""
 
-    last: Annotated[Count, Resume.OUTSIDE] = Field(default=2, description="Number of the newest to keep.")
-    every: Annotated[TrainingTime | None, Resume.OUTSIDE] = Field(
+    last: Annotated[Count, Resume.NOT_TRAINING] = Field(default=2, description="Number of the newest to keep.")
+    every: Annotated[TrainingTime | None, Resume.NOT_TRAINING] = Field(
         default=None, description='Also keep one checkpoint every N epochs or steps, e.g. "10ep"; absent: no others.'
     )
-    best: Annotated[int, Resume.OUTSIDE] = Field(
+    best: Annotated[int, Resume.NOT_TRAINING] = Field(
         default=0, ge=0, le=1000, description="Number of the best to keep, according to the metric `monitor`."
     )
-    monitor: Annotated[Annotated[str, AfterValidator(on_one_line)] | None, Resume.OUTSIDE] = Field(
+    monitor: Annotated[Annotated[str, AfterValidator(on_one_line)] | None, Resume.NOT_TRAINING] = Field(
         default=None, description='Metric that defines the best checkpoints, e.g. "eval/loss".'
     )
-    mode: Annotated[Literal["min", "max"] | None, Resume.OUTSIDE] = Field(
+    mode: Annotated[Literal["min", "max"] | None, Resume.NOT_TRAINING] = Field(
         default=None,
         description="Whether a lower or a higher metric is better. Required unless the metric declares it or its name"
         " implies it.",
@@ -395,31 +395,31 @@ class KeepSection(Section):
 class CheckpointSection(Section):
     """Cadence and form of saving, and the checkpoints to keep."""
 
-    every: Annotated[Amount, Resume.OUTSIDE] = Field(
+    every: Annotated[Amount, Resume.NOT_TRAINING] = Field(
         default=Duration(1, "ep"),
         description="How often to save; the end of training and every requested stop also save.",
     )
-    at_start: Annotated[bool, Resume.OUTSIDE] = Field(
+    at_start: Annotated[bool, Resume.NOT_TRAINING] = Field(
         default=False, description="Also save the initial weights, before the first step."
     )
-    layout: Annotated[Literal["sharded", "full"], Resume.OUTSIDE] = Field(
+    layout: Annotated[Literal["sharded", "full"], Resume.NOT_TRAINING] = Field(
         default="sharded",
         description='"sharded": every rank writes its own shard; "full" adds one file with the whole model, for other'
         " tools. Both can be resumed under any strategy.",
     )
-    save: Annotated[Literal["all", "trainable"], Resume.OUTSIDE] = Field(
+    save: Annotated[Literal["all", "trainable"], Resume.NOT_TRAINING] = Field(
         default="all",
         description='"trainable" omits frozen weights: every start must load them again from the model, or from'
         " init_from; other weights than before are an error.",
     )
-    async_save: Annotated[bool, Resume.OUTSIDE] = Field(
+    async_save: Annotated[bool, Resume.NOT_TRAINING] = Field(
         default=True, description="Write while training continues, from a copy of the state in host memory."
     )
-    on_failure: Annotated[Literal["stop", "continue"], Resume.OUTSIDE] = Field(
+    on_failure: Annotated[Literal["stop", "continue"], Resume.NOT_TRAINING] = Field(
         default="stop",
         description="Action when a checkpoint cannot be written: stop, or warn and continue training.",
     )
-    mirror: Annotated[Annotated[str, AfterValidator(_address)] | None, Resume.OUTSIDE] = Field(
+    mirror: Annotated[Annotated[str, AfterValidator(_address)] | None, Resume.NOT_TRAINING] = Field(
         default=None,
         description='Copy the run\'s folder to "<mirror>/<name>" in the background, e.g. "s3://bucket/runs", and copy'
         " it back on a machine that does not have it.",
@@ -438,16 +438,16 @@ class CheckpointSection(Section):
 class TrackSection(Section):
     """Cadence of reports. Every other key of [track] is a tracker and holds its options."""
 
-    every: Annotated[TrainingTime, Resume.OUTSIDE] = Field(
+    every: Annotated[TrainingTime, Resume.NOT_TRAINING] = Field(
         default=Duration(10, "st"), description="How often to write a row of training metrics."
     )
-    memory_check: Annotated[Literal["auto", "on", "off"], Resume.OUTSIDE] = Field(
+    memory_check: Annotated[Literal["auto", "on", "off"], Resume.NOT_TRAINING] = Field(
         default="off",
         description="Compare the memory of the second step with `ddpforge plan`, which runs in a process next to rank "
         "0, and write memory.json. auto: from a million parameters on; on: for any size, and wait for the plan at the "
         "end; not under compile. Unless off, an out-of-memory error also lists settings that would fit.",
     )
-    trackers: Annotated[dict[str, Component], Resume.OUTSIDE] = {}
+    trackers: Annotated[dict[str, Component], Resume.NOT_TRAINING] = {}
 
 
 class Recipe(Section):
@@ -456,10 +456,10 @@ class Recipe(Section):
     recipe: Annotated[Literal[2], Resume.TUNABLE] = Field(
         description="The recipe format version: write `recipe = 2` as the first line.",
     )
-    name: Annotated[str, AfterValidator(_name), Resume.OUTSIDE] = Field(
+    name: Annotated[str, AfterValidator(_name), Resume.NOT_TRAINING] = Field(
         min_length=1, description="Name of the run and of its folder."
     )
-    output_dir: Annotated[str, AfterValidator(_inside), Resume.OUTSIDE] = Field(
+    output_dir: Annotated[str, AfterValidator(_inside), Resume.NOT_TRAINING] = Field(
         default="runs", max_length=1000, description="Folder that contains the run's folder."
     )
 

@@ -62,7 +62,7 @@ def reject_finished(folder: Path, changes: Sequence[Change], edited: Sequence[st
     """
     from ddpforge.recipe.schema import Resume, resume_policy
 
-    named = [str(x) for x in changes if resume_policy(x.path) is not Resume.OUTSIDE]
+    named = [str(x) for x in changes if resume_policy(x.path) is not Resume.NOT_TRAINING]
     named += [f"the code in {name}" for name in edited]
     if named:
         raise UsageError(
@@ -92,7 +92,7 @@ def _policy(path: str) -> Literal["fixed", "tunable", "free"]:
     from ddpforge.recipe.schema import Resume, resume_policy
 
     policy = resume_policy(path)
-    return "free" if policy in (Resume.FREE, Resume.OUTSIDE) else "fixed" if policy is Resume.FIXED else "tunable"
+    return "free" if policy in (Resume.FREE, Resume.NOT_TRAINING) else "fixed" if policy is Resume.FIXED else "tunable"
 
 
 def _under(path: str, tables: Sequence[str]) -> bool:

@@ -257,7 +257,7 @@ def _varied(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
 
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     unlike = (key for key in keys if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes))
-    return [key for key in unlike if resume_policy(key) is not Resume.OUTSIDE]
+    return [key for key in unlike if resume_policy(key) is not Resume.NOT_TRAINING]
 
 
 # ---------------------------------------------------------------------------------------------- comparison

@@ -354,8 +354,8 @@ def test_an_error_in_a_models_forward_is_shown_with_its_line(ddpforge: Callable[
     said = ddpforge("run", "tiny.toml", 'model={use="./mine.py:Model"}', fails=True).stderr
     assert re.search(r'mine.py", line 10, in forward', said)
     assert "mat1 and mat2 shapes cannot be multiplied (8x64 and 5x10)" in said
-    assert "watch.py" not in said
-    assert "watch.py" in Path("runs/tiny/logs/rank-0.log").read_text()
+    assert "parameter_guard.py" not in said
+    assert "parameter_guard.py" in Path("runs/tiny/logs/rank-0.log").read_text()
 
 
 @pytest.fixture

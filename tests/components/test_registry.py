@@ -392,15 +392,16 @@ def test_plugin_for_an_older_api_loads_if_its_contract_is_unchanged(site: Path, 
 
 OLD_TASK = """from ddpforge.interfaces import Task
 class Mine(Task):
-    updates = ("a", "b")
+    {name} = ("a", "b")
     def loss(self, model, batch): ...
 """
 
 
 def test_a_class_with_a_name_of_an_older_api_is_refused_with_the_new_name(folder: Path) -> None:
-    write(folder / "old.py", OLD_TASK)
-    write(folder / "new.py", OLD_TASK.replace("turns", "updates"))
-    write(folder / "states.py", f"{OLD_TASK}\nddpforge_plugin_api = 3\n")  # its `turns` is an attribute of its own
+    write(folder / "old.py", OLD_TASK.format(name="turns"))
+    write(folder / "new.py", OLD_TASK.format(name="updates"))
+    # A module that states its version may have an attribute `turns` of its own.
+    write(folder / "states.py", OLD_TASK.format(name="turns") + "\nddpforge_plugin_api = 3\n")
 
     with pytest.raises(BrokenComponent) as refused:
         Registry().load("task", "./old.py:Mine", base=folder)
