@@ -79,7 +79,7 @@ def test_samples_callback_logs_images_at_every_evaluation() -> None:
     ranks, shown = Elsewhere(), list[tuple[str, Tensor, str]]()
     world = World(global_ranks=ranks, dp_ranks=ranks, device=torch.device("cpu"), local_rank=0)
     callback = DiffusionSamples(shape=[1, 4, 4], images=5, steps=3)
-    callback.on_start(run_of(Knows(0.25), world, show=lambda *one: shown.append(one), folder=Path()))
+    callback.on_start(run_of(Knows(0.25), world, log_media=lambda *one: shown.append(one), folder=Path()))
     assert callback.while_evaluating(7) == {}
     ((name, images, kind),) = shown
     assert (name, kind, images.shape) == ("samples", "image", (5, 1, 4, 4))
