@@ -183,10 +183,10 @@ def _schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, S
     found: dict[str, Schedule] = {"": MISSING}
     with problems.at("schedule"):
         found[""] = build_component(registry, "schedule", recipe.schedule, horizon=plan.horizon)
-    for name, turn in chosen.updates.items():
+    for name, update in chosen.updates.items():
         with problems.at("optimizer", "updates", name, "schedule"):
-            if turn.schedule:
-                found[name] = build_component(registry, "schedule", turn.schedule, horizon=plan.horizon)
+            if update.schedule:
+                found[name] = build_component(registry, "schedule", update.schedule, horizon=plan.horizon)
     return found
 
 

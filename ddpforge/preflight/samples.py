@@ -295,11 +295,11 @@ def evaluate(
     """
     metrics: dict[str, float] = {}
     for one in tasks_by_update(task).values():
-        metrics |= _evaluate_turn(model, one, batch, use, precision, device, beside, halves)
+        metrics |= _evaluate_update(model, one, batch, use, precision, device, beside, halves)
     return FirstSamples(described(batch.data), with_summed_loss(task, metrics) if metrics else {})
 
 
-def _evaluate_turn(
+def _evaluate_update(
     model: nn.Module,
     task: Task,
     micro: MicroBatch,

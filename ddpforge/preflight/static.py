@@ -153,9 +153,9 @@ def check_optimizer_options(chosen: Chosen) -> None:
     if not chosen.trains:
         return
     optimizer, registry = chosen.recipe.optimizer, chosen.registry
-    for name, turn in optimizer.updates.items():
-        if not _is_sure(turn, registry):
-            _small(f"optimizer.updates.{name}", turn, registry)
+    for name, update in optimizer.updates.items():
+        if not _is_sure(update, registry):
+            _small(f"optimizer.updates.{name}", update, registry)
     is_sure = bool(optimizer.updates) or _is_sure(optimizer, registry)
     built = None if is_sure else _small("optimizer", optimizer, registry)
     for name, group in optimizer.groups.items():
@@ -231,20 +231,20 @@ def check_optimizers(chosen: Chosen) -> Errors:
 
 def check_updates(chosen: Chosen) -> Errors:
     """Yields errors for updates of the recipe that the task does not have, and updates of the task without a table."""
-    turns, given = update_names(chosen.task), chosen.recipe.optimizer.updates
-    if turns and not accepts_update(chosen.task):
+    updates, given = update_names(chosen.task), chosen.recipe.optimizer.updates
+    if updates and not accepts_update(chosen.task):
         raise PluginError(
-            f"{component_name(chosen.task)} has the updates {', '.join(turns)}, but its `loss` takes no update",
+            f"{component_name(chosen.task)} has the updates {', '.join(updates)}, but its `loss` takes no update",
             hints=['def loss(self, model, batch, update: str = "")'],
         )
-    there = [f"it has {', '.join(turns)}"] if turns else ["it makes one update a step: remove [optimizer.updates]"]
-    for name in given.keys() - set(turns):
+    there = [f"it has {', '.join(updates)}"] if updates else ["it makes one update a step: remove [optimizer.updates]"]
+    for name in given.keys() - set(updates):
         yield UsageError(
             f"the task `{chosen.recipe.task.use}` has no update `{name}`",
-            hints=[*did_you_mean(name, turns), *there],
+            hints=[*did_you_mean(name, updates), *there],
             key=f"optimizer.updates.{name}",
         )
-    for name in [turn for turn in turns if turn not in given and chosen.trains]:
+    for name in [update for update in updates if update not in given and chosen.trains]:
         yield UsageError(
             f"[optimizer.updates.{name}] is missing: the task makes an update of that name in every step",
             hints=[f"add it; if it is empty, it is like [optimizer] and trains `{name}.*`"],

@@ -485,8 +485,11 @@ class Recipe(Section):
                 found |= {(spec.named_in, key): component for key, component in named.items()}
         evaluations = self.data.evaluations
         found |= {("data", "eval", *filter(None, [name])): component for name, component in evaluations.items()}
-        for name, turn in self.optimizer.updates.items():
-            found |= {("optimizer", "updates", name): turn, ("optimizer", "updates", name, "schedule"): turn.schedule}
+        for name, update in self.optimizer.updates.items():
+            found |= {
+                ("optimizer", "updates", name): update,
+                ("optimizer", "updates", name, "schedule"): update.schedule,
+            }
         found |= {("optimizer", "groups", name): group for name, group in self.optimizer.groups.items()}
         return {path: component for path, component in found.items() if component}
 

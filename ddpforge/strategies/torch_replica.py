@@ -71,7 +71,7 @@ class TorchReplica(Replica):
         self.gradients = Gradients(
             bare, self.world.global_ranks, may_be_unused=may_be_unused, hints=unused_hints, missing=missing
         )
-        self._turns = {
+        self._updates = {
             name: Gradients(
                 bare,
                 self.world.global_ranks,
@@ -100,7 +100,7 @@ class TorchReplica(Replica):
     def select_update(self, name: str) -> Iterator[None]:
         """Freezes other updates' parameters within the block; uses this update's optimizer, gradients and clip norm."""
         whole, everything = cast(AlternatingOptimizer, self.optimizer), self.gradients
-        own = self._turns[name]
+        own = self._updates[name]
         others = [parameter for parameter in own.frozen if parameter.requires_grad]
         self.optimizer, self.gradients = whole.parts[name], own
         self.clip_norm = whole.clip_norms[name] or self.train.clip_norm

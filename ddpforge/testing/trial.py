@@ -28,12 +28,12 @@ SAMPLES = 6  # has several divisors, because batches are split
 class ComponentTrial:
     """Components that fit together. `batch` has `samples` samples: SAMPLES, or all if the data has fewer.
 
-    `turns` has the task's view for each of its alternating updates, or only the task itself.
+    `updates` has the task's view for each of its alternating updates, or only the task itself.
     """
 
     model: nn.Module
     data: Any
-    turns: list[Task]
+    updates: list[Task]
     batch: Any
     samples: int
 
@@ -47,7 +47,7 @@ class ComponentTrial:
     @property
     def task(self) -> Task:
         """Returns the task, in the view of its first update."""
-        return self.turns[0]
+        return self.updates[0]
 
 
 def fresh(case: Case, seed: int = 0) -> nn.Module:
@@ -124,12 +124,12 @@ def _try(case: Case) -> ComponentTrial:
     task.check(model, data)
     alone = SingleRank()
     task.start(model, World(global_ranks=alone, dp_ranks=alone, device=alone.device, local_rank=0))
-    turns = list(tasks_by_update(task).values())
-    for one in turns:
+    updates = list(tasks_by_update(task).values())
+    for one in updates:
         _, outputs = _pair(task, one.loss(model, batch))
     if case.kind == "metric":
         case.build()(outputs.detach(), batch[1])
-    return ComponentTrial(model, data, turns, batch, first.samples)
+    return ComponentTrial(model, data, updates, batch, first.samples)
 
 
 class _WrongLoss(Breach):

@@ -40,13 +40,15 @@ __all__ = [
 # ---------------------------------------------------------------------------------------------- the task
 def update_names(task: Task) -> tuple[str, ...]:
     """Returns the updates that a task declares; raises PluginError for invalid names."""
-    turns: Any = task.updates
-    if isinstance(turns, str) or not all(isinstance(turn, str) and re.fullmatch(r"[\w-]+", turn) for turn in turns):
+    updates: Any = task.updates
+    if isinstance(updates, str) or not all(
+        isinstance(update, str) and re.fullmatch(r"[\w-]+", update) for update in updates
+    ):
         raise PluginError(
-            f"{type(task).__name__}.updates is {turns!r}, but must be names of letters, digits, `_` and `-`",
+            f"{type(task).__name__}.updates is {updates!r}, but must be names of letters, digits, `_` and `-`",
             hints=['e.g. updates = ("discriminator", "generator")'],
         )
-    return tuple(turns)
+    return tuple(updates)
 
 
 def accepts_update(task: Task) -> bool:
@@ -60,29 +62,29 @@ def accepts_update(task: Task) -> bool:
 
 def tasks_by_update(task: Task) -> dict[str, Task]:
     """Returns the task for each of its updates, by update; without updates, the task itself as ""."""
-    return {turn: cast(Task, UpdateTask(task, turn)) for turn in update_names(task)} or {"": task}
+    return {update: cast(Task, UpdateTask(task, update)) for update in update_names(task)} or {"": task}
 
 
 class UpdateTask:
     """Task with the loss of one update; everything else is from `task`."""
 
-    def __init__(self, task: Task, turn: str) -> None:
-        self.task, self.turn = task, turn
+    def __init__(self, task: Task, update: str) -> None:
+        self.task, self.update = task, update
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("task", "turn"):  # a copy that is not complete yet
+        if name in ("task", "update"):  # a copy that is not complete yet
             raise AttributeError(name)
         return getattr(self.task, name)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss of the update, and its outputs."""
         told: Any = self.task.loss
-        pair: tuple[Tensor, Any] = told(model, batch, self.turn)
+        pair: tuple[Tensor, Any] = told(model, batch, self.update)
         return pair
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Calls the task's `finish` with the update's metrics, which have the update appended to their names."""
-        return self.task.finish({metric_name(name, self.turn): value for name, value in metrics.items()})
+        return self.task.finish({metric_name(name, self.update): value for name, value in metrics.items()})
 
 
 def component_name(part: object) -> str:
@@ -95,8 +97,10 @@ def component_name(part: object) -> str:
 
 def reported_metrics(task: Task) -> Mapping[str, Metric]:
     """Returns a task's metrics by the names that all of its updates report."""
-    turns = update_names(task)
-    return {metric_name(name, turn): metric for turn in turns for name, metric in task.reports.items()} or task.reports
+    updates = update_names(task)
+    return {
+        metric_name(name, update): metric for update in updates for name, metric in task.reports.items()
+    } or task.reports
 
 
 def finish_metrics(task: Task, means: Mapping[str, float]) -> dict[str, float]:
@@ -106,13 +110,13 @@ def finish_metrics(task: Task, means: Mapping[str, float]) -> dict[str, float]:
 
 def with_summed_loss(task: Task, means: Mapping[str, float]) -> dict[str, float]:
     """Returns the means with `loss`, the sum of the losses of all updates, if there are updates."""
-    losses = [means[name] for turn in task.updates if (name := metric_name("loss", turn)) in means]
+    losses = [means[name] for update in task.updates if (name := metric_name("loss", update)) in means]
     return {"loss": sum(losses), **means} if losses else dict(means)
 
 
-def metric_name(name: str, turn: str) -> str:
+def metric_name(name: str, update: str) -> str:
     """Returns the name under which an update reports a metric."""
-    return f"{name}/{turn}" if turn else name
+    return f"{name}/{update}" if update else name
 
 
 # ---------------------------------------------------------------------------------------------- the updates
@@ -132,42 +136,44 @@ class Update:
     shared: bool  # whether the next update uses the same batch
 
 
-def update_schedule(turns: Mapping[str, UpdateComponent]) -> list[Update]:
+def update_schedule(updates: Mapping[str, UpdateComponent]) -> list[Update]:
     """Returns the updates of a step, in their order; without updates there is one."""
-    fresh = [(name, turn.new_batch) for name, turn in turns.items() for _ in range(turn.n_updates)] or [("", True)]
+    fresh = [(name, update.new_batch) for name, update in updates.items() for _ in range(update.n_updates)] or [
+        ("", True)
+    ]
     draws = [True, *(own for _, own in fresh[1:]), True]
     return [Update(name, draws[n], shared=not draws[n + 1]) for n, (name, _) in enumerate(fresh)]
 
 
-def batches_per_step(turns: Mapping[str, UpdateComponent]) -> int:
+def batches_per_step(updates: Mapping[str, UpdateComponent]) -> int:
     """Returns the number of global batches that a step takes."""
-    return sum(update.new_batch for update in update_schedule(turns))
+    return sum(update.new_batch for update in update_schedule(updates))
 
 
 def step_function(
-    replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, UpdateComponent]
+    replica: Replica, steps: Mapping[str, StepFunction], updates: Mapping[str, UpdateComponent]
 ) -> Callable[..., tuple[dict[str, Total], Tensor]]:
-    """Returns the function that takes a step on `draws`: one update, or the updates of all `turns`."""
-    if turns:
-        return AlternatingUpdates(replica, steps, turns).train_step
+    """Returns the function that takes a step on `draws`: one update, or the updates of all `updates`."""
+    if updates:
+        return AlternatingUpdates(replica, steps, updates).train_step
     only = steps[""]
     return lambda step, draws, *, measure: only(step, *next(draws), measure=measure)
 
 
 class AlternatingUpdates:
-    """Takes steps of several updates: the recipe's `turns`, in the order of the task, each by its function.
+    """Takes steps of several updates: the recipe's `updates`, in the order of the task, each by its function.
 
     Updates are independent: if the gradient of an update is not finite, only this update is skipped.
     """
 
     def __init__(
-        self, replica: Replica, steps: Mapping[str, StepFunction], turns: Mapping[str, UpdateComponent]
+        self, replica: Replica, steps: Mapping[str, StepFunction], updates: Mapping[str, UpdateComponent]
     ) -> None:
-        self._steps, self.updates = steps, update_schedule(turns)
+        self._steps, self.updates = steps, update_schedule(updates)
         self._replica = cast(AlternatesUpdates, replica)
         if not isinstance(replica, AlternatesUpdates):
             raise StrategyError(
-                f"the task makes the updates of {' and '.join(turns)} in each step, but the strategy makes one",
+                f"the task makes the updates of {' and '.join(updates)} in each step, but the strategy makes one",
                 hints=['set strategy.use = "ddp" or "fsdp"'],
             )
 
@@ -189,8 +195,8 @@ class AlternatingUpdates:
                 totals, norm = train_step(step, first, micro_batches, measure=measure, update=number)
             add(found, {metric_name(name, update.name): total for name, total in totals.items()})
             norms.setdefault(update.name, []).append(norm)
-        means = {turn: _root_mean_square(each) for turn, each in norms.items()}
-        found |= {metric_name("grad_norm", turn): Total(norm, 1) for turn, norm in means.items()}
+        means = {update: _root_mean_square(each) for update, each in norms.items()}
+        found |= {metric_name("grad_norm", update): Total(norm, 1) for update, norm in means.items()}
         return found, torch.linalg.vector_norm(torch.stack(list(means.values())))
 
 

@@ -73,14 +73,14 @@ def assemble(
     model = _spread(parts)
     with recipe_faults():
         watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
-        turns, blocks = list(parts.updates), recipe.train.blocks
-        optimizer = build_optimizer(parts.registry, recipe.optimizer, model, turns, blocks)
+        updates, blocks = list(parts.updates), recipe.train.blocks
+        optimizer = build_optimizer(parts.registry, recipe.optimizer, model, updates, blocks)
     check_same_groups(world.global_ranks, model, optimizer)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_ignore)
     beside = _beside(parts, world, replica, begins=begins)
-    shows = MediaLogger(tracker, is_main=world.is_rank_zero)
+    shows = MediaLogger(tracker, is_rank_zero=world.is_rank_zero)
     parts.task.log_media = shows  # type: ignore[method-assign]
     _start(parts, world, replica, shows, folder, life)
 
@@ -96,7 +96,9 @@ def assemble(
         training=parts.training,
         evaluator=_evaluator(parts, world, replica, beside, parts.callbacks),
         callbacks={**beside, **parts.callbacks},
-        unsaved=Unsaved(parts.task, replica.unwrapped, parts.auxiliary, beside.get(NAME), is_main=world.is_rank_zero),
+        unsaved=Unsaved(
+            parts.task, replica.unwrapped, parts.auxiliary, beside.get(NAME), is_rank_zero=world.is_rank_zero
+        ),
         checkpoints=checkpoints,
         tracker=tracker,
         shows=shows,
@@ -126,7 +128,7 @@ def assemble_evaluator(
         # A strategy prepares a model together with an optimizer: this SGD has no state.
         replica = _prepared(parts, world, model, SGD(groups, lr=0.0))
         beside = _beside(parts, world, replica, begins=False)
-        _start(parts, world, replica, MediaLogger(Tracker(), is_main=world.is_rank_zero), folder, life)
+        _start(parts, world, replica, MediaLogger(Tracker(), is_rank_zero=world.is_rank_zero), folder, life)
         if omits_frozen(checkpoint.metadata.loop) and (source := parts.recipe.checkpoint.init_from):
             _initialise(replica, source, world, skip=parts.recipe.checkpoint.init_ignore)
         restore_weights(replica, checkpoint, world.global_ranks)

@@ -62,7 +62,7 @@ class Evaluator:
         self.looks = PeriodicCheck()  # polls for a stop
         self.failed_together = False  # whether the newest evaluation failed and all ranks know it
         self._has_begun = False  # whether any batch was evaluated
-        self._turns = {turn: CheckedTask(one, "evaluation") for turn, one in tasks_by_update(task).items()}
+        self._updates = {update: CheckedTask(one, "evaluation") for update, one in tasks_by_update(task).items()}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Returns the means over each set, for the weights after `step`; names begin with `prefix`. Collective.
@@ -112,11 +112,11 @@ class Evaluator:
         read = Fingerprint()
         quantities: dict[str, Total | SampleColumns] = {}
         counted: Tensor | float = 0.0
-        for turn in self._turns:
-            found = self.quantities(read.noted(micro_batches), turn)
+        for update in self._updates:
+            found = self.quantities(read.noted(micro_batches), update)
             if "loss" in found:
                 counted = counted + cast(Total, found["loss"]).count
-            quantities |= {metric_name(one, turn): quantity for one, quantity in found.items()}
+            quantities |= {metric_name(one, update): quantity for one, quantity in found.items()}
         size = {_COUNTED: Total(torch.as_tensor(counted, dtype=torch.float64), 1)}
         means = self._world.global_ranks.reduce_metrics(
             {**quantities, **size, **read.totals()}, reported_metrics(self._task)
@@ -131,9 +131,9 @@ class Evaluator:
             )
         return finish_metrics(self._task, means)
 
-    def quantities(self, micro_batches: Iterable[MicroBatch], turn: str = "") -> dict[str, Total | SampleColumns]:
-        """Returns this rank's totals and rows, with the losses of `turn`; padding samples do not count."""
-        task = self._turns[turn]
+    def quantities(self, micro_batches: Iterable[MicroBatch], update: str = "") -> dict[str, Total | SampleColumns]:
+        """Returns this rank's totals and rows, with the losses of `update`; padding samples do not count."""
+        task = self._updates[update]
 
         def compute(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
             one.seed()

@@ -114,7 +114,7 @@ class Trainer:
             checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.global_ranks
         )
         self._recipe = recipe
-        self._shows = shows or MediaLogger(tracker, is_main=world.is_rank_zero)
+        self._shows = shows or MediaLogger(tracker, is_rank_zero=world.is_rank_zero)
         self._unsaved = unsaved  # None after its checks
         self._shown_gradient: int | None = None  # the last step whose gradient callbacks received
         self._ending = {method: may_end(callbacks, method) for method in ("on_step", "on_eval")}
@@ -151,12 +151,15 @@ class Trainer:
         # Built before any state is restored: the recipe sets the learning rate, not a checkpoint.
         self._rates = Rates(optimizer, schedules)
         self._factor = 1.0  # product of the callbacks' `lr_factor`
-        self._steppers = self._stepper_of_turns(compares=compares, whole=whole)
-        turns = {turn: recipe.optimizer.updates[turn] for turn in task.updates}
-        self._train_step, self._draws = step_function(replica, self._update_functions(), turns), batches_per_step(turns)
-        self.rows = RowBuilder(world, task, plan, self._rates, len(update_schedule(turns)))
+        self._steppers = self._steppers_by_update(compares=compares, whole=whole)
+        updates = {update: recipe.optimizer.updates[update] for update in task.updates}
+        self._train_step, self._draws = (
+            step_function(replica, self._update_functions(), updates),
+            batches_per_step(updates),
+        )
+        self.rows = RowBuilder(world, task, plan, self._rates, len(update_schedule(updates)))
 
-    def _stepper_of_turns(self, *, compares: bool, whole: ReferenceCheck | None) -> dict[str, Stepper]:
+    def _steppers_by_update(self, *, compares: bool, whole: ReferenceCheck | None) -> dict[str, Stepper]:
         """Returns the stepper of each update by name; without updates, one stepper as ""."""
         recipe, world, replica, optimizer = self._recipe, self.world, self.replica, self.optimizer
         self._stateful = stateful = modules_with_buffers(replica.unwrapped, self.callbacks.values())
@@ -164,11 +167,11 @@ class Trainer:
         optimizers = optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {"": optimizer}
         compare_whole = [partial(whole.compare, replica, world)] if whole else []
         return {
-            turn: Stepper(
+            update: Stepper(
                 world,
                 replica,
                 one,
-                update_of(replica, optimizers[turn], stateful),
+                update_of(replica, optimizers[update], stateful),
                 seed=recipe.train.seed,
                 stateful=stateful,
                 statistics=statistics,
@@ -178,7 +181,7 @@ class Trainer:
                 ],
                 before_update=lambda: self.saving.before_update(),  # looked up late: a trial replaces `saving`
             )
-            for turn, one in tasks_by_update(self.task).items()
+            for update, one in tasks_by_update(self.task).items()
         }
 
     def _update_functions(self) -> dict[str, StepFunction]:
@@ -186,8 +189,8 @@ class Trainer:
         train = self._recipe.train
         keeps = train.on_nonfinite == "skip" or train.precision == "fp16"
         return {
-            turn: (KeepsBuffers(stepper, self._stateful) if keeps else stepper).train_step
-            for turn, stepper in self._steppers.items()
+            update: (KeepsBuffers(stepper, self._stateful) if keeps else stepper).train_step
+            for update, stepper in self._steppers.items()
         }
 
     # ------------------------------------------------------------------------------------------ the run

@@ -41,18 +41,18 @@ class MediaLogger:
     See `interfaces.LogMedia` for the values that are accepted.
     """
 
-    def __init__(self, tracker: Tracker, *, is_main: bool) -> None:
+    def __init__(self, tracker: Tracker, *, is_rank_zero: bool) -> None:
         self.step = 0
-        self._tracker, self._is_main = tracker, is_main
+        self._tracker, self._is_rank_zero = tracker, is_rank_zero
         self._warned: set[str] = set()
 
     def __deepcopy__(self, _: dict[int, Any]) -> MediaLogger:
         """Returns an instance that shows nothing: a copied task is only tried out, and trackers cannot be copied."""
-        return MediaLogger(Tracker(), is_main=False)
+        return MediaLogger(Tracker(), is_rank_zero=False)
 
     def __call__(self, name: str, value: Any, kind: MediaKind) -> None:
         """Shows `value`; raises PluginError for a wrong name, kind or form."""
-        if not self._is_main:
+        if not self._is_rank_zero:
             return
         if kind not in get_args(MediaKind):
             _reject(name, f"kind {kind!r}", f"one of {', '.join(get_args(MediaKind))}")

@@ -29,15 +29,15 @@ def build_optimizer(
     registry: Registry,
     component: OptimizerComponent,
     model: nn.Module,
-    turns: Sequence[str],
+    updates: Sequence[str],
     blocks: Sequence[str] = (),
 ) -> Optimizer:
-    """Builds the recipe's optimizer, or one for each of `turns`; `blocks` are the classes in train.blocks.
+    """Builds the recipe's optimizer, or one for each of `updates`; `blocks` are the classes in train.blocks.
 
     Raises ValueError if `model` lacks parameters or blocks that the recipe names.
     """
-    if turns:
-        return _in_turns(registry, component, model, turns)
+    if updates:
+        return _alternating(registry, component, model, updates)
     if component.groups:
         return _scaled(_in_groups(registry, component, model, blocks))
     return _scaled(_built(registry, component, local_groups(_groups(component, model, blocks))))
@@ -70,12 +70,14 @@ def _scaled(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _in_turns(registry: Registry, component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> Optimizer:
+def _alternating(
+    registry: Registry, component: OptimizerComponent, model: nn.Module, updates: Sequence[str]
+) -> Optimizer:
     parts: dict[str, Optimizer] = {}
-    for name, chosen in parameters_by_update(model, _globs(component, turns)).items():
+    for name, chosen in parameters_by_update(model, _globs(component, updates)).items():
         params = parameter_groups(model, component.no_decay, chosen)
         parts[name] = _built(registry, component.updates[name], params)
-    return AlternatingOptimizer(parts, {name: component.updates[name].clip_norm for name in turns})
+    return AlternatingOptimizer(parts, {name: component.updates[name].clip_norm for name in updates})
 
 
 def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Module, blocks: Sequence[str]) -> Optimizer:
@@ -100,31 +102,31 @@ def check_parameters(
     registry: Registry,
     component: OptimizerComponent,
     model: nn.Module,
-    turns: Sequence[str],
+    updates: Sequence[str],
     blocks: Sequence[str] = (),
 ) -> None:
     """Raises ValueError if `model` lacks parameters or blocks that the recipe's optimizer names."""
     parameter_groups(model, component.no_decay)
     if component.layer_decay is not None:
-        _check_layers(component, find_blocks(model, blocks), turns)
-    if turns:
-        parameters_by_update(model, _globs(component, turns))
+        _check_layers(component, find_blocks(model, blocks), updates)
+    if updates:
+        parameters_by_update(model, _globs(component, updates))
     for name, chosen in _chosen(component, model).items() if component.groups else ():
         if (group := component.groups.get(name)) and group.use != component.use:
             build(registry, "optimizer", group, params=parameter_groups(model, component.no_decay, chosen))
 
 
-def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], turns: Sequence[str]) -> None:
-    if turns:
+def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], updates: Sequence[str]) -> None:
+    if updates:
         raise ValueError("layer_decay does not work with updates; set the `lr` of each of [optimizer.updates]")
     if not blocks:
         raise ValueError("layer_decay needs repeated blocks, and the model has none; name classes in train.blocks")
 
 
-def shares(component: OptimizerComponent, model: nn.Module, turns: Sequence[str]) -> list[str]:
+def shares(component: OptimizerComponent, model: nn.Module, updates: Sequence[str]) -> list[str]:
     """Describes each update or group: its optimizer and the size of its part of `model`; empty if there are none."""
-    if turns:
-        found: Mapping[str, Sequence[str]] = parameters_by_update(model, _globs(component, turns))
+    if updates:
+        found: Mapping[str, Sequence[str]] = parameters_by_update(model, _globs(component, updates))
     else:
         found = _chosen(component, model) if component.groups else {}
     parts: Mapping[str, Component] = {**component.updates, **component.groups}
@@ -141,6 +143,6 @@ def _chosen(component: OptimizerComponent, model: nn.Module) -> Mapping[str, Seq
     return {name: chosen for name, chosen in groups.items() if chosen}
 
 
-def _globs(component: OptimizerComponent, turns: Sequence[str]) -> Mapping[str, Sequence[str]]:
+def _globs(component: OptimizerComponent, updates: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """Returns the globs of each update's parameters."""
-    return {name: component.updates[name].parameters or (f"{name}.*",) for name in turns}
+    return {name: component.updates[name].parameters or (f"{name}.*",) for name in updates}

@@ -104,16 +104,16 @@ def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
     return found
 
 
-def parameters_by_update(model: nn.Module, turns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Returns the names of the trainable parameters of each update; entries of `turns` are like those of `no_decay`.
+def parameters_by_update(model: nn.Module, updates: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Returns the names of the trainable parameters of each update; entries of `updates` are like those of `no_decay`.
 
     Raises ValueError unless each parameter is in exactly one update, each update has one, and each glob matches one.
     """
-    owners = _owners(model, "updates", turns)
+    owners = _owners(model, "updates", updates)
     for name, those in owners.items():
         if not those:
             raise ValueError(f"updates: parameter `{name}` is in no update; add it to the `parameters` of one update")
-    return {turn: [name for name, those in owners.items() if turn in those] for turn in turns}
+    return {update: [name for name, those in owners.items() if update in those] for update in updates}
 
 
 def parameters_by_group(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:

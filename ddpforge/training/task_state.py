@@ -149,10 +149,10 @@ class Unsaved:
         beside: Mapping[str, AuxiliaryModule],
         state: Callback | None,
         *,
-        is_main: bool,
+        is_rank_zero: bool,
     ) -> None:
         self._task, self._model, self._beside, self._state = task, model, beside, state
-        self._is_main = is_main
+        self._is_rank_zero = is_rank_zero
         self._before: dict[str, _Value] | None = None  # after the first step
 
     def look(self) -> bool:
@@ -171,7 +171,7 @@ class Unsaved:
         if lost := [name for name in changed if not self._is_kept(name, kept)]:
             few = ", ".join(f"`{name}`" for name in lost[:8]) + (" …" if len(lost) > 8 else "")
             log.log(
-                logging.WARNING if self._is_main else logging.INFO,
+                logging.WARNING if self._is_rank_zero else logging.INFO,
                 "training changes %s, which no checkpoint holds: a resumed run begins without it. If it matters, "
                 "return it from the task's `state()`, or make it a persistent buffer of the model",
                 few,

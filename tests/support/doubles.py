@@ -67,7 +67,7 @@ def run_of(model: nn.Module, world: World, **given: Any) -> RunContext:
         "weights": FullWeights(model, world.global_ranks),
         "folder": Path("runs/run"),
         "forward": nullcontext,
-        "log_media": MediaLogger(Tracker(), is_main=world.is_rank_zero),
+        "log_media": MediaLogger(Tracker(), is_rank_zero=world.is_rank_zero),
         "gradients": dict,
     }
     return RunContext(**context | given)  # type: ignore[arg-type]

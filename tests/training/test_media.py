@@ -29,7 +29,7 @@ class Screen(Tracker):
 
 def shown(value: Any, kind: Any, name: str = "x") -> Any:
     screen = Screen()
-    MediaLogger(screen, is_main=True)(name, value, kind)
+    MediaLogger(screen, is_rank_zero=True)(name, value, kind)
     return screen.value
 
 
@@ -121,7 +121,7 @@ def test_images_with_values_out_of_range_are_skipped_with_one_warning(
     value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     screen = Screen()
-    shows = MediaLogger(screen, is_main=True)
+    shows = MediaLogger(screen, is_rank_zero=True)
     with caplog.at_level(logging.WARNING, "ddpforge"):
         for shows.step in (3, 4):
             shows("samples", torch.full((2, 2), value), "image")
@@ -131,25 +131,25 @@ def test_images_with_values_out_of_range_are_skipped_with_one_warning(
 
 
 def test_a_histogram_with_a_range_too_small_for_bins_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    MediaLogger(screen := Screen(), is_main=True)("weights", [1.0, 1.0000000000000002], "histogram")
+    MediaLogger(screen := Screen(), is_rank_zero=True)("weights", [1.0, 1.0000000000000002], "histogram")
     (message,) = caplog.messages
     assert (screen.all, message[:60]) == ([], "step 0: histogram `weights` is not shown: its values go from")
 
 
 def test_a_table_without_rows_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    MediaLogger(screen := Screen(), is_main=True)("worst", [], "table")
+    MediaLogger(screen := Screen(), is_rank_zero=True)("worst", [], "table")
     assert (screen.all, caplog.messages) == ([], ["step 0: table `worst` is not shown: it has no rows"])
 
 
 def test_media_are_logged_at_the_current_step() -> None:
-    shows = MediaLogger(screen := Screen(), is_main=True)
+    shows = MediaLogger(screen := Screen(), is_rank_zero=True)
     for shows.step in (1, 2):
         shows("a/b", "x", "text")
     assert screen.all == [(1, "a/b", "x", "text"), (2, "a/b", "x", "text")]
 
 
 def test_only_the_main_rank_logs_media() -> None:
-    MediaLogger(screen := Screen(), is_main=False)("no name", object(), "image")
+    MediaLogger(screen := Screen(), is_rank_zero=False)("no name", object(), "image")
     assert screen.all == []
 
 
@@ -164,7 +164,7 @@ def test_the_check_for_a_mean_loss_logs_no_media(tmp_path: Path) -> None:
 
     task, screen = Means(), Screen()
     with (tmp_path / "file").open("w") as screen.file:  # type: ignore[attr-defined]
-        task.log_media = MediaLogger(screen, is_main=True)  # type: ignore[method-assign]
+        task.log_media = MediaLogger(screen, is_rank_zero=True)  # type: ignore[method-assign]
         with pytest.raises(UsageError, match="returns a mean over the batch"):
             check_sum_reduction(nn.Linear(2, 1), task, torch.rand(8, 2), 8)
     assert screen.all == []
@@ -173,7 +173,7 @@ def test_the_check_for_a_mean_loss_logs_no_media(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("resumed_at", "step"), [(None, 0), (7, 7)])
 def test_media_logged_before_trackers_start_are_buffered(tmp_path: Path, resumed_at: int | None, step: int) -> None:
     group = TrackerGroup({"screen": (screen := Screen())})
-    MediaLogger(group, is_main=True)("model", "two layers", "text")
+    MediaLogger(group, is_rank_zero=True)("model", "two layers", "text")
     assert screen.all == []
     group.start(name="run", folder=tmp_path, config={}, resumed_at=resumed_at)
     assert screen.all == [(step, "model", "two layers", "text")]

@@ -199,7 +199,7 @@ def test_unsaved_state_that_training_changes_is_logged(
     change: Callable[[Any], object], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = Net(change)
-    unsaved = Unsaved(Plainly({}), net, {}, None, is_main=True)
+    unsaved = Unsaved(Plainly({}), net, {}, None, is_rank_zero=True)
     with caplog.at_level("INFO", "ddpforge"):
         for goes_on in (True, False):
             net(torch.ones(2)).sum().backward()
@@ -231,4 +231,4 @@ def test_weights_in_a_plain_list_that_get_gradients_are_refused() -> None:
     model = Listed()
     model(torch.ones(2)).sum().backward()
     with pytest.raises(UsageError, match=r"plain attribute, `layers.0.weight` \[2, 2\]"):
-        Unsaved(Plainly({}), model, {}, None, is_main=True).look()
+        Unsaved(Plainly({}), model, {}, None, is_rank_zero=True).look()

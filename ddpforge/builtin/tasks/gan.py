@@ -29,14 +29,14 @@ class Adversarial(Task):
     ) -> None:
         self.latent = latent
 
-    def loss(self, model: nn.Module, batch: Any, turn: str = "") -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def loss(self, model: nn.Module, batch: Any, update: str = "") -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Returns the summed loss of the update; for the discriminator also the scores of real and generated images."""
         import torch
         from torch.nn.functional import softplus
 
         images: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
         noise = self.rng.randn(len(images), self.latent, device=images.device)
-        if turn == "generator":
+        if update == "generator":
             return softplus(-model("discriminator", model("generator", noise)).float()).sum(), None
         with torch.no_grad():
             generated = model("generator", noise)

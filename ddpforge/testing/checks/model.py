@@ -170,7 +170,7 @@ def same_on_two_ranks(case: Case, worlds: MultiRankRuns) -> None:
 def _after_backward(case: Case) -> nn.Module:
     trial = trial_of(case)
     torch.manual_seed(0)
-    loss = sum((turn.loss(trial.model, trial.batch)[0] for turn in trial.turns), torch.zeros(()))
+    loss = sum((update.loss(trial.model, trial.batch)[0] for update in trial.updates), torch.zeros(()))
     if not loss.isfinite():
         raise Breach("a finite loss at the initial weights", f"{loss.item()}")
     try:

@@ -190,14 +190,14 @@ class _Rank:
             self._place_others()
         own = self._optimizer.parts if isinstance(self._optimizer, AlternatingOptimizer) else {"": self._optimizer}
         steppers = {
-            turn: _Counted(
-                world, self._replica, one, update_of(self._replica, own[turn], self._replica.unwrapped), seed=0
+            update: _Counted(
+                world, self._replica, one, update_of(self._replica, own[update], self._replica.unwrapped), seed=0
             )
-            for turn, one in tasks_by_update(parts.task).items()
+            for update, one in tasks_by_update(parts.task).items()
         }
         for stepper in steppers.values():
             stepper.seen = lambda outputs: self._ledger.note(_tensors(outputs), LOSS)
-        functions = {turn: stepper.train_step for turn, stepper in steppers.items()}
+        functions = {update: stepper.train_step for update, stepper in steppers.items()}
         self._train_step = step_function(self._replica, functions, parts.updates)
 
     def _place_others(self) -> None:
@@ -211,7 +211,7 @@ class _Rank:
             weights=replica.weights,
             folder=Path(gettempdir()),
             forward=replica.forward,
-            log_media=MediaLogger(Tracker(), is_main=False),
+            log_media=MediaLogger(Tracker(), is_rank_zero=False),
             gradients=replica.gradients_by_name,
         )
         parts.task.start(replica.unwrapped, world)
