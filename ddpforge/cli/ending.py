@@ -21,7 +21,7 @@ from ddpforge.ranks.logs import keep_output
 from ddpforge.secret_redaction import redact
 from ddpforge.watchdog.watchdog import failure_of_another, report_startup_failure
 
-_WATCH = os.path.join("ddpforge", "strategies", "watch.py")
+_GUARD = os.path.join("ddpforge", "strategies", "parameter_guard.py")
 _OURS = ("__main__", "click", "contextlib", "ddpforge")  # packages of the frames above the first call of a component
 
 
@@ -89,7 +89,7 @@ def _trace(error: Exception) -> str:
     while trace and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         trace = trace.tb_next
     found = traceback.TracebackException(type(error), error, trace or error.__traceback__)
-    watched = [number for number, frame in enumerate(found.stack) if frame.filename.endswith(_WATCH)]
+    watched = [number for number, frame in enumerate(found.stack) if frame.filename.endswith(_GUARD)]
     del found.stack[slice(watched[0], None) if watched and trace else slice(0)]
     return "".join(found.format())
 

@@ -289,6 +289,6 @@ def test_out_of_memory_error_suggests_a_smaller_micro_batch(bench: Bench, tmp_pa
     assert "memory is full: " in ranks.stderr
     assert "by the plan" not in ranks.stderr  # a simulation would need memory that is not free
     assert re.search(r"help: for the memory of a step .*: ddpforge plan runs/run/recipe.resolved.toml", ranks.stderr)
-    assert "help: set train.micro_batch = 4: the global batch stays" in ranks.stderr
+    assert "help: set train.micro_batch = 4: the global batch, and so the result, stays" in ranks.stderr
     assert "Traceback" not in ranks.stderr
     assert "OutOfMemory: memory is full" in bench.status("run")["error"]
