@@ -640,7 +640,7 @@ def test_parameters_that_are_not_sharded_are_refused() -> None:
         ({}, {"compile": "reduce-overhead"}, 2, "cuda", "train.compile", 'set train.compile = "default"'),
         ({}, {"compile": "default"}, 2, "cuda", None, ""),
         ({}, {"compile": "reduce-overhead"}, 2, "cpu", None, ""),
-        ({}, {"sync_batchnorm": True}, 2, "cpu", "train.sync_batchnorm", "leave train.sync_batchnorm out"),
+        ({}, {"sync_batchnorm": True}, 2, "cpu", "train.sync_batchnorm", "remove train.sync_batchnorm"),
     ],
 )
 def test_invalid_options_and_options_without_effect_are_refused(

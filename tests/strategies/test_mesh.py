@@ -75,7 +75,7 @@ def test_without_dimensions_all_ranks_are_one_mesh_with_different_data() -> None
 def test_sizes_that_do_not_divide_are_refused_with_valid_sizes(
     grid: ParallelDims, ranks: int, key: str, said: str
 ) -> None:
-    (refusal,) = grid.refusals(ranks)
+    (refusal,) = grid.unsupported(ranks)
     assert (refusal.key, " | ".join([refusal.message, *refusal.hints])) == (key, f"{key} {said}")
 
 
@@ -84,7 +84,7 @@ def test_sizes_that_do_not_divide_are_refused_with_valid_sizes(
 )
 def test_ranks_with_the_same_samples_count_once(grid: ParallelDims, data: int) -> None:
     assert grid.data_ranks(8) == data
-    assert not list(grid.refusals(8))
+    assert not list(grid.unsupported(8))
 
 
 def test_sizes_that_do_not_divide_fewer_ranks_are_dropped() -> None:

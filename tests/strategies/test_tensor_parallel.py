@@ -266,7 +266,7 @@ def test_a_recomputed_block_uses_the_same_random_numbers() -> None:
         assert once == again
 
 
-# ---------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------- errors
 def test_options_without_tensor_parallelism_and_compilation_with_it_are_refused() -> None:
     def keys(strategy: FSDP, **options: Any) -> list[str]:
         return [refusal.key for refusal in strategy.unsupported(train(**options), 2, "cpu")]
@@ -389,7 +389,7 @@ def test_a_sequence_length_that_does_not_divide_is_refused() -> None:
         run = Run(FSDP(tensor=2, sequence_parallel=True))
         return refused(UsageError, lambda: run.replica.module(torch.zeros(2, 15, dtype=torch.int64)))
 
-    said = "strategy.sequence_parallel cuts sequences into 2 equal parts, but a sequence has 15 positions"
+    said = "strategy.sequence_parallel needs 2 equal parts, but a sequence has 15 positions"
     assert all(found.startswith(said) for found in in_ranks(2, rank))
     blocks = SimpleNamespace(block_size=15)
     assert refused(UsageError, lambda: FSDP(tensor=2, sequence_parallel=True).check_data(blocks)).startswith(said)
