@@ -61,7 +61,7 @@ from ddpforge.builtin.tasks.regression import Regression
 from ddpforge.interfaces import ShardedDataset
 
 class InParts(ShardedDataset):
-    parts = (4, 12, 7)
+    shard_sizes = (4, 12, 7)
     shuffle, shuffle_buffer, random = True, 3, False
 
     def iter_shard(self, part, *, epoch, skip):

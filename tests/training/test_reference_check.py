@@ -423,7 +423,7 @@ def test_models_that_cannot_be_held_by_one_rank_are_skipped_with_a_log_line(
     for parts, why in (
         ({"build": meta}, "it is built without memory"),
         ({"train": SimpleNamespace(compile="default", fp8="off")}, "train.compile and train.fp8 change"),
-        ({"turns": {"a": 1}}, "the task has several updates"),
+        ({"updates": {"a": 1}}, "the task has several updates"),
         ({"beside": {"a": 1}}, "the task uses auxiliary modules"),
     ):
         assert prepared(**parts) is None

@@ -68,7 +68,7 @@ class Samples:
 class Parts(Samples, ShardedDataset):
     """The same samples in two shards."""
 
-    parts, lanes = (7, 4), (2, 2)
+    shard_sizes, interleave = (7, 4), (2, 2)
 
     def iter_shard(self, part: int, *, epoch: int, skip: int) -> Any:
         return iter(self.values[7 * part : 7 + 4 * part][skip:])

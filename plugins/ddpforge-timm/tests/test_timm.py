@@ -127,7 +127,7 @@ def test_init_from_loads_weights_of_timm_except_the_ignored_head(
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine if not name.startswith(f"{head}."))
     assert torch.equal(model.get_submodule(head).weight, new)
-    assert f"2 tensors skipped by init_skip: {head}.bias, {head}.weight" in caplog.text
+    assert f"2 tensors skipped by init_ignore: {head}.bias, {head}.weight" in caplog.text
 
 
 def test_init_from_reports_a_missing_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
