@@ -233,7 +233,7 @@ def test_a_sharded_dataset_and_a_custom_task_are_predicted_in_order(folder: Path
         ("[1]", "Own.predict returns a list (an int), not columns by name"),
         ("{}", "Own.predict returns an empty dict"),
         ("{'index': batch[0]}", "a column `index`"),
-        ("{'a': batch[0].sum()}", "`a` is float32 [], and there are 8 samples"),
+        ("{'a': batch[0].sum()}", "`a` is float32 [], but there are 8 samples"),
         ("{'a': [object()] * 8}", "JSON cannot represent a prediction"),
     ],
 )

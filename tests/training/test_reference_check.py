@@ -424,7 +424,7 @@ def test_models_that_cannot_be_held_by_one_rank_are_skipped_with_a_log_line(
         ({"build": meta}, "it is built without memory"),
         ({"train": SimpleNamespace(compile="default", fp8="off")}, "train.compile and train.fp8 change"),
         ({"updates": {"a": 1}}, "the task has several updates"),
-        ({"beside": {"a": 1}}, "the task uses auxiliary modules"),
+        ({"auxiliary": {"a": 1}}, "the task uses auxiliary modules"),
     ):
         assert prepared(**parts) is None
         assert why in caplog.messages[-1]
