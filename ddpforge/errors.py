@@ -167,7 +167,7 @@ class StoppedBeforeStart(ForgeError):
 class PeerFailed(ForgeError):
     """Raised on a rank if another rank failed: this rank ends with the same exit code, without a message.
 
-    The failed rank reports its error. If it cannot, rank 0 or (with `launcher_says`) the launcher does.
+    The failed rank reports its error. If it cannot, rank 0 or (with `launcher_prints`) the launcher does.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class PeerFailed(ForgeError):
         message: str = "rank 0 failed",
         *,
         hints: Sequence[str] = (),
-        launcher_says: bool = False,
+        launcher_prints: bool = False,
     ) -> None:
         super().__init__(message, hints=hints)
-        self.exit_code, self.launcher_says = exit_code, launcher_says
+        self.exit_code, self.launcher_prints = exit_code, launcher_prints

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import data as torch_data
 
 from ddpforge import compat
-from ddpforge.data.workers import telling_context
+from ddpforge.data.workers import reporting_context
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.strategies.fsdp.wrap_units import check_shardable
 from ddpforge.training import activation_checkpointing, blocks, memory_tracker
@@ -361,7 +361,7 @@ class Unpicklable:
 def test_queue_sends_an_error_instead_of_an_unpicklable_object(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_there:
         monkeypatch.delattr(multiprocessing.queues.Queue, "_on_queue_feeder_error")
-    queue = telling_context().Queue()
+    queue = reporting_context().Queue()
     queue.put((1, "word"))
     queue.put((7, Unpicklable()))
     (one, word), (number, error) = queue.get(timeout=30), queue.get(timeout=30)

@@ -72,8 +72,8 @@ def launch(
     )
     before = start.folder.status_version()
     started = start.run()
-    if started.untold and not started.folder.exists():
-        raise started.untold
+    if started.unreported and not started.folder.exists():
+        raise started.unreported
     if started.ended.code and started.folder.status_version() == before:
         error = ForgeError(
             f"the ranks ended with exit code {started.ended.code} before training; see their messages on stderr"

@@ -307,7 +307,7 @@ class Attempt:
         failed = self._tell(error)
         raised = failed.error
         if failed.by_another:
-            raised = self._told(failed)
+            raised = self._peer_failure(failed)
         self._attach(raised, self._status(self._state, failed.report), written_here=failed.speaks)
         if raised is not error:
             raise raised from error
@@ -347,7 +347,7 @@ class Attempt:
         first = again
         try:
             first = again or self._failures.claim_first(report)
-            if (first or (self.world.is_rank_zero and not report.told)) and not self._leaves_result(report):
+            if (first or (self.world.is_rank_zero and not report.self_reported)) and not self._leaves_result(report):
                 self.folder.write_status(self._status(state, report))
             if first and not report.symptom:
                 self.folder.write_failure(described(report, [here(self.world.global_ranks.rank)]))
@@ -361,16 +361,19 @@ class Attempt:
         refused = report.exit_code == ExitCode.USAGE and not self._begun
         return refused and earlier is not None and earlier["state"] in ("done", "preempted")
 
-    def _told(self, failed: _Failed) -> ForgeError:
+    def _peer_failure(self, failed: _Failed) -> ForgeError:
         """Returns the error for a rank that failed because another rank did. Only one rank shows it."""
         cause = failed.report
         file = self.folder.logs / f"rank-{cause.rank}.log"
-        words = f"rank {cause.rank} failed first: {cause.error}" if cause.told else str(cause)
-        hints = [f"see {file}" if cause.told else f"the state of all ranks: {self.folder.failure}"]
-        launcher_says = is_launched() and not cause.told  # the launcher prints it last, after torchrun's messages
-        stands_in = cause.rank == 0 and (failed.speaks or (not cause.told and self.world.global_ranks.rank == 1))
-        if launcher_says or not (self.world.is_rank_zero or stands_in):
-            return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_says=launcher_says)
+        words = f"rank {cause.rank} failed first: {cause.error}" if cause.self_reported else str(cause)
+        hints = [f"see {file}" if cause.self_reported else f"the state of all ranks: {self.folder.failure}"]
+        # The launcher prints the report of a watchdog last, after torchrun's messages.
+        launcher_prints = is_launched() and not cause.self_reported
+        prints_for_all = cause.rank == 0 and (
+            failed.speaks or (not cause.self_reported and self.world.global_ranks.rank == 1)
+        )
+        if launcher_prints or not (self.world.is_rank_zero or prints_for_all):
+            return PeerFailed(ExitCode(cause.exit_code), words, hints=hints, launcher_prints=launcher_prints)
         error = ForgeError(words, hints=hints)
         error.exit_code = ExitCode(cause.exit_code)
         return error

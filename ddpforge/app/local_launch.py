@@ -44,11 +44,11 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """Result of a launch; `untold` is the failure of a rank that could not report it."""
+    """Result of a launch; `unreported` is the failure of a rank that could not report it."""
 
     ended: LaunchExit
     folder: RunFolder
-    untold: ForgeError | None
+    unreported: ForgeError | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class LocalLaunch:
         failure = None
         if folder.status_version() != before:
             ended, failure = _as_written(ended, folder), folder.read_failure()
-        return LaunchResult(ended, folder, _untold(ended, folder, failure))
+        return LaunchResult(ended, folder, _unreported(ended, folder, failure))
 
     def shown(self) -> str:
         """Returns the command with its environment variables, as a line for a shell."""
@@ -175,15 +175,15 @@ def _as_written(ended: LaunchExit, folder: RunFolder) -> LaunchExit:
     status = folder.status()
     if status is None or ended.code == 0:
         return ended
-    if ended.told and ended.code == ExitCode.USAGE and status["exit_code"] != ended.code:
+    if ended.reported and ended.code == ExitCode.USAGE and status["exit_code"] != ended.code:
         error = ended.error or "the ranks refused to continue"
         folder.amend_failure(error, ended.code, states=("running", "failed", "preempted"))
-    if not ended.told and ended.death is None and status["exit_code"]:
+    if not ended.reported and ended.death is None and status["exit_code"]:
         return replace(ended, code=status["exit_code"])
     return ended
 
 
-def _untold(ended: LaunchExit, folder: RunFolder, failure: Mapping[str, Any] | None) -> ForgeError | None:
+def _unreported(ended: LaunchExit, folder: RunFolder, failure: Mapping[str, Any] | None) -> ForgeError | None:
     """Returns the failure of a rank that could not report it. Records it in the folder if no watchdog has done so."""
     from ddpforge.ranks.failures import recorded_causes
 

@@ -60,12 +60,14 @@ def check_same_environment(ranks: Ranks, loaded: LoadedRecipe, registry: Registr
     """Raises on every rank unless all run the same versions and recipe. One exchange, which waits for all ranks."""
     if ranks.size == 1:
         return
-    told = ranks.all_gather_object(_Facts(socket.gethostname(), _software(loaded, registry), _digest(loaded)))
-    if different := [name for name in _names(told) if len({each.software.get(name) for each in told}) > 1]:
-        listed = [f"{name} {_by_host(told, [each.software.get(name, 'none') for each in told])}" for name in different]
+    gathered = ranks.all_gather_object(_Facts(socket.gethostname(), _software(loaded, registry), _digest(loaded)))
+    if different := [name for name in _names(gathered) if len({each.software.get(name) for each in gathered}) > 1]:
+        listed = [
+            f"{name} {_by_host(gathered, [each.software.get(name, 'none') for each in gathered])}" for name in different
+        ]
         _raise(ranks, f"ranks do not run the same software: {'; '.join(listed)}", "use one environment on all hosts")
-    if len({each.recipe for each in told}) > 1:
-        _compare_recipes(ranks, told, loaded)
+    if len({each.recipe for each in gathered}) > 1:
+        _compare_recipes(ranks, gathered, loaded)
 
 
 def _software(loaded: LoadedRecipe, registry: Registry) -> dict[str, str]:
@@ -78,14 +80,14 @@ def _software(loaded: LoadedRecipe, registry: Registry) -> dict[str, str]:
     return {"Python": ".".join(map(str, sys.version_info[:2])), **used}
 
 
-def _names(told: Sequence[_Facts]) -> list[str]:
-    return list(dict.fromkeys(name for each in told for name in each.software))
+def _names(gathered: Sequence[_Facts]) -> list[str]:
+    return list(dict.fromkeys(name for each in gathered for name in each.software))
 
 
-def _by_host(told: Sequence[_Facts], values: Sequence[str]) -> str:
+def _by_host(gathered: Sequence[_Facts], values: Sequence[str]) -> str:
     """Lists every value with its hosts and ranks."""
     found: dict[str, dict[str, list[int]]] = {}
-    for rank, (each, value) in enumerate(zip(told, values, strict=True)):
+    for rank, (each, value) in enumerate(zip(gathered, values, strict=True)):
         found.setdefault(value, {}).setdefault(each.host, []).append(rank)
     return ", ".join(f"{value} on {' and '.join(map(_named, hosts.items()))}" for value, hosts in found.items())
 
@@ -104,7 +106,7 @@ def _code(loaded: LoadedRecipe) -> dict[str, str]:
     return {name: sha256(code).hexdigest() for name, code in local_code(loaded).items()}
 
 
-def _compare_recipes(ranks: Ranks, told: Sequence[_Facts], loaded: LoadedRecipe) -> None:
+def _compare_recipes(ranks: Ranks, gathered: Sequence[_Facts], loaded: LoadedRecipe) -> None:
     """Raises on every rank unless recipes differ only in allowed keys: data loading, and absolute paths of data."""
     recipes = ranks.all_gather_object((loaded.tables, _code(loaded)))
     tables, code = recipes[0]
@@ -112,10 +114,10 @@ def _compare_recipes(ranks: Ranks, told: Sequence[_Facts], loaded: LoadedRecipe)
         found = [str(change) for change in recipe_changes(tables, its_tables) if not _may_differ(change)]
         found += [f"the code in {Path(name).name}" for name, _ in sorted(code.items() ^ its_code.items())]
         if found:
-            where = _named((told[rank].host, [rank]))
+            where = _named((gathered[rank].host, [rank]))
             listed = "\n".join(f"  {each}" for each in dict.fromkeys(found))
             hint = "start all ranks with the same files, flags and environment variables"
-            _raise(ranks, f"the recipe on {where} differs from that of rank 0 on {told[0].host}:\n{listed}", hint)
+            _raise(ranks, f"the recipe on {where} differs from that of rank 0 on {gathered[0].host}:\n{listed}", hint)
 
 
 def _may_differ(change: Change) -> bool:
@@ -186,16 +188,18 @@ def holds_locks(place: Path, ranks: Ranks) -> bool:
         name = on_rank_zero(ranks, lambda: held.enter_context(_word(place)))
         # Rank 0 does not look: a process that closes a file loses its locks on that file.
         sight = "locked" if ranks.is_rank_zero else _look(place / name)
-        told = ranks.all_gather_object((socket.gethostname(), str(place.absolute()), sight))
-    blind = [f"rank {rank} on {host} ({path})" for rank, (host, path, sight) in enumerate(told) if sight == "unseen"]
+        gathered = ranks.all_gather_object((socket.gethostname(), str(place.absolute()), sight))
+    blind = [
+        f"rank {rank} on {host} ({path})" for rank, (host, path, sight) in enumerate(gathered) if sight == "unseen"
+    ]
     if blind:
         _raise(
             ranks,
-            f"a file that rank 0 on {told[0][0]} wrote in {told[0][1]} is not visible to {', '.join(blind)}",
+            f"a file that rank 0 on {gathered[0][0]} wrote in {gathered[0][1]} is not visible to {', '.join(blind)}",
             "all hosts must share the run's folder: set --out DIR, or output_dir in the recipe",
             "if its path is relative, start all ranks in the same folder",
         )
-    return all(sight == "locked" for _, _, sight in told)
+    return all(sight == "locked" for _, _, sight in gathered)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def complain(error: ForgeError) -> None:
 
     said = redact(render(error))
     rank = int(os.environ.get("RANK", "0"))
-    if isinstance(error, PeerFailed) and error.launcher_says:
+    if isinstance(error, PeerFailed) and error.launcher_prints:
         return
     alike = error.exit_code == ExitCode.USAGE or isinstance(error, PeerFailed)
     elsewhere = os.environ.get("GROUP_RANK", "0") != "0" and os.environ.get("LOCAL_RANK") == "0"

@@ -210,7 +210,7 @@ class Hub:
         self._hub: Any = library("huggingface_hub", "hub")
         if name.count("/") != 1:
             raise UsageError(f"--push-to-hub {name}: expected USER/NAME")
-        with self._told():
+        with self._explaining_errors():
             self._api = self._hub.HfApi()
             self._api.create_repo(name, exist_ok=True, private=private)
 
@@ -219,12 +219,12 @@ class Hub:
         adds = [
             self._hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path)) for name, path in files.items()
         ]
-        with self._told():
+        with self._explaining_errors():
             commit: Any = self._api.create_commit(self.name, adds, commit_message=message)
         return str(commit.commit_url)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _explaining_errors(self) -> Iterator[None]:
         try:
             yield
         except self._hub.errors.HFValidationError as error:

@@ -83,7 +83,7 @@ def launch(
 
     keep_output()
     assigned, flags = before_flags(words)
-    with _told_as_json(as_json), StopRequests() as stop:
+    with _errors_as_json(as_json), StopRequests() as stop:
         given = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, "endpoint": endpoint, "run_id": run_id}
         start = prepare_launch(
             recipe,
@@ -103,8 +103,8 @@ def launch(
         click.echo(start.shown())
         return
     started = start.run()
-    if started.untold:
-        complain(started.untold)
+    if started.unreported:
+        complain(started.unreported)
         if as_json and start.keeps and started.folder.exists() and 0 not in started.ended.ranks:
             click.echo(json.dumps(started.folder.status()))
     sys.exit(started.ended.code)
@@ -131,7 +131,7 @@ def _ranks(given: dict[str, Any], flags: tuple[str, ...]) -> "LaunchSpec":
 
 
 @contextmanager
-def _told_as_json(wanted: bool) -> Iterator[None]:
+def _errors_as_json(wanted: bool) -> Iterator[None]:
     from ddpforge.cli.ending import failure
 
     try:

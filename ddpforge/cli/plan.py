@@ -150,7 +150,7 @@ def _auto(
         budget=limit,
         sets=sets,
         device=device,
-        told=lambda one: click.echo(f"{one.strategy}: {_tried(one)}", err=True),
+        on_result=lambda one: click.echo(f"{one.strategy}: {_tried(one)}", err=True),
     )
     fastest = best(found)
     if as_json:

@@ -70,15 +70,15 @@ def ls(
     found = [summarize(folder) for folder in find_runs(folders or _default())]
     shown = chosen(found, states=states, name=name, where=where)
     shown = sorted_by(shown, by, reverse=reverse) if shown else []
-    told = differences(shown)
+    varying = differences(shown)
     if as_json:
-        rows = [run.as_dict() | {"difference": each} for run, each in zip(shown, told, strict=True)]
+        rows = [run.as_dict() | {"difference": each} for run, each in zip(shown, varying, strict=True)]
         click.echo(json.dumps({"runs": rows}, default=str))
     elif not shown:
         where_looked = ", ".join(folders) or "runs/"
         click.echo(f"{where_looked}: no runs{f' like that among {len(found)}' if found else ''}")
     else:
-        print_runs(shown, told, metrics or notable(shown))
+        print_runs(shown, varying, metrics or notable(shown))
 
 
 def _default() -> list[str]:
@@ -93,7 +93,7 @@ def _reject_unknown(states: Iterable[str]) -> None:
             raise UsageError(f"there is no state {state!r}", hints=[f"use one of {', '.join(STATES)}"])
 
 
-def print_runs(shown: "Sequence[RunSummary]", told: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+def print_runs(shown: "Sequence[RunSummary]", varying: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Prints a table of runs with the metrics `names`, and the differences of each run from the others."""
     now = time.time()
     rows = [
@@ -105,7 +105,7 @@ def print_runs(shown: "Sequence[RunSummary]", told: Sequence[Mapping[str, Any]],
             age(now - run.changed),
             _shortened(spelled(difference)),
         ]
-        for run, difference in zip(shown, told, strict=True)
+        for run, difference in zip(shown, varying, strict=True)
     ]
     print_table(("run", "state", "step", *names, "age", "differs in"), rows)
 

@@ -72,7 +72,7 @@ def _checkpoint(run: "RunSummary") -> dict[str, object] | None:
 
 def _line(run: "RunSummary") -> str:
     """Returns state, progress and newest metrics in one line."""
-    metrics = [f"{name} {value:.4g}" for name, value in _told(run).items()]
+    metrics = [f"{name} {value:.4g}" for name, value in _shown_metrics(run).items()]
     return "  ".join(printable(part) for part in (_head(run), *metrics))
 
 
@@ -101,7 +101,7 @@ def _head(run: "RunSummary") -> str:
     return f"{run.folder.path}: {run.state} at step {run.step:,}{of}{speed}{left}{attempt}"
 
 
-def _told(run: "RunSummary") -> dict[str, float]:
+def _shown_metrics(run: "RunSummary") -> dict[str, float]:
     """Returns the training loss, evaluation metrics, items per second, and the share of time spent waiting for data."""
     wanted = (
         name

@@ -109,7 +109,7 @@ def _train(
     waiting, ended = plan.split(variants)
     known = f", {len(ended)} of them trained already" if ended else ""
     _say(f"{plan.folder}: {counted(len(variants), 'run')}{known}")
-    trained, stopped = train(waiting, commands, begins=_begins, told=partial(_told, metric))
+    trained, stopped = train(waiting, commands, begins=_begins, on_result=partial(_print_result, metric))
     return ended + trained, stopped
 
 
@@ -121,12 +121,12 @@ def _search(
 
     search = Search(plan.space, plan.folder, count=trials, **options)  # type: ignore[arg-type]
 
-    def told(variant: "Variant", trained: "Trained") -> None:
-        search.told(variant, trained)
-        _told(str(options["metric"]), variant, trained)
+    def on_result(variant: "Variant", trained: "Trained") -> None:
+        search.report(variant, trained)
+        _print_result(str(options["metric"]), variant, trained)
 
     _say(f"{plan.folder}: {counted(trials, 'trial')}")
-    trained, stopped = train(search, commands, begins=_begins, told=told)
+    trained, stopped = train(search, commands, begins=_begins, on_result=on_result)
     return search.earlier({one.name for one in trained}) + trained, stopped
 
 
@@ -138,7 +138,7 @@ def _begins(variant: "Variant") -> None:
     _say(f"{variant.name}: begins")
 
 
-def _told(metric: str, variant: "Variant", trained: "Trained") -> None:
+def _print_result(metric: str, variant: "Variant", trained: "Trained") -> None:
     value = number(trained.metrics.get(metric))
     _say(f"{variant.name}: {trained.state}{f', {metric} {value}' if value else ''}")
 
@@ -158,15 +158,15 @@ def _report(plan: "SweepPlan", ended: "Sequence[Trained]", metric: str, as_json:
     having = any(run.metrics.get(metric) is not None for run in good)
     good = sorted_by(good, metric if having else "name")
     bad = [one for one in ended if one.state not in ("done", "preempted")]
-    told = [_varied(each, tuple(plan.space.axes)) for each in differences(good)]
+    varying = [_varied(each, tuple(plan.space.axes)) for each in differences(good)]
     if as_json:
-        runs = [run.as_dict() | {"difference": each} for run, each in zip(good, told, strict=True)]
+        runs = [run.as_dict() | {"difference": each} for run, each in zip(good, varying, strict=True)]
         failed = [{"run": one.name, "state": one.state, "error": one.error, "log": str(one.log)} for one in bad]
         click.echo(
             json.dumps({"folder": str(plan.folder), "metric": metric, "runs": runs, "failed": failed}, default=str)
         )
         return
     if good:
-        print_runs(good, told, [metric])
+        print_runs(good, varying, [metric])
     for one in bad:
         _say(f"{one.name}: {one.state}: {one.error or 'no reason is known'}; see {one.log}")

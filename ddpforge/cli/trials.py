@@ -37,7 +37,7 @@ def batch_size(recipe: str, sets: Sequence[str], budget: int | None, nproc: int,
 
     # SIGTERM raises SystemExit, so that the processes of the current trial end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    found = find_micro_batch(recipe, sets=sets, ranks=nproc, budget=budget, told=lambda one: _tell(vars(one)))
+    found = find_micro_batch(recipe, sets=sets, ranks=nproc, budget=budget, on_result=lambda one: _tell(vars(one)))
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     elif found.micro_batch is None:

@@ -17,7 +17,7 @@ from ddpforge.data.collating import collate_of
 from ddpforge.data.rng import seed_all
 from ddpforge.data.shard_reader import ShardedStream
 from ddpforge.data.streams import Stream, is_stream, loader_in
-from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, starting, telling_context
+from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, reporting_context, starting
 from ddpforge.errors import ForgeError, PluginError, SetupError
 from ddpforge.interfaces import BatchSampler, ShardedDataset, mix
 from ddpforge.ranks.signals import leave_stopping_to_the_rank
@@ -210,7 +210,7 @@ class Batches:
         if self.workers:
             options |= {"prefetch_factor": self.prefetch, "persistent_workers": True}
             options |= {"worker_init_fn": leave_stopping_to_the_rank(), "timeout": self._patience}
-            options["multiprocessing_context"] = telling_context()
+            options["multiprocessing_context"] = reporting_context()
 
         in_parts = isinstance(self._data, ShardedDataset)
         if in_parts or is_stream(self._data):
@@ -293,8 +293,8 @@ def fetch_some(data: Any, places: Iterable[int], *, seed: int, workers: int) -> 
     if not workers:
         found: Iterable[MicroBatch] = map(fetcher.__getitem__, requests)
     else:
-        told = leave_stopping_to_the_rank()
-        options: dict[str, Any] = {"worker_init_fn": told, "multiprocessing_context": telling_context()}
+        initializer = leave_stopping_to_the_rank()
+        options: dict[str, Any] = {"worker_init_fn": initializer, "multiprocessing_context": reporting_context()}
         refuse_missing_resources(1, 2)
         with starting():
             loader = DataLoader(_Told(fetcher), sampler=requests, batch_size=None, num_workers=1, **options)

@@ -18,7 +18,7 @@ from ddpforge import compat
 from ddpforge.errors import ForgeError, PluginError, SetupError
 from ddpforge.ranks.failures import phrase
 
-__all__ = ["explained", "lacks_resources", "refuse_missing_resources", "starting", "takes_sockets", "telling_context"]
+__all__ = ["explained", "lacks_resources", "refuse_missing_resources", "reporting_context", "starting", "takes_sockets"]
 
 _SHM = Path("/dev/shm")
 _LEAST = 1 << 20  # minimum bytes of shared memory; even the smallest batches take one page for each tensor
@@ -84,7 +84,7 @@ class _Telling(compat.ReportingQueue):
         return number, explained(error, "a loader process could not send a micro-batch")
 
 
-def telling_context() -> Any:
+def reporting_context() -> Any:
     """Returns multiprocessing's default context for loader processes, but with queues of the class `_Telling`."""
     usual: Any = multiprocessing.get_context()
 

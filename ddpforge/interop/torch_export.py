@@ -101,7 +101,7 @@ def write_pt2(model: nn.Module, inputs: ExampleInputs, out: Path) -> None:
         with disk.create(temporary) as file:
             torch.export.save(program, file)
             disk.sync(file)
-        with _told("torch.export", model):
+        with _explaining_errors("torch.export", model):
             _compare(model, inputs, torch.export.load(temporary).module())
 
 
@@ -122,12 +122,12 @@ def write_onnx(model: nn.Module, inputs: ExampleInputs, out: Path) -> None:
             f"the model has {size:,} bytes, but an ONNX file is limited to 2 GiB", hints=["write it with -o FILE.pt2"]
         )
     program = _exported(model, inputs)
-    with _told("ONNX", model):
+    with _explaining_errors("ONNX", model):
         made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
         data: bytes = made.model_proto.SerializeToString()
     with appearing(out) as temporary:
         disk.write_new(temporary, [data])
-        with _told("onnxruntime", model):
+        with _explaining_errors("onnxruntime", model):
             session = library("onnxruntime", "onnx").InferenceSession(data, providers=["CPUExecutionProvider"])
             _compare(model, inputs, partial(_run_onnx, session))
 
@@ -139,12 +139,12 @@ def _run_onnx(session: Any, *args: Any, **named: Any) -> list[Tensor]:
 
 
 def _exported(model: nn.Module, inputs: ExampleInputs) -> Any:
-    with _told("torch.export", model), torch.no_grad():
+    with _explaining_errors("torch.export", model), torch.no_grad():
         return torch.export.export(model, inputs.args, inputs.named, dynamic_shapes=inputs.shapes)
 
 
 @contextmanager
-def _told(by: str, model: nn.Module) -> Iterator[None]:
+def _explaining_errors(by: str, model: nn.Module) -> Iterator[None]:
     """Raises a library's error about a model as a UsageError of one line; suppresses the library's warnings."""
     try:
         with warnings.catch_warnings():

@@ -42,7 +42,7 @@ class LaunchExit:
     code: int
     death: RankDeath | None = None
     ranks: frozenset[int] = frozenset()  # ranks that reported their own end
-    told: bool = False  # True if a rank reported `code`; otherwise it is the launcher's
+    reported: bool = False  # True if a rank reported `code`; otherwise it is the launcher's
     error: str | None = None  # the first error that a rank reported
     watched: str | None = None  # the failure of a starting rank, reported by a watchdog
 
@@ -166,7 +166,7 @@ class ExitRecords:
             failed[0]["code"] if failed else self._unsaid(code, asked),
             next((RankDeath(word["rank"], word["signal"]) for word in reversed(self._last) if "signal" in word), None),
             frozenset(word["rank"] for word in self._last if word.get("spoke")),
-            told=bool(failed),
+            reported=bool(failed),
             error=next((word["error"] for word in failed if "error" in word), None),
             watched=next((word["error"] for word in failed if "by_watch" in word), None),
         )

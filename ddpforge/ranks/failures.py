@@ -33,9 +33,9 @@ class FailureRecord:
     """Report of a rank's failure.
 
     Args:
-        error: the rank's error; without `told`, another process describes the rank: "was killed by …"
+        error: the rank's error; without `self_reported`, another process describes the rank: "was killed by …"
         symptom: True if the rank only lost its connection to other ranks; the cause may be on one of them
-        told: True if the rank itself reported the error
+        self_reported: True if the rank itself reported the error
     """
 
     token: str
@@ -43,10 +43,10 @@ class FailureRecord:
     error: str
     exit_code: int
     symptom: bool
-    told: bool = True
+    self_reported: bool = True
 
     def __str__(self) -> str:
-        return f"rank {self.rank}{':' * self.told} {self.error}"
+        return f"rank {self.rank}{':' * self.self_reported} {self.error}"
 
     def facts(self) -> dict[str, Any]:
         """Returns rank, error and exit code as a JSON object."""
@@ -84,13 +84,13 @@ def _reports(logs: Path) -> Iterator[FailureRecord]:
             yield _report(json.loads(disk.read_plain(path, _MOST)))
     for path in sorted(logs.glob(f"{_IN_NAME}-*")):
         with suppress(ValueError):
-            token, rank, code, symptom, told, error = path.name.removeprefix(f"{_IN_NAME}-").split("-", 5)
-            yield FailureRecord(token, int(rank), unquote(error), int(code), symptom == "1", told == "1")
+            token, rank, code, symptom, self_reported, error = path.name.removeprefix(f"{_IN_NAME}-").split("-", 5)
+            yield FailureRecord(token, int(rank), unquote(error), int(code), symptom == "1", self_reported == "1")
 
 
 def _as_name(report: FailureRecord) -> str:
     """Returns the report as a file name, with the beginning of the error."""
-    facts = (report.token, report.rank, int(report.exit_code), int(report.symptom), int(report.told))
+    facts = (report.token, report.rank, int(report.exit_code), int(report.symptom), int(report.self_reported))
     return "-".join([_IN_NAME, *map(str, facts), quote(report.error, safe=" :")[:_LONGEST]])
 
 

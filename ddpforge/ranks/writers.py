@@ -199,7 +199,7 @@ def on_rank_zero(ranks: Ranks, action: Callable[[], T]) -> T:
     If `action` raises, rank 0 raises that exception, and the other ranks raise PeerFailed with its message.
     """
     result: T | None = None
-    told: tuple[ExitCode, str, Sequence[str]] | None = None
+    refusal: tuple[ExitCode, str, Sequence[str]] | None = None
     failure: Exception | None = None
     if ranks.is_rank_zero:
         try:
@@ -207,14 +207,14 @@ def on_rank_zero(ranks: Ranks, action: Callable[[], T]) -> T:
         except Exception as error:
             failure = error
             if isinstance(error, ForgeError):
-                told = error.exit_code, error.message, error.hints
+                refusal = error.exit_code, error.message, error.hints
             else:
-                told = ExitCode.FAILED, f"rank 0 failed first: {type(error).__name__}: {error}", ()
+                refusal = ExitCode.FAILED, f"rank 0 failed first: {type(error).__name__}: {error}", ()
 
-    result, told = ranks.broadcast((result, told))
+    result, refusal = ranks.broadcast((result, refusal))
     if failure is not None:
         raise failure
-    if told is not None:
-        code, message, hints = told
+    if refusal is not None:
+        code, message, hints = refusal
         raise PeerFailed(code, message, hints=hints)
     return cast(T, result)

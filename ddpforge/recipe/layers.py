@@ -142,6 +142,14 @@ def inside(table: Value, path: KeyPath) -> Value:
     return table
 
 
+def find(table: Value, path: KeyPath) -> Value:
+    """Returns the value at `path` in `table`, or None if there is none: TOML has no null."""
+    try:
+        return inside(table, path)
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
 def strings(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yields every string in `value`, with its path."""
     if isinstance(value, str):

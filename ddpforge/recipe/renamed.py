@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ddpforge.recipe.layers import kind_at
+from ddpforge.recipe.layers import find, kind_at
 from ddpforge.recipe.report import KeyPath, dotted
 from ddpforge.recipe.toml import Table, Value
 
@@ -139,7 +139,7 @@ class Names:
     def _component(self, old: KeyPath, new: KeyPath) -> tuple[bool, str | None, str | None]:
         """True if the table is a component's; its kind; and its `use`, each None if that is not known."""
         kind = kind_at(new, self._tables)
-        table = _at(self._tables, old)
+        table = find(self._tables, old)
         own = table.get("use") if isinstance(table, dict) else None
         use = own if isinstance(own, str) else None
         if kind is None:  # one within the options of another has a `use` of its own, and may be of any kind
@@ -153,16 +153,6 @@ def _matches(pattern: KeyPath, path: KeyPath) -> bool:
     return len(pattern) == len(path) and all(
         one == "*" or one == other for one, other in zip(pattern, path, strict=True)
     )
-
-
-def _at(tables: Table, path: KeyPath) -> Value:
-    found: Value = tables
-    for key in path:
-        try:
-            found = found[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return found
 
 
 # ---------------------------------------------------------------------------------------------- for errors

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from ddpforge import disk
 from ddpforge.errors import Diagnostic, RecipeError, SourceSpan
 from ddpforge.recipe.bundled import bundled
-from ddpforge.recipe.layers import NAMED_SLOTS
+from ddpforge.recipe.layers import NAMED_SLOTS, find
 from ddpforge.recipe.renamed import Names
 from ddpforge.recipe.report import KeyPath, dotted, shown
 from ddpforge.recipe.schema import VERSION, Recipe
@@ -106,15 +105,14 @@ def _with_line_ends(text: str, original: str) -> str:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Replaces the contents of a file atomically, and keeps its mode; raises RecipeError if that fails."""
+    mode = path.stat().st_mode
     try:
-        disk.remove(temporary)  # of a process that was killed here
-        disk.write_new(temporary, [data])
-        shutil.copymode(path, temporary)
-        disk.rename(temporary, path)
+        disk.replace(path, data)
+        path.chmod(mode)
     except OSError as error:
         with suppress(OSError):
-            disk.remove(temporary)
+            disk.remove(path.with_name(f".{path.name}.tmp"))
         raise RecipeError([Diagnostic(f"cannot write `{path}`: {error.strerror}")]) from error
 
 
@@ -170,7 +168,7 @@ class _Upgrade:
             new = self._names.path(path)
             if new[-1] == path[-1]:
                 continue
-            if path not in said and _is_in(self.tables, (*path[:-1], new[-1])):
+            if path not in said and find(self.tables, (*path[:-1], new[-1])) is not None:
                 message = f"`{dotted(path)}` is now `{dotted(new)}`, and both are written"
                 self._problem(path, message, "keep one of the two", key=True)
             said.add(path)
@@ -226,10 +224,7 @@ class _Upgrade:
         if self._bases is None:
             self._bases = list(_bases(self.tables, self.source.folder, self._seen))
         for base in self._bases:
-            found: Value = base
-            for key in (*path, "use"):
-                found = found.get(key) if isinstance(found, dict) else None
-            if isinstance(found, str):
+            if isinstance(found := find(base, (*path, "use")), str):
                 return found
         return str(path[-1]) if path[0] in NAMED_SLOTS else None
 
@@ -267,16 +262,6 @@ def _leaves(value: Value, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Value]]
         return
     for key, one in inner:
         yield from _leaves(one, (*path, key))
-
-
-def _is_in(tables: Table, path: KeyPath) -> bool:
-    found: Value = tables
-    for key in path:
-        try:
-            found = found[key]
-        except (KeyError, IndexError, TypeError):
-            return False
-    return True
 
 
 def _like(written: str, new: str) -> str:

@@ -78,8 +78,8 @@ class UpdateTask:
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss of the update, and its outputs."""
-        told: Any = self.task.loss
-        pair: tuple[Tensor, Any] = told(model, batch, self.update)
+        loss: Any = self.task.loss
+        pair: tuple[Tensor, Any] = loss(model, batch, self.update)
         return pair
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:

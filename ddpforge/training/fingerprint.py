@@ -134,16 +134,16 @@ def _reject_other_lines(ranks: Ranks, lines: Sequence[str], what: str, way: str,
 
     The error has the first difference; `way` begins its hint.
     """
-    told: list[tuple[str, str]] = ranks.all_gather_object((among, _digest_of(lines)))
-    first = {group: rank for rank, (group, _) in reversed(list(enumerate(told)))}
-    if all(its == told[first[group]][1] for group, its in told):
+    gathered: list[tuple[str, str]] = ranks.all_gather_object((among, _digest_of(lines)))
+    first = {group: rank for rank, (group, _) in reversed(list(enumerate(gathered)))}
+    if all(its == gathered[first[group]][1] for group, its in gathered):
         return
     everyones: list[list[str]] = ranks.all_gather_object(list(lines))
 
     def refuse() -> None:
-        for rank, (group, hashed) in enumerate(told):
+        for rank, (group, hashed) in enumerate(gathered):
             one = first[group]
-            if hashed == told[one][1]:
+            if hashed == gathered[one][1]:
                 continue
             pairs = enumerate(zip_longest(everyones[one], everyones[rank], fillvalue="nothing"))
             place, (theirs, its) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
@@ -263,18 +263,22 @@ def check_same_data(ranks: Ranks, prints: Mapping[str, DataPrint]) -> None:
     if ranks.size == 1:
         return
     # If one rank had another order, some samples would be used twice, and others never.
-    told: list[dict[str, Any]] = ranks.all_gather_object({key: one.as_json() for key, one in prints.items()})
+    gathered: list[dict[str, Any]] = ranks.all_gather_object({key: one.as_json() for key, one in prints.items()})
     found = [
         (key, rank, what)
         for key in prints
         for rank in range(1, ranks.size)
-        if (what := difference(told[0][key], told[rank][key]))
+        if (what := difference(gathered[0][key], gathered[rank][key]))
     ]
     if not found:
         return
     differing = {key for key, _, _ in found}
     if not all(ranks.all_gather_object(all(prints[key].is_reproducible() for key in differing))):
-        found = [(key, rank, what) for key, rank, what in found if told[0][key]["length"] != told[rank][key]["length"]]
+        found = [
+            (key, rank, what)
+            for key, rank, what in found
+            if gathered[0][key]["length"] != gathered[rank][key]["length"]
+        ]
 
     def refuse() -> None:
         for key, rank, what in found:

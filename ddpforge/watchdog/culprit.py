@@ -40,19 +40,19 @@ def find_culprit(rows: Mapping[int, RankStatus], size: int) -> Culprit:
     ranks with the fewest heartbeats are behind. Of these, ranks that only wait in a collective are skipped. If all of
     them wait, it is a rank further ahead that does not: in a pipeline the first rank is some micro-batches ahead.
     """
-    told = [rows[rank] for rank in sorted(rows)]
+    known = [rows[rank] for rank in sorted(rows)]
     if silent := [rank for rank in range(size) if rank not in rows or not rows[rank].answers]:
         return Culprit(silent, _silent(rows.get(silent[0])))
-    if frozen := [row for row in told if row.frozen]:
+    if frozen := [row for row in known if row.frozen]:
         return Culprit(_ranks(frozen), f"was frozen, as by SIGSTOP, in {_stay(frozen[0])}")
-    if cut := [row for row in told if row.cut_off and row.cut_off > row.seconds / 2]:
+    if cut := [row for row in known if row.cut_off and row.cut_off > row.seconds / 2]:
         return Culprit(
             _ranks(cut),
             f"on {cut[0].host} lost its connection to the first host {cut[0].cut_off:.0f} s ago, in {_stay(cut[0])}",
         )
-    least = min((row.step, row.beats) for row in told)
-    behind = [row for row in told if (row.step, row.beats) == least]
-    busy = [row for row in behind if not _waits(row)] or [row for row in told if not _waits(row)]
+    least = min((row.step, row.beats) for row in known)
+    behind = [row for row in known if (row.step, row.beats) == least]
+    busy = [row for row in behind if not _waits(row)] or [row for row in known if not _waits(row)]
     behind = busy or behind
     if len(behind) == size:
         return Culprit(_ranks(behind), f"and all others made no progress in {_stay(behind[0])}: none is behind")

@@ -35,7 +35,7 @@ class RunFolderReporter:
     def report_hang(self, found: Culprit, rows: Mapping[int, RankStatus]) -> None:
         """Writes failure.json and status.json, and prints the status of all ranks. Only the first reporter does so."""
         cause = FailureRecord(
-            self._failures.token, found.ranks[0], found.sentence, ExitCode.FAILED, symptom=False, told=False
+            self._failures.token, found.ranks[0], found.sentence, ExitCode.FAILED, symptom=False, self_reported=False
         )
         try:
             if not self._failures.claim_first(cause):

@@ -93,7 +93,7 @@ def described(cause: FailureRecord, rows: Sequence[RankStatus], waited_for: Sequ
     mine = next((row for row in rows if row.rank == cause.rank), None)
     return {
         **cause.facts(),
-        "told_by": "rank" if cause.told else "watch",
+        "told_by": "rank" if cause.self_reported else "watch",
         "phase": mine and mine.phase,
         "step": mine and mine.step,
         "seconds": mine and mine.seconds,

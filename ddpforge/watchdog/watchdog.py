@@ -126,8 +126,8 @@ class _Agent:
         if self._keeps_last:
             faulthandler.enable(file=self._stacks, all_threads=True)  # at SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL
         mine = {"pid": os.getpid(), "main": threading.get_ident(), "path": sys.path, "batch": runs_as_batch()}
-        told = {**settings, **mine, "words": self._words, "stacks": self._stacks}
-        command = [sys.executable, "-S", "-E", agent.__file__, json.dumps(told)]
+        settings_of_agent = {**settings, **mine, "words": self._words, "stacks": self._stacks}
+        command = [sys.executable, "-S", "-E", agent.__file__, json.dumps(settings_of_agent)]
         with _left_to_the_rank():
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(self._words, self._stacks)
@@ -212,7 +212,7 @@ def _peer_failed(cause: Mapping[str, Any]) -> PeerFailed:
     # Every rank finds an error of the recipe; then only rank 0 shows it.
     said = not cause.get("told") or cause["code"] != ExitCode.USAGE
     return PeerFailed(
-        ExitCode(cause["code"]), f"rank {cause['rank']} failed first: {cause['error']}", launcher_says=said
+        ExitCode(cause["code"]), f"rank {cause['rank']} failed first: {cause['error']}", launcher_prints=said
     )
 
 

@@ -124,7 +124,7 @@ def test_folder_names_may_be_non_utf8_or_non_ascii_under_a_c_locale(tmp_path: Pa
         ("0", "1", "1", PeerFailed(ExitCode.FAILED, "no"), ""),
         ("0", "0", "0", UsageError("no"), "error: no\n"),
         ("1", "0", "2", SetupError("my disk"), "[rank 2] error: my disk\n"),
-        ("1", "0", "2", PeerFailed(ExitCode.FAILED, "no", launcher_says=True), ""),
+        ("1", "0", "2", PeerFailed(ExitCode.FAILED, "no", launcher_prints=True), ""),
     ],
 )
 def test_each_node_prints_the_error_once(

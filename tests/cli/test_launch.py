@@ -258,7 +258,7 @@ def test_a_usage_error_of_the_ranks_after_a_restart_sets_the_status_to_failed(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks stop to restart with one more node; then their number does not divide the batch."""
-    told = LaunchExit(2, told=True, error="RecipeError: cannot be divided evenly among 3 ranks")
+    told = LaunchExit(2, reported=True, error="RecipeError: cannot be divided evenly among 3 ranks")
 
     def start(*_: Any, **__: Any) -> LaunchExit:
         folder.write_status({**status(folder), "state": "preempted", "exit_code": 75, "step": 8})

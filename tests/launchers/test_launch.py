@@ -557,7 +557,7 @@ def test_exit_code_of_a_killed_launcher_is_128_plus_the_signal() -> None:
 def test_launch_exit_names_the_rank_killed_by_a_signal_and_the_ranks_that_reported() -> None:
     script = "record_death(1, signal.SIGKILL); verdict(1); sys.exit(1)"
     ended = begin(pretend(script), nproc=2)
-    assert ended == LaunchExit(1, RankDeath(1, signal.SIGKILL), frozenset({0}), told=True)
+    assert ended == LaunchExit(1, RankDeath(1, signal.SIGKILL), frozenset({0}), reported=True)
     assert str(ended.death) == "ended by signal 9 (SIGKILL)"
     assert str(RankDeath(1, 99)) == "ended by signal 99"
 

@@ -104,7 +104,12 @@ def test_explain_raises_the_alarm_without_a_record_and_returns_the_watchdogs_ans
     zero.record(LOST, 1)
     called: list[str] = []
     found = FailureRecord(
-        "this", 1, "made no progress in data of step 15 for 9 s; the others waited for it", 1, False, told=False
+        "this",
+        1,
+        "made no progress in data of step 15 for 9 s; the others waited for it",
+        1,
+        False,
+        self_reported=False,
     )
 
     def answer(_: float) -> None:

@@ -12,10 +12,10 @@ from ddpforge.testing.report import Breach, NotApplicable
 def agrees(case: Case, worlds: MultiRankRuns) -> None:
     """Checks that the callback's results and state are equal on both ranks of a run."""
     outcome = worlds.outcome(case, "callback", 2)
-    if told := outcome.get("disagreement"):
+    if fault := outcome.get("disagreement"):
         raise Breach(
             "equal results on every rank: if one rank stops alone, the others wait for it forever",
-            told,
+            fault,
             hints=[
                 "decide by the methods' arguments, which are equal on all ranks; not by rank, time or random numbers"
             ],
@@ -28,9 +28,9 @@ def state_round_trip(case: Case, worlds: MultiRankRuns) -> None:
     outcome = worlds.outcome(case, "callback", 2)
     if outcome.get("disagreement"):
         raise NotApplicable("not possible: agrees-on-all-ranks failed")
-    if told := outcome.get("state"):
+    if fault := outcome.get("state"):
         raise Breach(
             "the same state with and without an interruption",
-            told,
+            fault,
             hints=["return everything that affects decisions from `state`, and restore it in `load_state`"],
         )

@@ -89,9 +89,9 @@ def _together(loaded: LoadedRecipe, registry: Registry, place: Path, mine: Seque
         *multi_rank.bandwidth(world),
         *multi_rank.links(world),
     ]
-    told = ranks.all_gather_object((socket.gethostname(), mine))
+    gathered = ranks.all_gather_object((socket.gethostname(), mine))
     leave(world)
-    return [*merged(told), *ours] if ranks.is_rank_zero else None
+    return [*merged(gathered), *ours] if ranks.is_rank_zero else None
 
 
 def devices() -> Iterator[Finding]:

@@ -45,10 +45,10 @@ def error(what: str, fix: str) -> Finding:
     return Finding("error", what, fix)
 
 
-def merged(told: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
+def merged(gathered: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
     """Merges the findings of all hosts, by host name; a finding of several hosts appears once, with their names."""
     found: dict[Finding, list[str]] = {}
-    for host, findings in told:
+    for host, findings in gathered:
         for finding in findings:
             found.setdefault(finding, []).append(host)
     return [Finding(each.level, each.what, each.fix, tuple(dict.fromkeys(hosts))) for each, hosts in found.items()]

@@ -306,8 +306,8 @@ class _Reducer:
 
         for parameter, place in zip(bucket, places, strict=True):
             view = place.view(parameter.shape)
-            told: Any = parameter.register_post_accumulate_grad_hook
-            told(functools.partial(arrived, view))
+            register: Any = parameter.register_post_accumulate_grad_hook
+            register(functools.partial(arrived, view))
 
     def _check_reducer_finalized(self) -> None:
         """Does nothing: all gradients have arrived."""

@@ -50,16 +50,16 @@ def choices(
     budget: int,
     sets: Sequence[str] = (),
     device: Device | None = None,
-    told: Callable[[Forecast], None] = lambda one: None,
+    on_result: Callable[[Forecast], None] = lambda one: None,
 ) -> list[Choice]:
     """Returns a choice for each strategy, without and (if the model has blocks) with each kind of checkpointing.
 
-    All are within `budget` bytes per rank. `told` is called with every forecast. Raises RecipeError if the recipe
+    All are within `budget` bytes per rank. `on_result` is called with every forecast. Raises RecipeError if the recipe
     cannot train.
     """
     found = []
     for spec in specs:
-        asked = (registry, budget, sets, device, told)
+        asked = (registry, budget, sets, device, on_result)
         found.append(_largest(recipe, spec, False, *asked))
         with suppress(ForgeError):  # raised for a model without blocks
             found.append(_largest(recipe, spec, "selective", *asked))
@@ -132,7 +132,7 @@ def _largest(
     budget: int,
     sets: Sequence[str],
     device: Device | None,
-    told: Callable[[Forecast], None],
+    on_result: Callable[[Forecast], None],
 ) -> Choice:
     sets = [*sets, f"train.activation_checkpointing={json.dumps(checkpointing)}"]
     found: dict[int, Forecast] = {}
@@ -142,7 +142,7 @@ def _largest(
         found[size] = one = forecast(
             recipe, spec, ranks=spec.ranks, registry=registry, sets=with_size, device=device, budget=budget
         )
-        told(one)
+        on_result(one)
         return bool(one.fits)
 
     known = load_recipe(recipe, sets=[*sets, *spec.sets], registry=registry).recipe

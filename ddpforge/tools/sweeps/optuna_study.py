@@ -61,7 +61,7 @@ class Search:
             raise StopIteration
         return self._variant(self._study.ask())
 
-    def told(self, variant: Variant, trained: Trained) -> None:
+    def report(self, variant: Variant, trained: Trained) -> None:
         """Reports the result of a run to the study; a run that was stopped stays open for the next time."""
         from optuna.trial import TrialState
 

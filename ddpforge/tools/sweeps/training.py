@@ -157,14 +157,14 @@ def train(
     commands: Commands,
     *,
     begins: Callable[[Variant], None] = lambda _: None,
-    told: Callable[[Variant, Trained], None] = lambda *_: None,
+    on_result: Callable[[Variant, Trained], None] = lambda *_: None,
 ) -> tuple[list[Trained], bool]:
     """Trains each of `variants`; returns the results, and True if a signal requested a stop.
 
     A variant is taken when a place is free, so it may depend on earlier results. `begins` is called before each run and
-    `told` after it, one call at a time. After a first signal the runs save and end; a second one ends them at once.
+    `on_result` after it, one at a time. After a first signal the runs save and end; a second one ends them at once.
     """
-    queue = _Queue(iter(variants), commands, begins, told)
+    queue = _Queue(iter(variants), commands, begins, on_result)
     places = [threading.Thread(target=queue.work, args=(slot,)) for slot in range(commands.jobs)]
     with received_signal(queue.stop):
         for place in places:
@@ -184,12 +184,12 @@ class _Queue:
         waiting: Iterator[Variant],
         commands: Commands,
         begins: Callable[[Variant], None],
-        told: Callable[[Variant, Trained], None],
+        on_result: Callable[[Variant, Trained], None],
     ) -> None:
         self.ended: list[Trained] = []
         self.stopped = False
         self.error: BaseException | None = None
-        self._waiting, self._commands, self._begins, self._told = waiting, commands, begins, told
+        self._waiting, self._commands, self._begins, self._on_result = waiting, commands, begins, on_result
         self._lock = threading.Lock()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -235,7 +235,7 @@ class _Queue:
         trained = _outcome(self._commands.folder / variant.name, variant, log, code)
         with self._lock:
             self.ended.append(trained)
-            self._told(variant, trained)
+            self._on_result(variant, trained)
 
 
 def _outcome(path: Path, variant: Variant, log: Path, code: int) -> Trained:

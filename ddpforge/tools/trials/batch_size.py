@@ -60,12 +60,12 @@ def find_micro_batch(
     sets: Sequence[str] = (),
     ranks: int = 1,
     budget: int | None = None,
-    told: Callable[[Try], None] = lambda one: None,
+    on_result: Callable[[Try], None] = lambda one: None,
 ) -> Found:
     """Tries micro-batches that keep the global batch, on `ranks` ranks of this machine.
 
     A size fits if two steps and some of an evaluation neither fill the memory nor take more than `budget` bytes on a
-    rank. `told` is called after every try. Raises ForgeError if a process fails for another reason.
+    rank. `on_result` is called after every try. Raises ForgeError if a process fails for another reason.
     """
     train = load_recipe(recipe, sets=sets).recipe.train
     plan_batch(train.model_copy(update={"micro_batch": None}), ranks)  # raises RecipeError
@@ -75,7 +75,7 @@ def find_micro_batch(
 
     def fits(size: int) -> bool:
         tries.append(_tried(recipe, [*sets, f"train.micro_batch={size}"], size, ranks, budget, room))
-        told(tries[-1])
+        on_result(tries[-1])
         return tries[-1].fits
 
     fitting(sizes(train.global_batch // shards), fits)
@@ -113,8 +113,8 @@ def _tried(recipe: str, sets: Sequence[str], size: int, ranks: int, budget: int 
     killed = code in (None, -9) or "(SIGKILL)" in err
     if killed or "OutOfMemory" in str(said.get("error", "")) or "memory is full" in err:
         return Try(size, fits=False)
-    told = [line for line in err.splitlines() if line.strip()][-8:]
-    raise ForgeError(f"a micro-batch of {size} could not be tried (exit code {code})", hints=told)
+    last_lines = [line for line in err.splitlines() if line.strip()][-8:]
+    raise ForgeError(f"a micro-batch of {size} could not be tried (exit code {code})", hints=last_lines)
 
 
 def _watched(command: Sequence[str], most: int | None) -> tuple[int | None, str, str]:

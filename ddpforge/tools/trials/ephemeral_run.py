@@ -79,9 +79,9 @@ def open_ephemeral(
             trial = EphemeralRun(dealt, world, _trainer(dealt, world, peers, Path(folder), life))
             yield trial
     except (RuntimeError, MemoryError) as error:
-        if (told := explain_determinism_error(explain_oom(error, chosen.recipe, world.dp_ranks.size))) is error:
+        if (explained := explain_determinism_error(explain_oom(error, chosen.recipe, world.dp_ranks.size))) is error:
             raise
-        raise told from error
+        raise explained from error
     trial.trainer.replica.close()
     leave(world)
 

@@ -41,7 +41,7 @@ def drained(found: Search) -> Iterator[Variant]:
     """Yields all variants; the loss of a run is the distance of its learning rate from 0.01."""
     for variant in found:
         yield variant
-        found.told(variant, outcome(variant, loss=abs(float(values(variant)["lr"]) - 0.01)))
+        found.report(variant, outcome(variant, loss=abs(float(values(variant)["lr"]) - 0.01)))
 
 
 def test_search_samples_runs_from_the_space(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_search_samples_runs_from_the_space(tmp_path: Path) -> None:
 def test_killed_search_resumes_its_unfinished_trials(tmp_path: Path) -> None:
     first = search(tmp_path)
     before = [next(first), next(first), next(first)]
-    first.told(before[0], outcome(before[0]))
+    first.report(before[0], outcome(before[0]))
     made(tmp_path / before[1].name, state="preempted")
 
     with trained(made(tmp_path / before[2].name, state="running")):  # by another process
@@ -73,7 +73,7 @@ def test_study_records_the_state_of_each_run(tmp_path: Path) -> None:
     found = search(tmp_path)
     for state, loss in [("done", 0.5), ("done", None), ("diverged", None), ("failed", None), ("preempted", 0.1)]:
         variant = next(found)
-        found.told(variant, outcome(variant, state, loss))
+        found.report(variant, outcome(variant, state, loss))
     assert [trial.state.name for trial in trials(tmp_path)] == ["COMPLETE", "PRUNED", "PRUNED", "FAIL", "RUNNING"]
 
 
@@ -106,14 +106,14 @@ def test_run_far_above_the_median_is_pruned(tmp_path: Path) -> None:
         variant = next(found)
         assert "callbacks.pruning" in values(variant)
         assert not pruning(tmp_path, number).on_eval(1, {"eval/loss": 0.5, "other": 1.0})
-        found.told(variant, outcome(variant))
+        found.report(variant, outcome(variant))
     hopeless = next(found)
     callback = pruning(tmp_path, 6)
     assert not callback.on_eval(1, {"eval/a/loss": 9.0})  # another set
     assert callback.on_eval(1, {"eval/loss": 9.0})
-    found.told(hopeless, outcome(hopeless, loss=9.0))
+    found.report(hopeless, outcome(hopeless, loss=9.0))
     good = next(found)
     assert not pruning(tmp_path, 7).on_eval(1, {"eval/loss": 0.1})
-    found.told(good, outcome(good, loss=0.1))
+    found.report(good, outcome(good, loss=0.1))
     assert [trial.state.name for trial in trials(tmp_path)[5:]] == ["COMPLETE", "PRUNED", "COMPLETE"]
     assert opened_trial(tmp_path / "optuna.log", 6).number == 6

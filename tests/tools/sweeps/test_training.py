@@ -51,7 +51,7 @@ def test_every_run_is_trained_once_and_a_failure_does_not_stop_others(tmp_path: 
         variants("done", "failed", "refused", "done"),
         StandIns(recipe="", folder=tmp_path, jobs=2),
         begins=lambda variant: begun.append(variant.name),
-        told=lambda _, trained: told.append(trained),
+        on_result=lambda _, trained: told.append(trained),
     )
     assert (begun, stopped) == (["0-done", "1-failed", "2-refused", "3-done"], False)
     assert ended == told
@@ -87,7 +87,7 @@ def test_error_in_a_callback_ends_the_sweep(tmp_path: Path) -> None:
         raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost"):
-        train(variants("refused", "refused"), StandIns(recipe="", folder=tmp_path), told=told)
+        train(variants("refused", "refused"), StandIns(recipe="", folder=tmp_path), on_result=told)
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["0-refused.log"]
 
 

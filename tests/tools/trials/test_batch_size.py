@@ -61,7 +61,7 @@ def processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("processes", [(4.0, "OutOfMemory"), (4.0, "killed")], indirect=True)
 def test_process_out_of_memory_does_not_fit(processes: Processes) -> None:
     told: list[Try] = []
-    found = find_micro_batch("digits", told=told.append)
+    found = find_micro_batch("digits", on_result=told.append)
     assert found.micro_batch == 32
     assert [one.micro_batch for one in told] == [64, 4, 16, 32]
     assert [one.fits for one in told] == [False, True, True, True]
