@@ -1,6 +1,6 @@
 """Compares the memory that `ddpforge plan` predicts with the memory of a run of two ranks.
 
-    python benchmarks/plan.py                        the table of docs/how-to/plan.md
+    python benchmarks/plan.py                        the table of docs/guides/memory.md
     python benchmarks/plan.py --models gpt-4m        a part of it
     python benchmarks/plan.py --large                time and memory of plans for 1.3 B, 7 B and 70 B parameters
     python benchmarks/plan.py --cuda                 on GPUs: compares with torch.cuda.max_memory_allocated

@@ -187,5 +187,5 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 
 
 if __name__ == "__main__":
-    for file in sorted([*PAGES.glob("*.md"), DOCS / "how-to/upgrade.md"]):
+    for file in sorted([*PAGES.glob("*.md"), DOCS / "extend/upgrade.md"]):
         file.write_text(render(file.read_text(encoding="utf-8")), encoding="utf-8")

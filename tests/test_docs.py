@@ -186,7 +186,7 @@ def test_commands_parse(page: Path, generate: ModuleType) -> None:
 
 def test_the_yaml_of_clusters_is_read_and_its_commands_parse(generate: ModuleType) -> None:
     commands = dict(generate.commands())
-    documents = [yaml.safe_load_all(text) for text in blocks(DOCS / "how-to/clusters.md", "yaml")]
+    documents = [yaml.safe_load_all(text) for text in blocks(DOCS / "guides/clusters.md", "yaml")]
     found = [words for each in documents for words in commands_within(list(each))]
     assert [words[0] for words in found if words] == ["launch", "launch"]
     for words in filter(None, found):
@@ -258,14 +258,14 @@ def test_docker_image_copies_only_files_in_the_build_context() -> None:
     assert sent == set(copied) >= {"pyproject.toml", "ddpforge", "recipes"}
     assert all((ROOT / name).exists() for name in copied)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = re.findall(r"EXTRAS=([\w,]+)", text + (DOCS / "how-to/docker.md").read_text())
+    asked = re.findall(r"EXTRAS=([\w,]+)", text + (DOCS / "guides/docker.md").read_text())
     assert {extra for each in asked for extra in each.split(",")} <= {*extras}
 
 
 # ---------------------------------------------------------------------------------------------- runs
 @pytest.mark.full
 def test_the_plugins_of_the_how_to_run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
-    page = DOCS / "how-to/write-a-plugin.md"
+    page = DOCS / "extend/plugin.md"
     write_files(page, tmp_path)
     (tmp_path / "denoising.toml").write_text(recipes(page)[0])
     ddpforge("run", "denoising.toml", "--set", "train.length=2st", nproc=2)
@@ -277,8 +277,8 @@ def test_the_plugins_of_the_how_to_run(ddpforge: Callable[..., Ranks], tmp_path:
 
 @pytest.mark.full
 def test_the_momentum_encoder_of_the_how_to_runs(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
-    write_files(DOCS / "how-to/teachers.md", tmp_path)
-    (tmp_path / "byol.toml").write_text(recipes(DOCS / "how-to/teachers.md")[0])
+    write_files(DOCS / "guides/teachers.md", tmp_path)
+    (tmp_path / "byol.toml").write_text(recipes(DOCS / "guides/teachers.md")[0])
     ddpforge("run", "byol.toml", "--set", "train.length=2st", "--set", 'strategy.use="fsdp"', nproc=2)
 
 

@@ -1,4 +1,4 @@
-"""Examples of docs/how-to/research.md: short, with the same curve on any number of ranks and after a resume."""
+"""Examples of docs/extend/research.md: short, with the same curve on any number of ranks and after a resume."""
 
 import json
 import shutil

@@ -64,7 +64,7 @@ def test_distil_digits_learns_without_labels(tmp_path: Path, ddpforge: Callable[
 
 @pytest.mark.full
 def test_fine_tuning_reaches_the_accuracies_on_its_page(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> None:
-    page = (Path(__file__).parents[1] / "docs/how-to/fine-tune.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/guides/fine-tuning.md").read_text()
     said = {
         name: float(share) / 100 for name, share in re.findall(r"^\| (\S.*) \| ([0-9.]+) % \|$", page, re.MULTILINE)
     }

@@ -45,7 +45,7 @@ def package_strings() -> str:
 
 
 def test_messages_on_the_troubleshooting_page_are_in_the_code() -> None:
-    rows = re.findall(r"^\| (`.+?) \| ", (ROOT / "docs/how-to/troubleshooting.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`.+?) \| ", (ROOT / "docs/guides/troubleshooting.md").read_text(), re.MULTILINE)
     others = {"SIGBUS", "unable to write to file </torch_", "Connection reset by peer", "Connection closed by peer"}
     messages = {message for row in rows for message in re.findall(r"`([^`]+)`", row)} - others
     code = package_strings()
@@ -76,9 +76,9 @@ def test_search_works_from_the_disk_without_requests(site: Path, browser: "Brows
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("request", lambda request: complaints.append(request.url) if request.url.startswith("http") else None)
-    page.goto((site / "docs/how-to/launch.html").as_uri(), wait_until="domcontentloaded")
+    page.goto((site / "docs/guides/launch.html").as_uri(), wait_until="domcontentloaded")
     page.get_by_role("button", name="Search").first.click()
     page.get_by_role("combobox", name="Search").press_sequentially("pipeline schedules")
-    found = page.locator("a[href*='docs/how-to/pipeline.html']:visible", has_text="1F1B").first
+    found = page.locator("a[href*='docs/guides/pipeline-parallel.html']:visible", has_text="1F1B").first
     found.wait_for()
     assert complaints == []

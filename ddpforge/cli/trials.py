@@ -41,7 +41,7 @@ def batch_size(recipe: str, sets: Sequence[str], budget: int | None, nproc: int,
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     elif found.micro_batch is None:
-        click.echo("no micro-batch fits: for other ways to save memory see docs/how-to/out-of-memory.md")
+        click.echo("no micro-batch fits: for other ways to save memory see docs/guides/out-of-memory.md")
     else:
         accumulation = found.global_batch // (found.micro_batch * found.ranks)
         click.echo(

@@ -124,7 +124,7 @@ class Registry:
         if entry and entry.group:
             raise broken(
                 f"is registered in the entry-point group `{entry.group}`, which is now `ddpforge.{kind}`",
-                hints=["update the plugin; its author finds what to change in docs/how-to/upgrade.md"],
+                hints=["update the plugin; its author finds what to change in docs/extend/upgrade.md"],
             )
         location, _, attribute = (entry.target if entry else use).partition(":")
         if not attribute:
@@ -146,14 +146,14 @@ class Registry:
         if api < (needed := KINDS[kind].api):
             raise broken(
                 f"is written for plugin API {api}; version {needed} changed the contract of this kind",
-                hints=["update the plugin; for its author, docs/how-to/upgrade.md lists the changes"],
+                hints=["update the plugin; for its author, docs/extend/upgrade.md lists the changes"],
             )
         if not hasattr(module, "ddpforge_plugin_api") and (old := _old_name(kind, component)):
             name, new = old
             raise broken(
                 f"has `{name}`, which is `{new}` since plugin API 3",
                 hints=[
-                    f"rename it to `{new}`: docs/how-to/upgrade.md lists all changes",
+                    f"rename it to `{new}`: docs/extend/upgrade.md lists all changes",
                     "if it is something else: write ddpforge_plugin_api = 3 in its module",
                 ],
             )

@@ -193,7 +193,7 @@ class _Upgrade:
             self._edit_value(path, value, self._names.value(path, value))
         except KeyError:
             new = self._names.path(path)
-            hint = f"write `{dotted(new[-1:])}` and its value yourself, as docs/how-to/upgrade.md has them"
+            hint = f"write `{dotted(new[-1:])}` and its value yourself, as docs/extend/upgrade.md has them"
             self._problem(path, f"`{dotted(path)}` is now `{dotted(new)}`, and {shown(value)} has no counterpart", hint)
 
     def _edit_value(self, path: KeyPath, old: Value, new: Value) -> None:

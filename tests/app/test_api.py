@@ -273,7 +273,7 @@ def test_wandb_agent_starts_a_run_of_the_recipe(
 
     sweep = yaml.safe_load((EXAMPLE / "sweep.yaml").read_text())
     assert (EXAMPLE / "sweep.yaml").read_text().partition("command:\n")[2] in (
-        EXAMPLE.parents[1] / "docs" / "how-to" / "wandb.md"
+        EXAMPLE.parents[1] / "docs" / "guides" / "wandb.md"
     ).read_text()
     script = tmp_path / "ddpforge"
     script.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done > "$0.words"\n')

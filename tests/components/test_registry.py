@@ -358,7 +358,7 @@ def test_a_strategy_for_the_first_api_is_rejected(site: Path) -> None:
     error = broken("strategy", "net")
 
     assert "is written for plugin API 1; version 3 changed the contract of this kind" in error.message
-    assert "docs/how-to/upgrade.md" in error.hints[0]
+    assert "docs/extend/upgrade.md" in error.hints[0]
 
 
 @pytest.mark.parametrize("api", [1, 2])
@@ -379,7 +379,7 @@ def test_component_in_the_old_sampler_group_is_listed_and_rejected_before_import
     error = broken("sampler", "pairs")
 
     assert "entry-point group `ddpforge.order`, which is now `ddpforge.sampler`" in error.message
-    assert "docs/how-to/upgrade.md" in error.hints[0]
+    assert "docs/extend/upgrade.md" in error.hints[0]
 
 
 @pytest.mark.parametrize("api", [1, 2])

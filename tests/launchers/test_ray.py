@@ -1,4 +1,4 @@
-"""Ray Train runs a recipe as in docs/how-to/clusters.md, with Ray's own ranks and process group."""
+"""Ray Train runs a recipe as in docs/guides/clusters.md, with Ray's own ranks and process group."""
 
 import json
 import os

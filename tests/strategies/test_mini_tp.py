@@ -1,4 +1,4 @@
-"""Strategy of docs/how-to/write-a-strategy.md: the loss curve of DDP, and checkpoints in both directions."""
+"""Strategy of docs/extend/strategy.md: the loss curve of DDP, and checkpoints in both directions."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from support.trained import Trained, trained
 from test_docs import ROOT, blocks
 
-PAGE = ROOT / "docs/how-to/write-a-strategy.md"
+PAGE = ROOT / "docs/extend/strategy.md"
 RECIPE = """
 recipe = 2
 name = "run"

@@ -1,4 +1,4 @@
-"""Tutorial and how-to of plugins: their code runs with the results that they show."""
+"""Documentation of plugins: their code runs with the results that they show."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from ddpforge.testing.registered_checks import checks_of
 from ddpforge.testing.settings import SECTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
-TUTORIAL = (DOCS / "tutorial-plugin.md").read_text()
+TUTORIAL = (DOCS / "custom-loss.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -72,7 +72,7 @@ def test_tutorial_package_installs_passes_its_tests_and_trains(focal: Path) -> N
 
 
 def test_how_to_names_every_check_and_every_key() -> None:
-    page = (DOCS / "how-to/test-a-plugin.md").read_text()
+    page = (DOCS / "extend/test-a-plugin.md").read_text()
     table = page.partition("## What is checked")[2]
     for kind in KINDS:
         for check in checks_of(kind):

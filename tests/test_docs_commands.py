@@ -74,49 +74,49 @@ FEW = {f"{option} 4": f"{option} 2" for option in ("--nproc", "--nproc-per-node"
 MINE = "from ddpforge.strategies.ddp import DDP\n\n\nclass Mine(DDP):\n    pass\n"
 
 RUN = {
-    "before-training": Page(),
-    "check-parity": Page(
+    "guides/sanity-check": Page(),
+    "guides/parity": Page(
         files={"recipe.toml": GPT, "mine.py": MINE, "my_package/__init__.py": "", "my_package/strategies.py": MINE},
         swaps={
             "--steps 30": "--steps 3",
             "ddpforge parity digits": "PYTHONPATH=.:${PYTHONPATH-} ddpforge parity digits --steps 3",
         },
     ),
-    "checkpoints": Page(("digits",), codes=(0, 1)),  # `ckpt diff` finds differences
-    "debug": Page(),
-    "doctor": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "/shared/runs": "shared"}, codes=(0, 1)),
-    "evaluate": Page(("digits",), swaps=FEW),
-    "fine-tune": Page(),
-    "launch": Page(files={"recipe.toml": SHORT}, swaps=FEW),
-    "pipeline": Page(files={"recipe.toml": GPT + '[strategy]\nuse = "pipeline"\nstages = 2\n'}, swaps=TWO),
-    "plan": Page(files={"recipe.toml": GPT}, swaps={"--ranks 8": "--ranks 2"}),
-    "read-a-run": Page(("digits",), files={"recipe.toml": SHORT}),
-    "report": Page(("digits",)),
-    "research": Page(swaps={"--nproc 2": "--nproc 2 train.length=2st"}),
-    "resume": Page(
+    "guides/checkpoints": Page(("digits",), codes=(0, 1)),  # `ckpt diff` finds differences
+    "guides/debug": Page(),
+    "guides/doctor": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "/shared/runs": "shared"}, codes=(0, 1)),
+    "guides/evaluate": Page(("digits",), swaps=FEW),
+    "guides/fine-tuning": Page(),
+    "guides/launch": Page(files={"recipe.toml": SHORT}, swaps=FEW),
+    "guides/pipeline-parallel": Page(files={"recipe.toml": GPT + '[strategy]\nuse = "pipeline"\nstages = 2\n'}, swaps=TWO),
+    "guides/memory": Page(files={"recipe.toml": GPT}, swaps={"--ranks 8": "--ranks 2"}),
+    "guides/scripts": Page(("digits",), files={"recipe.toml": SHORT}),
+    "guides/report": Page(("digits",)),
+    "extend/research": Page(swaps={"--nproc 2": "--nproc 2 train.length=2st"}),
+    "guides/resume": Page(
         ("digits",),
         files={"recipe.toml": SHORT},
         swaps={**TWO, "30ep": "3ep", "recipe.toml --allow": "recipe.toml train.length=3ep --allow"},
     ),
-    "runs": Page(("digits", "a", "b", "c")),
-    "stop-and-restart": Page(files={"recipe.toml": SHORT}, swaps=TWO),
-    "sweeps": Page(
+    "guides/runs": Page(("digits", "a", "b", "c")),
+    "guides/stop-and-restart": Page(files={"recipe.toml": SHORT}, swaps=TWO),
+    "guides/sweeps": Page(
         swaps={"0..4 --jobs 2": "0..1 train.length=2ep --jobs 2", "--random 20": "--random 2 train.length=2ep"}
         | {"--optuna 20": "--optuna 2 train.length=2ep"}
     ),
-    "test-a-plugin": Page(files={"lines/a.txt": "".join(f"line {number:02}\n" for number in range(16))}),
-    "tensor-parallel": Page(
+    "extend/test-a-plugin": Page(files={"lines/a.txt": "".join(f"line {number:02}\n" for number in range(16))}),
+    "guides/tensor-parallel": Page(
         files={
             "recipe.toml": GPT
             + '[strategy]\nuse = "fsdp"\ntensor = 2\nsequence_parallel = true\nloss_parallel = true\n'
         },
         swaps=TWO,
     ),
-    "upgrade": Page(files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}),
-    "use-a-model": Page(("digits", "gan", "diffusion")),
-    "which-parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
-    "write-a-plugin": Page(),
-    "write-a-strategy": Page(files={"recipe.toml": MLP}, swaps={"parity recipe.toml": "parity recipe.toml --steps 3"}),
+    "extend/upgrade": Page(files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}),
+    "guides/predict": Page(("digits", "gan", "diffusion")),
+    "guides/parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
+    "extend/plugin": Page(),
+    "extend/strategy": Page(files={"recipe.toml": MLP}, swaps={"parity recipe.toml": "parity recipe.toml --steps 3"}),
     "README": Page(
         files={"recipe.toml": SHORT},
         swaps={**TWO, "parity stdlib-lm": "parity stdlib-lm --steps 3"},
@@ -146,7 +146,7 @@ NOT_HERE = {
 
 OTHER_PAGES = {
     "tutorial": "tests/test_tutorial.py",
-    "tutorial-plugin": "tests/testing/test_plugin_docs.py",
+    "custom-loss": "tests/testing/test_plugin_docs.py",
     "why-toml": "tests/cli/test_schema.py",
 }
 """Pages whose commands other tests run."""
@@ -168,7 +168,7 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def path_of(name: str) -> Path:
-    return ROOT / "README.md" if name == "README" else DOCS / f"how-to/{name}.md"
+    return ROOT / "README.md" if name == "README" else DOCS / f"{name}.md"
 
 
 def reason(command: str) -> str | None:
@@ -198,12 +198,12 @@ def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Pa
     for file, text in page.files.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text, encoding="utf-8")
-    if name == "research":
+    if name == "extend/research":
         shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    if name == "write-a-strategy":
+    if name == "extend/strategy":
         write_files(path, tmp_path)
-    if name == "test-a-plugin":
-        write_files(DOCS / "how-to/write-a-plugin.md", tmp_path)
+    if name == "extend/test-a-plugin":
+        write_files(DOCS / "extend/plugin.md", tmp_path)
         settings = blocks(path, "ini")[-1]
         (tmp_path / "ddpforge_testing.toml").write_text(settings)
     some = [command for command in commands(path) if reason(command) is None]
