@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.launched import Zygote
 from test_docs import PAGES, ROOT, blocks, write_files
-from test_how_to import GPT, SHORT, TRAINED
+from test_docs_commands import GPT, SHORT, TRAINED
 from test_tutorial import shell
 
 WORDS = """
@@ -83,12 +83,7 @@ TUTORIAL, TUTORIAL_PLUGIN = "tests/test_tutorial.py", "tests/testing/test_plugin
 MINI_TP = "tests/strategies/test_mini_tp.py"
 
 TOML: dict[str, dict[str, Recipe | str]] = {
-    "README": {
-        'name = "digits"': Recipe(),
-        "activation_checkpointing": Recipe("gpt.toml", ranks=2),
-        "./my_model.py:WideNet": Recipe(),
-        "entry-points": PACKAGE,
-    },
+    "README": {'name = "my-digits"': Recipe()},
     "checkpoints": {"mirror": "needs S3: tests/runs/test_mirror.py, against a local server"},
     "components": {"AUROC": Recipe(sets=("~checkpoint.keep",))},
     "data": {
