@@ -345,7 +345,8 @@
 
   function first_settings() {
     const { keys, runs, shown } = JSON.parse(document.getElementById("data").textContent);
-    const key = Object.keys(keys).find(key => !key.endsWith("seed"));
+    const known = Object.keys(keys).filter(key => !key.endsWith("seed"));
+    const key = known.find(key => keys[key].every(value => typeof value === "number")) ?? known[0];
     if (runs.length > FEW && key) controls.elements.color.value = `key:${key}`;
     return shown;
   }
