@@ -288,10 +288,10 @@ class Comparison:
         return dict(vars(self))
 
 
-def compare(folders: Sequence[RunFolder]) -> Comparison:
-    """Compares runs with one another."""
+def compare(folders: Sequence[RunFolder], rows: Sequence[Sequence[Row]] | None = None) -> Comparison:
+    """Compares runs with one another; `rows` has their metrics, if the caller has read them already."""
     recipes = [flattened(folder.tables()) for folder in folders]
-    measured = [_summary(_rows(folder)) for folder in folders]
+    measured = [_summary(mine) for mine in (rows if rows is not None else map(_rows, folders))]
     return Comparison(
         runs=[str(folder.path) for folder in folders],
         recipe=_unlike([{key: value for key, value in one.items() if key not in _PLACE} for one in recipes]),

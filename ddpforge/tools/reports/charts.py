@@ -25,7 +25,6 @@ class Curve:
     run: int
     metric: str
     steps: list[int]
-    hours: list[float]  # since the run's first row
     values: list[float]
     count: int
     odd: list[int]  # steps with a value that is not finite
@@ -47,6 +46,11 @@ class Chart:
 
     title: str
     curves: list[Curve]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Returns the names of its metrics, each once."""
+        return list(dict.fromkeys(curve.metric for curve in self.curves))
 
 
 def charts(runs: Sequence[Sequence[Row]]) -> list[Chart]:
@@ -85,12 +89,10 @@ def _curve(run: int, metric: str, rows: Sequence[Row], most: int) -> Curve:
     having: list[Any] = [row for row in rows if metric in row]
     finite = {row["step"]: row for row in having if math.isfinite(row[metric])}
     points = thinned([(step, row[metric]) for step, row in finite.items()], most)
-    began = rows[0]["time"]
     return Curve(
         run=run,
         metric=metric,
         steps=[step for step, _ in points],
-        hours=[round((finite[step]["time"] - began) / 3600, 5) for step, _ in points],
         values=[_rounded(value) for _, value in points],
         count=len(finite),
         odd=[row["step"] for row in having if not math.isfinite(row[metric])][:_MOST],

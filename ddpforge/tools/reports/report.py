@@ -23,6 +23,7 @@ from ddpforge.runs.media import FOLDER, step_of
 from ddpforge.runs.metrics import Row, read_metrics
 from ddpforge.runs.summary import Comparison, RunSummary, compare, summarize
 from ddpforge.tools.reports.charts import Chart, charts, skipped
+from ddpforge.tools.reports.table import RunTable, table
 
 __all__ = ["ReportedAttempt", "ReportedMedia", "ReportedRun", "RunReport", "gather"]
 
@@ -87,18 +88,31 @@ class RunReport:
     made: float  # Unix seconds
     runs: list[ReportedRun]
     charts: list[Chart]
+    table: RunTable
     comparison: Comparison | None  # None for a single run
+
+    @property
+    def title(self) -> str:
+        """Returns the name of the sweep, if all runs are in one folder that is not `runs`; else the runs' names."""
+        places = {run.folder.path.absolute().parent for run in self.runs}
+        names = [run.name for run in self.runs]
+        if len(names) > 1 and len(places) == 1 and (sweep := places.pop().name) not in ("", "runs"):
+            return sweep
+        return ", ".join(names) if len(names) <= 3 else f"{len(names)} runs"
 
 
 def gather(folders: Sequence[RunFolder]) -> RunReport:
     """Reads the folders; raises SetupError if one is damaged."""
     rows = [read_metrics(folder.path) if os.path.lexists(folder.metrics) else [] for folder in folders]
+    runs = [_run(folder, mine, _SHOWN_BYTES // len(folders)) for folder, mine in zip(folders, rows, strict=True)]
+    comparison = compare(folders, rows) if len(folders) > 1 else None
     return RunReport(
         version=__version__,
         made=time.time(),
-        runs=[_run(folder, mine, _SHOWN_BYTES // len(folders)) for folder, mine in zip(folders, rows, strict=True)],
+        runs=runs,
         charts=charts(rows),
-        comparison=compare(folders) if len(folders) > 1 else None,
+        table=table([run.standing for run in runs], comparison),
+        comparison=comparison,
     )
 
 
@@ -150,11 +164,16 @@ def _commands(folder: RunFolder, environment: Mapping[str, Any]) -> list[str]:
         if git
         else []
     )
-    packages = [f"{name}=={version}" for name, version in (environment.get("packages") or {}).items() if version]
+    versions = {name: version for name, version in (environment.get("packages") or {}).items() if version}
+    own = versions.pop("ddpforge", None)
+    packages = [
+        f"{name}=={version.partition('+')[0]}"  # without the build, as in 2.14.1+cpu: no package index has it
+        for name, version in versions.items()
+    ]
     install = [shlex.join(["pip", "install", *packages])] if packages else []
     ranks = status["world_size"] if (status := folder.status()) else 1
     words = ["ddpforge", "launch", str(folder.resolved), "--nproc", str(ranks), f"name={folder.path.name}-again"]
-    return [*back, *install, shlex.join(words)]
+    return [*back, *install, shlex.join(words) + (f"  # with ddpforge {own}" if own else "")]
 
 
 # ---------------------------------------------------------------------------------------------- shown files

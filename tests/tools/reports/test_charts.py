@@ -40,10 +40,11 @@ def test_related_metrics_share_a_chart() -> None:
     assert [curve.run for curve in found[0].curves] == [0, 0, 0, 1]
 
 
-def test_points_have_steps_and_hours() -> None:
+def test_points_have_steps() -> None:
     ((chart,),) = [charts([rows(3, lr=0.5)])]
     (curve,) = chart.curves
-    assert (curve.steps, curve.hours, curve.values) == ([1, 2, 3], [0.0, 0.01, 0.02], [0.5, 0.5, 0.5])
+    assert (curve.steps, curve.values) == ([1, 2, 3], [0.5, 0.5, 0.5])
+    assert chart.metrics == ["lr"]
 
 
 def test_reduced_curve_keeps_its_extremes_and_its_count() -> None:
