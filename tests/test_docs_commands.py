@@ -83,12 +83,15 @@ RUN = {
         },
     ),
     "guides/checkpoints": Page(("digits",), codes=(0, 1)),  # `ckpt diff` finds differences
-    "guides/debug": Page(),
     "guides/doctor": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "/shared/runs": "shared"}, codes=(0, 1)),
     "guides/evaluate": Page(("digits",), swaps=FEW),
     "guides/fine-tuning": Page(),
     "guides/launch": Page(files={"recipe.toml": SHORT}, swaps=FEW),
-    "guides/pipeline-parallel": Page(files={"recipe.toml": GPT + '[strategy]\nuse = "pipeline"\nstages = 2\n'}, swaps=TWO),
+    "guides/pipeline-parallel": Page(
+        files={"recipe.toml": GPT + '[strategy]\nuse = "pipeline"\nstages = 2\n'}, swaps=TWO
+    ),
+    "guides/profile": Page(),
+    "guides/reproducibility": Page(),
     "guides/memory": Page(files={"recipe.toml": GPT}, swaps={"--ranks 8": "--ranks 2"}),
     "guides/scripts": Page(("digits",), files={"recipe.toml": SHORT}),
     "guides/report": Page(("digits",)),
@@ -112,10 +115,18 @@ RUN = {
         },
         swaps=TWO,
     ),
-    "extend/upgrade": Page(files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}),
+    "extend/upgrade": Page(
+        files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}
+    ),
     "guides/predict": Page(("digits", "gan", "diffusion")),
-    "guides/parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
-    "extend/plugin": Page(),
+    "guides/parallelism": Page(
+        swaps={
+            "strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st",
+            "digits --nproc 2": "digits --nproc 2 --fresh train.length=2ep",
+        }
+    ),
+    "guides/hangs": Page(("digits",)),
+    "guides/debugger": Page(files={"recipe.toml": SHORT}),
     "extend/strategy": Page(files={"recipe.toml": MLP}, swaps={"parity recipe.toml": "parity recipe.toml --steps 3"}),
     "README": Page(
         files={"recipe.toml": SHORT},
@@ -134,6 +145,7 @@ NOT_HERE = {
     r"^(sbatch|srun) |^ddpforge slurm": "needs Slurm: tests/launchers/test_slurm.py, …_training.py",
     r"--watch": "has no end: tests/tools/reports, tests/cli/test_runs.py",
     r"^accelerate launch -m": "as `accelerate config` was answered: the page on launchers gives all of it",
+    r"^py-spy|-m debugpy": "programs of others; tests/test_docs.py stops at a breakpoint",
     r"pretrained|theirs|meta-model|deepspeed-run": "other programs' files: tests/interop/test_import.py",
     r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that do not exist here: tests/cli, tests/tools/reports",
     r"shakespeare-char|tiny-llama": "data and models to fetch: tests/test_recipes.py, ddpforge-transformers",
@@ -203,7 +215,8 @@ def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Pa
     if name == "extend/strategy":
         write_files(path, tmp_path)
     if name == "extend/test-a-plugin":
-        write_files(DOCS / "extend/plugin.md", tmp_path)
+        for other in path.parent.glob("*.md"):
+            write_files(other, tmp_path)
         settings = blocks(path, "ini")[-1]
         (tmp_path / "ddpforge_testing.toml").write_text(settings)
     some = [command for command in commands(path) if reason(command) is None]

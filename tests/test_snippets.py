@@ -103,7 +103,21 @@ TOML: dict[str, dict[str, Recipe | str]] = {
             )
         ),
     },
-    "debug": {"find_unused_parameters": Recipe(ranks=2)},
+    "callback": {"StopAt": Recipe()},
+    "dataset": {
+        "Sums": Recipe(sets=('model={ use="mlp", inputs=2, outputs=2, hidden=[4] }', "~data.eval", "~checkpoint.keep"))
+    },
+    "logger": {"Evaluations": Recipe()},
+    "loss": {"Denoising": Recipe(sets=('model={ use="./autoencoder.py:Autoencoder" }', "~checkpoint.keep"))},
+    "metric": {"NearMiss": Recipe()},
+    "model": {"Autoencoder": Recipe(sets=('task={ use="./denoising.py:Denoising" }', "~checkpoint.keep"))},
+    "optimizer": {"NAdam": Recipe(), "SignSGD": Recipe()},
+    "sampler": {"Pairs": Recipe()},
+    "schedule": {"inverse_sqrt": Recipe()},
+    "nan": {"on_nonfinite": Recipe(), "anomaly": Recipe()},
+    "memory": {"memory_check": Recipe()},
+    "reproducibility": {"deterministic": Recipe()},
+    "troubleshooting": {"find_unused_parameters": Recipe(ranks=2)},
     "evaluate": {"eval_batch": Recipe(), "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split"))},
     "fine-tune": {
         "runs/digits": Recipe("finetune-digits"),
@@ -115,7 +129,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     },
     "hangs": {"hang_timeout": Recipe()},
     "out-of-memory": {"micro_batch": Recipe(), "loss_chunk": Recipe("gpt.toml")},
-    "pipeline": {
+    "pipeline-parallel": {
         "schedule": Recipe("gpt.toml", ranks=4),
         "split_points": Recipe("gpt.toml", ("model.layers=24",), ranks=4),
         "sequence": Recipe("gpt.toml", ranks=8),
@@ -142,8 +156,8 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "offline": WHOLE,
     },
     "why-toml": {"extends": Recipe()},
-    "write-a-strategy": {"mini_tp": MINI_TP},
-    "write-a-plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
+    "strategy": {"replicas": Recipe(ranks=2), "mini_tp": MINI_TP},
+    "plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
 }
 """Snippets of TOML, by their page and by words that are unique on the page."""
 
@@ -159,7 +173,9 @@ COMPONENTS = {
             'data = { train = { use = "./words.py:Words" }, eval = { use = "./words.py:Words" } }'
         )
     ],
-    "pipeline": [Recipe("gpt.toml", text='model = { use = "./tagger.py:Tagger" }\nstrategy.use = "pipeline"', ranks=2)],
+    "pipeline-parallel": [
+        Recipe("gpt.toml", text='model = { use = "./tagger.py:Tagger" }\nstrategy.use = "pipeline"', ranks=2)
+    ],
     "use-a-model": [
         Recipe(
             sets=("train.length=2ep",),
@@ -167,38 +183,45 @@ COMPONENTS = {
             then=("predict", "snippet", "-o", "ranked.jsonl"),
         )
     ],
-    "write-a-plugin": [
+    "callback": [
+        Recipe(
+            sets=("~checkpoint.keep",),
+            text='model = { use = "./autoencoder.py:Autoencoder" }\ntask = { use = "./denoising.py:Denoising" }\n'
+            'callbacks.plateau = { use = "./plateau.py:Plateau" }\n'
+            'callbacks.pictures = { use = "./pictures.py:Pictures", every = 1 }\n'
+            'callbacks.shrink = { use = "./shrink.py:Shrink", every = 1 }',
+        ),
+    ],
+    "dataset": [
+        Recipe(
+            "gpt.toml",
+            ("model.causal=false", "model.vocab_size=257", 'task={ use="masked_lm", mask_token=256 }'),
+            text='data.train = { use = "./lines.py:Lines", folder = "lines", width = 7 }',
+        )
+    ],
+    "loss": [Recipe(text='[task]\nuse = "./apart.py:Apart"'), Recipe(text='[task]\nuse = "./centred.py:Centred"')],
+    "metric": [Recipe(sets=("~checkpoint.keep",), text='[task]\nmetrics = [{ use = "./recalls.py:Recalls" }]')],
+    "model": [
         Recipe(
             "gpt.toml",
             text='model = { use = "./attending.py:Attending" }\n'
             'data.train = { use = "text", path = "letters.txt", split = "train", level = "characters", block_size = 8 }',  # noqa: E501,
-        ),
-        Recipe(
-            "gpt.toml",
-            ("model.causal=false", "model.vocab_size=257", 'task={ use="masked_lm", mask_token=256 }'),
-            text='data.train = { use = "./parts.py:Lines", folder = "lines", width = 7 }',
-        ),
-        Recipe(text='[task]\nuse = "./parts.py:Apart"'),
-        Recipe(text='[task]\nuse = "./parts.py:Centred"'),
-        Recipe(
-            sets=("~checkpoint.keep",),
-            text='[task]\nmetrics = [{ use = "./parts.py:NearMiss" }, { use = "./parts.py:Recalls" }]',
-        ),
-        Recipe(text='[callbacks.shrink]\nuse = "./parts.py:Shrink"\nevery = 1'),
+        )
     ],
 }
 """Recipes for Python components on pages without a recipe for them."""
 
 PYTHON: dict[str, dict[str, str]] = {
     "clusters": {"TorchTrainer": "needs GPUs: tests/launchers/test_ray.py, without"},
-    "debug": {"Shuffled": ""},
+    "nan": {"Shuffled": ""},
+    "debugger": {"breakpoint": "tests/test_docs.py"},
     "python": {"outcome": "", "trained": "", "objective": ""},
     "read-a-run": {"status": "", "losses": "", "read_metrics": ""},
     "test-a-plugin": {"run_ddpforge": "", "in_threads": ""},
     "trackers": {"pandas": ""},
     "tutorial": {"load_model": TUTORIAL, "# use.py": TUTORIAL, "# spirals.py": TUTORIAL},
     "tutorial-plugin": {"# focal.py": TUTORIAL_PLUGIN, "# test_focal.py": TUTORIAL_PLUGIN},
-    "write-a-strategy": {"# mini_tp.py": MINI_TP},
+    "strategy": {"# mini_tp.py": MINI_TP},
     "use-a-model": {"denoised": "", "onnxruntime": ""},
 }
 """Snippets of Python outside of recipes, as above: empty for scripts, or the test that runs them."""
