@@ -3,6 +3,7 @@
 Its folders are those of the repository, so that links work in both. A broken link is an error.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from os.path import relpath
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PARTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Dockerfile", "docs", "recipes", "examples"]
+PARTS = ["README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Dockerfile", "docs", "recipes", "examples"]
 # The search of a page that is read from the disk needs this script. Zensical's pages load it from this URL.
 SHIM = "https://unpkg.com/iframe-worker/shim"
 
@@ -26,7 +27,23 @@ def build() -> Path:
     for page in site.rglob("*.html"):
         own = relpath(site / "docs/assets/iframe-worker.js", page.parent)
         page.write_text(page.read_text(encoding="utf-8").replace(SHIM, own), encoding="utf-8")
+    _write_for_tools(pages, site)
     return site
+
+
+def _write_for_tools(pages: Path, site: Path) -> None:
+    """Copies each page as Markdown next to its HTML, and writes llms.txt: an index for programs that read."""
+    lines = ["# ddpforge", "", "> One TOML recipe becomes a distributed PyTorch training run.", "", "## Pages", ""]
+    for page in sorted(pages.rglob("*.md")):
+        place = page.relative_to(pages)
+        (site / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(page, site / place)
+        text = page.read_text(encoding="utf-8")
+        title = re.search(r"^# (.+)$", text, re.MULTILINE)
+        synonyms = re.search(r"^\*Also called: (.+?)\.?\*$", text, re.MULTILINE | re.DOTALL)
+        about = f": {' '.join(synonyms[1].split())}" if synonyms else ""
+        lines.append(f"- [{title[1] if title else place.stem}]({place.as_posix()}){about}")
+    (site / "llms.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def _copy(source: Path, target: Path) -> None:
