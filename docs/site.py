@@ -11,7 +11,19 @@ from os.path import relpath
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PARTS = ["README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Dockerfile", "docs", "recipes", "examples"]
+PARTS = [
+    "README.md",
+    "AGENTS.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Dockerfile",
+    "docs",
+    "recipes",
+    "examples",
+]
+NOT_SEARCHED = ["AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # words of every subject, and no answers
+NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
 # The search of a page that is read from the disk needs this script. Zensical's pages load it from this URL.
 SHIM = "https://unpkg.com/iframe-worker/shim"
 
@@ -23,6 +35,8 @@ def build() -> Path:
         shutil.rmtree(folder, ignore_errors=True)
     for part in (*PARTS, *(path.relative_to(ROOT) for path in ROOT.glob("plugins/*/README.md"))):
         _copy(ROOT / part, pages / part)
+    for part in NOT_SEARCHED:
+        (pages / part).write_text(NO_SEARCH + (ROOT / part).read_text(encoding="utf-8"), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=ROOT, check=True)
     for page in site.rglob("*.html"):
         own = relpath(site / "docs/assets/iframe-worker.js", page.parent)

@@ -56,11 +56,16 @@ def recipes(page: Path) -> list[str]:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Writes the Python files that a page shows; the first line of a block names its file."""
-    for text in blocks(page, "python"):
-        if name := re.match(r"# (\w+\.py)", text):
-            with (folder / name[1]).open("a") as file:
-                file.write(text)
+    """Writes the Python files that a page shows; the first line of a block names its file.
+
+    The pages about plugins share their files.
+    """
+    for each in sorted(page.parent.glob("*.md")) if page.parent.name == "extend" else [page]:
+        for text in blocks(each, "python"):
+            if name := re.match(r"# (\w+\.py)", text):
+                file = folder / name[1]
+                written = file.read_text() if file.exists() else ""
+                file.write_text(written if text in written else written + text)
 
 
 # ---------------------------------------------------------------------------------------------- reference
@@ -249,9 +254,12 @@ def test_links_have_existing_targets(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Returns the anchors of a page's headings on GitHub."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    """Returns the anchors of a page's headings on GitHub, and of the keys in its tables."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {*re.findall(r'<a id="([\w.]+)"></a>', text)} | {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 def test_docker_image_copies_only_files_in_the_build_context() -> None:
@@ -268,9 +276,9 @@ def test_docker_image_copies_only_files_in_the_build_context() -> None:
 # ---------------------------------------------------------------------------------------------- runs
 @pytest.mark.full
 def test_the_examples_of_the_plugin_pages_train_together(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
-    for page in (DOCS / "extend").glob("*.md"):
-        write_files(page, tmp_path)
-    (tmp_path / "denoising.toml").write_text(recipes(DOCS / "extend/plugin.md")[0])
+    page = DOCS / "extend/plugin.md"
+    write_files(page, tmp_path)
+    (tmp_path / "denoising.toml").write_text(recipes(page)[0])
     ddpforge("run", "denoising.toml", "--set", "train.length=2st", nproc=2)
     written = (tmp_path / "runs/denoising/evaluations.csv").read_text()
     assert {line.split(",")[1] for line in written.splitlines()} == {

@@ -127,7 +127,9 @@ RUN = {
     ),
     "guides/hangs": Page(("digits",)),
     "guides/debugger": Page(files={"recipe.toml": SHORT}),
+    "extend/plugin": Page(),
     "extend/strategy": Page(files={"recipe.toml": MLP}, swaps={"parity recipe.toml": "parity recipe.toml --steps 3"}),
+    "AGENTS": Page(swaps={"digits --nproc 2": "digits --nproc 2 --fresh train.length=2ep"}),
     "README": Page(
         files={"recipe.toml": SHORT},
         swaps={**TWO, "parity stdlib-lm": "parity stdlib-lm --steps 3"},
@@ -136,7 +138,7 @@ RUN = {
 """The pages whose commands are run here, by their names."""
 
 NOT_HERE = {
-    r"^(pip|python -m venv|make) |^\.venv/bin/(pip|ddpforge)": "installs: tests/test_tutorial.py, tests/testing",
+    r"^(pip|python -m venv|make) |^\.venv/bin/(pip|ddpforge|python -m pytest)": "tests/test_tutorial.py",
     r"docs/generate": "for contributors: tests/test_docs.py",
     r"^docker ": "needs Docker: tests/test_docs.py reads the image's recipe",
     r"^hf auth|--push-to-hub": "needs the hub: tests/interop/test_export.py, against a stub",
@@ -180,7 +182,7 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def path_of(name: str) -> Path:
-    return ROOT / "README.md" if name == "README" else DOCS / f"{name}.md"
+    return (ROOT if name in ("README", "AGENTS") else DOCS) / f"{name}.md"
 
 
 def reason(command: str) -> str | None:
@@ -215,8 +217,7 @@ def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Pa
     if name == "extend/strategy":
         write_files(path, tmp_path)
     if name == "extend/test-a-plugin":
-        for other in path.parent.glob("*.md"):
-            write_files(other, tmp_path)
+        write_files(path, tmp_path)
         settings = blocks(path, "ini")[-1]
         (tmp_path / "ddpforge_testing.toml").write_text(settings)
     some = [command for command in commands(path) if reason(command) is None]

@@ -91,7 +91,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     },
     "checkpoints": {"mirror": "needs S3: tests/runs/test_mirror.py, against a local server"},
     "components": {"AUROC": Recipe(sets=("~checkpoint.keep",))},
-    "data": {
+    "sampling": {
         'name = "balanced"': Recipe(),
         "prefetch": Recipe(),
         "tar": Recipe(
@@ -119,7 +119,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "reproducibility": {"deterministic": Recipe()},
     "troubleshooting": {"find_unused_parameters": Recipe(ranks=2)},
     "evaluate": {"eval_batch": Recipe(), "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split"))},
-    "fine-tune": {
+    "fine-tuning": {
         "runs/digits": Recipe("finetune-digits"),
         "base-model": Recipe("gpt.toml", ("model.tie_embeddings=false",)),
         "blocks.0": Recipe("gpt.toml"),
@@ -135,8 +135,12 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "sequence": Recipe("gpt.toml", ranks=8),
         'data = "fsdp"': Recipe("gpt.toml", ranks=8),
     },
-    "precision": {"from Ampere on": Recipe(), "fp8": "needs a GPU: tests/gpu/test_cuda.py"},
-    "recipe": {"muon": Recipe("gpt.toml", ("model.tie_embeddings=false",)), "updates": Recipe("gan")},
+    "mixed-precision": {"from Ampere on": Recipe(), "fp8": "needs a GPU: tests/gpu/test_cuda.py"},
+    "recipe": {
+        "digits-cnn": Recipe(),
+        "muon": Recipe("gpt.toml", ("model.tie_embeddings=false",)),
+        "updates": Recipe("gan"),
+    },
     "recipes/README": {"digits-wide": Recipe()},
     "resume": {"init_from": Recipe("gpt.toml", ("model.tie_embeddings=false",))},
     "teachers": {"temperature": Recipe(sets=("model.width=8",)), "byol": Recipe()},
@@ -144,13 +148,13 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "sequence": Recipe("gpt.toml", ranks=2),
         "plan": Recipe(sets=('model={ use="./tower.py:Tower" }', "strategy.use=fsdp", "strategy.tensor=2"), ranks=2),
     },
-    "trackers": {
+    "loggers": {
         "tensorboard": WHOLE,
         "mlflow": "needs a server, or all of mlflow: tests/builtin/trackers/test_mlflow.py",
         "csv": WHOLE,
     },
     "tutorial": {"spirals": TUTORIAL},
-    "tutorial-plugin": {'name = "focal"': TUTORIAL_PLUGIN, "entry-points": TUTORIAL_PLUGIN},
+    "custom-loss": {'name = "focal"': TUTORIAL_PLUGIN, "entry-points": TUTORIAL_PLUGIN},
     "wandb": {
         "baseline": "needs an account: tests/builtin/trackers/test_wandb.py, against a stub",
         "offline": WHOLE,
@@ -162,7 +166,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
 """Snippets of TOML, by their page and by words that are unique on the page."""
 
 COMPONENTS = {
-    "data": [
+    "sampling": [
         Recipe(
             "gpt.toml", text='model.block_size = 256\ndata.train = { use = "./growing.py:Growing", split = "train" }'
         ),
@@ -176,7 +180,7 @@ COMPONENTS = {
     "pipeline-parallel": [
         Recipe("gpt.toml", text='model = { use = "./tagger.py:Tagger" }\nstrategy.use = "pipeline"', ranks=2)
     ],
-    "use-a-model": [
+    "predict": [
         Recipe(
             sets=("train.length=2ep",),
             text='task = { use = "./task.py:Ranking", metrics = ["accuracy"] }',
@@ -214,20 +218,24 @@ COMPONENTS = {
 PYTHON: dict[str, dict[str, str]] = {
     "clusters": {"TorchTrainer": "needs GPUs: tests/launchers/test_ray.py, without"},
     "nan": {"Shuffled": ""},
+    "interfaces": {"from ddpforge.interfaces": ""},
+    "reference/python": {"ddpforge.load": ""},
     "debugger": {"breakpoint": "tests/test_docs.py"},
     "python": {"outcome": "", "trained": "", "objective": ""},
-    "read-a-run": {"status": "", "losses": "", "read_metrics": ""},
+    "scripts": {"status": "", "losses": "", "read_metrics": ""},
     "test-a-plugin": {"run_ddpforge": "", "in_threads": ""},
-    "trackers": {"pandas": ""},
+    "loggers": {"pandas": ""},
     "tutorial": {"load_model": TUTORIAL, "# use.py": TUTORIAL, "# spirals.py": TUTORIAL},
-    "tutorial-plugin": {"# focal.py": TUTORIAL_PLUGIN, "# test_focal.py": TUTORIAL_PLUGIN},
+    "custom-loss": {"# focal.py": TUTORIAL_PLUGIN, "# test_focal.py": TUTORIAL_PLUGIN},
     "strategy": {"# mini_tp.py": MINI_TP},
-    "use-a-model": {"denoised": "", "onnxruntime": ""},
+    "predict": {"denoised": "", "onnxruntime": ""},
 }
 """Snippets of Python outside of recipes, as above: empty for scripts, or the test that runs them."""
 
 
 def name_of(page: Path) -> str:
+    if page.name == "python.md" and page.parent.name == "reference":
+        return "reference/python"
     return "recipes/README" if page == ROOT / "recipes/README.md" else page.stem
 
 
