@@ -51,8 +51,8 @@ def _write_for_tools(pages: Path, site: Path) -> None:
     for page in sorted(pages.rglob("*.md")):
         place = page.relative_to(pages)
         (site / place).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(page, site / place)
-        text = page.read_text(encoding="utf-8")
+        text = page.read_text(encoding="utf-8").removeprefix(NO_SEARCH)
+        (site / place).write_text(text, encoding="utf-8")
         title = re.search(r"^# (.+)$", text, re.MULTILINE)
         synonyms = re.search(r"^\*Also called: (.+?)\.?\*$", text, re.MULTILINE | re.DOTALL)
         about = f": {' '.join(synonyms[1].split())}" if synonyms else ""

@@ -108,7 +108,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "Sums": Recipe(sets=('model={ use="mlp", inputs=2, outputs=2, hidden=[4] }', "~data.eval", "~checkpoint.keep"))
     },
     "logger": {"Evaluations": Recipe()},
-    "loss": {"Denoising": Recipe(sets=('model={ use="./autoencoder.py:Autoencoder" }', "~checkpoint.keep"))},
+    "loss": {"Smoothed": Recipe(sets=("~checkpoint.keep",))},
     "metric": {"NearMiss": Recipe()},
     "model": {"Autoencoder": Recipe(sets=('task={ use="./denoising.py:Denoising" }', "~checkpoint.keep"))},
     "optimizer": {"NAdam": Recipe(), "SignSGD": Recipe()},
@@ -203,7 +203,14 @@ COMPONENTS = {
             text='data.train = { use = "./lines.py:Lines", folder = "lines", width = 7 }',
         )
     ],
-    "loss": [Recipe(text='[task]\nuse = "./apart.py:Apart"'), Recipe(text='[task]\nuse = "./centred.py:Centred"')],
+    "loss": [
+        Recipe(text='[task]\nuse = "./apart.py:Apart"'),
+        Recipe(text='[task]\nuse = "./centred.py:Centred"'),
+        Recipe(
+            sets=('model={ use="./autoencoder.py:Autoencoder" }', "~checkpoint.keep"),
+            text='[task]\nuse = "./denoising.py:Denoising"\nnoise = 0.2',
+        ),
+    ],
     "metric": [Recipe(sets=("~checkpoint.keep",), text='[task]\nmetrics = [{ use = "./recalls.py:Recalls" }]')],
     "model": [
         Recipe(
