@@ -146,7 +146,7 @@ QUERIES = {
     "gradient accumulation": "guides/batch-size",
     "batch size": "guides/batch-size",
     "learning rate scheduler": "guides/schedules extend/schedule",
-    "warmup": "guides/schedules extend/schedule",
+    "learning rate warmup": "guides/schedules extend/schedule",
     "early stopping": "guides/callbacks",
     "mixed precision": "guides/mixed-precision",
     "bf16": "guides/mixed-precision",
