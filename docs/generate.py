@@ -46,7 +46,7 @@ def _section(*path: str) -> str:
     vocabulary = Vocabulary()
     rows = [row for row in options_table(vocabulary.models[path]) if not row.type.startswith("table")]
     types = {row.name: "duration" for row in rows if vocabulary.takes_duration((*path, row.name))}
-    return _options(rows, types)
+    return _options(rows, types, dotted(path))
 
 
 def _optimizer(section: type[Component] = OptimizerComponent) -> str:
@@ -54,7 +54,7 @@ def _optimizer(section: type[Component] = OptimizerComponent) -> str:
     own = {key: field for key, field in section.model_fields.items() if key not in Component.model_fields}
     fields: Any = {key: (field.annotation, field) for key, field in own.items()}
     table: type[BaseModel] = create_model("Optimizer", **fields)
-    return _options(options_table(table))
+    return _options(options_table(table), anchors="optimizer" if section is OptimizerComponent else None)
 
 
 def _slots() -> str:
@@ -115,12 +115,13 @@ def _component(kind: str, name: str) -> str:
     return "\n\n".join([f"### {name}", about, _options(options) if options else "No options."])
 
 
-def _options(rows: Sequence[OptionRow], types: Mapping[str, str] = {}) -> str:
+def _options(rows: Sequence[OptionRow], types: Mapping[str, str] = {}, anchors: str | None = None) -> str:
+    """Returns a table of options; with `anchors`, the name of a table of the recipe, each key has an anchor."""
     return _table(
         ("Key", "Type", "Default", "Limits", "Meaning"),
         [
             (
-                f"`{row.name}`",
+                f"{_anchor(anchors, row.name)}`{row.name}`",
                 _code(types.get(row.name, row.type)),
                 _code(row.default) if row.default else "required",
                 # as code: Markdown would read a pattern as a link
@@ -130,6 +131,11 @@ def _options(rows: Sequence[OptionRow], types: Mapping[str, str] = {}) -> str:
             for row in rows
         ],
     )
+
+
+def _anchor(section: str | None, key: str) -> str:
+    """Returns the anchor `train.length` of a key, for links and search."""
+    return "" if section is None else f'<a id="{".".join(filter(None, (section, key)))}"></a>'
 
 
 # ---------------------------------------------------------------------------------------------- commands

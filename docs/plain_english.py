@@ -1,4 +1,4 @@
-"""Checks the English of docstrings, comments and messages against the rules in CONTRIBUTING.md.
+"""Checks the English of docstrings, comments, messages and Markdown pages against the rules in CONTRIBUTING.md.
 
 `python docs/plain_english.py [PATH …]` prints one line per sentence that breaks a rule, and exits with 1 if there is
 one.
@@ -9,10 +9,11 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PAGES = ("AGENTS.md", "docs", "recipes", "plugins")
 FOLDERS = ("ddpforge", "plugins", "examples", "benchmarks", "docs", "tests")
 
 # What to look for, and what to write instead. A sentence that needs such a word is in EXCEPTIONS.
@@ -33,6 +34,21 @@ FIRST = "a function's docstring begins with a verb: Returns, Raises, Checks, …
 
 # Code, names of arguments and quoted texts of others are no sentences: words between backticks, `name:` in `Args:`.
 CODE = r"`[^`]*`|(?m:^ +\w+:)"
+# No sentences of a Markdown page: code, generated blocks (their sentences are docstrings), titles, texts of links.
+NO_PROSE = r"(?ms:^( *)```.*?^\1```)|(?s:<!-- generated.*?<!-- end -->)|`[^`]*`|(?m:^#.*)|\[[^]]*\]\([^)]*\)"
+# Pages that these rules do not cover yet.
+LATER = frozenset(
+    f"docs/{page}.md"
+    for page in (
+        *("index", "tutorial", "custom-loss", "migrate"),
+        *(
+            f"guides/{name}"
+            for name in ("sampling", "mixed-precision", "fine-tuning", "teachers", "evaluate", "resume")
+        ),
+        *(f"guides/{name}" for name in ("stop-and-restart", "checkpoints", "sweeps", "runs", "report", "wandb")),
+        *(f"guides/{name}" for name in ("loggers", "predict", "scripts", "python")),
+    )
+)
 # (path, words of the text): texts that are right as they are.
 EXCEPTIONS = frozenset(
     {
@@ -74,22 +90,47 @@ def faults(path: Path) -> Iterator[str]:
             continue
         if of_function and re.match(FUNCTION, text):
             yield f"{place}:{line}: {text[:60]!r}: {FIRST}"
-        text = re.sub(CODE, lambda code: "x" * len(code.group()), text)
-        for pattern, advice in RULES.items():
-            for found in re.finditer(pattern, text):
-                at = line + text[: found.start()].count("\n")
-                around = text[max(0, found.start() - 25) : found.end() + 25]
-                yield f"{place}:{at}: {around!r}: {advice}"
+        yield from _found(place, line, re.sub(CODE, lambda code: "x" * len(code.group()), text))
+
+
+def faults_of_page(path: Path) -> Iterator[str]:
+    """Yields the same for a Markdown page."""
+    text = path.read_text(encoding="utf-8")
+    prose = re.sub(NO_PROSE, lambda part: re.sub(r"[^\n]", "x", part.group()), text)
+    yield from _found(str(path.relative_to(ROOT)), 1, prose)
+
+
+def _found(place: str, line: int, text: str) -> Iterator[str]:
+    for pattern, advice in RULES.items():
+        for found in re.finditer(pattern, text):
+            at = line + text[: found.start()].count("\n")
+            around = text[max(0, found.start() - 25) : found.end() + 25]
+            yield f"{place}:{at}: {around!r}: {advice}"
+
+
+def _files(roots: Sequence[Path], ending: str) -> list[Path]:
+    found = [
+        file
+        for root in roots
+        for file in ([root] if root.is_file() else sorted(root.rglob(f"*{ending}")))
+        if file.suffix == ending
+    ]
+    return [file for file in found if file != Path(__file__).resolve() and str(file.relative_to(ROOT)) not in LATER]
 
 
 def main(paths: list[str]) -> int:
     """Checks files and folders, all of the repository's if none is named; returns the exit code."""
-    roots = [Path(path).resolve() for path in paths] or [ROOT / folder for folder in FOLDERS]
-    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*.py")))]
-    found = [fault for file in files if file != Path(__file__).resolve() for fault in faults(file)]
+    given = [Path(path).resolve() for path in paths]
+    files = _files(given or [ROOT / folder for folder in FOLDERS], ".py")
+    pages = _files(given or [ROOT / name for name in PAGES], ".md")
+    found = [fault for file in files for fault in faults(file)] + [
+        fault for page in pages for fault in faults_of_page(page)
+    ]
     print("\n".join(found))
     print(
-        f"{len(found)} sentences to rewrite in {len(files)} files" if found else f"{len(files)} files in plain English"
+        f"{len(found)} sentences to rewrite in {len(files) + len(pages)} files"
+        if found
+        else f"{len(files) + len(pages)} files in plain English"
     )
     return bool(found)
 

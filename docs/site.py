@@ -3,6 +3,7 @@
 Its folders are those of the repository, so that links work in both. A broken link is an error.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,19 @@ from os.path import relpath
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PARTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Dockerfile", "docs", "recipes", "examples"]
+PARTS = [
+    "README.md",
+    "AGENTS.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Dockerfile",
+    "docs",
+    "recipes",
+    "examples",
+]
+NOT_SEARCHED = ["AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md"]  # words of every subject, and no answers
+NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
 # The search of a page that is read from the disk needs this script. Zensical's pages load it from this URL.
 SHIM = "https://unpkg.com/iframe-worker/shim"
 
@@ -22,11 +35,29 @@ def build() -> Path:
         shutil.rmtree(folder, ignore_errors=True)
     for part in (*PARTS, *(path.relative_to(ROOT) for path in ROOT.glob("plugins/*/README.md"))):
         _copy(ROOT / part, pages / part)
+    for part in NOT_SEARCHED:
+        (pages / part).write_text(NO_SEARCH + (ROOT / part).read_text(encoding="utf-8"), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=ROOT, check=True)
     for page in site.rglob("*.html"):
         own = relpath(site / "docs/assets/iframe-worker.js", page.parent)
         page.write_text(page.read_text(encoding="utf-8").replace(SHIM, own), encoding="utf-8")
+    _write_for_tools(pages, site)
     return site
+
+
+def _write_for_tools(pages: Path, site: Path) -> None:
+    """Copies each page as Markdown next to its HTML, and writes llms.txt: an index for programs that read."""
+    lines = ["# ddpforge", "", "> One TOML recipe becomes a distributed PyTorch training run.", "", "## Pages", ""]
+    for page in sorted(pages.rglob("*.md")):
+        place = page.relative_to(pages)
+        (site / place).parent.mkdir(parents=True, exist_ok=True)
+        text = page.read_text(encoding="utf-8").removeprefix(NO_SEARCH)
+        (site / place).write_text(text, encoding="utf-8")
+        title = re.search(r"^# (.+)$", text, re.MULTILINE)
+        synonyms = re.search(r"^\*Also called: (.+?)\.?\*$", text, re.MULTILINE | re.DOTALL)
+        about = f": {' '.join(synonyms[1].split())}" if synonyms else ""
+        lines.append(f"- [{title[1] if title else place.stem}]({place.as_posix()}){about}")
+    (site / "llms.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -3,8 +3,11 @@
 import ast
 import importlib.util
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -53,11 +56,16 @@ def recipes(page: Path) -> list[str]:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Writes the Python files that a page shows; the first line of a block names its file."""
-    for text in blocks(page, "python"):
-        if name := re.match(r"# (\w+\.py)", text):
-            with (folder / name[1]).open("a") as file:
-                file.write(text)
+    """Writes the Python files that a page shows; the first line of a block names its file.
+
+    The pages about plugins share their files.
+    """
+    for each in sorted(page.parent.glob("*.md")) if page.parent.name == "extend" else [page]:
+        for text in blocks(each, "python"):
+            if name := re.match(r"# (\w+\.py)", text):
+                file = folder / name[1]
+                written = file.read_text() if file.exists() else ""
+                file.write_text(written if text in written else written + text)
 
 
 # ---------------------------------------------------------------------------------------------- reference
@@ -245,9 +253,12 @@ def test_links_have_existing_targets(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Returns the anchors of a page's headings on GitHub."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    """Returns the anchors of a page's headings on GitHub, and of the keys in its tables."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {*re.findall(r'<a id="([\w.]+)"></a>', text)} | {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 def test_docker_image_copies_only_files_in_the_build_context() -> None:
@@ -263,7 +274,7 @@ def test_docker_image_copies_only_files_in_the_build_context() -> None:
 
 # ---------------------------------------------------------------------------------------------- runs
 @pytest.mark.full
-def test_the_plugins_of_the_how_to_run(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_the_examples_of_the_plugin_pages_train_together(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
     page = DOCS / "extend/plugin.md"
     write_files(page, tmp_path)
     (tmp_path / "denoising.toml").write_text(recipes(page)[0])
@@ -279,6 +290,42 @@ def test_the_momentum_encoder_of_the_how_to_runs(ddpforge: Callable[..., Ranks],
     write_files(DOCS / "guides/teachers.md", tmp_path)
     (tmp_path / "byol.toml").write_text(recipes(DOCS / "guides/teachers.md")[0])
     ddpforge("run", "byol.toml", "--set", "train.length=2st", "--set", 'strategy.use="fsdp"', nproc=2)
+
+
+LOOKS = """
+import os
+import torch.nn.functional as F
+from ddpforge.interfaces import Task
+
+
+class Looks(Task):
+    def loss(self, model, batch):
+        logits = model(batch[0])
+        if os.environ.get("RANK", "0") == "{rank}":
+            breakpoint()
+        return F.cross_entropy(logits, batch[1], reduction="sum"), logits
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("words", "rank"), [("run", 0), ("launch", 1)])
+def test_a_breakpoint_opens_pdb_in_one_process_and_on_one_rank(tmp_path: Path, words: str, rank: int) -> None:
+    (tmp_path / "looks.py").write_text(LOOKS.replace("{rank}", str(rank)))
+    text = 'recipe = 2\nname = "looks"\nextends = ["digits"]\nunset = ["checkpoint.keep", "schedule"]\n'
+    text += 'task = { use = "./looks.py:Looks" }\ntrain = { length = "1st", hang_timeout = "off" }\n'
+    (tmp_path / "recipe.toml").write_text(text)
+    ranks = ["--nproc=2"] if words == "launch" else []
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpforge", words, "recipe.toml", *ranks, "train.device=cpu"],
+        cwd=tmp_path,
+        env=os.environ | {"CI": "1", "OMP_NUM_THREADS": "1"},
+        input="p 'shape', tuple(logits.shape)\n" + "c\n" * 30,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "(Pdb) ('shape', (" in done.stdout
 
 
 def test_run_folder_of_the_tutorial_matches_the_reference(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:

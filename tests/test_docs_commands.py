@@ -83,7 +83,6 @@ RUN = {
         },
     ),
     "guides/checkpoints": Page(("digits",), codes=(0, 1)),  # `ckpt diff` finds differences
-    "guides/debug": Page(),
     "guides/doctor": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "/shared/runs": "shared"}, codes=(0, 1)),
     "guides/evaluate": Page(("digits",), swaps=FEW),
     "guides/fine-tuning": Page(),
@@ -91,6 +90,8 @@ RUN = {
     "guides/pipeline-parallel": Page(
         files={"recipe.toml": GPT + '[strategy]\nuse = "pipeline"\nstages = 2\n'}, swaps=TWO
     ),
+    "guides/profile": Page(),
+    "guides/reproducibility": Page(),
     "guides/memory": Page(files={"recipe.toml": GPT}, swaps={"--ranks 8": "--ranks 2"}),
     "guides/scripts": Page(("digits",), files={"recipe.toml": SHORT}),
     "guides/report": Page(("digits",)),
@@ -118,9 +119,17 @@ RUN = {
         files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}
     ),
     "guides/predict": Page(("digits", "gan", "diffusion")),
-    "guides/parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
+    "guides/parallelism": Page(
+        swaps={
+            "strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st",
+            "digits --nproc 2": "digits --nproc 2 --fresh train.length=2ep",
+        }
+    ),
+    "guides/hangs": Page(("digits",)),
+    "guides/debugger": Page(files={"recipe.toml": SHORT}),
     "extend/plugin": Page(),
     "extend/strategy": Page(files={"recipe.toml": MLP}, swaps={"parity recipe.toml": "parity recipe.toml --steps 3"}),
+    "AGENTS": Page(swaps={"digits --nproc 2": "digits --nproc 2 --fresh train.length=2ep"}),
     "README": Page(
         files={"recipe.toml": SHORT},
         swaps={**TWO, "parity stdlib-lm": "parity stdlib-lm --steps 3"},
@@ -129,7 +138,7 @@ RUN = {
 """The pages whose commands are run here, by their names."""
 
 NOT_HERE = {
-    r"^(pip|python -m venv|make) |^\.venv/bin/(pip|ddpforge)": "installs: tests/test_tutorial.py, tests/testing",
+    r"^(pip|python -m venv|make) |^\.venv/bin/(pip|ddpforge|python -m pytest)": "tests/test_tutorial.py",
     r"docs/generate": "for contributors: tests/test_docs.py",
     r"^docker ": "needs Docker: tests/test_docs.py reads the image's recipe",
     r"^hf auth|--push-to-hub": "needs the hub: tests/interop/test_export.py, against a stub",
@@ -138,6 +147,7 @@ NOT_HERE = {
     r"^(sbatch|srun) |^ddpforge slurm": "needs Slurm: tests/launchers/test_slurm.py, …_training.py",
     r"--watch": "has no end: tests/tools/reports, tests/cli/test_runs.py",
     r"^accelerate launch -m": "as `accelerate config` was answered: the page on launchers gives all of it",
+    r"^py-spy|-m debugpy": "programs of others; tests/test_docs.py stops at a breakpoint",
     r"pretrained|theirs|meta-model|deepspeed-run": "other programs' files: tests/interop/test_import.py",
     r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that do not exist here: tests/cli, tests/tools/reports",
     r"shakespeare-char|tiny-llama": "data and models to fetch: tests/test_recipes.py, ddpforge-transformers",
@@ -172,7 +182,7 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def path_of(name: str) -> Path:
-    return ROOT / "README.md" if name == "README" else DOCS / f"{name}.md"
+    return (ROOT if name in ("README", "AGENTS") else DOCS) / f"{name}.md"
 
 
 def reason(command: str) -> str | None:
@@ -207,7 +217,7 @@ def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Pa
     if name == "extend/strategy":
         write_files(path, tmp_path)
     if name == "extend/test-a-plugin":
-        write_files(DOCS / "extend/plugin.md", tmp_path)
+        write_files(path, tmp_path)
         settings = blocks(path, "ini")[-1]
         (tmp_path / "ddpforge_testing.toml").write_text(settings)
     some = [command for command in commands(path) if reason(command) is None]

@@ -86,7 +86,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "README": {'name = "my-digits"': Recipe()},
     "checkpoints": {"mirror": "needs S3: tests/runs/test_mirror.py, against a local server"},
     "components": {"AUROC": Recipe(sets=("~checkpoint.keep",))},
-    "data": {
+    "sampling": {
         'name = "balanced"': Recipe(),
         "prefetch": Recipe(),
         "tar": Recipe(
@@ -98,9 +98,23 @@ TOML: dict[str, dict[str, Recipe | str]] = {
             )
         ),
     },
-    "debug": {"find_unused_parameters": Recipe(ranks=2)},
+    "callback": {"StopAt": Recipe()},
+    "dataset": {
+        "Sums": Recipe(sets=('model={ use="mlp", inputs=2, outputs=2, hidden=[4] }', "~data.eval", "~checkpoint.keep"))
+    },
+    "logger": {"Evaluations": Recipe()},
+    "loss": {"Smoothed": Recipe(sets=("~checkpoint.keep",))},
+    "metric": {"NearMiss": Recipe()},
+    "model": {"Autoencoder": Recipe(sets=('task={ use="./denoising.py:Denoising" }', "~checkpoint.keep"))},
+    "optimizer": {"NAdam": Recipe(), "SignSGD": Recipe()},
+    "sampler": {"Pairs": Recipe()},
+    "schedule": {"inverse_sqrt": Recipe()},
+    "nan": {"on_nonfinite": Recipe(), "anomaly": Recipe()},
+    "memory": {"memory_check": Recipe()},
+    "reproducibility": {"deterministic": Recipe()},
+    "troubleshooting": {"find_unused_parameters": Recipe(ranks=2)},
     "evaluate": {"eval_batch": Recipe(), "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split"))},
-    "fine-tune": {
+    "fine-tuning": {
         "runs/digits": Recipe("finetune-digits"),
         "base-model": Recipe("gpt.toml", ("model.tie_embeddings=false",)),
         "blocks.0": Recipe("gpt.toml"),
@@ -110,14 +124,18 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     },
     "hangs": {"hang_timeout": Recipe()},
     "out-of-memory": {"micro_batch": Recipe(), "loss_chunk": Recipe("gpt.toml")},
-    "pipeline": {
+    "pipeline-parallel": {
         "schedule": Recipe("gpt.toml", ranks=4),
         "split_points": Recipe("gpt.toml", ("model.layers=24",), ranks=4),
         "sequence": Recipe("gpt.toml", ranks=8),
         'data = "fsdp"': Recipe("gpt.toml", ranks=8),
     },
-    "precision": {"from Ampere on": Recipe(), "fp8": "needs a GPU: tests/gpu/test_cuda.py"},
-    "recipe": {"muon": Recipe("gpt.toml", ("model.tie_embeddings=false",)), "updates": Recipe("gan")},
+    "mixed-precision": {"from Ampere on": Recipe(), "fp8": "needs a GPU: tests/gpu/test_cuda.py"},
+    "recipe": {
+        "digits-cnn": Recipe(),
+        "muon": Recipe("gpt.toml", ("model.tie_embeddings=false",)),
+        "updates": Recipe("gan"),
+    },
     "recipes/README": {"digits-wide": Recipe()},
     "resume": {"init_from": Recipe("gpt.toml", ("model.tie_embeddings=false",))},
     "teachers": {"temperature": Recipe(sets=("model.width=8",)), "byol": Recipe()},
@@ -125,25 +143,25 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "sequence": Recipe("gpt.toml", ranks=2),
         "plan": Recipe(sets=('model={ use="./tower.py:Tower" }', "strategy.use=fsdp", "strategy.tensor=2"), ranks=2),
     },
-    "trackers": {
+    "loggers": {
         "tensorboard": WHOLE,
         "mlflow": "needs a server, or all of mlflow: tests/builtin/trackers/test_mlflow.py",
         "csv": WHOLE,
     },
     "tutorial": {"spirals": TUTORIAL},
-    "tutorial-plugin": {'name = "focal"': TUTORIAL_PLUGIN, "entry-points": TUTORIAL_PLUGIN},
+    "custom-loss": {'name = "focal"': TUTORIAL_PLUGIN, "entry-points": TUTORIAL_PLUGIN},
     "wandb": {
         "baseline": "needs an account: tests/builtin/trackers/test_wandb.py, against a stub",
         "offline": WHOLE,
     },
     "why-toml": {"extends": Recipe()},
-    "write-a-strategy": {"mini_tp": MINI_TP},
-    "write-a-plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
+    "strategy": {"replicas": Recipe(ranks=2), "mini_tp": MINI_TP},
+    "plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
 }
 """Snippets of TOML, by their page and by words that are unique on the page."""
 
 COMPONENTS = {
-    "data": [
+    "sampling": [
         Recipe(
             "gpt.toml", text='model.block_size = 256\ndata.train = { use = "./growing.py:Growing", split = "train" }'
         ),
@@ -154,52 +172,72 @@ COMPONENTS = {
             'data = { train = { use = "./words.py:Words" }, eval = { use = "./words.py:Words" } }'
         )
     ],
-    "pipeline": [Recipe("gpt.toml", text='model = { use = "./tagger.py:Tagger" }\nstrategy.use = "pipeline"', ranks=2)],
-    "use-a-model": [
+    "pipeline-parallel": [
+        Recipe("gpt.toml", text='model = { use = "./tagger.py:Tagger" }\nstrategy.use = "pipeline"', ranks=2)
+    ],
+    "predict": [
         Recipe(
             sets=("train.length=2ep",),
             text='task = { use = "./task.py:Ranking", metrics = ["accuracy"] }',
             then=("predict", "snippet", "-o", "ranked.jsonl"),
         )
     ],
-    "write-a-plugin": [
+    "callback": [
+        Recipe(
+            sets=("~checkpoint.keep",),
+            text='model = { use = "./autoencoder.py:Autoencoder" }\ntask = { use = "./denoising.py:Denoising" }\n'
+            'callbacks.plateau = { use = "./plateau.py:Plateau" }\n'
+            'callbacks.pictures = { use = "./pictures.py:Pictures", every = 1 }\n'
+            'callbacks.shrink = { use = "./shrink.py:Shrink", every = 1 }',
+        ),
+    ],
+    "dataset": [
+        Recipe(
+            "gpt.toml",
+            ("model.causal=false", "model.vocab_size=257", 'task={ use="masked_lm", mask_token=256 }'),
+            text='data.train = { use = "./lines.py:Lines", folder = "lines", width = 7 }',
+        )
+    ],
+    "loss": [
+        Recipe(text='[task]\nuse = "./apart.py:Apart"'),
+        Recipe(text='[task]\nuse = "./centred.py:Centred"'),
+        Recipe(
+            sets=('model={ use="./autoencoder.py:Autoencoder" }', "~checkpoint.keep"),
+            text='[task]\nuse = "./denoising.py:Denoising"\nnoise = 0.2',
+        ),
+    ],
+    "metric": [Recipe(sets=("~checkpoint.keep",), text='[task]\nmetrics = [{ use = "./recalls.py:Recalls" }]')],
+    "model": [
         Recipe(
             "gpt.toml",
             text='model = { use = "./attending.py:Attending" }\n'
             'data.train = { use = "text", path = "letters.txt", split = "train", level = "characters", block_size = 8 }',  # noqa: E501,
-        ),
-        Recipe(
-            "gpt.toml",
-            ("model.causal=false", "model.vocab_size=257", 'task={ use="masked_lm", mask_token=256 }'),
-            text='data.train = { use = "./parts.py:Lines", folder = "lines", width = 7 }',
-        ),
-        Recipe(text='[task]\nuse = "./parts.py:Apart"'),
-        Recipe(text='[task]\nuse = "./parts.py:Centred"'),
-        Recipe(
-            sets=("~checkpoint.keep",),
-            text='[task]\nmetrics = [{ use = "./parts.py:NearMiss" }, { use = "./parts.py:Recalls" }]',
-        ),
-        Recipe(text='[callbacks.shrink]\nuse = "./parts.py:Shrink"\nevery = 1'),
+        )
     ],
 }
 """Recipes for Python components on pages without a recipe for them."""
 
 PYTHON: dict[str, dict[str, str]] = {
     "clusters": {"TorchTrainer": "needs GPUs: tests/launchers/test_ray.py, without"},
-    "debug": {"Shuffled": ""},
+    "nan": {"Shuffled": ""},
+    "interfaces": {"from ddpforge.interfaces": ""},
+    "reference/python": {"ddpforge.load": ""},
+    "debugger": {"breakpoint": "tests/test_docs.py"},
     "python": {"outcome": "", "trained": "", "objective": ""},
-    "read-a-run": {"status": "", "losses": "", "read_metrics": ""},
+    "scripts": {"status": "", "losses": "", "read_metrics": ""},
     "test-a-plugin": {"run_ddpforge": "", "in_threads": ""},
-    "trackers": {"pandas": ""},
+    "loggers": {"pandas": ""},
     "tutorial": {"load_model": TUTORIAL, "# use.py": TUTORIAL, "# spirals.py": TUTORIAL},
-    "tutorial-plugin": {"# focal.py": TUTORIAL_PLUGIN, "# test_focal.py": TUTORIAL_PLUGIN},
-    "write-a-strategy": {"# mini_tp.py": MINI_TP},
-    "use-a-model": {"denoised": "", "onnxruntime": ""},
+    "custom-loss": {"# focal.py": TUTORIAL_PLUGIN, "# test_focal.py": TUTORIAL_PLUGIN},
+    "strategy": {"# mini_tp.py": MINI_TP},
+    "predict": {"denoised": "", "onnxruntime": ""},
 }
 """Snippets of Python outside of recipes, as above: empty for scripts, or the test that runs them."""
 
 
 def name_of(page: Path) -> str:
+    if page.name == "python.md" and page.parent.name == "reference":
+        return "reference/python"
     return "recipes/README" if page == ROOT / "recipes/README.md" else page.stem
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.small_gpt import BLOCK, PIPELINE, SHARDED, shared, train
 
-PAGE = Path(__file__).parents[2] / "docs/guides/parallelism.md"
+PAGE = Path(__file__).parents[2] / "docs/concepts/strategies.md"
 TOKENS, PLACES, NORM = 16 * 16, 8 * 16, 2 * 16
 WHOLE = TOKENS + PLACES + 4 * BLOCK + NORM
 FIRST, LAST = TOKENS + PLACES + 2 * BLOCK, TOKENS + NORM + 2 * BLOCK  # tied embeddings are in both stages

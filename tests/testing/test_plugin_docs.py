@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.fake_distributions import forgetting_modules_below
+from test_docs import blocks as all_blocks
+from test_docs import write_files
+from test_tutorial import shell
 
 from ddpforge.cli import main
 from ddpforge.components.kinds import KINDS
@@ -69,6 +72,18 @@ def test_tutorial_package_installs_passes_its_tests_and_trains(focal: Path) -> N
     ):
         done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_examples_of_the_plugin_pages_pass_the_checks(tmp_path: Path) -> None:
+    write_files(DOCS / "extend/test-a-plugin.md", tmp_path)
+    (tmp_path / "ddpforge_testing.toml").write_text(all_blocks(DOCS / "extend/test-a-plugin.md", "ini")[-1])
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines/a.txt").write_text("".join(f"line {number:02}\n" for number in range(16)))
+    files = sorted({path.name for path in tmp_path.glob("*.py")} - {"mini_tp.py", "replicas.py"})
+    assert len(files) > 12
+    for file in files:  # the two strategies are compared with DDP by the commands of their page
+        shell(f"ddpforge plugins test ./{file}", tmp_path)
 
 
 def test_how_to_names_every_check_and_every_key() -> None:
