@@ -88,7 +88,9 @@ RUN = {
     "guides/evaluate": Page(("digits",), swaps=FEW),
     "guides/fine-tuning": Page(),
     "guides/launch": Page(files={"recipe.toml": SHORT}, swaps=FEW),
-    "guides/pipeline-parallel": Page(files={"recipe.toml": GPT + '[strategy]\nuse = "pipeline"\nstages = 2\n'}, swaps=TWO),
+    "guides/pipeline-parallel": Page(
+        files={"recipe.toml": GPT + '[strategy]\nuse = "pipeline"\nstages = 2\n'}, swaps=TWO
+    ),
     "guides/memory": Page(files={"recipe.toml": GPT}, swaps={"--ranks 8": "--ranks 2"}),
     "guides/scripts": Page(("digits",), files={"recipe.toml": SHORT}),
     "guides/report": Page(("digits",)),
@@ -112,7 +114,9 @@ RUN = {
         },
         swaps=TWO,
     ),
-    "extend/upgrade": Page(files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}),
+    "extend/upgrade": Page(
+        files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}
+    ),
     "guides/predict": Page(("digits", "gan", "diffusion")),
     "guides/parallelism": Page(swaps={"strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st"}),
     "extend/plugin": Page(),

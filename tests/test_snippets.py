@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.launched import Zygote
 from test_docs import PAGES, ROOT, blocks, write_files
-from test_how_to import GPT, SHORT, TRAINED
+from test_docs_commands import GPT, SHORT, TRAINED
 from test_tutorial import shell
 
 WORDS = """

@@ -150,8 +150,11 @@ def _commands(folder: RunFolder, environment: Mapping[str, Any]) -> list[str]:
         if git
         else []
     )
-    packages = [f"{name}=={version}" for name, version in (environment.get("packages") or {}).items() if version]
+    versions = {name: version for name, version in (environment.get("packages") or {}).items() if version}
+    forge = versions.pop("ddpforge", None)  # not on PyPI
+    packages = [f"{name}=={version}" for name, version in versions.items()]
     install = [shlex.join(["pip", "install", *packages])] if packages else []
+    install += [f"pip install .  # in a clone of ddpforge {forge}"] if forge else []
     ranks = status["world_size"] if (status := folder.status()) else 1
     words = ["ddpforge", "launch", str(folder.resolved), "--nproc", str(ranks), f"name={folder.path.name}-again"]
     return [*back, *install, shlex.join(words)]

@@ -64,7 +64,7 @@ def test_report_has_attempts_recipe_commands_and_media(run: RunFolder) -> None:
         json.dumps(
             {
                 "command": ["ddpforge", "run", "digits", "--set=optimizer.lr=0.001"],
-                "packages": {"torch": "2.14.1"},
+                "packages": {"ddpforge": "0.4.0", "torch": "2.14.1", "deepspeed": None},
                 "git": {"commit": "abc; touch it", "dirty": True},
             }
         )
@@ -80,6 +80,7 @@ def test_report_has_attempts_recipe_commands_and_media(run: RunFolder) -> None:
     assert one.commands == [
         "git checkout 'abc; touch it'  # there were uncommitted changes",
         "pip install torch==2.14.1",
+        "pip install .  # in a clone of ddpforge 0.4.0",
         f"ddpforge launch {run.resolved} --nproc 1 name=first-again",
     ]
     assert sorted((each.name, each.kind, each.step) for each in one.shown) == [
