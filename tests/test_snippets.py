@@ -43,7 +43,7 @@ FILES = {
     "notes/a.txt": "A note of some words. " * 100,
     "notes/b.txt": "Another note of some words. " * 100,
     "houses.csv": "area,rooms,price\n" + "".join(f"{number},{number % 5},{2 * number}\n" for number in range(80)),
-    "measured.jsonl": "".join(f'{{"x": [{number}, 1], "label": {number % 2}}}\n' for number in range(80)),
+    "measured.jsonl": "".join(f'{{"x": [{number}.5, 1.0], "label": {number % 2}}}\n' for number in range(80)),
 }
 """Files that the snippets require, in addition to the files on the pages."""
 
@@ -87,7 +87,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     },
     "batch-size": {
         "samples per forward pass": Recipe(),
-        "batch_size_warmup": Recipe(),
+        "batch_size_warmup": Recipe(sets=("schedule.warmup=10st",)),
     },
     "callbacks": {
         "callbacks.ema": Recipe(),
