@@ -1,4 +1,4 @@
-# docker build --tag ddpforge:local .      see docs/how-to/docker.md
+# docker build --tag ddpforge:local .      see docs/guides/docker.md
 FROM python:3.12-slim
 
 # torch.compile needs a C++ compiler; git and curl are for plugins that come from repositories.

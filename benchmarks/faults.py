@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py                                   all tools and faults, on 2 ranks
     python benchmarks/faults.py --tools ddpforge --faults data --ranks 1
-    pip install 'ddpforge[bench]'                                 installs Lightning
+    pip install '.[bench]'                                        installs Lightning
 
 Every tool trains the same small network with gloo and a timeout of `--limit` seconds: `train.hang_timeout` of ddpforge,
 for the others the timeout of the process group, the only one that they have (default on gloo: 30 minutes). The script
@@ -207,7 +207,7 @@ def main() -> None:
     print(f"{'tool':12} {'fault':8} {'rank':>4} {'seconds':>8} {'named':>6} {'lines':>6}", flush=True)
     for tool in asked.tools.split(","):
         if importlib.util.find_spec(tool) is None:
-            print(f"{tool:12} is not installed: pip install 'ddpforge[bench]'")
+            print(f"{tool:12} is not installed: pip install '.[bench]'")
             continue
         for fault in asked.faults.split(","):
             for rank in map(int, asked.ranks.split(",")):

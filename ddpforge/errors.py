@@ -35,6 +35,15 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # interrupted before anything was saved
 
 
+def pip_install(extra: str) -> str:
+    """Returns the command that installs the packages of an extra of ddpforge, however ddpforge was installed."""
+    from importlib.metadata import requires
+
+    lines = [line.partition(";") for line in requires("ddpforge") or ()]
+    packages = [name.strip() for name, _, marker in lines if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
+    return " ".join(["pip install", *map(repr, packages)])
+
+
 class ForgeError(Exception):
     """Expected failure: shown as a message with hints, never as a traceback.
 

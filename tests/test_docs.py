@@ -272,6 +272,22 @@ def test_docker_image_copies_only_files_in_the_build_context() -> None:
     assert {extra for each in asked for extra in each.split(",")} <= {*extras}
 
 
+# ---------------------------------------------------------------------------------------------- installation
+def test_the_install_page_names_every_extra() -> None:
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| [^|]+ \| [^|]+ \|$", (DOCS / "install.md").read_text(), re.MULTILINE)
+    named = {extra for row in rows for extra in re.findall(r"\w+", row)}
+    assert named == {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
+
+
+def test_nothing_is_installed_from_pypi_under_this_name() -> None:
+    """ddpforge is installed from a clone; PyPI has no package of this name."""
+    folders = ("ddpforge", "docs", "recipes", "examples", "plugins", "benchmarks")
+    files = [ROOT / "README.md", *(file for folder in folders for file in (ROOT / folder).rglob("*"))]
+    wrong = re.compile(r"pip install (-\S+ )*['\"]?ddpforge\b|pypi\.org/project/ddpforge")
+    texts = (".md", ".py", ".toml", ".txt", ".html", ".js", ".yaml")
+    assert [file for file in files if file.suffix in texts and wrong.search(file.read_text())] == []
+
+
 # ---------------------------------------------------------------------------------------------- runs
 @pytest.mark.full
 def test_the_examples_of_the_plugin_pages_train_together(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ class Page:
 
 TWO = {"--nproc 8": "--nproc 2", "--nproc-per-node 8": "--nproc-per-node 2"}
 FEW = {f"{option} 4": f"{option} 2" for option in ("--nproc", "--nproc-per-node", "--num_processes")}
+HOUSES = "area,rooms,price\n" + "".join(f"{number},{number % 5},{2 * number}\n" for number in range(80))
 MINE = "from ddpforge.strategies.ddp import DDP\n\n\nclass Mine(DDP):\n    pass\n"
 
 RUN = {
@@ -82,9 +83,14 @@ RUN = {
             "ddpforge parity digits": "PYTHONPATH=.:${PYTHONPATH-} ddpforge parity digits --steps 3",
         },
     ),
+    "guides/augmentation": Page(files={"cifar10.toml": SHORT}, swaps={"show cifar10": "show cifar10.toml"}),
+    "guides/batch-size": Page(),
+    "guides/callbacks": Page(("digits",)),
     "guides/checkpoints": Page(("digits",), codes=(0, 1)),  # `ckpt diff` finds differences
+    "guides/data-loading": Page(),
     "guides/doctor": Page(files={"recipe.toml": SHORT}, swaps={**TWO, "/shared/runs": "shared"}, codes=(0, 1)),
     "guides/evaluate": Page(("digits",), swaps=FEW),
+    "guides/export": Page(("digits",)),
     "guides/fine-tuning": Page(),
     "guides/launch": Page(files={"recipe.toml": SHORT}, swaps=FEW),
     "guides/pipeline-parallel": Page(
@@ -102,7 +108,7 @@ RUN = {
         swaps={**TWO, "30ep": "3ep", "recipe.toml --allow": "recipe.toml train.length=3ep --allow"},
     ),
     "guides/runs": Page(("digits", "a", "b", "c")),
-    "guides/stop-and-restart": Page(files={"recipe.toml": SHORT}, swaps=TWO),
+    "guides/teachers": Page(),
     "guides/sweeps": Page(
         swaps={"0..4 --jobs 2": "0..1 train.length=2ep --jobs 2", "--random 20": "--random 2 train.length=2ep"}
         | {"--optuna 20": "--optuna 2 train.length=2ep"}
@@ -118,7 +124,8 @@ RUN = {
     "extend/upgrade": Page(
         files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}
     ),
-    "guides/predict": Page(("digits", "gan", "diffusion")),
+    "guides/own-dataset": Page(files={"houses.csv": HOUSES}),
+    "guides/predict": Page(("digits",)),
     "guides/parallelism": Page(
         swaps={
             "strategy.experts=2": "strategy.experts=2 train.length=2st schedule.warmup=1st",
@@ -138,7 +145,7 @@ RUN = {
 """The pages whose commands are run here, by their names."""
 
 NOT_HERE = {
-    r"^(pip|python -m venv|make) |^\.venv/bin/(pip|ddpforge|python -m pytest)": "tests/test_tutorial.py",
+    r"^(pip|python -m venv|make|uv|conda) |^\.venv/bin/(pip|ddpforge|python -m pytest)": "tests/test_tutorial.py",
     r"docs/generate": "for contributors: tests/test_docs.py",
     r"^docker ": "needs Docker: tests/test_docs.py reads the image's recipe",
     r"^hf auth|--push-to-hub": "needs the hub: tests/interop/test_export.py, against a stub",
@@ -161,6 +168,8 @@ NOT_HERE = {
 OTHER_PAGES = {
     "tutorial": "tests/test_tutorial.py",
     "custom-loss": "tests/testing/test_plugin_docs.py",
+    "install": "tests/test_tutorial.py, and the page on `doctor`",
+    "migrate": "tests/test_migrate.py",
     "why-toml": "tests/cli/test_schema.py",
 }
 """Pages whose commands other tests run."""
@@ -214,8 +223,10 @@ def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Pa
         (tmp_path / file).write_text(text, encoding="utf-8")
     if name == "extend/research":
         shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    if name == "extend/strategy":
+    if name in ("extend/strategy", "guides/own-dataset"):
         write_files(path, tmp_path)
+    if name == "guides/own-dataset":
+        (tmp_path / "houses.toml").write_text(blocks(path, "toml")[0])
     if name == "extend/test-a-plugin":
         write_files(path, tmp_path)
         settings = blocks(path, "ini")[-1]

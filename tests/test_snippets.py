@@ -14,31 +14,19 @@ from test_docs import PAGES, ROOT, blocks, write_files
 from test_docs_commands import GPT, SHORT, TRAINED
 from test_tutorial import shell
 
-WORDS = """
-import torch
-
-
-class Words:
-    classes = 2
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.arange(8), index % 2
-"""
 ARTEFACTS = """
 import io
 import tarfile
+from pathlib import Path
 
 from PIL import Image
-from transformers import BertConfig, BertForSequenceClassification
-
-sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-BertForSequenceClassification(BertConfig(vocab_size=32, **sizes)).save_pretrained("tiny-bert")
 
 picture = io.BytesIO()
 Image.new("RGB", (64, 64), (200, 0, 0)).save(picture, "JPEG")
+for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
+    Path("pets", name).mkdir(parents=True)
+    for number in range(8):
+        Path("pets", name, f"{number}.jpg").write_bytes(picture.getvalue())
 for shard in range(100):
     with tarfile.open(f"train-{shard:03}.tar", "w") as tar:
         for name, content in {"a.jpg": picture.getvalue(), "a.cls": b"7"}.items():
@@ -50,9 +38,12 @@ FILES = {
     "gpt.toml": GPT,
     "recipe.toml": SHORT,
     "base.toml": 'recipe = 2\nname = "base"\nextends = ["digits"]\n',
-    "words.py": WORDS,
     "letters.txt": "abcdefghijklmno\n" * 200,
     "lines/a.txt": "abcdefg\n" * 16,
+    "notes/a.txt": "A note of some words. " * 100,
+    "notes/b.txt": "Another note of some words. " * 100,
+    "houses.csv": "area,rooms,price\n" + "".join(f"{number},{number % 5},{2 * number}\n" for number in range(80)),
+    "measured.jsonl": "".join(f'{{"x": [{number}.5, 1.0], "label": {number % 2}}}\n' for number in range(80)),
 }
 """Files that the snippets require, in addition to the files on the pages."""
 
@@ -78,17 +69,70 @@ class Recipe:
 
 WHOLE = Recipe(sets=("train.length=2ep",), then=("status", "snippet"))
 PACKAGE = "a package to install: tests/testing/test_plugin_docs.py, tests/components"
-TUTORIAL, TUTORIAL_PLUGIN = "tests/test_tutorial.py", "tests/testing/test_plugin_docs.py"
+TUTORIAL, CUSTOM_LOSS, MIGRATE = "tests/test_tutorial.py", "tests/testing/test_plugin_docs.py", "tests/test_migrate.py"
 
 MINI_TP = "tests/strategies/test_mini_tp.py"
 
 TOML: dict[str, dict[str, Recipe | str]] = {
     "README": {'name = "my-digits"': Recipe()},
-    "checkpoints": {"mirror": "needs S3: tests/runs/test_mirror.py, against a local server"},
+    "augmentation": {
+        "CIFAR10": "data to download: tests/builtin/datasets/test_vision.py",
+        "scans.py": Recipe(sets=("data.eval.split=test",)),
+        "mixup": Recipe(sets=("~checkpoint.keep",)),
+    },
+    "batch-size": {
+        "samples per forward pass": Recipe(),
+        "batch_size_warmup": Recipe(sets=("schedule.warmup=10st",)),
+    },
+    "callbacks": {
+        "callbacks.ema": Recipe(),
+        'metric = "eval/accuracy"': Recipe(),
+        "peak_flops": Recipe(),
+    },
+    "checkpoints": {
+        "mirror": "needs S3: tests/runs/test_mirror.py, against a local server",
+        "keep = {": Recipe(),
+    },
     "components": {"AUROC": Recipe(sets=("~checkpoint.keep",))},
-    "sampling": {
-        'name = "balanced"': Recipe(),
-        "prefetch": Recipe(),
+    "custom-loss": {'name = "focal"': CUSTOM_LOSS, "entry-points": CUSTOM_LOSS},
+    "data-loading": {"prefetch": Recipe()},
+    "evaluate": {"eval_batch": Recipe(), "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split"))},
+    "fine-tuning": {
+        "runs/digits": Recipe("finetune-digits"),
+        "blocks.0": Recipe("gpt.toml"),
+        "layer_decay": Recipe("gpt.toml"),
+        "lora": Recipe("gpt.toml"),
+        "save": Recipe("finetune-digits"),
+    },
+    "hangs": {"hang_timeout": Recipe()},
+    "loggers": {
+        "tensorboard": WHOLE,
+        "mlflow": "needs a server, or all of mlflow: tests/builtin/trackers/test_mlflow.py",
+        "csv": WHOLE,
+    },
+    "migrate": {'name = "rings"': MIGRATE},
+    "mixed-precision": {
+        "from Ampere on": Recipe(),
+        "fp8": "needs a GPU: tests/gpu/test_cuda.py",
+        "tf32": "needs a GPU: tests/gpu/test_cuda.py",
+        "deterministic": Recipe(),
+    },
+    "out-of-memory": {"micro_batch": Recipe(), "loss_chunk": Recipe("gpt.toml")},
+    "own-dataset": {
+        'name = "houses"': Recipe(),
+        'name = "pets"': Recipe(sets=("train.length=1ep",)),
+        "measured.jsonl": Recipe(sets=('model={ use="mlp", inputs=2, outputs=2 }', "~checkpoint.keep")),
+        "notes": Recipe("gpt.toml"),
+    },
+    "recipes/README": {"digits-wide": Recipe()},
+    "resume": {"init_from": Recipe("gpt.toml", ("model.tie_embeddings=false",))},
+    "sampling": {'name = "balanced"': Recipe(), "weighted.py": Recipe(sets=("~checkpoint.keep",))},
+    "schedules": {
+        "min_lr_ratio": Recipe(),
+        "reduce_on_plateau": Recipe(),
+        "optimizer.groups.head": Recipe(),
+    },
+    "streaming": {
         "tar": Recipe(
             sets=(
                 'model={ use="torchvision", arch="resnet18", classes=10 }',
@@ -113,43 +157,23 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "memory": {"memory_check": Recipe()},
     "reproducibility": {"deterministic": Recipe()},
     "troubleshooting": {"find_unused_parameters": Recipe(ranks=2)},
-    "evaluate": {"eval_batch": Recipe(), "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split"))},
-    "fine-tuning": {
-        "runs/digits": Recipe("finetune-digits"),
-        "base-model": Recipe("gpt.toml", ("model.tie_embeddings=false",)),
-        "blocks.0": Recipe("gpt.toml"),
-        "layer_decay": Recipe("gpt.toml"),
-        "lora": Recipe("gpt.toml"),
-        "save": Recipe("finetune-digits"),
-    },
-    "hangs": {"hang_timeout": Recipe()},
-    "out-of-memory": {"micro_batch": Recipe(), "loss_chunk": Recipe("gpt.toml")},
     "pipeline-parallel": {
         "schedule": Recipe("gpt.toml", ranks=4),
         "split_points": Recipe("gpt.toml", ("model.layers=24",), ranks=4),
         "sequence": Recipe("gpt.toml", ranks=8),
         'data = "fsdp"': Recipe("gpt.toml", ranks=8),
     },
-    "mixed-precision": {"from Ampere on": Recipe(), "fp8": "needs a GPU: tests/gpu/test_cuda.py"},
     "recipe": {
         "digits-cnn": Recipe(),
         "muon": Recipe("gpt.toml", ("model.tie_embeddings=false",)),
         "updates": Recipe("gan"),
     },
-    "recipes/README": {"digits-wide": Recipe()},
-    "resume": {"init_from": Recipe("gpt.toml", ("model.tie_embeddings=false",))},
     "teachers": {"temperature": Recipe(sets=("model.width=8",)), "byol": Recipe()},
     "tensor-parallel": {
         "sequence": Recipe("gpt.toml", ranks=2),
         "plan": Recipe(sets=('model={ use="./tower.py:Tower" }', "strategy.use=fsdp", "strategy.tensor=2"), ranks=2),
     },
-    "loggers": {
-        "tensorboard": WHOLE,
-        "mlflow": "needs a server, or all of mlflow: tests/builtin/trackers/test_mlflow.py",
-        "csv": WHOLE,
-    },
     "tutorial": {"spirals": TUTORIAL},
-    "custom-loss": {'name = "focal"': TUTORIAL_PLUGIN, "entry-points": TUTORIAL_PLUGIN},
     "wandb": {
         "baseline": "needs an account: tests/builtin/trackers/test_wandb.py, against a stub",
         "offline": WHOLE,
@@ -165,12 +189,6 @@ COMPONENTS = {
         Recipe(
             "gpt.toml", text='model.block_size = 256\ndata.train = { use = "./growing.py:Growing", split = "train" }'
         ),
-    ],
-    "migrate": [
-        Recipe(
-            text='model = { use = "./bert.py:Bert", checkpoint = "tiny-bert", classes = 2 }\n'
-            'data = { train = { use = "./words.py:Words" }, eval = { use = "./words.py:Words" } }'
-        )
     ],
     "pipeline-parallel": [
         Recipe("gpt.toml", text='model = { use = "./tagger.py:Tagger" }\nstrategy.use = "pipeline"', ranks=2)
@@ -223,14 +241,16 @@ PYTHON: dict[str, dict[str, str]] = {
     "interfaces": {"from ddpforge.interfaces": ""},
     "reference/python": {"ddpforge.load": ""},
     "debugger": {"breakpoint": "tests/test_docs.py"},
-    "python": {"outcome": "", "trained": "", "objective": ""},
+    "python": {"print(outcome": "", "trained": "", "objective": "", "in-a-cell": ""},
     "scripts": {"status": "", "losses": "", "read_metrics": ""},
     "test-a-plugin": {"run_ddpforge": "", "in_threads": ""},
     "loggers": {"pandas": ""},
     "tutorial": {"load_model": TUTORIAL, "# use.py": TUTORIAL, "# spirals.py": TUTORIAL},
-    "custom-loss": {"# focal.py": TUTORIAL_PLUGIN, "# test_focal.py": TUTORIAL_PLUGIN},
+    "custom-loss": {"# focal.py": CUSTOM_LOSS, "# test_focal.py": CUSTOM_LOSS},
+    "export": {"onnxruntime": "", "load_model": ""},
+    "migrate": {f"# train_{name}.py": MIGRATE for name in ("hf", "lightning", "accelerate", "ddp")},
     "strategy": {"# mini_tp.py": MINI_TP},
-    "predict": {"denoised": "", "onnxruntime": ""},
+    "predict": {"denoised": ""},
 }
 """Snippets of Python outside of recipes, as above: empty for scripts, or the test that runs them."""
 
@@ -288,7 +308,8 @@ def test_every_entry_matches_a_snippet() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """Writes the files that pages show, and the runs and files that they require."""
     folder = tmp_path_factory.mktemp("snippets")
-    (folder / "lines").mkdir()
+    for name in ("lines", "notes"):
+        (folder / name).mkdir()
     for page in PAGES:
         write_files(page, folder)
     for name, text in FILES.items():
@@ -337,8 +358,14 @@ def test_a_script_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, page: str,
         (folder / "test_it.py").write_text(text)
         shell("python -m pytest -q test_it.py", folder)
         return
-    if words == "onnxruntime":
-        shell("ddpforge export digits -o digits.pt2; ddpforge export digits -o digits.onnx", folder)
+    if page == "export":
+        shell(
+            "\n".join(f"ddpforge export digits --force -o digits.{one}" for one in ("pt2", "onnx", "safetensors")),
+            folder,
+        )
+    if "__main__:" in text:
+        shell(f"python - <<'.'\n{text}\n.", folder)
+        return
     given: dict[str, object] = {"__name__": "__main__"}
     exec(compile(text, f"{page}.md", "exec"), given)
     if words == "denoised":

@@ -181,7 +181,7 @@ def facts() -> dict[str, Any]:
     try:
         versions = {package: version(package) for package in PACKAGES}
     except PackageNotFoundError as error:
-        print(f"error: {error.name} is not installed; run pip install 'ddpforge[bench]'", file=sys.stderr)
+        print(f"error: {error.name} is not installed; run pip install '.[bench]'", file=sys.stderr)
         sys.exit(2)
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {

@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from ddpforge.errors import PluginError, SetupError
+from ddpforge.errors import PluginError, SetupError, pip_install
 
 __all__ = ["require", "stored_id"]
 
@@ -14,7 +14,7 @@ _MOST = 1 << 20  # bytes
 def require(module: str, extra: str) -> None:
     """Raises PluginError if a library is not installed; does not import it."""
     if find_spec(module) is None:
-        raise PluginError(f"{module} is not installed", hints=[f"pip install 'ddpforge[{extra}]'"])
+        raise PluginError(f"{module} is not installed", hints=[pip_install(extra)])
 
 
 def stored_id(file: Path, key: str) -> str | None:

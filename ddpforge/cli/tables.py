@@ -10,7 +10,7 @@ from types import ModuleType
 
 import click
 
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, pip_install
 from ddpforge.runs.summary import thinned
 
 
@@ -131,6 +131,4 @@ def _library(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        raise SetupError(
-            f"curves need {name}, which is not installed", hints=["pip install 'ddpforge[plot]'"]
-        ) from error
+        raise SetupError(f"curves need {name}, which is not installed", hints=[pip_install("plot")]) from error

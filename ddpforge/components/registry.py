@@ -27,7 +27,7 @@ from ddpforge.components.errors import (
 from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import import_file, module_name
-from ddpforge.errors import ExitCode, PluginError, leading_key
+from ddpforge.errors import ExitCode, PluginError, leading_key, pip_install
 from ddpforge.secret_redaction import SECRET, redact, reveal
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ def _ways_to_provide(missing: str, location: str, file: Path | None, base: Path 
     if file and (file.parent / f"{missing}.py").exists():
         return [f"a file next to a recipe needs relative imports: `from .{missing} import …`"]
     if extra := _EXTRAS.get(missing):
-        return [f"pip install 'ddpforge[{extra}]'"]
+        return [pip_install(extra)]
     return [f"install the package that provides the module `{missing}`"]
 
 

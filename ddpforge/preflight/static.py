@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ddpforge.components.errors import NotImported
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
-from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.errors import ForgeError, PluginError, UsageError, pip_install
 from ddpforge.interfaces import Metric, Unsupported
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.run_plan import RunPlan, plan_batch
@@ -136,7 +136,7 @@ def check_float8(chosen: Chosen) -> Errors:
         there, needed = [".".join(map(str, pair)) for pair in (found, _FLOAT8)]
         yield error(f"needs a GPU of compute capability {needed} (L4, RTX 40, H100), but this one has {there}")
     if find_spec("torchao") is None:
-        yield error("needs torchao, which is not installed", "pip install 'ddpforge[fp8]'")
+        yield error("needs torchao, which is not installed", pip_install("fp8"))
     if not contract_of(chosen.strategy).float8:
         yield error(
             f'needs whole layers, but strategy.use = "{recipe.strategy.use}" with its settings here splits them',

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpforge import disk
 from ddpforge.checkpoint.schema import COMMIT, FOLDER
-from ddpforge.errors import CheckpointError, ForgeError, SetupError, UsageError
+from ddpforge.errors import CheckpointError, ForgeError, SetupError, UsageError, pip_install
 from ddpforge.interfaces import Tracker
 from ddpforge.runs.folder import RunFolder
 from ddpforge.secret_redaction import redact
@@ -286,7 +286,7 @@ def _open(url: str) -> tuple[Any, str]:
         files, root = url_to_fs(url)
     except ImportError as error:
         extra = _STORES.get(protocol)
-        hint = f"pip install 'ddpforge[{extra}]'" if extra else str(error)
+        hint = pip_install(extra) if extra else str(error)
         raise SetupError(
             f"checkpoint.mirror: {protocol}:// needs a package that is not installed", hints=[hint]
         ) from error

@@ -105,7 +105,7 @@ def test_the_error_names_a_missing_plotting_library_and_its_extra(
     refused = invoke("runs", "compare", "a", "b", option.replace("=lr", "=eval/loss"))
     assert refused.exit_code == ExitCode.ENVIRONMENT
     assert library in refused.stderr
-    assert "pip install 'ddpforge[plot]'" in refused.stderr
+    assert "pip install 'matplotlib>=3.8' 'plotext<6,>=5.3'" in refused.stderr
 
 
 def test_compare_needs_two_runs() -> None:

@@ -232,7 +232,7 @@ def test_a_mirror_refuses_another_run(tmp_path: Path) -> None:
     ("address", "kind", "says"),
     [
         ("s3://nowhere/runs", SetupError, "s3://nowhere/runs/run cannot be"),
-        ("gs://bucket/runs", SetupError, "pip install 'ddpforge[gcs]'"),
+        ("gs://bucket/runs", SetupError, "pip install 'gcsfs>=2024.6'"),
         ("nonsense://x", UsageError, "fsspec does not accept the address nonsense://x"),
         ("runs", UsageError, "must be an address"),
     ],

@@ -219,7 +219,7 @@ def test_an_untested_deepspeed_version_is_refused(
     monkeypatch.setattr(zero, "version", lambda name: found)
     (refused,) = DeepSpeed().unsupported(train(), 1, "cpu")
     assert said in refused.message
-    assert refused.hints == ("pip install 'ddpforge[deepspeed]'",)
+    assert refused.hints == ("pip install 'deepspeed<0.20,>=0.19.8'",)
 
 
 def test_the_package_requirement_equals_the_tested_versions() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, pip_install
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,9 +76,7 @@ def library(name: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0]:
             raise
-        raise SetupError(
-            f"{error.name} is not installed", hints=[f"install it: pip install 'ddpforge[{extra}]'"]
-        ) from error
+        raise SetupError(f"{error.name} is not installed", hints=[pip_install(extra)]) from error
 
 
 def numeric(value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, pip_install
 
 _Rank = Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")]
 _Alpha = Annotated[float, Field(gt=0, le=1e6, description="The adapters' output is multiplied by alpha / r.")]
@@ -95,6 +95,4 @@ def _peft() -> Any:
     try:
         return import_module("peft")
     except ModuleNotFoundError as error:
-        raise SetupError(
-            "the model `lora` needs peft, but it is not installed", hints=["pip install 'ddpforge[lora]'"]
-        ) from error
+        raise SetupError("the model `lora` needs peft, but it is not installed", hints=[pip_install("lora")]) from error

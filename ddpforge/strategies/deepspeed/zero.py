@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpforge.components.installed import version
-from ddpforge.errors import CheckpointError, StrategyError
+from ddpforge.errors import CheckpointError, StrategyError, pip_install
 from ddpforge.interfaces import (
     CanonicalState,
     FlatRange,
@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 TESTED = SpecifierSet(">=0.19.8,<0.20")  # versions whose internals this module supports
-_INSTALL = "pip install 'ddpforge[deepspeed]'"
 
 
 # ---------------------------------------------------------------------------------------------- the library
@@ -62,12 +61,14 @@ def require_deepspeed() -> None:
     """Raises StrategyError unless a tested version of DeepSpeed is installed; imports nothing."""
     found = version("deepspeed")
     if found is None:
-        raise StrategyError('strategy.use = "deepspeed" needs DeepSpeed, which is not installed', hints=[_INSTALL])
+        raise StrategyError(
+            'strategy.use = "deepspeed" needs DeepSpeed, which is not installed', hints=[pip_install("deepspeed")]
+        )
     if not TESTED.contains(found, prereleases=True):
         raise StrategyError(
             f"DeepSpeed {found} is installed, but ddpforge is tested with deepspeed{TESTED}: it reads weights and "
             "optimizer state from DeepSpeed's internals, which change between versions",
-            hints=[_INSTALL],
+            hints=[pip_install("deepspeed")],
         )
 
 

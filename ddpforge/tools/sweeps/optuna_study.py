@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import SetupError, UsageError, pip_install
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.summary import summarize
 from ddpforge.tools.sweeps.pruning import PRUNED, STUDY, OptunaPruning, opened_trial, quiet, storage
@@ -118,9 +118,7 @@ def _study(folder: Path, mode: str, seed: int) -> Study:
     try:
         import optuna
     except ImportError as error:
-        raise SetupError(
-            "searches need Optuna, which is not installed", hints=["pip install 'ddpforge[optuna]'"]
-        ) from error
+        raise SetupError("searches need Optuna, which is not installed", hints=[pip_install("optuna")]) from error
     quiet()
     folder.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(

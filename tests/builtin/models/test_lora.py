@@ -87,7 +87,7 @@ def test_error_for_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(SetupError) as caught:
         lora(base=gpt(), targets=["qkv"])
-    assert caught.value.hints == ("pip install 'ddpforge[lora]'",)
+    assert caught.value.hints == ("pip install 'peft>=0.18'",)
 
 
 # ---------------------------------------------------------------------------------------------- folded

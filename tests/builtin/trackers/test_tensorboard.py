@@ -90,4 +90,4 @@ def test_error_for_missing_tensorboard_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(PluginError, match="tensorboard is not installed") as error:
         TensorBoardTracker()
-    assert error.value.hints == ("pip install 'ddpforge[tensorboard]'",)
+    assert error.value.hints == ("pip install 'tensorboard>=2.18'",)

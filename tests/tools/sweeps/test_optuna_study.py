@@ -90,7 +90,7 @@ def test_error_names_the_extra_if_optuna_is_missing(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(SetupError, match="which is not installed") as caught:
         search(tmp_path)
-    assert caught.value.hints == ("pip install 'ddpforge[optuna]'",)
+    assert caught.value.hints == ("pip install 'optuna<6,>=4'",)
 
 
 # ---------------------------------------------------------------------------------------------- pruning
