@@ -153,7 +153,6 @@ NOT_HERE = {
     r"--nnodes|ssh \$node": "several machines: tests/distributed/test_several_hosts.py, tests/launchers",
     r"^(sbatch|srun) |^ddpforge slurm": "needs Slurm: tests/launchers/test_slurm.py, …_training.py",
     r"--watch": "has no end: tests/tools/reports, tests/cli/test_runs.py",
-    r"^accelerate launch -m": "as `accelerate config` was answered: the page on launchers gives all of it",
     r"^py-spy|-m debugpy": "programs of others; tests/test_docs.py stops at a breakpoint",
     r"pretrained|theirs|meta-model|deepspeed-run": "other programs' files: tests/interop/test_import.py",
     r"runs/wide|runs/old|/scratch|RUN |--only test": "runs that do not exist here: tests/cli, tests/tools/reports",
