@@ -78,7 +78,8 @@ def complain(error: ForgeError) -> None:
     from ddpforge.secret_redaction import redact
 
     said = redact(render(error))
-    rank = int(os.environ.get("RANK", "0"))
+    number = os.environ.get("RANK", "0")
+    rank = int(number) if number.isdecimal() else 0
     if isinstance(error, PeerFailed) and error.launcher_prints:
         return
     alike = error.exit_code == ExitCode.USAGE or isinstance(error, PeerFailed)

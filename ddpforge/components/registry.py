@@ -224,7 +224,8 @@ class Registry:
             message = f"{kind} `{component.use}` cannot be built: {redact(str(error))}"
             key = leading_key(str(error))
             at = key if key in component.options else ""
-            raise RefusedOptions(message, hints=where_raised(error), key=at) from error
+            hints = [*getattr(error, "__notes__", ()), *where_raised(error)]
+            raise RefusedOptions(message, hints=hints, key=at) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
         from ddpforge.components.options import Nested

@@ -1,6 +1,7 @@
 """`ddpforge schema`: prints the JSON Schema for editors, or writes it to a file."""
 
 import json
+import re
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -27,3 +28,14 @@ def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["schema", "--out", str(tmp_path / "no" / "where.json")])
     assert result.exit_code == 2
     assert "cannot write" in result.stderr
+
+
+def test_durations_have_a_pattern() -> None:
+    schema = json.loads(CliRunner().invoke(main, ["schema"]).stdout)
+    for duration in (
+        schema["properties"]["train"]["properties"]["length"],
+        schema["$defs"]["schedule.cosine"]["properties"]["warmup"],
+    ):
+        matches = [bool(re.search(duration["pattern"], text)) for text in ("5ep", "1.5ep", "10%", "${vars.x}")]
+        assert matches == [True] * 4
+        assert not re.search(duration["pattern"], "2 epochs")
