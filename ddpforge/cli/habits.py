@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -68,14 +69,27 @@ _RENAMED = {  # options of ours by their names before version 1.0, as (command, 
 }
 
 
+_NOT_A_NUMBER = re.compile(r"('[^']*') is not a valid (integer|float)(?: range)?")
+_NUMBERS = {"integer": "a whole number", "float": "a number"}
+
+
 def explained(error: click.UsageError) -> click.UsageError:
     """Returns the error for a wrong command line, with suggestions for flags and commands of other tools."""
     hints = list(_hints(error))
-    if not hints:
-        return error
-    return click.UsageError(
-        "\n  = help: ".join([(error.message or error.format_message()).rstrip(), *hints]), ctx=error.ctx
-    )
+    own = hints and not isinstance(error, click.BadParameter)
+    message = (error.message if own else "") or error.format_message()
+    message = _NOT_A_NUMBER.sub(lambda found: f"expected {_NUMBERS[found[2]]}, not {found[1]}", message)
+    return _Shown("\n  = help: ".join([message.rstrip(), *hints]), ctx=error.ctx)
+
+
+class _Shown(click.UsageError):
+    def show(self, file: Any = None) -> None:
+        """Prints the usage and the error on stderr, with its first word in red on a terminal."""
+        context = self.ctx
+        if context is not None:
+            click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
+        colour = context.color if context else None
+        click.echo(f"{click.style('Error:', fg='red', bold=True)} {self.format_message()}", err=True, color=colour)
 
 
 def _hints(error: click.UsageError) -> Iterator[str]:
@@ -114,9 +128,6 @@ def _of_option(name: str, command: str) -> Iterator[str]:
 
 
 def _recipes(command: str) -> Iterator[str]:
-    """Yields a command line for each bundled recipe."""
-    from ddpforge.recipe.bundled import titles
-
-    for name, title in titles().items():
-        yield f"ddpforge {command} {name:<{max(map(len, titles()))}}  {title}"
-    yield "your own recipe is a TOML file: ddpforge recipes cp NAME makes one to edit"
+    """Yields command lines: with a bundled recipe, and with one's own."""
+    yield f"ddpforge {command} digits, or another bundled recipe: ddpforge recipes ls"
+    yield f"ddpforge {command} recipe.toml for your own; ddpforge recipes cp digits makes one to edit"

@@ -18,7 +18,7 @@ from ddpforge.cli.options import (
     run_options,
     set_option,
 )
-from ddpforge.errors import ForgeError, StoppedBeforeStart, UsageError
+from ddpforge.errors import ExitCode, ForgeError, StoppedBeforeStart, UsageError
 from ddpforge.ranks.signals import StopRequests
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def launch(
     The exit code is that of the run. Missing options are read from the environment variables of SkyPilot and Kubeflow.
     """
     from ddpforge.app.local_launch import prepare_launch
+    from ddpforge.cli.ending import to_resume
     from ddpforge.ranks.logs import keep_output
 
     keep_output()
@@ -107,6 +108,8 @@ def launch(
         complain(started.unreported)
         if as_json and start.keeps and started.folder.exists() and 0 not in started.ended.ranks:
             click.echo(json.dumps(started.folder.status()))
+    if started.ended.code == ExitCode.PREEMPTED and start.keeps and not as_json:
+        click.echo(to_resume(), err=True)
     sys.exit(started.ended.code)
 
 

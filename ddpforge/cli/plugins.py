@@ -15,6 +15,7 @@ import click
 from ddpforge.cli.options import json_option
 from ddpforge.cli.tables import print_table
 from ddpforge.components.errors import UnknownComponent
+from ddpforge.components.installed import summary
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
 from ddpforge.errors import UsageError
@@ -32,8 +33,9 @@ def plugins() -> None:
 
 @plugins.command("list")
 @click.argument("kind", required=False, type=click.Choice(list(KINDS)))
+@click.option("--wide", is_flag=True, help="Show every column, also those that do not fit on the terminal.")
 @json_option
-def list_(kind: str | None, as_json: bool) -> None:
+def list_(kind: str | None, wide: bool, as_json: bool) -> None:
     """List the components that a recipe can name, without importing them."""
     entries = Registry.installed().entries(kind)
     providers = Counter((entry.kind, entry.name) for entry in entries)
@@ -42,18 +44,18 @@ def list_(kind: str | None, as_json: bool) -> None:
     if as_json:
         _print_json(components=[{**_shown(entry), "clash": entry in clashes} for entry in entries])
         return
+    rows = [
+        (
+            entry.name,
+            entry.kind,
+            entry.source,
+            entry.target,
+            f'clash: use = "{entry.distribution}:{entry.name}"' if entry in clashes else summary(entry.target),
+        )
+        for entry in entries
+    ]
     print_table(
-        ("kind", "name", "from", "target", ""),
-        [
-            (
-                entry.kind,
-                entry.name,
-                entry.source,
-                entry.target,
-                f'clash: use = "{entry.distribution}:{entry.name}"' if entry in clashes else "",
-            )
-            for entry in entries
-        ],
+        ("name", "kind", "from", "target", "description"), rows, droppable=("target", "from", "kind"), wide=wide
     )
 
 

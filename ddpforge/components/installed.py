@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 from ddpforge.components.kinds import KINDS
 
-__all__ = ["RENAMED_GROUPS", "Entry", "entries", "normalised", "version"]
+__all__ = ["RENAMED_GROUPS", "Entry", "entries", "normalised", "summary", "version"]
 
 
 RENAMED_GROUPS = {"order": "sampler"}
@@ -60,6 +61,34 @@ def entries(path: Iterable[str]) -> Iterator[Entry]:
             if point.group.startswith("ddpforge.") and kind in KINDS:
                 target, group = f"{point.module}:{point.attr or ''}", "" if old == kind else point.group
                 yield Entry(kind, point.name, about["Name"], about["Version"], target, group)
+
+
+def summary(target: str) -> str:
+    """Returns the first line of the docstring of "pkg.mod:attr", read from its file; "" if there is none.
+
+    No code is imported.
+    """
+    module, _, attribute = target.partition(":")
+    return _docstrings(module).get(attribute, "")
+
+
+@cache
+def _docstrings(module: str) -> dict[str, str]:
+    """Returns the first line of the docstring of each class and function of a module, without importing it."""
+    import ast
+    from importlib.machinery import PathFinder
+
+    try:
+        path = None
+        for end in range(1, module.count(".") + 2):
+            found = PathFinder.find_spec(".".join(module.split(".")[:end]), path)
+            path = found.submodule_search_locations if found else None
+        text = Path(found.origin).read_text(encoding="utf-8") if found and found.origin else ""
+        nodes = ast.parse(text).body
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name: (ast.get_docstring(node) or "").partition("\n")[0] for node in nodes if isinstance(node, kinds)}
 
 
 @cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterable
 
@@ -42,11 +44,21 @@ def render(error: ForgeError | Diagnostic) -> str:
         margin = " " * len(str(error.place.line))
         lines += _excerpt(error.place, margin)
     for hint in error.hints:
-        wrapped = textwrap.wrap(printable(hint), _WRAP, break_long_words=False, break_on_hyphens=False)
+        wrapped = textwrap.wrap(
+            printable(hint),
+            min(_WRAP, _room() - len(f"{margin} = help: ")),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         lines.append(f"{margin} = help: " + f"\n{margin}         ".join(wrapped))
     if error.trace:
         lines.append(error.trace.rstrip())
     return "\n".join(lines)
+
+
+def _room() -> int:
+    """Returns the columns of the terminal on stderr, at least 40; more than any hint has if it is not a terminal."""
+    return max(40, shutil.get_terminal_size().columns) if sys.stderr.isatty() else 2 * _WRAP
 
 
 def _excerpt(place: SourceSpan, margin: str) -> list[str]:
