@@ -12,6 +12,7 @@ import click
 from ddpforge.cli import complain
 from ddpforge.cli.options import (
     before_flags,
+    complete_keys,
     json_option,
     out_option,
     recipe_argument,
@@ -53,7 +54,13 @@ if TYPE_CHECKING:
 @set_option
 @out_option
 @run_options
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [-- TORCHRUN_FLAGS...]")
+@click.argument(
+    "words",
+    nargs=-1,
+    shell_complete=complete_keys,
+    type=click.UNPROCESSED,
+    metavar="[KEY=VALUE]... [-- TORCHRUN_FLAGS...]",
+)
 @json_option
 def launch(
     recipe: str,

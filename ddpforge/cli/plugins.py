@@ -33,7 +33,7 @@ def plugins() -> None:
 
 @plugins.command("list")
 @click.argument("kind", required=False, type=click.Choice(list(KINDS)))
-@click.option("--wide", is_flag=True, help="Show every column, also those that do not fit on the terminal.")
+@click.option("--wide", is_flag=True, help="Show every column, even if the table is wider than the terminal.")
 @json_option
 def list_(kind: str | None, wide: bool, as_json: bool) -> None:
     """List the components that a recipe can name, without importing them."""
@@ -59,8 +59,13 @@ def list_(kind: str | None, wide: bool, as_json: bool) -> None:
     )
 
 
+def _complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    names = {entry.name for entry in Registry.installed().entries(ctx.params.get("kind"))}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
 @plugins.command()
-@click.argument("name")
+@click.argument("name", shell_complete=_complete_name)
 @click.option("--kind", type=click.Choice(list(KINDS)), help="The component's kind, if the name is ambiguous.")
 @json_option
 def show(name: str, kind: str | None, as_json: bool) -> None:

@@ -47,7 +47,7 @@ def runs() -> None:
 )
 @click.option("--reverse", is_flag=True, help="Reverse the order.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Show this metric; repeatable.")
-@click.option("--wide", is_flag=True, help="Show every column, also those that do not fit on the terminal.")
+@click.option("--wide", is_flag=True, help="Show every column, even if the table is wider than the terminal.")
 @json_option
 def ls(
     folders: tuple[str, ...],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ddpforge.cli.options import assignments, json_option, recipe_argument, set_option
+from ddpforge.cli.options import assignments, complete_keys, json_option, recipe_argument, set_option
 from ddpforge.cli.runs import print_runs
 from ddpforge.cli.tables import coloured, counted, number, printable, span
 from ddpforge.errors import ExitCode, UsageError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @recipe_argument
-@click.argument("words", nargs=-1, required=True, metavar="KEY=VALUES...")
+@click.argument("words", nargs=-1, required=True, shell_complete=complete_keys, metavar="KEY=VALUES...")
 @set_option
 @click.option("-j", "--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Runs in parallel.")
 @click.option(
