@@ -106,7 +106,9 @@ def _hints(error: click.UsageError) -> Iterator[str]:
             yield f"ddpforge run {found[1]}"
     if "unexpected extra argument" in error.message and error.ctx:
         words = next((one for one in error.ctx.command.params if one.name == "words"), None)
-        if words:
+        if words and command == "sweep":
+            yield "separate the values of a key with commas: optimizer.lr=1e-3,1e-2"
+        elif words:
             yield f"expected {words.make_metavar(error.ctx)} after the recipe, e.g. optimizer.lr=1e-3"
 
 
