@@ -296,7 +296,7 @@ def _size(count: int | None) -> str:
     return "" if count is None else size(count)
 
 
-_LAUNCH = 5e-6  # seconds for the start of a kernel on a GPU, of which a step has hundreds
+_LAUNCH = 5e-6  # seconds for the start of a kernel on a GPU; a step starts hundreds
 _SHORTEST = 100 * _LAUNCH  # a step of a real GPU is longer than this
 
 

@@ -27,7 +27,7 @@ from ddpforge.components.errors import (
 from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import import_file, module_name
-from ddpforge.errors import ExitCode, PluginError, leading_key
+from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key
 from ddpforge.secret_redaction import SECRET, redact, reveal
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "ddpforge"
 
 
-def test_the_schema_is_built_once_for_what_is_installed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schema_is_built_once_for_the_installed_components(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
 
     def recipe_schema(registry: Registry) -> dict[str, int]:
