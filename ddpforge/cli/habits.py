@@ -70,6 +70,7 @@ _RENAMED = {  # options of ours by their names before version 1.0, as (command, 
 
 
 _NOT_A_NUMBER = re.compile(r"('[^']*') is not a valid (integer|float)(?: range)?")
+_RANGE = re.compile(r"(\S+) is not in the range (\S+?)<=x<=(\S+?)\.?$")
 _NUMBERS = {"integer": "a whole number", "float": "a number"}
 
 
@@ -79,6 +80,7 @@ def explained(error: click.UsageError) -> click.UsageError:
     own = hints and not isinstance(error, click.BadParameter)
     message = (error.message if own else "") or error.format_message()
     message = _NOT_A_NUMBER.sub(lambda found: f"expected {_NUMBERS[found[2]]}, not {found[1]}", message)
+    message = _RANGE.sub(r"expected \2 to \3, not \1", message.rstrip())
     return _Shown("\n  = help: ".join([message.rstrip(), *hints]), ctx=error.ctx)
 
 
@@ -96,6 +98,8 @@ def _hints(error: click.UsageError) -> Iterator[str]:
     command = error.ctx.info_name if error.ctx else ""
     if isinstance(error, click.MissingParameter) and error.param and error.param.name == "recipe":
         yield from _recipes(str(command))
+    if "'gpu' is not one of 'cpu', 'cuda'" in error.message:
+        yield "did you mean cuda?"
     if isinstance(error, click.NoSuchOption):
         yield from _of_option(error.option_name.lstrip("-"), str(command))
         return

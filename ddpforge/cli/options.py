@@ -95,6 +95,8 @@ class SizeParam(click.ParamType[int]):
             size = int(TypeAdapter(ByteSize).validate_python(value))
         except ValidationError:
             size = 0
+        if str(value).isdecimal() and 0 < size < 1024:
+            self.fail(f"{value} is a size of {value} bytes; write a unit, e.g. {value}GB", param, ctx)
         if size < 1:
             self.fail(f"{value!r} is not a size; expected e.g. 5GB or 500MiB", param, ctx)
         return size

@@ -122,7 +122,7 @@ def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[Opt
 
 # ---------------------------------------------------------------------------------------------- authors
 @plugins.command()
-@click.argument("kind", type=click.Choice(list(KINDS)))
+@click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name")
 @click.option(
     "--in",
@@ -135,6 +135,7 @@ def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[Opt
 def new(kind: str, name: str, folder: Path) -> None:
     """Write a complete plugin, with tests that pass, into the new folder NAME.
 
+    KIND is model, data, sampler, task, metric, optimizer, schedule, strategy, tracker or callback.
     NAME is the component's name in recipes: lower-case letters, digits and `_` or `-`.
     """
     from ddpforge.components.scaffold import write_plugin

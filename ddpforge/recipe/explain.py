@@ -89,7 +89,9 @@ class Explainer:
             choices = re.split(r", | or ", str(context["expected"]).replace("'", ""))
             near = did_you_mean(value, choices) if isinstance(value, str) else []
             near = [f"did you mean `{meant}`?"] if (meant := _choice_meant(value, choices)) else near
+            near = [] if choice_meant(value) == "" else near
             near = [f"`{value}` is now `{new}`"] if (new := renamed_value(path, value)) else near
+            near += ['set train.fp8 = "tensorwise", with precision = "bf16"'] if "fp8" in str(value).lower() else []
             self.add(path, f"{name} cannot be {shown(value)}", *near, f"one of: {', '.join(choices)}")
         elif kind in _LIMITS:
             limits = {key: f"{bound:.15g}" if isinstance(bound, float) else bound for key, bound in context.items()}

@@ -172,7 +172,10 @@ def precision_meant(value: object) -> str | None:
 
 
 def choice_meant(value: object) -> str | None:
-    """Returns the value of a key with a choice for another tool's name, e.g. "gpu"; None if it is unknown."""
+    """Returns the value of a key with a choice for another tool's name, e.g. "gpu"; None if it is unknown.
+
+    "" is for a value that ddpforge lacks, although it resembles another.
+    """
     known: dict[str, str] = _other_tools()["values"]
     return known.get(str(value).lower().partition(":")[0])
 
@@ -182,11 +185,14 @@ _SPELLED = re.compile(r"(\d+(?:\.\d+)?)[ _-]?([A-Za-z]+)")
 
 def duration_meant(value: object) -> str | None:
     """Returns the duration for one in words, "1000st" for "1000 steps"; None if `value` is not one."""
+    if both := re.fullmatch(r"(\d+)h(\d+)m?", str(value)):
+        return f"{60 * int(both[1]) + int(both[2])}m"
     found = _SPELLED.fullmatch(str(value).strip())
     units: dict[str, str] = _other_tools()["duration_units"]
     known = units | {unit: unit for unit in units.values()}
     unit = known.get(found[2].lower()) if found else None
-    return f"{found[1]}{unit}" if found and unit else None
+    meant = f"{found[1]}{unit}" if found and unit else None
+    return None if meant == value else meant
 
 
 def _with(text: str, alias: str, value: object) -> str:

@@ -167,6 +167,13 @@ def test_a_wrong_number_is_an_error_in_plain_words() -> None:
     assert "Invalid value for '-n' / '--nproc': expected a whole number, not 'two'" in stderr
 
 
+def test_a_number_out_of_range_and_a_size_without_a_unit_are_errors_in_plain_words() -> None:
+    stderr = CliRunner().invoke(main, ["launch", "digits", "--nproc", "0"]).stderr
+    assert "expected 1 to 1024, not 0" in stderr
+    stderr = CliRunner().invoke(main, ["plan", "digits", "--memory", "80"]).stderr
+    assert "80 is a size of 80 bytes; write a unit, e.g. 80GB" in stderr
+
+
 @pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_errors_are_red_unless_colours_are_off(variables: dict[str, str], coloured: bool) -> None:
     for arguments in (["check", "nowhere.toml"], ["check", "--nothing"]):

@@ -123,9 +123,11 @@ class ConsoleTracker(Tracker):
     def _print_wrapped(self, text: str) -> None:
         """Prints a line of the summary; on a terminal, breaks it between words."""
         width = self._console.width if self._console.is_terminal else 0
-        breaks = {"break_long_words": False, "break_on_hyphens": False}
-        indented = textwrap.wrap(text, width, subsequent_indent=" " * _LABEL, **breaks) if len(text) > width > 0 else []
-        for line in indented or [text]:
+        lines = [text]
+        if len(text) > width > 0:
+            indent = " " * _LABEL
+            lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line in lines:
             self._print(line)
 
     # -- the display
