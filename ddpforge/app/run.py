@@ -43,7 +43,7 @@ __all__ = ["Outcome", "join", "peers_of", "run"]
 @process_exit.forbid_sys_exit()
 @restored_backend_flags()
 def run(
-    source: str | Path,
+    recipe: str | Path,
     *,
     sets: Sequence[str] = (),
     out: str | Path | None = None,
@@ -55,7 +55,7 @@ def run(
     """Trains a recipe with the ranks that the launcher's environment describes. Call it on every rank.
 
     Args:
-        source: a recipe file, or the name of a bundled recipe.
+        recipe: a recipe file, or the name of a bundled recipe.
         sets: changes to the recipe, KEY=VALUE.
         out: replaces the recipe's `output_dir`.
         fresh: rename the folder of an earlier run of this name, and start from scratch instead of resuming it.
@@ -73,7 +73,7 @@ def run(
     room = MemoryBudget()
 
     registry = Registry.installed()
-    loaded = load_recipe(source, sets=sets, registry=registry)
+    loaded = load_recipe(recipe, sets=sets, registry=registry)
     folder, problems = RunFolder.of(loaded.recipe, out), Problems(loaded)
     resumes = not fresh and any(folder.checkpoints.glob("step-*"))
     chosen = choose(loaded, registry, problems, ranks=world_size(), resumes=resumes)

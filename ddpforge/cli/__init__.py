@@ -1,6 +1,7 @@
 """Command line. `--help` imports only click; a command's module is imported when the command runs."""
 
 import os
+import re
 import sys
 from importlib import import_module
 from typing import Any
@@ -38,6 +39,15 @@ _COMMANDS = {
 }
 
 
+_GROUPS = {
+    "Train": ("run", "launch", "sweep", "slurm"),
+    "Check before training": ("check", "show", "data", "plan", "doctor", "lr-range", "batch-size", "parity"),
+    "After training": ("eval", "predict", "generate", "export", "ckpt"),
+    "Runs": ("runs", "status", "report"),
+    "Recipes and plugins": ("recipes", "schema", "plugins", "completion"),
+}
+
+
 class _Commands(click.Group):
     """Command group that loads a command's module when it is called; until then a command is a name and one line."""
 
@@ -46,6 +56,19 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, stub, rest = super().resolve_command(ctx, args)
         return name, _load(name) if name and stub else stub, rest
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands in groups."""
+        width = max(map(len, self.commands))
+        for title, names in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:{width}}", _COMMANDS[name][1]) for name in names])
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Turns colours off if NO_COLOR is set, or if the terminal has none."""
+        context = super().make_context(*args, **kwargs)
+        context.color = _colour()
+        return context
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command. Adds suggestions to the error for a wrong command line."""
@@ -78,15 +101,28 @@ def complain(error: ForgeError) -> None:
     from ddpforge.secret_redaction import redact
 
     said = redact(render(error))
-    rank = int(os.environ.get("RANK", "0"))
+    number = os.environ.get("RANK", "0")
+    rank = int(number) if number.isdecimal() else 0
     if isinstance(error, PeerFailed) and error.launcher_prints:
         return
     alike = error.exit_code == ExitCode.USAGE or isinstance(error, PeerFailed)
     elsewhere = os.environ.get("GROUP_RANK", "0") != "0" and os.environ.get("LOCAL_RANK") == "0"
     if rank == 0 or (alike and elsewhere):
-        click.echo(said, err=True)
+        click.echo(_in_colour(said), err=True, color=_colour())
     elif not alike:
-        click.echo(f"[rank {rank}] {said}", err=True)
+        click.echo(f"[rank {rank}] {_in_colour(said)}", err=True, color=_colour())
+
+
+def _colour() -> bool | None:
+    """Returns False if the user or the terminal wants no colours, else None: colours only on a terminal."""
+    return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
+
+
+def _in_colour(text: str) -> str:
+    """Returns the text of errors with their first words and carets in colour; click removes it outside a terminal."""
+    found = re.sub(r"(?m)^error:", click.style("error:", fg="red", bold=True), text)
+    found = re.sub(r"(?m)^( *\| +)(\^+)$", lambda part: part[1] + click.style(part[2], fg="red"), found)
+    return re.sub(r"(?m)^( *= )help:", lambda part: part[1] + click.style("help:", fg="cyan"), found)
 
 
 @click.group(

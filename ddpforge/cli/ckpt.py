@@ -13,7 +13,7 @@ import click
 
 from ddpforge.cli.export import export
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument
-from ddpforge.cli.tables import age, number, print_table, printable, size
+from ddpforge.cli.tables import age, counted, number, print_table, printable, size
 from ddpforge.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def ls(run: str, as_json: bool) -> None:
     if whole:
         names = notable(whole, place.keep())
         header = ("checkpoint", "step", "samples", "age", "strategy", "ranks", "layout", "size", *names, "")
-        print_table(header, [_line(row, names) for row in whole])
+        less = ("layout", "ranks", "strategy", "samples", "size")
+        print_table(header, [_line(row, names) for row in whole], droppable=less, way="--json has all columns")
     for row in broken:
         _say(f"broken: {row.problem}")
 
@@ -102,9 +103,10 @@ def _age(created: str) -> str:
 @ckpt.command()
 @source_argument
 @checkpoint_options
+@click.option("--all", "whole", is_flag=True, help="Print every metric, not only the six most important.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor, too.")
 @json_option
-def inspect(source: str, step: int | None, best: bool, with_tensors: bool, as_json: bool) -> None:
+def inspect(source: str, step: int | None, best: bool, whole: bool, with_tensors: bool, as_json: bool) -> None:
     """Show the manifest of RUN_OR_CHECKPOINT: the run's position, files, tensors, totals.
 
     RUN_OR_CHECKPOINT is a run (its newest checkpoint, unless --step or --best is given) or a checkpoint's folder.
@@ -119,19 +121,26 @@ def inspect(source: str, step: int | None, best: bool, with_tensors: bool, as_js
     if as_json:
         click.echo(json.dumps(facts | ({"tensors": [asdict(tensor) for tensor in listed]} if with_tensors else {})))
         return
-    for name, text in _page(facts):
+    for name, text in _page(facts, whole):
         _say(f"{name:<10} {text}")
     _print_tensors(listed)
 
 
-def _page(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def _page(facts: Mapping[str, Any], whole: bool) -> Iterable[tuple[str, str]]:
     """Yields name and text of each line to print."""
+    from ddpforge.runs.summary import leading
+
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     yield "checkpoint", facts["path"]
     yield "step", f"{facts['step']:,}, {facts['samples']:,} samples; saved {facts['created']}"
     yield "written by", f"{facts['strategy']}, {facts['world_size']} rank{'s' * (facts['world_size'] > 1)}; {versions}"
     yield "format", f"{facts['format']}, {facts['layout']}"
-    for name in ("metrics", "position", "loop", "aliases"):
+    metrics = facts["metrics"]
+    shown = leading(metrics, None if whole else 6)
+    if metrics:
+        more = f"; {counted(hidden, 'more metric')}: --all" if (hidden := len(metrics) - len(shown)) else ""
+        yield "metrics", f"{', '.join(f'{name} {_rounded(metrics[name])}' for name in shown)}{more}"
+    for name in ("position", "loop", "aliases"):
         if facts[name]:
             yield name, ", ".join(f"{key} {_short(value)}" for key, value in facts[name].items())
     for place, entry in enumerate(facts["lineage"]):
@@ -147,6 +156,10 @@ def _page(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield "callback", f"{name}: {', '.join(f'{key} {_short(value)}' for key, value in values.items())}"
     for place, (name, count) in enumerate(facts["files"].items()):
         yield "files" if not place else "", f"{name}  {size(count)}"
+
+
+def _rounded(value: object) -> str:
+    return number(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _short(value: object) -> str:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -40,6 +41,8 @@ def ending(*, status: bool = False) -> Iterator[None]:
             complain(error)
         elif isinstance(error, Exception):
             click.echo(f"[rank {os.environ.get('RANK', '0')}] {redact(_trace(error))}", err=True)
+        for line in () if status else _after(error):
+            click.echo(line, err=True)
         if status and os.environ.get("RANK", "0") == "0":
             click.echo(json.dumps(failure(error)))
         leave(_exit_code(error), str(failure(error)["error"]))
@@ -78,6 +81,22 @@ def failure(error: BaseException) -> dict[str, Any]:
         "metrics": {},
         "error": redact(f"{type(error).__name__}: {error}".removesuffix(": ")),
     }
+
+
+def _after(error: BaseException) -> Iterator[str]:
+    """Yields the place of the logs of a run that failed, and the next step; nothing if no run began."""
+    outcome = getattr(error, "outcome", None)
+    if outcome is None or not outcome.is_rank_zero or isinstance(error, KeyboardInterrupt):
+        return
+    logs = outcome.folder / "logs"
+    yield f"log: {logs / 'rank-0.log' if outcome.status['world_size'] == 1 else logs}"
+    if any((outcome.folder / "checkpoints").glob("step-*")):
+        yield "next: after a change, the same command resumes from the last checkpoint"
+
+
+def to_resume() -> str:
+    """Returns a line with the command of this process, without --fresh: it resumes the run."""
+    return f"to resume: {shlex.join(['ddpforge', *(word for word in sys.argv[1:] if word != '--fresh')])}"
 
 
 def _trace(error: Exception) -> str:

@@ -6,6 +6,7 @@ import click
 
 from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
+from ddpforge.cli.tables import number
 from ddpforge.fast_import import gc_paused
 from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.watchdog.watchdog import watch_startup
@@ -37,5 +38,5 @@ def evaluate(
         with results_alone(as_json):
             found = evaluate_run(folder, step=step, best=best, sets=sets, only=only)
         if found.is_rank_zero:
-            numbers = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
+            numbers = "  ".join(f"{name} {number(value)}" for name, value in found.metrics.items())
             click.echo(json.dumps(found.as_dict()) if as_json else f"{folder.path} at step {found.step}: {numbers}")

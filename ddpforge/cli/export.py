@@ -138,6 +138,14 @@ def _form(form: str | None, out: str | None) -> str:
             hints=[f"use -o {Path(out).with_suffix('.safetensors')}; read it with safetensors.torch.load_file"],
         )
     said = suffix.removeprefix(".") if suffix in (".safetensors", ".pt2", ".onnx") else None
+    if out and suffix and not (form or said or Path(out).is_dir() or suffix == ".st" or suffix[1:].isdecimal()):
+        raise UsageError(
+            f"{out}: ddpforge does not write {suffix} files",
+            hints=[
+                f"use -o {Path(out).with_suffix('.safetensors')}, .pt2 or .onnx, or a folder: -o {out}/",
+                "to write safetensors into a file of this name, add --format safetensors",
+            ],
+        )
     if form and said and form != said:
         raise UsageError(f"--format {form} does not match the file name {out}", hints=["omit one of them"])
     return form or said or "safetensors"

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -68,20 +69,37 @@ _RENAMED = {  # options of ours by their names before version 1.0, as (command, 
 }
 
 
+_NOT_A_NUMBER = re.compile(r"('[^']*') is not a valid (integer|float)(?: range)?")
+_RANGE = re.compile(r"(\S+) is not in the range (\S+?)<=x<=(\S+?)\.?$")
+_NUMBERS = {"integer": "a whole number", "float": "a number"}
+
+
 def explained(error: click.UsageError) -> click.UsageError:
     """Returns the error for a wrong command line, with suggestions for flags and commands of other tools."""
     hints = list(_hints(error))
-    if not hints:
-        return error
-    return click.UsageError(
-        "\n  = help: ".join([(error.message or error.format_message()).rstrip(), *hints]), ctx=error.ctx
-    )
+    own = hints and not isinstance(error, click.BadParameter)
+    message = (error.message if own else "") or error.format_message()
+    message = _NOT_A_NUMBER.sub(lambda found: f"expected {_NUMBERS[found[2]]}, not {found[1]}", message)
+    message = _RANGE.sub(r"expected \2 to \3, not \1", message.rstrip())
+    return _Shown("\n  = help: ".join([message.rstrip(), *hints]), ctx=error.ctx)
+
+
+class _Shown(click.UsageError):
+    def show(self, file: Any = None) -> None:
+        """Prints the usage and the error on stderr, with its first word in red on a terminal."""
+        context = self.ctx
+        if context is not None:
+            click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
+        colour = context.color if context else None
+        click.echo(f"{click.style('Error:', fg='red', bold=True)} {self.format_message()}", err=True, color=colour)
 
 
 def _hints(error: click.UsageError) -> Iterator[str]:
     command = error.ctx.info_name if error.ctx else ""
     if isinstance(error, click.MissingParameter) and error.param and error.param.name == "recipe":
         yield from _recipes(str(command))
+    if "'gpu' is not one of 'cpu', 'cuda'" in error.message:
+        yield "did you mean cuda?"
     if isinstance(error, click.NoSuchOption):
         yield from _of_option(error.option_name.lstrip("-"), str(command))
         return
@@ -92,7 +110,9 @@ def _hints(error: click.UsageError) -> Iterator[str]:
             yield f"ddpforge run {found[1]}"
     if "unexpected extra argument" in error.message and error.ctx:
         words = next((one for one in error.ctx.command.params if one.name == "words"), None)
-        if words:
+        if words and command == "sweep":
+            yield "separate the values of a key with commas: optimizer.lr=1e-3,1e-2"
+        elif words:
             yield f"expected {words.make_metavar(error.ctx)} after the recipe, e.g. optimizer.lr=1e-3"
 
 
@@ -114,9 +134,6 @@ def _of_option(name: str, command: str) -> Iterator[str]:
 
 
 def _recipes(command: str) -> Iterator[str]:
-    """Yields a command line for each bundled recipe."""
-    from ddpforge.recipe.bundled import titles
-
-    for name, title in titles().items():
-        yield f"ddpforge {command} {name:<{max(map(len, titles()))}}  {title}"
-    yield "your own recipe is a TOML file: ddpforge recipes cp NAME makes one to edit"
+    """Yields command lines: with a bundled recipe, and with one's own."""
+    yield f"ddpforge {command} digits, or another bundled recipe: ddpforge recipes ls"
+    yield f"ddpforge {command} recipe.toml for your own; ddpforge recipes cp digits makes one to edit"

@@ -12,13 +12,14 @@ import click
 from ddpforge.cli import complain
 from ddpforge.cli.options import (
     before_flags,
+    complete_keys,
     json_option,
     out_option,
     recipe_argument,
     run_options,
     set_option,
 )
-from ddpforge.errors import ForgeError, StoppedBeforeStart, UsageError
+from ddpforge.errors import ExitCode, ForgeError, StoppedBeforeStart, UsageError
 from ddpforge.ranks.signals import StopRequests
 
 if TYPE_CHECKING:
@@ -53,7 +54,13 @@ if TYPE_CHECKING:
 @set_option
 @out_option
 @run_options
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [-- TORCHRUN_FLAGS...]")
+@click.argument(
+    "words",
+    nargs=-1,
+    shell_complete=complete_keys,
+    type=click.UNPROCESSED,
+    metavar="[KEY=VALUE]... [-- TORCHRUN_FLAGS...]",
+)
 @json_option
 def launch(
     recipe: str,
@@ -79,6 +86,7 @@ def launch(
     The exit code is that of the run. Missing options are read from the environment variables of SkyPilot and Kubeflow.
     """
     from ddpforge.app.local_launch import prepare_launch
+    from ddpforge.cli.ending import to_resume
     from ddpforge.ranks.logs import keep_output
 
     keep_output()
@@ -107,6 +115,8 @@ def launch(
         complain(started.unreported)
         if as_json and start.keeps and started.folder.exists() and 0 not in started.ended.ranks:
             click.echo(json.dumps(started.folder.status()))
+    if started.ended.code == ExitCode.PREEMPTED and start.keeps and not as_json:
+        click.echo(to_resume(), err=True)
     sys.exit(started.ended.code)
 
 

@@ -1,19 +1,51 @@
 """Options and arguments of several commands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-# Names of runs and recipes are valid too. The type is for shell completion of paths.
-recipe_argument = click.argument("recipe", metavar="RECIPE", type=click.Path())
-run_argument = click.argument("run", metavar="RUN", type=click.Path())
+
+class _Named(click.Path):
+    """Path, or a name; the shell completes both: names first, then files."""
+
+    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
+        super().__init__()
+        self._names = names
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
+        return [*found, *super().shell_complete(ctx, param, incomplete)]
+
+
+def _recipes() -> Iterable[str]:
+    from ddpforge.recipe.bundled import bundled
+
+    return bundled()
+
+
+def _runs() -> Iterable[str]:
+    return sorted(path.parent.name for path in Path("runs").glob("*/run.json"))
+
+
+def complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Returns the keys that begin with the text before "=": those of the sections, and options of the recipe."""
+    from ddpforge.cli.completion import keys
+
+    return [CompletionItem(f"{key}=") for key in keys(str(ctx.params.get("recipe") or ""), incomplete)]
+
+
+recipe_argument = click.argument("recipe", metavar="RECIPE", type=_Named(_recipes))
+run_argument = click.argument("run", metavar="RUN", type=_Named(_runs))
 set_option = click.option(
     *("-s", "--set", "sets"),
     multiple=True,
     metavar="KEY=VALUE",
+    shell_complete=complete_keys,
     help="Set a value of the recipe, e.g. train.seed=1, the same as KEY=VALUE without --set; repeatable.",
 )
 out_option = click.option(
@@ -63,6 +95,8 @@ class SizeParam(click.ParamType[int]):
             size = int(TypeAdapter(ByteSize).validate_python(value))
         except ValidationError:
             size = 0
+        if str(value).isdecimal() and 0 < size < 1024:
+            self.fail(f"{value} is a size of {value} bytes; write a unit, e.g. {value}GB", param, ctx)
         if size < 1:
             self.fail(f"{value!r} is not a size; expected e.g. 5GB or 500MiB", param, ctx)
         return size
@@ -75,7 +109,7 @@ def sets_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def merged(*arguments: Any, sets: Sequence[str], words: Sequence[str], **others: Any) -> Any:
         return command(*arguments, sets=(*sets, *assignments(words)), **others)
 
-    return click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")(set_option(merged))
+    return click.argument("words", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_keys)(set_option(merged))
 
 
 def assignments(words: Sequence[str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import click
 
 from ddpforge.cli import complain
 from ddpforge.cli.options import json_option, recipe_argument, sets_options
+from ddpforge.cli.tables import terminal_width
 
 if TYPE_CHECKING:
     from ddpforge.tools.parity.compare import Point, Quantity
@@ -121,7 +122,9 @@ def _text(report: "ParityReport") -> str:
         lines += ["If ranks average weights instead of gradients, there is no gradient norm to compare."]
     if any(verdict.drift and verdict.spec.ranks != reference.spec.ranks for verdict in others):
         lines += ["Dropout and BatchNorm depend on the number of ranks: compare equal numbers, or disable them."]
-    return "\n".join(lines)
+    table, prose = lines[: len(rows) + 1], lines[len(rows) + 1 :]
+    width = terminal_width()
+    return "\n".join([*table, *(click.wrap_text(line, width) if width else line for line in prose)])
 
 
 def _cells(verdict: "Verdict") -> list[str]:

@@ -232,7 +232,7 @@ def short(one: Forecast) -> Iterator[str]:
         return
     yield f"plan: {size(one.peak)} on a rank at the peak of a step, in {one.phase}: {kinds}"
     sent = size(int(sum((one.wire or {}).values())))
-    yield f"plan: a rank computes {one.flops:.4g} floating-point operations in a step, and sends {sent}"
+    yield f"plan: a rank computes {_operations(one.flops or 0)} in a step, and sends {sent}"
 
 
 def _print_remedies(found: Sequence[Forecast], changes: Sequence[Remedy], *, tried: bool) -> None:
@@ -260,8 +260,8 @@ def _print_one(one: Forecast, device: Device | None, *, explain: bool) -> None:
             click.echo(f"  sends per step, {name} ranks: {size(int(wire))}")
     if one.flops:
         each = (one.all_flops or 0) / one.items if one.items else 0
-        per_item = f", {each:.4g} on all ranks per {one.items_name.removesuffix('s')}" if each else ""
-        click.echo(f"  floating-point operations per step: {one.flops:.4g}{per_item}")
+        per_item = f", {_operations(each)} on all ranks per {one.items_name.removesuffix('s')}" if each else ""
+        click.echo(f"  floating-point operations per step: {_operations(one.flops)}{per_item}")
     every = ""
     if one.checkpoint_every:
         steps = one.checkpoint_every
@@ -275,8 +275,8 @@ def _print_one(one: Forecast, device: Device | None, *, explain: bool) -> None:
     if device and one.seconds:
         click.echo(
             f"  a step takes {_time(one)} by the roofline of each operation at the published speeds of {device.name} "
-            f"({device.source}): computation {one.seconds.compute:.3g} s, communication "
-            f"{one.seconds.communication:.3g} s, which overlap completely or not at all"
+            f"({device.source}): computation {_seconds(one.seconds.compute)}, communication "
+            f"{_seconds(one.seconds.communication)}, which overlap completely or not at all"
         )
     if explain:
         click.echo("  the largest tensors at the peak:")
@@ -296,15 +296,32 @@ def _size(count: int | None) -> str:
     return "" if count is None else size(count)
 
 
+_LAUNCH = 5e-6  # seconds for the start of a kernel on a GPU; a step starts hundreds
+_SHORTEST = 100 * _LAUNCH  # a step of a real GPU is longer than this
+
+
 def _time(one: Forecast) -> str:
     if one.seconds is None:
         return ""
-    least, most = one.seconds.least, one.seconds.most
-    return f"{_seconds(least)} to {_seconds(most)}"
+    if one.seconds.least < _SHORTEST:
+        return "less than the launch overhead"
+    least, most = _seconds(one.seconds.least), _seconds(one.seconds.most)
+    return least if least == most else f"{least} to {most}"
 
 
 def _seconds(value: float) -> str:
-    return span(value) if value >= 60 else f"{value:.3g} s"
+    """Returns a duration with two digits in µs, ms or s; a long one in its two largest units."""
+    if value >= 60:
+        return span(value)
+    name, unit = next(one for one in (("s", 1), ("ms", 1e-3), ("µs", 1e-6)) if value >= one[1] or one[1] == 1e-6)
+    return f"{value / unit:.2g} {name}"
+
+
+def _operations(count: float) -> str:
+    """Returns a number of floating-point operations with three digits: 36 MFLOP, 1.25 GFLOP."""
+    units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3), ("FLOP", 1))
+    name, unit = next(one for one in units if count >= one[1] or one[1] == 1)
+    return f"{count / unit:.3g} {name}"
 
 
 # ---------------------------------------------------------------------------------------------- writing into a recipe

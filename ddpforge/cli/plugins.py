@@ -15,6 +15,7 @@ import click
 from ddpforge.cli.options import json_option
 from ddpforge.cli.tables import print_table
 from ddpforge.components.errors import UnknownComponent
+from ddpforge.components.installed import summary
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
 from ddpforge.errors import UsageError
@@ -32,8 +33,9 @@ def plugins() -> None:
 
 @plugins.command("list")
 @click.argument("kind", required=False, type=click.Choice(list(KINDS)))
+@click.option("--wide", is_flag=True, help="Show every column, even if the table is wider than the terminal.")
 @json_option
-def list_(kind: str | None, as_json: bool) -> None:
+def list_(kind: str | None, wide: bool, as_json: bool) -> None:
     """List the components that a recipe can name, without importing them."""
     entries = Registry.installed().entries(kind)
     providers = Counter((entry.kind, entry.name) for entry in entries)
@@ -42,23 +44,28 @@ def list_(kind: str | None, as_json: bool) -> None:
     if as_json:
         _print_json(components=[{**_shown(entry), "clash": entry in clashes} for entry in entries])
         return
+    rows = [
+        (
+            entry.name,
+            entry.kind,
+            entry.source,
+            entry.target,
+            f'clash: use = "{entry.distribution}:{entry.name}"' if entry in clashes else summary(entry.target),
+        )
+        for entry in entries
+    ]
     print_table(
-        ("kind", "name", "from", "target", ""),
-        [
-            (
-                entry.kind,
-                entry.name,
-                entry.source,
-                entry.target,
-                f'clash: use = "{entry.distribution}:{entry.name}"' if entry in clashes else "",
-            )
-            for entry in entries
-        ],
+        ("name", "kind", "from", "target", "description"), rows, droppable=("target", "from", "kind"), wide=wide
     )
 
 
+def _complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    names = {entry.name for entry in Registry.installed().entries(ctx.params.get("kind"))}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
 @plugins.command()
-@click.argument("name")
+@click.argument("name", shell_complete=_complete_name)
 @click.option("--kind", type=click.Choice(list(KINDS)), help="The component's kind, if the name is ambiguous.")
 @json_option
 def show(name: str, kind: str | None, as_json: bool) -> None:
@@ -115,7 +122,7 @@ def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[Opt
 
 # ---------------------------------------------------------------------------------------------- authors
 @plugins.command()
-@click.argument("kind", type=click.Choice(list(KINDS)))
+@click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name")
 @click.option(
     "--in",
@@ -128,6 +135,7 @@ def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[Opt
 def new(kind: str, name: str, folder: Path) -> None:
     """Write a complete plugin, with tests that pass, into the new folder NAME.
 
+    KIND is model, data, sampler, task, metric, optimizer, schedule, strategy, tracker or callback.
     NAME is the component's name in recipes: lower-case letters, digits and `_` or `-`.
     """
     from ddpforge.components.scaffold import write_plugin

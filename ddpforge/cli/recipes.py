@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -41,7 +43,8 @@ def copy_recipe(name: str, target: Path | None) -> None:
     """Copy the bundled recipe NAME, to edit it.
 
     TARGET is a file or a folder; default: the current folder. The copy's first line names recipe.schema.json in the
-    same folder, with which TOML editors check and complete a recipe. That file is written too if it does not exist.
+    same folder, with which TOML editors check and complete a recipe. That file is written too if it does not exist; for
+    the options of plugins, write it with `ddpforge schema --out recipe.schema.json`.
     """
     from ddpforge.recipe.bundled import bundled, find_recipe
 
@@ -54,9 +57,10 @@ def copy_recipe(name: str, target: Path | None) -> None:
         target.write_bytes(f"#:schema {_SCHEMA}\n\n".encode() + source.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}") from None
-    if not (beside := target.with_name(_SCHEMA)).exists():
-        write_schema(beside)
     click.echo(target)
+    if not (beside := target.with_name(_SCHEMA)).exists():
+        write_schema(beside, own=True)
+        click.echo(beside)
 
 
 @recipes.command("upgrade")
@@ -103,16 +107,30 @@ def schema(out: Path | None) -> None:
         write_schema(out)
 
 
-def write_schema(path: Path) -> None:
-    """Writes the schema to a file."""
+def write_schema(path: Path, *, own: bool = False) -> None:
+    """Writes the schema to a file. `own`: without the options of plugins, which are not imported then."""
     try:
-        path.write_text(_text() + "\n", encoding="utf-8")
+        path.write_text(_text(own=own) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _text() -> str:
+def _text(*, own: bool = False) -> str:
+    """Returns the schema, from a file in the user's cache if nothing that is installed has changed since."""
+    from ddpforge import disk
+    from ddpforge.components.installed import digest
     from ddpforge.components.registry import Registry
+
+    registry = Registry.installed()
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpforge"
+    kept = place / f"schema-{'own' if own else 'all'}-{digest(registry.entries())}.json"
+    with suppress(OSError, ValueError):
+        return json.dumps(json.loads(kept.read_text(encoding="utf-8")), indent=2)
+
     from ddpforge.recipe.json_schema import recipe_schema
 
-    return json.dumps(recipe_schema(Registry.installed()), indent=2, allow_nan=False)
+    text = json.dumps(recipe_schema(registry.only_own() if own else registry), indent=2, allow_nan=False)
+    with suppress(OSError):  # a cache is optional
+        place.mkdir(parents=True, exist_ok=True)
+        disk.replace(kept, text.encode())
+    return text

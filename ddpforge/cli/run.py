@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpforge.cli.ending import ending, leave, postpone, results_alone
+from ddpforge.cli.ending import ending, leave, postpone, results_alone, to_resume
 from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe_argument, run_options, sets_options
 from ddpforge.errors import UsageError
 from ddpforge.fast_import import gc_paused, set_torch_env
-from ddpforge.launchers.exit_record import STARTED, record_start
+from ddpforge.launchers.exit_record import STARTED, is_launched, record_start
 from ddpforge.launchers.signal_policy import stop_with_parent
 from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.ranks.signals import StopRequests, stopping_early
@@ -75,19 +75,24 @@ def run(
         if outcome.is_rank_zero:
             folder = RunFolder(outcome.folder)
             click.echo(json.dumps(folder.status()) if as_json else outcome.sentence())
-            for line in _then(folder) if outcome.status["state"] == "done" and not as_json else ():
+            for line in () if as_json else _then(folder, str(outcome.status["state"])):
                 click.echo(line, err=True)
         leave(outcome.exit_code)
 
 
-def _then(folder: "RunFolder") -> Iterator[str]:
-    """Yields the best checkpoint of a finished run, and commands to use next."""
+def _then(folder: "RunFolder", state: str) -> Iterator[str]:
+    """Yields the best checkpoint of a finished run and the commands to use next, or how to resume a stopped run."""
     from ddpforge.runs.checkpoints import choose, keep_of
 
+    if state == "preempted" and not is_launched():
+        yield to_resume() if os.environ.get("WORLD_SIZE", "1") == "1" else "to resume: the same command"
+    if state != "done":
+        return
     if by := keep_of(folder).monitor:
         with suppress(UsageError):  # the run was never evaluated
             yield f"best by {by}: {choose(folder, best=True)}"
-    yield f"next: ddpforge report {folder.path}, or eval, predict and export"
+    others = "eval, predict and export" if folder.tables().get("data", {}).get("eval") else "export"
+    yield f"next: ddpforge report {folder.path}, or {others}"
 
 
 def _reject_kept(**options: object) -> None:

@@ -1,6 +1,7 @@
 """`ddpforge runs`: lists runs with their states and differences; compares, resumes and deletes them."""
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddpforge.cli.options import json_option, run_argument, sets_options
-from ddpforge.cli.tables import age, counted, number, print_table, printable
+from ddpforge.cli.tables import WAY, ages, counted, number, print_table, printable, terminal_width
 from ddpforge.errors import UsageError
 
 if TYPE_CHECKING:
     from ddpforge.runs.folder import RunFolder
     from ddpforge.runs.summary import Comparison, Point, RunSummary
-
-_WIDEST = 60  # characters; a longer difference is truncated
 
 
 @click.group()
@@ -48,6 +47,7 @@ def runs() -> None:
 )
 @click.option("--reverse", is_flag=True, help="Reverse the order.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Show this metric; repeatable.")
+@click.option("--wide", is_flag=True, help="Show every column, even if the table is wider than the terminal.")
 @json_option
 def ls(
     folders: tuple[str, ...],
@@ -57,12 +57,13 @@ def ls(
     by: str,
     reverse: bool,
     metrics: tuple[str, ...],
+    wide: bool,
     as_json: bool,
 ) -> None:
     """List the runs in each DIR, by default runs/, at most three folders down.
 
-    The last column has the keys of the recipe in which runs of the same model and dataset differ. A run is "killed" if
-    its status is "running" but no process trains it.
+    Each key of the recipe in which runs of the same model and dataset differ has a column. A run is "killed" if its
+    status is "running" but no process trains it.
     """
     from ddpforge.runs.summary import chosen, differences, find_runs, notable, sorted_by, summarize
 
@@ -78,7 +79,7 @@ def ls(
         where_looked = ", ".join(folders) or "runs/"
         click.echo(f"{where_looked}: no runs{f' like that among {len(found)}' if found else ''}")
     else:
-        print_runs(shown, varying, metrics or notable(shown))
+        print_runs(shown, varying, metrics or notable(shown), wide=wide)
 
 
 def _default() -> list[str]:
@@ -93,21 +94,57 @@ def _reject_unknown(states: Iterable[str]) -> None:
             raise UsageError(f"there is no state {state!r}", hints=[f"use one of {', '.join(STATES)}"])
 
 
-def print_runs(shown: "Sequence[RunSummary]", varying: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Prints a table of runs with the metrics `names`, and the differences of each run from the others."""
+def print_runs(
+    shown: "Sequence[RunSummary]",
+    varying: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    *,
+    wide: bool = False,
+    way: str = WAY,
+) -> None:
+    """Prints a table of runs: metrics `names`, and a column for each key in which runs differ.
+
+    On a terminal, the folder of all runs is printed once, above. `way` is the hint for columns that do not fit.
+    """
     now = time.time()
-    rows = [
-        [
-            str(run.folder.path),
-            run.state,
-            steps(run),
-            *(number(run.metrics.get(name)) for name in names),
-            age(now - run.changed),
-            _shortened(spelled(difference)),
-        ]
-        for run, difference in zip(shown, varying, strict=True)
-    ]
-    print_table(("run", "state", "step", *names, "age", "differs in"), rows)
+    keys = list(dict.fromkeys(key for each in varying for key in each))
+    titles = _titles(keys, taken=("run", "state", "step", "age", *names))
+    columns = {
+        "run": short_names([run.folder.path for run in shown], wide=wide),
+        "state": [run.state for run in shown],
+        "step": list(map(steps, shown)),
+        **{name: [number(run.metrics.get(name)) for run in shown] for name in names},
+        **{titles[key]: [_cell(each, key) for each in varying] for key in keys},
+        "age": ages([now - run.changed for run in shown]),
+    }
+    widest = sorted(titles.values(), key=lambda title: -max(map(len, columns[title])))
+    order = ["age", "step", *reversed(names[1:]), *(widest if len(widest) > 1 else ()), "state"]
+    print_table(list(columns), list(zip(*columns.values(), strict=True)), droppable=order, wide=wide, way=way)
+
+
+def short_names(paths: Sequence[Path], *, wide: bool = False) -> list[str]:
+    """Returns the paths; on a terminal without their common folder, which is printed instead."""
+    common = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    if wide or not common or terminal_width() is None:
+        return [str(path) for path in paths]
+    click.echo(f"{printable(common)}/")
+    return [os.path.relpath(path, common) for path in paths]
+
+
+def _titles(keys: Sequence[str], taken: Sequence[str]) -> dict[str, str]:
+    """Returns a title for each key: its last part, or the whole key if another column has that title."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {
+        key: short if last.count(short) == 1 and short not in (*taken, "use") else key
+        for key, short in zip(keys, last, strict=True)
+    }
+
+
+def _cell(difference: Mapping[str, Any], key: str) -> str:
+    """Returns the value of a key; "-" if the recipe lacks it, "" if it is of runs of another kind."""
+    if key not in difference:
+        return ""
+    return "-" if difference[key] is None else _toml(difference[key])
 
 
 def steps(run: "RunSummary") -> str:
@@ -115,22 +152,14 @@ def steps(run: "RunSummary") -> str:
     return f"{run.step:,}" if run.total_steps is None else f"{run.step:,}/{run.total_steps:,}"
 
 
-def spelled(values: Mapping[str, Any]) -> str:
-    """Returns values of a recipe in the syntax of the command line: optimizer.lr=0.01 ~callbacks.ema.decay."""
-    return " ".join(f"~{key}" if value is None else f"{key}={_toml(value)}" for key, value in values.items())
-
-
 def _toml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}…"
 
 
 # ---------------------------------------------------------------------------------------------- compare
 @runs.command("compare")
 @click.argument("names", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path())
+@click.option("--all", "every", is_flag=True, help="Print every metric, not only the six most important.")
 @click.option("--curve", "drawn", multiple=True, metavar="METRIC", help="Draw this metric; repeatable.")
 @click.option(
     "--picture",
@@ -139,13 +168,13 @@ def _shortened(text: str) -> str:
     help="Draw the curves into FILE (.png, .svg, .pdf) instead of the terminal; without --curve, the main metrics.",
 )
 @json_option
-def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None, as_json: bool) -> None:
+def compare(names: tuple[str, ...], every: bool, drawn: tuple[str, ...], picture: Path | None, as_json: bool) -> None:
     """Compare each RUN with the others: recipe, code, environment, metrics, and curves with --curve.
 
     RUN is a run's folder, its name in runs/, or a folder of runs such as a sweep's.
 
-    The output has all metrics, and the differences: keys of the resolved recipes, local files of code, machines and
-    packages. Curves need the extra `plot`.
+    The output has the main metrics, and the differences: keys of the resolved recipes, local files of code, machines
+    and packages. Curves need the extra `plot`.
     """
     from ddpforge.runs.summary import compare as compared
     from ddpforge.runs.summary import curves, named_runs, notable, summarize
@@ -159,7 +188,7 @@ def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None
     if as_json:
         click.echo(json.dumps(found.as_dict() | {"curves": lines}, default=str))
     else:
-        _print_comparison(found)
+        _print_comparison(found, every=every)
     if picture and lines:
         from ddpforge.cli.tables import as_picture
 
@@ -169,16 +198,22 @@ def compare(names: tuple[str, ...], drawn: tuple[str, ...], picture: Path | None
         _draw(lines)
 
 
-def _print_comparison(found: "Comparison") -> None:
+def _print_comparison(found: "Comparison", *, every: bool) -> None:
+    from ddpforge.runs.summary import leading
+
+    names = short_names(list(map(Path, found.runs)))
     sections = {"recipe": found.recipe, "code": found.code, "environment": found.environment}
     for title, table in sections.items():
         if not table:
             click.echo(f"{title}: same\n")
             continue
         rows = [[key, *("-" if value is None else _toml(value) for value in values)] for key, values in table.items()]
-        print_table((title, *found.runs), rows)
+        print_table((title, *names), rows)
         click.echo()
-    print_table(("metric", *found.runs), [[name, *map(number, values)] for name, values in found.metrics.items()])
+    shown = leading(found.metrics, None if every else 6)
+    print_table(("metric", *names), [[name, *map(number, found.metrics[name])] for name in shown])
+    if hidden := len(found.metrics) - len(shown):
+        click.echo(f"{counted(hidden, 'more metric')}: --all", err=True)
 
 
 def _draw(curves: "Mapping[str, Mapping[str, Sequence[Point]]]") -> None:

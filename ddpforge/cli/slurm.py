@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -91,7 +91,7 @@ def slurm(
         nodes=nodes,
         ranks=ranks,
         gpus=gpus_per_node,
-        cores=1 + (0 if checked.data.workers == "auto" else checked.data.workers),
+        cores=1 + _loaders(checked.data.workers, gpus=bool(gpus_per_node)),
         time=time,
         signal=signal,
         array=array,
@@ -107,6 +107,14 @@ def slurm(
         click.echo(_submit(text), nl=False)
     elif not to:
         click.echo(text, nl=False)
+
+
+_AUTO = 3  # loader processes of a rank on a GPU that data.workers = "auto" may start with these cores
+
+
+def _loaders(workers: int | Literal["auto"], *, gpus: bool) -> int:
+    """Returns the loader processes of a rank that need a core each; "auto" starts none on a CPU."""
+    return workers if workers != "auto" else _AUTO if gpus else 0
 
 
 def _check(recipe: str, sets: Sequence[str], out: str | None, ranks: int, *, gpus: bool, array: str | None) -> Recipe:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddpforge.cli.options import json_option, run_argument
-from ddpforge.cli.tables import age, printable, span
+from ddpforge.cli.tables import age, coloured, counted, number, printable, span
 
 if TYPE_CHECKING:
     from ddpforge.runs.summary import RunSummary
@@ -18,6 +18,7 @@ _ALIVE = ("new", "starting", "running")
 
 @click.command()
 @run_argument
+@click.option("--all", "whole", is_flag=True, help="Print every metric, not only the six most important.")
 @click.option("--watch", is_flag=True, help="Print a line at every change until the run ends.")
 @click.option(
     "--every",
@@ -28,8 +29,8 @@ _ALIVE = ("new", "starting", "running")
     help="Interval in which --watch reads the folder.",
 )
 @json_option
-def status(run: str, watch: bool, every: float, as_json: bool) -> None:
-    """Print the status of RUN: its state, step, speed, time left, newest metrics and checkpoint.
+def status(run: str, whole: bool, watch: bool, every: float, as_json: bool) -> None:
+    """Print the status of RUN: its state, step, speed, time left, newest checkpoint and main metrics.
 
     RUN is a run's folder, or its name in runs/. Only the folder is read, so this works on any machine that has access
     to it. With --json and --watch, each line is one object.
@@ -39,7 +40,7 @@ def status(run: str, watch: bool, every: float, as_json: bool) -> None:
 
     folder = RunFolder.find(run)
     for found in followed(lambda: summarize(folder), lambda: time.sleep(every)) if watch else [summarize(folder)]:
-        click.echo(json.dumps(_as_dict(found)) if as_json else _line(found) if watch else _page(found))
+        click.echo(json.dumps(_as_dict(found)) if as_json else _line(found) if watch else _page(found, whole))
 
 
 def followed(look: "Callable[[], RunSummary]", wait: Callable[[], None]) -> "Iterator[RunSummary]":
@@ -72,13 +73,19 @@ def _checkpoint(run: "RunSummary") -> dict[str, object] | None:
 
 def _line(run: "RunSummary") -> str:
     """Returns state, progress and newest metrics in one line."""
-    metrics = [f"{name} {value:.4g}" for name, value in _shown_metrics(run).items()]
-    return "  ".join(printable(part) for part in (_head(run), *metrics))
+    metrics = [printable(f"{name} {value:.4g}") for name, value in _shown_metrics(run).items()]
+    return "  ".join([_head(run), *metrics])
 
 
-def _page(run: "RunSummary") -> str:
+def _page(run: "RunSummary", whole: bool) -> str:
+    from ddpforge.runs.summary import leading
+
     rows = [("last update", f"{age(time.time() - run.changed)} ago")]
-    rows += [(name, f"{value:.6g}") for name, value in run.metrics.items() if value is not None]
+    known = {name: value for name, value in run.metrics.items() if value is not None}
+    shown = leading(known, None if whole else 6)
+    rows += [(name, number(known[name])) for name in shown]
+    if hidden := len(known) - len(shown):
+        rows.append(("more", f"{counted(hidden, 'metric')}: --all"))
     if newest := _checkpoint(run):
         made = _unix(str(newest["created"]))
         since = f", {age(time.time() - made)} ago" if made is not None else ""
@@ -88,9 +95,7 @@ def _page(run: "RunSummary") -> str:
     if run.error:
         rows.append(("error", run.error))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(
-        [printable(_head(run)), *(f"  {printable(name):{width}}  {printable(text)}" for name, text in rows)]
-    )
+    return "\n".join([_head(run), *(f"  {printable(name):{width}}  {printable(text)}" for name, text in rows)])
 
 
 def _head(run: "RunSummary") -> str:
@@ -98,7 +103,8 @@ def _head(run: "RunSummary") -> str:
     speed = f", {run.rate:.3g} step/s" if run.rate else ""
     left = "" if run.seconds_left is None else f", {span(run.seconds_left)} left"
     attempt = f", attempt {run.attempt}" if run.attempt > 1 else ""
-    return f"{run.folder.path}: {run.state} at step {run.step:,}{of}{speed}{left}{attempt}"
+    path = printable(str(run.folder.path))
+    return f"{path}: {coloured(run.state)} at step {run.step:,}{of}{speed}{left}{attempt}"
 
 
 def _shown_metrics(run: "RunSummary") -> dict[str, float]:

@@ -3,15 +3,15 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ddpforge.cli.options import assignments, json_option, recipe_argument, set_option
+from ddpforge.cli.options import assignments, complete_keys, json_option, recipe_argument, set_option
 from ddpforge.cli.runs import print_runs
-from ddpforge.cli.tables import counted, number, printable
+from ddpforge.cli.tables import coloured, counted, number, printable, span
 from ddpforge.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @recipe_argument
-@click.argument("words", nargs=-1, required=True, metavar="KEY=VALUES...")
+@click.argument("words", nargs=-1, required=True, shell_complete=complete_keys, metavar="KEY=VALUES...")
 @set_option
 @click.option("-j", "--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Runs in parallel.")
 @click.option(
@@ -109,7 +109,8 @@ def _train(
     waiting, ended = plan.split(variants)
     known = f", {len(ended)} of them trained already" if ended else ""
     _say(f"{plan.folder}: {counted(len(variants), 'run')}{known}")
-    trained, stopped = train(waiting, commands, begins=_begins, on_result=partial(_print_result, metric))
+    progress = Progress(metric, len(waiting))
+    trained, stopped = train(waiting, commands, begins=progress.begins, on_result=progress.on_result)
     return ended + trained, stopped
 
 
@@ -121,12 +122,14 @@ def _search(
 
     search = Search(plan.space, plan.folder, count=trials, **options)  # type: ignore[arg-type]
 
+    progress = Progress(str(options["metric"]), trials)
+
     def on_result(variant: "Variant", trained: "Trained") -> None:
         search.report(variant, trained)
-        _print_result(str(options["metric"]), variant, trained)
+        progress.on_result(variant, trained)
 
     _say(f"{plan.folder}: {counted(trials, 'trial')}")
-    trained, stopped = train(search, commands, begins=_begins, on_result=on_result)
+    trained, stopped = train(search, commands, begins=progress.begins, on_result=on_result)
     return search.earlier({one.name for one in trained}) + trained, stopped
 
 
@@ -134,13 +137,27 @@ def _say(line: str) -> None:
     click.echo(printable(line), err=True)
 
 
-def _begins(variant: "Variant") -> None:
-    _say(f"{variant.name}: begins")
+class Progress:
+    """Prints a line for each run of a sweep that begins or ends, with its number and the time left."""
 
+    def __init__(self, metric: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metric, self._total, self._clock = metric, total, clock
+        self._begun = self._ended = 0
+        self._started = clock()
 
-def _print_result(metric: str, variant: "Variant", trained: "Trained") -> None:
-    value = number(trained.metrics.get(metric))
-    _say(f"{variant.name}: {trained.state}{f', {metric} {value}' if value else ''}")
+    def begins(self, variant: "Variant") -> None:
+        """Prints that a run begins."""
+        self._begun += 1
+        _say(f"{self._begun}/{self._total} {variant.name}: started")
+
+    def on_result(self, variant: "Variant", trained: "Trained") -> None:
+        """Prints the state and the metric of a run, and the time left, by the runs so far."""
+        self._ended += 1
+        value = number(trained.metrics.get(self._metric))
+        shown = f", {self._metric} {value}" if value else ""
+        left = (self._total - self._ended) * (self._clock() - self._started) / self._ended
+        eta = f" · {self._ended}/{self._total} ended · eta {span(left)}" if left > 0 else ""
+        click.echo(f"{printable(variant.name)}: {coloured(trained.state)}{printable(shown)}{eta}", err=True)
 
 
 # ---------------------------------------------------------------------------------------------- the end
@@ -167,6 +184,6 @@ def _report(plan: "SweepPlan", ended: "Sequence[Trained]", metric: str, as_json:
         )
         return
     if good:
-        print_runs(good, varying, [metric])
+        print_runs(good, varying, [metric], way=f"all columns: ddpforge runs ls {plan.folder} --wide")
     for one in bad:
         _say(f"{one.name}: {one.state}: {one.error or 'no reason is known'}; see {one.log}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,24 +14,80 @@ import click
 from ddpforge.errors import SetupError, UsageError, pip_install
 from ddpforge.runs.summary import thinned
 
+WAY = "--wide shows all columns"
+_GAP = "  "  # between columns
+_NARROWEST = 12  # characters; a narrower last column is not wrapped
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows under a header to stdout."""
+
+def terminal_width() -> int | None:
+    """Returns the columns of the terminal on stdout; None if stdout is not a terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def print_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    droppable: Sequence[str] = (),
+    wide: bool = False,
+    way: str = WAY,
+) -> None:
+    """Prints rows under a header to stdout.
+
+    On a terminal, columns in `droppable` are dropped in this order until the table fits, and the last column is
+    wrapped. With `wide`, and in a pipe, all columns are printed. `way` is the hint for dropped columns.
+    """
     rows = [[printable(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty():
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
+    width = None if wide else terminal_width()
+    dropped = [] if width is None else _too_many(header, rows, droppable, width)
+    kept = [place for place, name in enumerate(header) if name not in dropped]
+    header, rows = [header[place] for place in kept], [[row[place] for place in kept] for row in rows]
+    widths = _widths(header, rows)
+    room = None if width is None else width - sum(widths[:-1]) - len(_GAP) * (len(widths) - 1)
+    for number, row in enumerate((header, *rows)):
+        *cells, last = row
+        fits = room is None or room < _NARROWEST or len(last) <= room
+        texts = [last] if fits or room is None else textwrap.wrap(last, room, break_on_hyphens=False)
+        for line, text in enumerate(texts):
+            before = cells if not line else [""] * len(cells)
+            padded = [cell.ljust(size) for cell, size in zip(before, widths, strict=False)]
+            if not number:
+                click.secho(_GAP.join([*padded, text]).rstrip(), bold=True)
+                continue
+            first, *others = [*padded, text]
+            click.echo(_GAP.join([first, *map(coloured, others)]).rstrip())
+    if dropped:
+        click.echo(f"not shown: {', '.join(dropped)}; {way}", err=True)
 
-        table = Table(*header, box=SIMPLE_HEAD)
-        for row in rows:
-            table.add_row(*row)
-        Console(markup=False, highlight=False).print(table)  # brackets in a cell are TOML, not styles
-        return
 
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def _too_many(header: Sequence[str], rows: Sequence[Sequence[str]], droppable: Sequence[str], width: int) -> list[str]:
+    """Returns the columns to drop, so that the table fits into `width` characters; its last column may be wrapped."""
+    dropped: list[str] = []
+    for name in [None, *(name for name in droppable if name in header)]:
+        dropped += [] if name is None else [name]
+        sizes = [size for title, size in zip(header, _widths(header, rows), strict=True) if title not in dropped]
+        if header[-1] not in droppable:
+            sizes[-1] = min(sizes[-1], 2 * _NARROWEST)
+        if sum(sizes) + len(_GAP) * (len(sizes) - 1) <= width:
+            break
+    return dropped
+
+
+def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+
+_COLOURS = {  # of cells that are a verdict or a state
+    **dict.fromkeys(("done", "fits", "fastest", "ok"), "green"),
+    **dict.fromkeys(("failed", "diverged", "killed", "unreadable", "too much", "error"), "red"),
+    **dict.fromkeys(("preempted", "warning"), "yellow"),
+}
+
+
+def coloured(cell: str) -> str:
+    """Returns a verdict or a state in its colour, and other text unchanged; in a pipe, click removes the colour."""
+    colour = _COLOURS.get(cell.strip())
+    return click.style(cell, fg=colour) if colour else cell
 
 
 def printable(text: str) -> str:
@@ -66,10 +123,21 @@ def span(seconds: float) -> str:
 
 def age(seconds: float) -> str:
     """Returns a duration in its largest unit: 90 s, 5 min, 3 h, 4 d."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+    unit, length = next(one for one in _UNITS if seconds >= 2 * one[1] or one[1] == 1)
+    return f"{max(seconds, 0) / length:.0f} {unit}"
+
+
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+def ages(seconds: Sequence[float]) -> list[str]:
+    """Returns durations for a column: in one unit, that of the shortest, unless they differ a thousand times."""
+    if not seconds:
+        return []
+    unit, length = next(one for one in _UNITS if min(seconds) >= 2 * one[1] or one[1] == 1)
+    if max(seconds) >= 1000 * length:
+        return list(map(age, seconds))
+    return [f"{max(one, 0) / length:.0f} {unit}" for one in seconds]
 
 
 def number(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "RefusedOptions",
     "UnknownComponent",
     "located",
+    "nearest",
     "on_purpose",
     "where_raised",
 ]
@@ -30,16 +31,28 @@ __all__ = [
 _REGISTRY = "ddpforge.components.registry"
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the name in `known` that is most similar to `name`; None if none is similar.
+
+    Case does not count. The beginning of one known name is similar, too: `acc` is `accuracy`.
+    """
+    by_folded = {one.casefold(): one for one in known}
+    text = name[:100].casefold()
+    begun = [one for one in by_folded if one.startswith(text)] if len(text) > 2 else []
+    matches = begun if len(begun) == 1 else get_close_matches(text, by_folded, n=1)
+    return by_folded[matches[0]] if matches else None
+
+
 class UnknownComponent(PluginError):
     """Error for a name that no installed distribution registers; `known` are the names of this kind."""
 
     def __init__(self, kind: str, use: str, known: Sequence[str]) -> None:
-        near = get_close_matches(use.rpartition(":")[2], known, n=1)
+        near = _meant(kind, use.rpartition(":")[2], known)
         super().__init__(
             f"there is no {KINDS[kind].noun or kind} named `{use}`",
             hints=[
                 *_elsewhere(kind, use),
-                *(f"did you mean `{name}`?" for name in near),
+                *([f"did you mean `{near}`?"] if near else []),
                 f"known names: {', '.join(known) or 'none'}",
                 "to use unregistered code, write `package.module:Name` or `./file.py:Name`",
             ],
@@ -47,6 +60,40 @@ class UnknownComponent(PluginError):
         self.kind = kind
         self.use = use
         self.known = tuple(known)
+
+
+_CALLED = {  # names of ddpforge's components in other libraries, by kind; without "_" and "-"
+    "model": {"transformer": "gpt", "feedforward": "mlp", "linear": "mlp", "convnet": "cnn"},
+    "data": {"mnist": "torchvision", "cifar10": "torchvision", "imagefolder": "torchvision", "webdataset": "tar"},
+    "sampler": {"random": "shuffled", "shuffle": "shuffled", "distributed": "shuffled", "inorder": "sequential"},
+    "task": {
+        **dict.fromkeys(("ce", "crossentropy", "crossentropyloss"), "classification"),
+        **dict.fromkeys(("mse", "mseloss", "l1", "l1loss", "huber"), "regression"),
+        **dict.fromkeys(("bce", "bcewithlogits", "bcewithlogitsloss"), "multilabel"),
+        **dict.fromkeys(("clm", "lm", "causallm", "nexttoken"), "language_modeling"),
+        **dict.fromkeys(("mlm", "fillmask"), "masked_lm"),
+    },
+    "metric": {"meaniou": "iou", "jaccard": "iou", "ece": "calibration_error", "l1": "mae"},
+    "schedule": {"multistep": "step", "steplr": "step", "multisteplr": "step", "trapezoidal": "wsd"},
+    "strategy": {
+        "dp": "ddp",
+        "distributeddataparallel": "ddp",
+        "zero": "deepspeed",
+        "pp": "pipeline",
+        "none": "single",
+    },
+    "tracker": {"tb": "tensorboard", "wb": "wandb", "weightsandbiases": "wandb", "stdout": "console", "json": "jsonl"},
+    "callback": {"plateau": "reduce_on_plateau", "averaging": "ema", "swa": "ema", "patience": "early_stopping"},
+}
+
+
+def _meant(kind: str, name: str, known: Sequence[str]) -> str | None:
+    """Returns the known component that another library calls `name`, or that `name` begins with, or the nearest."""
+    called = _CALLED.get(kind, {}).get(re.sub("[_-]", "", name.lower()))
+    if called in known:
+        return called
+    begun = [one for one in known if name.lower().startswith((f"{one}_", f"{one}-"))]
+    return max(begun, key=len) if begun else nearest(name, known)
 
 
 _TORCH_OPTIMIZERS = (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 from ddpforge.components.kinds import KINDS
 
-__all__ = ["RENAMED_GROUPS", "Entry", "entries", "normalised", "version"]
+__all__ = ["RENAMED_GROUPS", "Entry", "digest", "entries", "normalised", "summary", "version"]
 
 
 RENAMED_GROUPS = {"order": "sampler"}
@@ -60,6 +62,54 @@ def entries(path: Iterable[str]) -> Iterator[Entry]:
             if point.group.startswith("ddpforge.") and kind in KINDS:
                 target, group = f"{point.module}:{point.attr or ''}", "" if old == kind else point.group
                 yield Entry(kind, point.name, about["Name"], about["Version"], target, group)
+
+
+def summary(target: str) -> str:
+    """Returns the first line of the docstring of "pkg.mod:attr", read from its file; "" if there is none.
+
+    No code is imported.
+    """
+    module, _, attribute = target.partition(":")
+    return _docstrings(module).get(attribute, "")
+
+
+def digest(components: Iterable[Entry]) -> str:
+    """Returns a text that changes when a component, its file, or a file of ddpforge changes."""
+    from hashlib import sha256
+
+    files = {file for entry in components if (file := _file(entry.target.partition(":")[0]))}
+    files |= {*Path(__file__).parents[1].rglob("*.py")}
+    known = [(str(file), file.stat().st_mtime_ns) for file in sorted(files)]
+    return sha256(repr((sys.version, sorted(components), known)).encode()).hexdigest()[:16]
+
+
+@cache
+def _file(module: str) -> Path | None:
+    """Returns the file of a module; None if it is not found. Nothing is imported."""
+    from importlib.machinery import PathFinder
+
+    path, found = None, None
+    for end in range(1, module.count(".") + 2):
+        try:
+            found = PathFinder.find_spec(".".join(module.split(".")[:end]), path)
+        except (ImportError, ValueError):
+            return None
+        path = found.submodule_search_locations if found else None
+    return Path(found.origin) if found and found.origin and found.has_location else None
+
+
+@cache
+def _docstrings(module: str) -> dict[str, str]:
+    """Returns the first line of the docstring of each class and function of a module, without importing it."""
+    import ast
+
+    try:
+        file = _file(module)
+        nodes = ast.parse(file.read_text(encoding="utf-8")).body if file else []
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name: (ast.get_docstring(node) or "").partition("\n")[0] for node in nodes if isinstance(node, kinds)}
 
 
 @cache

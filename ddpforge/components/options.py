@@ -43,7 +43,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownEr
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.errors import PluginError
-from ddpforge.interfaces.durations import Duration
 
 __all__ = ["Components", "Nested", "any_options", "options_model"]
 
@@ -186,7 +185,6 @@ class _NotInTOML(Exception):
 
 
 _Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # TOML's range, and that of a tensor's sizes
-_Duration = Annotated[Duration, WithJsonSchema({"type": "string", "x-toml": "duration", "examples": ["1ep"]})]
 
 # Containers whose items are checked, and the type for pydantic, which would check an Iterable only during iteration.
 _CONTAINERS: Mapping[Any, Any] = {kind: kind for kind in (list, tuple, dict, set, frozenset)} | {
@@ -237,8 +235,6 @@ def _writable(annotation: Any, nested: Callable[[str], Any]) -> Any:
         return nested(kind)
     if origin is int:
         return _Integer
-    if origin is Duration:
-        return _Duration
     if origin is Literal:
         return Annotated[annotation, BeforeValidator(partial(_literally, arguments))]
 

@@ -93,6 +93,8 @@ _LIMITS = {
 
 
 def _limits(schema: Mapping[str, Any]) -> list[str]:
+    if schema.get("x-toml") == "duration":
+        return []  # its type has the pattern
     limits = [text.format(schema[key]) for key, text in _LIMITS.items() if schema.get(key) not in _NO_LIMIT]
     limits = [re.sub(r"\b1 (character|item)s$", r"1 \1", limit) for limit in limits]
     if "prefixItems" in schema:

@@ -27,7 +27,7 @@ from ddpforge.components.errors import (
 from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import import_file, module_name
-from ddpforge.errors import ExitCode, PluginError, leading_key, pip_install
+from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key, pip_install
 from ddpforge.secret_redaction import SECRET, redact, reveal
 
 if TYPE_CHECKING:
@@ -163,6 +163,9 @@ class Registry:
                 f"cannot be found: {location} has no `{attribute}`",
                 hints=[f"did you mean `{name}`?" for name in near],
             )
+        if _is_built(component):
+            name = type(component).__name__
+            raise broken(f"is an object of the class {name}, not a class", hints=[f'write use = "{location}:{name}"'])
         if not callable(component):
             raise broken(f"is a value of type `{type(component).__name__}`, which cannot be called")
         return cast(Callable[..., Any], KINDS[kind].adopt(component))
@@ -224,7 +227,15 @@ class Registry:
             message = f"{kind} `{component.use}` cannot be built: {redact(str(error))}"
             key = leading_key(str(error))
             at = key if key in component.options else ""
-            raise RefusedOptions(message, hints=where_raised(error), key=at) from error
+            hints = [*getattr(error, "__notes__", ()), *where_raised(error)]
+            raise RefusedOptions(message, hints=hints, key=at) from error
+        except ForgeError:
+            raise
+        except Exception as error:
+            error.add_note(f"while ddpforge built the {KINDS[kind].noun or kind} `{component.use}` of the recipe")
+            if "before Module.__init__() call" in str(error):
+                error.add_note("call super().__init__() first in its constructor")
+            raise
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
         from ddpforge.components.options import Nested
@@ -245,6 +256,12 @@ class Registry:
                 return {key: self._build_nested(item, given) for key, item in value.items()}
             case _:
                 return value
+
+
+def _is_built(component: object) -> bool:
+    """True for a module of torch, which can be called, but not to build it."""
+    torch_nn = sys.modules.get("torch.nn")
+    return torch_nn is not None and isinstance(component, torch_nn.Module)
 
 
 def _old_name(kind: str, component: object) -> tuple[str, str] | None:

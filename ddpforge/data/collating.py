@@ -27,5 +27,16 @@ def _stacked(name: str, samples: Sequence[Any]) -> Any:
             raise explained(error, "a loader process could not make a micro-batch") from error
         raise PluginError(
             f"the samples of {name} cannot be stacked to a batch: {error}",
-            hints=["give samples of one form, or give the dataset a method `collate(samples)` that pads them"],
+            hints=_ways(str(error), samples),
         ) from error
+
+
+def _ways(error: str, samples: Sequence[Any]) -> list[str]:
+    """Returns hints for samples that torch cannot stack."""
+    if any(sample is None for sample in samples):
+        return ["`__getitem__` returned None: does it end with `return`?"]
+    if "NoneType" in error:
+        return ["a part of a sample is None: return a tensor or a number instead, or leave the part out"]
+    if "PIL" in error:
+        return ["turn images into tensors, e.g. with torchvision.transforms.v2.functional.pil_to_tensor(image)"]
+    return ["give samples of one form, or give the dataset a method `collate(samples)` that pads them"]

@@ -66,7 +66,13 @@ class _Fetcher(Dataset[MicroBatch]):
     def _sample(self, turn: int, index: int) -> Any:
         if self.random:
             seed_all(mix(self.seed, turn, index))
-        return self.data[index]
+        try:
+            return self.data[index]
+        except ForgeError:
+            raise
+        except Exception as error:
+            error.add_note(f"while the dataset {type(self.data).__name__} gave sample {index}")
+            raise
 
 
 class _Told(Dataset[Any]):

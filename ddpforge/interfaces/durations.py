@@ -7,10 +7,12 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema
 
-_FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ep|st|%|h|m|s)")
+_TEXT = r"([0-9]+(?:\.[0-9]+)?)(ep|st|%|h|m|s)"
+_FORM = re.compile(_TEXT)
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _LIMIT = 1e15
 
@@ -23,6 +25,8 @@ class Duration:
     unit: str
 
     FORM: ClassVar[str] = 'a duration such as "5ep" (epochs), "100st" (steps), "10%" (of the run), "30s", "10m" or "2h"'
+
+    PATTERN: ClassVar[str] = rf"^{_TEXT}$|\$\{{"  # for JSON schemas: a duration, or a reference as ${vars.x}
 
     @classmethod
     def parse(cls, text: str) -> "Duration":
@@ -62,6 +66,10 @@ class Duration:
             core_schema.str_schema(),
             serialization=core_schema.to_string_ser_schema(),
         )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: "CoreSchema", handler: "GetJsonSchemaHandler") -> "JsonSchemaValue":
+        return {"type": "string", "x-toml": "duration", "pattern": cls.PATTERN, "examples": ["1ep"]}
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ def record_death(rank: int, signal: int) -> None:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    number = os.environ.get("RANK", "0")
+    return int(number) if number.isdecimal() else 0
 
 
 def _record(word: Mapping[str, Any]) -> None:

@@ -100,8 +100,23 @@ def check_own_parameters(built: Built) -> None:
 def check_task(built: Built) -> None:
     """Raises UsageError for a dataset or a model that the task cannot use."""
     for data in built.data.values():
-        with recipe_faults():
-            built.task.check(built.model, data)
+        try:
+            with recipe_faults():
+                built.task.check(built.model, data)
+        except UsageError as error:
+            _name_option(built, data, error)
+            raise
+
+
+def _name_option(built: Built, data: object, error: UsageError) -> None:
+    """Makes an error about the number of classes name the option of the recipe's model."""
+    model = built.recipe.model
+    if error.key != "model.classes":
+        return
+    options = built.registry.options_model("model", model.use, model.base).model_fields
+    found = next((name for name in ("classes", "outputs", "num_classes", "num_labels") if name in options), None)
+    if found:
+        error.key, error.hints = f"model.{found}", (f"set model.{found} = {getattr(data, 'classes', '')}",)
 
 
 def check_strategy_data(built: Built) -> None:
@@ -138,12 +153,16 @@ def check_layers(built: Built) -> None:
 
 def check_parameter_groups(built: Built) -> None:
     """Raises UsageError for globs of the optimizer that match no parameter, and for parameters in several updates."""
-    with recipe_faults():
+    with recipe_faults("train.freeze" if built.recipe.train.freeze and not _trainable(built) else ""):
         if built.trains:
             optimizer, blocks = built.recipe.optimizer, built.recipe.train.blocks
             check_parameters(built.registry, optimizer, built.model, list(built.updates), blocks)
         else:
             parameter_groups(built.model, ())
+
+
+def _trainable(built: Built) -> bool:
+    return any(parameter.requires_grad for parameter in built.model.parameters())
 
 
 def check_optimizer(built: Built) -> None:

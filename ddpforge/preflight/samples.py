@@ -97,10 +97,14 @@ def check_first_batch(stage: Built, problems: Problems) -> bool:
     calls_model = _may_call_model(stage) and (builtin or home.startswith(PREFIX))
     if not (builtin or calls_model) or _has_loaders(stage):
         return False
+    whole = None
     with problems.at("task"), isolated_rng():
-        whole = None
         try:
-            whole = stage.training.first() if isinstance(stage, Dealt) else _first_of(stage)
+            before = len(problems)
+            with problems.at("data", "train"):
+                whole = stage.training.first() if isinstance(stage, Dealt) else _first_of(stage)
+            if len(problems) > before or whole is None:
+                return False
             batch = _shortened(whole)
             if not calls_model:
                 _call_up_to_model(stage.task, batch.data)

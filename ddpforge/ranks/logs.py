@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import socket
 import sys
 from contextlib import suppress
@@ -114,9 +115,24 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(_in_colour(self.format(record)), file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
+
+
+_LEVELS = {"warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
+
+
+def _in_colour(text: str) -> str:
+    """Returns a record with its level in colour, if stderr is a terminal that has colours and NO_COLOR is not set."""
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    if plain or not getattr(sys.stderr, "isatty", bool)():
+        return text
+    return re.sub(r"^(\[rank [^\]]*\] )?(warning|error|critical):", _painted, text)
+
+
+def _painted(found: re.Match[str]) -> str:
+    return f"{found[1] or ''}{_LEVELS[found[2]]}{found[2]}:\x1b[0m"
 
 
 class _Redacting(logging.Formatter):

@@ -9,6 +9,7 @@ from ddpforge.errors import Diagnostic, RecipeError
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.toml import Origin
 
+_OTHER_FORMATS = ("yaml", "yml", "json", "py", "cfg", "ini")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -43,6 +44,10 @@ def find_recipe(name_or_path: str | Path) -> Path:
 
     exists = os.path.exists(text)
     hints = [f"write a file in this folder as `./{text}`"] if exists else did_you_mean(text, bundled())
+    if (name := text.rpartition(".")[0]) and text.rpartition(".")[2].lower() in _OTHER_FORMATS:
+        hints = [f"recipes are TOML files: `{name}.toml`"]
+        if name in bundled():
+            hints.append(f"or did you mean the recipe `{name}`, which ships with ddpforge?")
     if os.path.isfile(os.path.join("runs", text, "run.json")):
         hints = [f"to resume the run of this name: ddpforge runs resume {text}"]
     hints.append(f"recipes that ship with ddpforge: {', '.join(bundled())}")

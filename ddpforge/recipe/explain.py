@@ -17,7 +17,7 @@ from ddpforge.recipe.layers import NAMED_SLOTS, SETS, Layers, inside, kind_at, u
 from ddpforge.recipe.renamed import new_component, now_called, renamed_value
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.toml import Table, Value
-from ddpforge.recipe.vocabulary import Vocabulary, foreign_use, precision_meant
+from ddpforge.recipe.vocabulary import Vocabulary, choice_meant, duration_meant, foreign_use, precision_meant
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -89,7 +89,9 @@ class Explainer:
             choices = re.split(r", | or ", str(context["expected"]).replace("'", ""))
             near = did_you_mean(value, choices) if isinstance(value, str) else []
             near = [f"did you mean `{meant}`?"] if (meant := _choice_meant(value, choices)) else near
+            near = [] if choice_meant(value) == "" else near
             near = [f"`{value}` is now `{new}`"] if (new := renamed_value(path, value)) else near
+            near += ['set train.fp8 = "tensorwise", with precision = "bf16"'] if "fp8" in str(value).lower() else []
             self.add(path, f"{name} cannot be {shown(value)}", *near, f"one of: {', '.join(choices)}")
         elif kind in _LIMITS:
             limits = {key: f"{bound:.15g}" if isinstance(bound, float) else bound for key, bound in context.items()}
@@ -98,8 +100,11 @@ class Explainer:
             self.wrong_type(path, value, list(dict.fromkeys(_EXPECTED[one["type"]] for one in alternatives)))
         else:
             reason = str(cause) if cause else error["msg"][:1].lower() + error["msg"][1:]
-            needs_unit = self.vocabulary.takes_duration(path) and _NUMBER.fullmatch(str(value))
+            is_duration = self.vocabulary.takes_duration(path)
+            needs_unit = is_duration and _NUMBER.fullmatch(str(value))
             hints = [*self._share(path, value), self._unit(path, value)] if needs_unit else []
+            if is_duration and (meant := duration_meant(value)):
+                hints.append(f'write {dotted(path[-1:])} = "{meant}"')
             self.add(path, f"{name} cannot be {shown(value)}: {reason}", *hints, *_instead_of_never(path, value))
 
     # -- keys
@@ -254,8 +259,7 @@ def _choice_meant(value: object, choices: list[str]) -> str | None:
     """Returns the choice that true, false or another tool's name probably means; None if there is none."""
     if isinstance(value, bool) and "off" in choices:
         return next(choice for choice in choices if (choice != "off") is value)
-    meant = precision_meant(value)
-    return meant if meant in choices else None
+    return next((meant for meant in (precision_meant(value), choice_meant(value)) if meant in choices), None)
 
 
 def _keys_in(error: ErrorDetails, table: Table) -> KeyPath:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 
+from ddpforge.components.errors import nearest
 from ddpforge.errors import Diagnostic
 from ddpforge.recipe.layers import Layers, framework_keys, kind_at, map_strings, strings
-from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, nearest
+from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of
 from ddpforge.recipe.toml import Origin, Table, Value
 from ddpforge.secret_redaction import SECRET
 

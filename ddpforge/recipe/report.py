@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterable
 
+from ddpforge.components.errors import nearest
 from ddpforge.errors import Diagnostic, ForgeError, RecipeError, SourceSpan
 
 KeyPath = tuple[str | int, ...]
@@ -27,8 +29,10 @@ _TYPES = {
 
 
 def render(error: ForgeError | Diagnostic) -> str:
-    """Returns an error as text for the terminal; for a RecipeError, all of its problems and their number."""
+    """Returns an error as text for the terminal; for a RecipeError, all of its problems, and their number."""
     if isinstance(error, RecipeError):
+        if not any(problem.key or problem.place for problem in error.problems):  # there is no recipe
+            return "\n\n".join(map(render, error.problems))
         count = len(error.problems)
         total = f"{count} error{'s' * (count > 1)} in the recipe; nothing was started."
         return "\n\n".join([*map(render, error.problems), total])
@@ -40,11 +44,21 @@ def render(error: ForgeError | Diagnostic) -> str:
         margin = " " * len(str(error.place.line))
         lines += _excerpt(error.place, margin)
     for hint in error.hints:
-        wrapped = textwrap.wrap(printable(hint), _WRAP, break_long_words=False, break_on_hyphens=False)
+        wrapped = textwrap.wrap(
+            printable(hint),
+            min(_WRAP, _room() - len(f"{margin} = help: ")),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         lines.append(f"{margin} = help: " + f"\n{margin}         ".join(wrapped))
     if error.trace:
         lines.append(error.trace.rstrip())
     return "\n".join(lines)
+
+
+def _room() -> int:
+    """Returns the columns of the terminal on stderr, at least 40; more than any hint has if it is not a terminal."""
+    return max(40, shutil.get_terminal_size().columns) if sys.stderr.isatty() else 2 * _WRAP
 
 
 def _excerpt(place: SourceSpan, margin: str) -> list[str]:
@@ -96,13 +110,6 @@ def dotted(path: KeyPath) -> str:
         bare = re.fullmatch(r"[A-Za-z0-9_-]+", part)
         text += ("." if text else "") + (part if bare else printable(json.dumps(part, ensure_ascii=False)))
     return text
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the name in `known` that is most similar to `name`; None if none is similar."""
-    by_folded = {one.casefold(): one for one in known}
-    matches = difflib.get_close_matches(name[:100].casefold(), by_folded, n=1)
-    return by_folded[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> list[str]:

@@ -349,6 +349,13 @@ def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:
         explainer.add(("train", "length"), message, *hints)
 
     for key, value in schedule.options.items():
-        if isinstance(value, Duration) and value.unit == length.unit and value.value > length.value:
+        if not isinstance(value, Duration) or value.unit not in (length.unit, "%"):
+            continue
+        most = 100 if value.unit == "%" else length.value
+        if value.value > most:
             message = f"`schedule.{key}` is {value}, longer than the run, which is {length}"
             explainer.add(("schedule", key), message, "shorten it, or raise `train.length`")
+        elif key == "warmup" and value.value == most:
+            message = f"`schedule.warmup` is {value}, but it must be shorter than the run, which is {length}"
+            hint = 'set a share of the run, e.g. schedule.warmup = "5%", or a longer train.length'
+            explainer.add(("schedule", key), message, hint)

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from ddpforge.components.errors import nearest
 from ddpforge.interfaces.durations import Duration
 from ddpforge.recipe.layers import framework_keys
-from ddpforge.recipe.report import KeyPath, dotted, nearest
+from ddpforge.recipe.report import KeyPath, dotted
 from ddpforge.recipe.schema import (
     CheckpointSection,
     DataSection,
@@ -168,6 +169,30 @@ def precision_meant(value: object) -> str | None:
     """Returns the precision for another tool's name, e.g. "16-mixed"; None if it is unknown."""
     known: dict[str, str] = _other_tools()["precisions"]
     return known.get(str(value).lower())
+
+
+def choice_meant(value: object) -> str | None:
+    """Returns the value of a key with a choice for another tool's name, e.g. "gpu"; None if it is unknown.
+
+    "" is for a value that ddpforge lacks, although it resembles another.
+    """
+    known: dict[str, str] = _other_tools()["values"]
+    return known.get(str(value).lower().partition(":")[0])
+
+
+_SPELLED = re.compile(r"(\d+(?:\.\d+)?)[ _-]?([A-Za-z]+)")
+
+
+def duration_meant(value: object) -> str | None:
+    """Returns the duration for one in words, "1000st" for "1000 steps"; None if `value` is not one."""
+    if both := re.fullmatch(r"(\d+)h(\d+)m?", str(value)):
+        return f"{60 * int(both[1]) + int(both[2])}m"
+    found = _SPELLED.fullmatch(str(value).strip())
+    units: dict[str, str] = _other_tools()["duration_units"]
+    known = units | {unit: unit for unit in units.values()}
+    unit = known.get(found[2].lower()) if found else None
+    meant = f"{found[1]}{unit}" if found and unit else None
+    return None if meant == value else meant
 
 
 def _with(text: str, alias: str, value: object) -> str:

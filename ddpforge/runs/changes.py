@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ddpforge.errors import UsageError
 
-__all__ = ["Change", "flattened", "recipe_changes", "reject_finished", "reject_fixed"]
+__all__ = ["Change", "flattened", "recipe_changes", "reject_finished", "reject_fixed", "reject_unknown"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,20 @@ def reject_fixed(changes: Sequence[Change], allowed: Sequence[str]) -> None:
                 "to resume anyway, pass " + " ".join(f"--allow-change {change.path}" for change in refused),
             ],
         )
+
+
+def reject_unknown(allowed: Sequence[str], *recipes: Mapping[str, Any]) -> None:
+    """Raises UsageError for a key in `allowed` that no recipe has; "run" allows another run's checkpoint."""
+    from ddpforge.recipe.report import did_you_mean
+    from ddpforge.recipe.vocabulary import Vocabulary
+
+    keys = {key for recipe in recipes for key in flattened(recipe)}
+    tables = {key[:at] for key in keys for at, letter in enumerate(key) if letter == "."}
+    for key in allowed:
+        is_known = key == "run" or key in keys | tables or Vocabulary().field(tuple(key.split("."))) is not None
+        if not is_known:
+            hints = [*did_you_mean(key, keys | tables), "name a key or a table, e.g. model.depth or model"]
+            raise UsageError(f"--allow-change {key}: the recipe has no such key", hints=hints)
 
 
 def reject_finished(folder: Path, changes: Sequence[Change], edited: Sequence[str]) -> None:

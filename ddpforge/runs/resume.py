@@ -15,7 +15,7 @@ from ddpforge import disk
 from ddpforge.checkpoint.retention import check_folder
 from ddpforge.errors import CheckpointError
 from ddpforge.ranks.failures import Failures
-from ddpforge.runs.changes import Change, recipe_changes, reject_finished, reject_fixed
+from ddpforge.runs.changes import Change, recipe_changes, reject_finished, reject_fixed, reject_unknown
 from ddpforge.runs.folder import RecipeSnapshot, RunFolder, Status
 
 __all__ = ["OpenedRun", "is_finished", "open_folder", "warn_restart"]
@@ -43,6 +43,8 @@ def open_folder(
 ) -> OpenedRun:
     """Creates or opens the folder, claimed until `claims` closes; raises UsageError for a refused change."""
     token = secrets.token_hex(8)
+    now = tomllib.loads(snapshot["resolved"])
+    reject_unknown(allow_change, now, folder.tables() if folder.exists() else {})
     if fresh and folder.exists():
         with folder.claim():
             log.info("the earlier run was renamed to %s", folder.retire())
@@ -51,7 +53,7 @@ def open_folder(
 
     folder.reject_odd()
     earlier = folder.status()
-    changes = recipe_changes(folder.tables(), tomllib.loads(snapshot["resolved"]))
+    changes = recipe_changes(folder.tables(), now)
     edited = _edited(folder, snapshot)
     if _is_finished(folder, earlier, changes, edited):
         log.info("%s is finished; --fresh trains it from scratch, a longer train.length continues it", folder.path)

@@ -27,6 +27,7 @@ __all__ = [
     "curves",
     "differences",
     "find_runs",
+    "leading",
     "named_runs",
     "notable",
     "sorted_by",
@@ -233,6 +234,16 @@ def notable(runs: Sequence[RunSummary]) -> list[str]:
         "train/loss",
     ]
     return [name for name in dict.fromkeys(wanted) if name in names][:_MOST_METRICS]
+
+
+def leading(metrics: Iterable[str], most: int | None = 6) -> list[str]:
+    """Returns at most `most` metrics: those of evaluations first, then loss and speed, then the others."""
+
+    def place(name: str) -> int:
+        known = (name.startswith("eval/"), name == "train/loss", name == "lr", name.endswith("_per_second"))
+        return known.index(True) if True in known else 5 if name.startswith("train/time/") else 4
+
+    return sorted(metrics, key=place)[:most]
 
 
 def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,8 @@ from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import SampleColumns, Task, Total
 from ddpforge.training.alternating_updates import component_name
+
+log = logging.getLogger("ddpforge")
 
 __all__ = [
     "SMALL",
@@ -50,7 +53,10 @@ class CheckedTask:
             explain(error, self.task, batch, self._use)
             raise
         self.loss = self.task.loss
-        return checked_loss(self.task, returned, gradients=self._use == "training")
+        loss, outputs = checked_loss(self.task, returned, gradients=self._use == "training")
+        if self._use == "training":
+            _warn_probabilities(self.task, outputs)
+        return loss, outputs
 
     def _first_metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
         found = checked_metrics(self.task, first_metrics(self.task, outputs, batch))
@@ -70,13 +76,31 @@ def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
     """Adds notes to an error in a task's loss, or in the model's forward pass: the batch, and likely causes."""
     if isinstance(error, ForgeError):
         return
-    error.add_note(
-        f"in the first forward pass of {use} ({component_name(task)}.loss), of a batch of {described(batch)}"
-    )
+    form = described(batch).removeprefix("a list ").removeprefix("a tuple ")
+    error.add_note(f"in the first forward pass of {use} ({component_name(task)}.loss), with the batch {form}")
+    if isinstance(error, TypeError) and "forward() missing" in str(error):
+        error.add_note(
+            "the task passes only the inputs to the model: give the other parameters of `forward` defaults, or write a "
+            "task that passes them (ddpforge plugins new task NAME)"
+        )
     if use == "evaluation" and isinstance(error, RuntimeError) and "does not require grad" in str(error):
         error.add_note(_DERIVATIVES)
     if holds_text(batch):
         error.add_note(_TEXT)
+
+
+def _warn_probabilities(task: Task, outputs: Any) -> None:
+    """Logs a warning if a model returns probabilities to a task that takes logits."""
+    if not type(task).__module__.startswith("ddpforge.builtin.tasks.classification") or not isinstance(outputs, Tensor):
+        return
+    values = outputs.detach().float()
+    if values.ndim != 2 or values.shape[1] < 2 or not values.numel() or values.is_meta:
+        return
+    if bool((values >= 0).all()) and bool(((values.sum(dim=1) - 1).abs() < 1e-2).all()):
+        log.warning(
+            "the model returns probabilities (each row sums to 1), but the task takes logits: remove the softmax at "
+            "the end of the model, or it learns slowly"
+        )
 
 
 def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Tensor, Any]:

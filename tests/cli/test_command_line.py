@@ -131,8 +131,8 @@ def test_a_mistyped_word_gets_a_suggestion(arguments: list[str], hint: str) -> N
         (["launch", "digits", "--gpus", "2"], "write --nproc N"),
         (["run", "digits", "--lr", "1e-3"], "set values of the recipe with KEY=VALUE, e.g. optimizer.lr=1e-3"),
         (["run", "digits", "--optimizer.lr=1e-3"], "write optimizer.lr=VALUE"),
-        (["run"], "ddpforge run digits "),
-        (["check"], "your own recipe is a TOML file: ddpforge recipes cp NAME"),
+        (["run"], "ddpforge run digits, or another bundled recipe: ddpforge recipes ls"),
+        (["check"], "ddpforge recipes cp digits makes one to edit"),
         (["run", "--config", "r.toml"], "write the recipe without an option"),
         (["launch", "digits", "--endpoint", "node01"], "--endpoint is now --rdzv-endpoint"),
         (["launch", "digits", "--run-id=a"], "--run-id is now --rdzv-id"),
@@ -152,6 +152,33 @@ def test_commands_of_other_tools_get_a_hint(arguments: list[str], hint: str) -> 
     assert result.exit_code == 2
     assert f"= help: {hint}" in result.stderr or hint in result.stderr.partition("= help: ")[2]
     assert "Did you mean" not in result.stderr
+
+
+def test_commands_are_listed_in_groups_without_gaps() -> None:
+    from ddpforge.cli import _COMMANDS, _GROUPS
+
+    assert sorted(name for names in _GROUPS.values() for name in names) == sorted(_COMMANDS)
+    shown = CliRunner().invoke(main, ["--help"]).stdout
+    assert shown.index("Train:") < shown.index("  run ") < shown.index("Check before training:")
+
+
+def test_a_wrong_number_is_an_error_in_plain_words() -> None:
+    stderr = CliRunner().invoke(main, ["launch", "digits", "--nproc", "two"]).stderr
+    assert "Invalid value for '-n' / '--nproc': expected a whole number, not 'two'" in stderr
+
+
+def test_a_number_out_of_range_and_a_size_without_a_unit_are_errors_in_plain_words() -> None:
+    stderr = CliRunner().invoke(main, ["launch", "digits", "--nproc", "0"]).stderr
+    assert "expected 1 to 1024, not 0" in stderr
+    stderr = CliRunner().invoke(main, ["plan", "digits", "--memory", "80"]).stderr
+    assert "80 is a size of 80 bytes; write a unit, e.g. 80GB" in stderr
+
+
+@pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_errors_are_red_unless_colours_are_off(variables: dict[str, str], coloured: bool) -> None:
+    for arguments in (["check", "nowhere.toml"], ["check", "--nothing"]):
+        shown = CliRunner(env={"NO_COLOR": "", "TERM": "xterm"} | variables).invoke(main, arguments, color=True)
+        assert ("\x1b[31m" in shown.stderr) == coloured
 
 
 def test_version_prints_the_version_of_the_package() -> None:

@@ -157,3 +157,10 @@ def test_file_names_of_torch_formats_are_refused(file: str) -> None:
     with pytest.raises(UsageError, match="the file would be safetensors"):
         call("digits", "--out", file)
     assert not Path(file).exists()
+
+
+def test_an_unknown_file_name_needs_a_format() -> None:
+    with pytest.raises(UsageError, match=r"does not write \.gguf files") as caught:
+        call("digits", "--out", "model.gguf")
+    assert any("--format safetensors" in hint for hint in caught.value.hints)
+    assert not Path("model.gguf").exists()

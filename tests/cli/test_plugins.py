@@ -83,18 +83,20 @@ def printed(*arguments: str) -> str:
 def test_list_shows_kind_name_distribution_and_target_and_imports_nothing(site: Path) -> None:
     lines = printed("list").splitlines()
 
-    assert lines[0].split() == ["kind", "name", "from", "target"]
-    assert ["model", "widenet", "wide-nets", "0.2", "wide_nets:WideNet"] in [line.split() for line in lines]
-    assert ["strategy", "ddp"] in [line.split()[:2] for line in lines]
+    assert lines[0].split() == ["name", "kind", "from", "target", "description"]
+    assert ["widenet", "model", "wide-nets", "0.2", "wide_nets:WideNet"] in [line.split()[:5] for line in lines]
+    (ema,) = (line for line in lines if line.startswith("ema "))
+    assert "ddpforge.builtin.callbacks.ema:EMA" in ema
+    assert "average" in ema.partition(":EMA")[2]  # of the docstring
     assert "wide_nets" not in sys.modules
-    starts = {line.index(line.split()[1]) for line in lines}
+    starts = {line.index(f" {line.split()[1]} ") for line in lines}
     assert len(starts) == 1  # aligned
 
 
 def test_list_shows_one_kind(site: Path) -> None:
     lines = printed("list", "callback").splitlines()
 
-    assert {line.split()[0] for line in lines[1:]} == {"callback"}
+    assert {line.split()[1] for line in lines[1:]} == {"callback"}
     assert call("list", "callbakc").exit_code == 2
 
 
@@ -234,7 +236,7 @@ def test_show_of_broken_and_ambiguous_components_is_an_error(site: Path) -> None
         call("show", "twice")
 
 
-def test_tables_on_a_terminal_have_lines_and_keep_brackets(
+def test_tables_on_a_terminal_keep_brackets_and_wrap_the_last_column(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -244,7 +246,10 @@ def test_tables_on_a_terminal_have_lines_and_keep_brackets(
 
     out = capsys.readouterr().out
     assert "[float, float]" in out
-    assert "─" in out
+    print_table(("name", "text"), [("a" * 20, "some words " * 10)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[1:])) <= 80
+    assert lines[2].startswith(" " * 22 + "some")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from ddpforge.recipe import bundled, load_recipe
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -37,12 +38,12 @@ def test_ls_lists_every_bundled_recipe_with_its_title() -> None:
 def test_cp_adds_a_schema_line_and_prints_the_path(target: list[str], expected: str) -> None:
     Path("sub").mkdir()
     result = invoke("cp", "digits", *target)
-    assert (result.exit_code, result.stdout) == (0, f"{expected}\n")
+    schema = str(Path(expected).with_name("recipe.schema.json"))
+    assert (result.exit_code, result.stdout.splitlines()) == (0, [expected, schema])
     text = Path(expected).read_text()
     assert text == "#:schema recipe.schema.json\n\n" + bundled()["digits"].read_text()
     assert load_recipe(expected).recipe == load_recipe("digits").recipe
-    schema = json.loads(Path(expected).with_name("recipe.schema.json").read_text())
-    assert {"model", "train"} < schema["properties"].keys()
+    assert {"model", "train"} < json.loads(Path(schema).read_text())["properties"].keys()
 
 
 def test_cp_keeps_an_existing_schema() -> None:

@@ -334,7 +334,7 @@ def invoke(*arguments: str) -> Result:
         (["tiny.toml", "--set", "train.length"], "train.length"),
         (["tiny.toml", "--out", "tiny.toml"], "is a file"),
         (["tiny.toml", "--frehs"], "Did you mean '--fresh'?"),
-        ([], "Missing argument 'RECIPE'.\n  = help: ddpforge run cifar10"),
+        ([], "Missing argument 'RECIPE'.\n  = help: ddpforge run digits, or"),
     ],
 )
 def test_usage_errors_are_printed_on_stderr_before_training(arguments: list[str], complaint: str) -> None:

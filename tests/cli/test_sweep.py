@@ -50,7 +50,7 @@ def sweep(*words: str) -> Result:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["optimizer.lr=0.1"], "nothing varies in this sweep"),
+        (["optimizer.lr=0.1"], "no key has several values in"),
         (["optimizer.lr=0.1,1e9"], "`optimizer.lr` must be at most 1000"),
         (["optimizer.rl=0.1,0.2"], "unknown key `rl`"),
         (["optimizer.lr=1e-4..1e-1"], "draw some: --random N, or --optuna N"),

@@ -466,13 +466,14 @@ def test_links_within_the_recipes_folder_are_accepted(folder: Path) -> None:
         ("./net.txt:Net", "net.txt is not a Python file"),
         ("./net.py", "names a module without a class or function"),
         ("./net.py:Nett", "./net.py has no `Nett`"),
+        ("./net.py:built", "is an object of the class Linear, not a class"),
         ("./net.py:SIZE", "is a value of type `int`, which cannot be called"),
         ("./n\0.py:Net", "null"),
         (f"./{'n' * 300}.py:Net", "cannot be loaded"),
     ],
 )
 def test_local_file_without_a_usable_component_is_reported(folder: Path, use: str, said: str) -> None:
-    write(folder / "net.py", "SIZE = 3\nclass Net: ...")
+    write(folder / "net.py", "SIZE = 3\nclass Net: ...\nimport torch\nbuilt = torch.nn.Linear(1, 1)")
     write(folder / "net.txt", "class Net: ...")
     (folder / "code").mkdir()
 

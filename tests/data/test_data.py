@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddpforge.builtin.samplers import plain
 from ddpforge.builtin.samplers.permutation import permute
 from ddpforge.data import Batches, MicroBatch, RankShare, mix, open_data, seed_all, to_device
+from ddpforge.data.fetching import fetch_some
 from ddpforge.data.streams import is_stream, loader_in
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import BatchSampler
@@ -743,3 +745,35 @@ def test_a_stream_with_a_correct_length_is_read_in_epochs(drop_last: bool) -> No
     per_epoch = [[0, 1, 2, 3], [4, 5, 6, 7], *([] if drop_last else [[8, 9]])]
     assert steps(batches, 2 * len(per_epoch)) == per_epoch * 2
     assert [ids(micro) for micro in batches.evaluation()][-1] in ([8, 9], [4, 5, 6, 7])
+
+
+class _Odd:
+    """Dataset of samples that are no batch, or with a sample that cannot be read."""
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        if self.sample is FileNotFoundError:
+            os.stat(f"/nowhere/{index}")
+        return self.sample
+
+
+@pytest.mark.parametrize(
+    ("sample", "hint"),
+    [(None, "`__getitem__` returned None"), ((1.0, None), "a part of a sample is None"), ("PIL", "pil_to_tensor")],
+)
+def test_samples_that_cannot_be_stacked_have_a_hint(sample: Any, hint: str) -> None:
+    data = _Odd(Image.new("L", (2, 2)) if sample == "PIL" else sample)
+    with pytest.raises(PluginError, match="cannot be stacked") as caught:
+        next(iter(fetch_some(data, [0], seed=0, workers=0)))
+    assert hint in caught.value.hints[0]
+
+
+def test_an_error_in_a_sample_has_the_dataset_and_the_index() -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        next(iter(fetch_some(_Odd(FileNotFoundError), [3], seed=0, workers=0)))
+    assert caught.value.__notes__ == ["while the dataset _Odd gave sample 3"]

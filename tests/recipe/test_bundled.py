@@ -32,6 +32,7 @@ def test_find_recipe_accepts_names_and_paths() -> None:
     ("name", "said"),
     [
         ("digit", "did you mean `digits`?"),
+        ("digits.yaml", "recipes are TOML files: `digits.toml`"),
         ("plain", "write a file in this folder as `./plain`"),
         ("mien.toml", "did you mean `mine.toml`?"),
         ("digits.toml", "`digits` without a path is a recipe that ships with ddpforge"),

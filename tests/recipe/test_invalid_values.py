@@ -37,6 +37,8 @@ Load = Callable[..., LoadedRecipe]
         ("train.gradient_accumulation_steps", ["train.gradient_accumulation_steps=4"]),
         ("train.num_processes", ["train.num_processes=8"]),
         ("schedule.warmup", ["schedule.use=cosine", "schedule.warmup=6ep"]),
+        ("schedule.warmup", ["schedule.use=cosine", "schedule.warmup=5ep", "train.length=5ep"]),
+        ("schedule.warmup", ["schedule.use=cosine", "schedule.warmup=100%"]),
         ("train.length", ["schedule.use=cosine", "train.length=2h"]),
         ("track.every", ["track.every=10s"]),
         ("checkpoint.keep.last", ["checkpoint.keep.last=0"]),

@@ -48,9 +48,10 @@ def test_long_hints_are_wrapped_with_an_indent() -> None:
 
 
 def test_problems_are_counted_and_other_errors_have_their_hints() -> None:
-    assert render(RecipeError([Diagnostic("a"), Diagnostic("b")])) == (
+    assert render(RecipeError([Diagnostic("a", "train.seed"), Diagnostic("b")])) == (
         "error: a\n\nerror: b\n\n2 errors in the recipe; nothing was started."
     )
+    assert render(RecipeError([Diagnostic("no such recipe")])) == "error: no such recipe"
     assert render(UsageError("no", hints=["do this"])) == "error: no\n  = help: do this"
 
 

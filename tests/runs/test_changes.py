@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from ddpforge.errors import UsageError
 from ddpforge.recipe.schema import Recipe, Resume, Section, declared, resume_policy
-from ddpforge.runs.changes import recipe_changes, reject_finished, reject_fixed
+from ddpforge.runs.changes import recipe_changes, reject_finished, reject_fixed, reject_unknown
 
 OLD = {
     "name": "digits",
@@ -146,3 +146,11 @@ def test_a_finished_run_refuses_changes_that_affect_its_result(
         assert line in refused.value.message.splitlines()
     with pytest.raises(UsageError, match=r"  the code in mine\.py"):
         reject_finished(tmp_path, [], ["mine.py"])
+
+
+def test_a_key_that_no_recipe_has_cannot_be_allowed_to_change() -> None:
+    recipes = {"model": {"use": "mlp", "width": 3}}, {"model": {"use": "mlp", "depth": 2}}
+    reject_unknown(["model", "model.width", "model.depth", "train.clip_norm", "run"], *recipes)
+    with pytest.raises(UsageError, match=r"--allow-change model\.widht: the recipe has no such key") as caught:
+        reject_unknown(["model.widht"], *recipes)
+    assert caught.value.hints[0] == "did you mean `model.width`?"

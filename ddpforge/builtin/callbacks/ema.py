@@ -28,7 +28,9 @@ class EMA(Callback):
 
     def __init__(
         self,
-        decay: Annotated[float, Field(gt=0, lt=1, description="Weight of the old average in an update.")],
+        decay: Annotated[
+            float, Field(gt=0, lt=1, examples=[0.999], description="Weight of the old average in an update.")
+        ],
         every: Annotated[int, Field(ge=1, le=2**31, description="Optimizer steps per update.")] = 1,
         evaluate: Annotated[bool, Field(description="Evaluate the averaged weights, not the live ones.")] = True,
     ) -> None:

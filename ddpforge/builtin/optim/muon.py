@@ -16,7 +16,10 @@ def muon(
     params: list[dict[str, Any]],
     *,
     lr: Annotated[
-        float, Field(ge=1e-15, le=1000, description="Learning rate; the schedule multiplies it by its factor.")
+        float,
+        Field(
+            ge=1e-15, le=1000, examples=[0.01], description="Learning rate; the schedule multiplies it by its factor."
+        ),
     ],
     momentum: Annotated[float, Field(ge=0, lt=1, description="Momentum factor.")] = 0.95,
     nesterov: Annotated[bool, Field(description="Nesterov's momentum.")] = True,

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from torch.optim import SGD, AdamW
 
 _LearningRate = Annotated[
-    float, Field(ge=1e-15, le=1000, description="Learning rate; the schedule multiplies it by its factor.")
+    float,
+    Field(examples=[0.001], ge=1e-15, le=1000, description="Learning rate; the schedule multiplies it by its factor."),
 ]
 _WeightDecay = Annotated[
     float, Field(ge=0, le=1000, description="Weight decay of all parameters except those in `no_decay`.")

@@ -131,7 +131,9 @@ def _after_warmup(steps: int, schedule: Schedule) -> Schedule:
 def _warmup_steps(horizon: Horizon, warmup: Duration) -> int:
     steps = horizon.steps(warmup)
     if horizon.total is not None and steps >= horizon.total:
-        raise ValueError(f"the warm-up of {steps} steps is not shorter than the run of {horizon.total} steps")
+        error = ValueError(f"the warm-up of {steps} steps is not shorter than the run of {horizon.total} steps")
+        error.add_note('set a share of the run, e.g. schedule.warmup = "5%", or a longer train.length')
+        raise error
     return steps
 
 

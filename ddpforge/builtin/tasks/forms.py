@@ -119,6 +119,11 @@ def reject_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor
     about = f"targets {described(targets)}"
     if targets.numel() and not targets.is_floating_point():
         about += f" from {int(targets.min())} to {int(targets.max())}"
+    if targets.is_floating_point() and "Long" in str(error):
+        raise UsageError(
+            f"task {task} takes whole numbers as classes, but the targets are {described(targets)}",
+            hints=["return the class as an int or an int64 tensor", 'for numbers, set task.use = "regression"'],
+        ) from error
     raise UsageError(
         f"task {task}: the model's outputs {described(outputs)} and the {about} do not fit together: {error}",
         hints=[f"there are {outputs.shape[-1]} classes, from 0 to {outputs.shape[-1] - 1}"] if outputs.ndim else [],

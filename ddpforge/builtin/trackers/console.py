@@ -2,6 +2,7 @@
 
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ from ddpforge.interfaces import Tracker
 
 _PER_SECOND = 1  # display updates; each takes half a millisecond in a separate thread
 _BAR = 30  # characters
+_DIGITS = 9  # width of a metric of an evaluation, so that lines are in columns
+_LABEL = 13  # columns before the text of a line of the summary
+_STYLES = {"done": "green", "preempted": "yellow", "failed": "red", "diverged": "red"}
 _SHORT = {"train/grad_norm": "grad norm"}
 
 
@@ -47,7 +51,9 @@ class ConsoleTracker(Tracker):
         self._newest: dict[str, float] = {}
 
         self._console = Console(stderr=True)
-        self._print("\n".join([f"{name}{f' from step {resumed_at}' if resumed_at else ''}", *_summary(folder, config)]))
+        self._print(f"{name}{f' from step {resumed_at}' if resumed_at else ''}", style="bold")
+        for line in _summary(folder, config):
+            self._print_wrapped(line)
         self._live = self._display() if _redraws(self._console) else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -55,7 +61,8 @@ class ConsoleTracker(Tracker):
         self._step = step
         self._newest |= metrics
         if evaluation := _evaluation(metrics):
-            self._print(f"eval step {step} {evaluation}")
+            width = len(str(self._total or step))
+            self._print(f"{time.strftime('%H:%M:%S')} eval step {step:>{width}} {evaluation}", style="cyan")
             return
 
         if self._first is None:
@@ -76,7 +83,9 @@ class ConsoleTracker(Tracker):
         elif self._waiting:
             self._show(self._waiting)
         took = _span(self.clock() - self._started)
-        self._print(f"{state} after {took}")  # metrics are in the last evaluation, and in the output of the command
+        self._print(
+            f"{state} after {took}", style=_STYLES.get(state, "")
+        )  # metrics are in the last evaluation, and in the output of the command
 
     # -- lines
     def _is_due(self) -> bool:
@@ -91,7 +100,11 @@ class ConsoleTracker(Tracker):
         self._print(" ".join([time.strftime("%H:%M:%S"), *filter(None, parts)]))
 
     def _speed(self, now_at: int, metrics: Mapping[str, float]) -> list[str]:
-        """Returns steps and items per second, the wait for data, and the remaining time, as far as they are known."""
+        """Returns steps and items per second, the wait for data, and the remaining time, as far as they are known.
+
+        Steps and items per second are of the same time: since the row before. The remaining time is by the whole run,
+        with evaluations.
+        """
         found = _rates(metrics)
         if self._first is None:
             return found
@@ -100,10 +113,22 @@ class ConsoleTracker(Tracker):
             return found
         rate = (now_at - step) / (self.clock() - at)
         left = [f"eta {_span(max(0, self._total - now_at) / rate)}"] if self._total else []
-        return [f"{rate:.1f} step/s", *found, *left]
+        samples, per_second = metrics.get("samples"), metrics.get("train/samples_per_second")
+        shown = per_second * self._step / samples if samples and per_second else rate
+        return [f"{shown:.1f} step/s", *found, *left]
 
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, text: str, *, style: str = "") -> None:
+        self._console.print(Text(text, style), markup=False, highlight=False, soft_wrap=True)
+
+    def _print_wrapped(self, text: str) -> None:
+        """Prints a line of the summary; on a terminal, breaks it between words."""
+        width = self._console.width if self._console.is_terminal else 0
+        lines = [text]
+        if len(text) > width > 0:
+            indent = " " * _LABEL
+            lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line in lines:
+            self._print(line)
 
     # -- the display
     def _display(self) -> Live:
@@ -119,7 +144,9 @@ class ConsoleTracker(Tracker):
         done = f"{_bar(step / self._total)} {step}/{self._total} {step / self._total:.0%}" if self._total else ""
         lines = [[f"{done or f'step {step}'} {phase}"], [*self._speed(step, self._newest), *_memory()]]
         lines.append(_numbers(self._newest))
-        return Text("\n".join(" · ".join(parts) for parts in lines if parts), overflow="ellipsis", no_wrap=True)
+        shown = Text("\n".join(" · ".join(parts) for parts in lines if parts), overflow="ellipsis", no_wrap=True)
+        shown.highlight_regex("━+", "green")
+        return shown
 
 
 def _redraws(console: Console) -> bool:
@@ -246,9 +273,8 @@ def _batch(run: Mapping[str, Any], train: Mapping[str, Any]) -> str:
 
 def _evaluation(metrics: Mapping[str, float]) -> str:
     """Returns the evaluation metrics among `metrics` on one line, or an empty string."""
-    return " ".join(
-        f"{key.removeprefix('eval/')} {value:.4g}" for key, value in metrics.items() if key.startswith("eval/")
-    )
+    shown = {key.removeprefix("eval/"): f"{value:.4g}" for key, value in metrics.items() if key.startswith("eval/")}
+    return " ".join(f"{name} {value:<{_DIGITS}}" for name, value in shown.items()).rstrip()
 
 
 def _loss(loss: float | None) -> str:

@@ -93,7 +93,8 @@ class SearchSpace:
                 fixed.append(word)
         if not axes:
             raise UsageError(
-                "nothing varies in this sweep", hints=["e.g. optimizer.lr=1e-4,1e-3 train.seed=0..4", *_brackets(words)]
+                f"no key has several values in {' '.join(words) or 'this sweep'}",
+                hints=["e.g. optimizer.lr=1e-4,1e-3 train.seed=0..4", *_brackets(words)],
             )
         return cls(axes, tuple(fixed))
 

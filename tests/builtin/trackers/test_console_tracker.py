@@ -78,7 +78,7 @@ def test_output_without_a_terminal_is_plain_lines(capsys: pytest.CaptureFixture[
         "10:01:32 step 193/300 (64%) loss 0.0052 64.0 step/s eta 2s",
         "10:01:32 step 257/300 (86%) loss 0.0039 64.0 step/s eta 1s",
         "10:01:32 step 300/300 (100%) loss 0.0033 64.0 step/s eta 0s",
-        "eval step 300 loss 0.12 accuracy 0.975",
+        "10:01:32 eval step 300 loss 0.12      accuracy 0.975",
         "done after 5s",
     ]
     assert "\r" not in err
@@ -110,7 +110,8 @@ def test_every_evaluation_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     tracker, _ = started(config())
     for step in (1, 2, 3):
         tracker.log(step, {"eval/loss": float("nan")})
-    assert capsys.readouterr().err.splitlines()[HEAD:] == [f"eval step {step} loss nan" for step in (1, 2, 3)]
+    shown = [line[len("10:01:32 ") :] for line in capsys.readouterr().err.splitlines()[HEAD:]]
+    assert shown == [f"eval step   {step} loss nan" for step in (1, 2, 3)]
 
 
 def test_resumed_run_with_a_wall_time_prints_its_start_step_and_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +155,26 @@ def test_line_includes_the_speed_columns_of_its_row(capsys: pytest.CaptureFixtur
     assert last.endswith("step 2 loss 0.5000 0.5 step/s 1,165 samples/s 9.6 tokens/s data 3%")
 
 
+def test_steps_and_samples_per_second_are_of_the_same_time(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker, clock = started(config(total=None))
+    for step in (1, 2):
+        clock.now += 2.0  # the run is slower than the last row, by its evaluations
+        tracker.log(step, {"train/loss": 0.5, "samples": 256 * step, "train/samples_per_second": 5120.0})
+    assert capsys.readouterr().err.splitlines()[-1].endswith("20.0 step/s 5,120 samples/s")
+
+
+def test_a_long_line_of_the_summary_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "40")
+    tracker, _ = started(config())
+    tracker.finish(state="done", summary={})
+    text = re.sub(r"\x1b\[[0-9;?]*\w", "", terminal.getvalue())
+    batch = text[text.index("  batch") : text.index("  length")].splitlines()
+    assert batch[0].split() == ["batch", "256", "per", "step", "=", "32", "per"]
+    assert max(map(len, batch)) <= 40
+    assert batch[1].startswith(" " * 13 + "forward")
+
+
 def test_terminal_display_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -162,12 +183,13 @@ def test_terminal_display_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch)
     tracker.log(300, {"eval/loss": 0.12})
     tracker.finish(state="done", summary={"eval/loss": 0.12})
 
-    shown = terminal.getvalue()
+    shown = re.sub(r"\x1b\[\d*m", "", terminal.getvalue())
     assert "300/300 100%" in shown
     assert "64.0 step/s · eta 0s" in shown
     assert re.search(r"\d\.\d GiB", shown)
     assert "loss 0.003333 · eval/loss 0.12" in shown
     assert shown.endswith("done after 5s\n")
+    assert "\x1b[32mdone after 5s\x1b[0m" in terminal.getvalue()
     assert shown.count("eval step 300 loss 0.12\n") == 1
 
 
