@@ -109,7 +109,7 @@ def _train(
     waiting, ended = plan.split(variants)
     known = f", {len(ended)} of them trained already" if ended else ""
     _say(f"{plan.folder}: {counted(len(variants), 'run')}{known}")
-    progress = Progress(metric, len(waiting))
+    progress = SweepProgress(metric, len(waiting))
     trained, stopped = train(waiting, commands, begins=progress.begins, on_result=progress.on_result)
     return ended + trained, stopped
 
@@ -122,7 +122,7 @@ def _search(
 
     search = Search(plan.space, plan.folder, count=trials, **options)  # type: ignore[arg-type]
 
-    progress = Progress(str(options["metric"]), trials)
+    progress = SweepProgress(str(options["metric"]), trials)
 
     def on_result(variant: "Variant", trained: "Trained") -> None:
         search.report(variant, trained)
@@ -137,7 +137,7 @@ def _say(line: str) -> None:
     click.echo(printable(line), err=True)
 
 
-class Progress:
+class SweepProgress:
     """Prints a line for each run of a sweep that begins or ends, with its number and the time left."""
 
     def __init__(self, metric: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -83,8 +83,8 @@ def test_launch_starts_one_process_per_gpu_or_one_without_gpus(
         (["nowhere.toml"], "no such recipe: `nowhere.toml`"),
         (["digits", "--set", "train.lenght=1ep"], "unknown key `lenght` in [train]"),
         (["digits", "--nproc", "3"], "cannot be divided evenly among 3 ranks"),
-        (["digits", "--nproc", "0"], "0 is not in the range"),
-        (["digits", "--nproc", "1000000"], "1000000 is not in the range"),
+        (["digits", "--nproc", "0"], "expected 1 to 1024, not 0"),
+        (["digits", "--nproc", "1000000"], "expected 1 to 1024, not 1000000"),
         (["digits", "cnn"], "Got unexpected extra argument (cnn)"),
     ],
 )

@@ -205,7 +205,7 @@ def test_a_failed_run_gives_its_output_and_its_exit_code(comparison: Comparison)
         (["tiny.toml", "--strategies", "ddp"], "there is nothing to compare with"),
         (["tiny.toml"], "Missing option '--strategies'"),
         (["tiny.toml", "--strategies", "ddp,single", "--tolerance", "0"], "0.0 is not in the range"),
-        (["tiny.toml", "--strategies", "ddp,single", "--steps", "0"], "0 is not in the range"),
+        (["tiny.toml", "--strategies", "ddp,single", "--steps", "0"], "expected 1 to 1048576, not 0"),
     ],
 )
 def test_a_usage_error_is_printed_once_and_nothing_is_started(
