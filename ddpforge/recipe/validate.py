@@ -241,7 +241,8 @@ def _is_writable(value: Value) -> bool:
 
 # ---------------------------------------------------------------------------------------------- between keys
 _SET = re.compile(r"[\w-]+")
-_NEEDS_NO_TOTAL = ("constant", "step")  # schedules that do not need the length of the run
+# Schedules that do not need the length of the run
+_NEEDS_NO_TOTAL = ("constant", "step", "exponential", "cosine_restarts", "inverse_sqrt")
 
 
 def _cross_check(recipe: Recipe, explainer: Explainer) -> None:
@@ -340,7 +341,8 @@ def _is_of_a_set(metric: str, recipe: Recipe) -> bool:
 
 def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:
     length, schedule = recipe.train.length, recipe.schedule
-    if length.is_time and schedule.use.removeprefix("ddpforge:") not in _NEEDS_NO_TOTAL:
+    name = schedule.use.removeprefix("ddpforge:")
+    if length.is_time and ":" not in name and name not in _NEEDS_NO_TOTAL:
         message = f'`train.length` is a wall time, but the schedule "{schedule.use}" needs the number of steps'
         hints = (
             "set the length in epochs or steps",
