@@ -110,6 +110,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         sampler=order,
         plan=plan,
         schedules={} if plan is MISSING else _schedules(chosen, plan, problems),
+        value_schedules={} if plan is MISSING else _value_schedules(chosen, plan, problems),
         model=model,
         size=size,
         auxiliary=auxiliary,
@@ -187,6 +188,15 @@ def _schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, S
         with problems.at("optimizer", "updates", name, "schedule"):
             if update.schedule:
                 found[name] = build_component(registry, "schedule", update.schedule, horizon=plan.horizon)
+    return found
+
+
+def _value_schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, Schedule]:
+    """Builds the schedules of the optimizer's options other than the learning rate."""
+    found: dict[str, Schedule] = {}
+    for name, component in chosen.recipe.optimizer.schedules.items():
+        with problems.at("optimizer", "schedules", name):
+            found[name] = build_component(chosen.registry, "schedule", component, horizon=plan.horizon)
     return found
 
 

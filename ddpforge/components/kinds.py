@@ -231,7 +231,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
-                framework_keys=("no_decay", "layer_decay", "groups", "updates"),
+                framework_keys=("no_decay", "layer_decay", "groups", "updates", "schedules"),
                 settings=lambda: {"elementwise": bool, "matrices": bool},
             ),
             KindSpec(

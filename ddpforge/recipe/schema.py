@@ -209,6 +209,11 @@ class OptimizerComponent(Component):
     updates: Annotated[dict[str, UpdateComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each update (alternating update) of the task, see below."
     )
+    schedules: Annotated[dict[str, Component], Resume.TUNABLE] = Field(
+        default={},
+        description="A table for each option with its own schedule: weight_decay, momentum, beta1, beta2 or another"
+        " number of the optimizer. The factor of the schedule multiplies the option.",
+    )
 
 
 def settings_of(group: Component, component: Component) -> dict[str, Any]:
@@ -491,6 +496,7 @@ class Recipe(Section):
                 ("optimizer", "updates", name, "schedule"): update.schedule,
             }
         found |= {("optimizer", "groups", name): group for name, group in self.optimizer.groups.items()}
+        found |= {("optimizer", "schedules", name): each for name, each in self.optimizer.schedules.items()}
         return {path: component for path, component in found.items() if component}
 
 

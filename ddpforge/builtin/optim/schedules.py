@@ -26,6 +26,7 @@ _MinLRRatio = Annotated[
     float, Field(ge=0, le=1, description="Factor at the last step, a fraction of the learning rate.")
 ]
 _NONE = Duration(0, "st")
+_STEP = Duration(1, "st")
 
 
 def constant(horizon: Horizon, *, warmup: _Warmup = _NONE) -> Schedule:
@@ -65,7 +66,7 @@ def step(
 ) -> Schedule:
     """Returns gamma to the power of the number of reached milestones; a milestone of m steps is reached at step m.
 
-    This is torch's `MultiStepLR`, and `StepLR` with `step_size`. Logs a warning for milestones after the end of the run.
+    This is torch's `MultiStepLR`; with `step_size` it is `StepLR`. Logs a warning for milestones after the run's end.
 
     Raises:
         ValueError: Neither or both of `milestones` and `step_size` are given; milestones do not increase or are within
@@ -127,7 +128,7 @@ def exponential(
     horizon: Horizon,
     *,
     gamma: Annotated[float, Field(gt=0, le=1, description="Factor after the first `period`.")],
-    period: Annotated[Duration, Field(description="Duration of a fall by `gamma`.")] = Duration(1, "st"),
+    period: Annotated[Duration, Field(description="Duration of a fall by `gamma`.")] = _STEP,
     warmup: _Warmup = _NONE,
 ) -> Schedule:
     """Returns gamma^((s - W) / period), a smooth fall. With a period of one step this is torch's `ExponentialLR`.
@@ -223,6 +224,22 @@ def onecycle(
     """
     start = 1 / div_factor
     return _one_cycle(_total(horizon), rise, anneal, start, 1.0, start / final_div_factor)
+
+
+def ramp(
+    horizon: Horizon,
+    *,
+    start: Annotated[float, Field(ge=0, description="Factor at the first step.")],
+    end: Annotated[float, Field(ge=0, description="Factor at the last step.")] = 1.0,
+    shape: _Anneal = "cosine",
+) -> Schedule:
+    """Returns the factor from `start` at the first step to `end` at the last one, along a half cosine or a line.
+
+    For options that rise, e.g. the weight decay of DINO (Caron et al., 2021) in `[optimizer.schedules.weight_decay]`.
+    Raises ValueError if the run's length is a wall time.
+    """
+    span = max(1, _total(horizon) - 1)
+    return lambda s: _between(start, end, min(1.0, s / span), shape)
 
 
 def onecycle_momentum(
