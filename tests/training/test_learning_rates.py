@@ -22,7 +22,7 @@ RECIPE = """
 recipe = 2
 name = "decayed"
 extends = ["digits"]
-train.length = "6st"
+train = { length = "6st", virtual_ranks = 2 }
 schedule = { use = "exponential", gamma = 0.9 }
 [track]
 every = "1st"
