@@ -20,6 +20,7 @@ from ddpforge.app.local_launch import LaunchSpec, prepare_launch
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry, build
 from ddpforge.data import RankShare, mix, open_data
+from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.interfaces import SavedTensor, Task
@@ -223,6 +224,7 @@ class TrainedRun:
         data = self.data(name)
         share = RankShare(0, 1, samples)
         fetching: dict[str, Any] = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
+        fetching["keys"] = BatchKeys.of(self.recipe.data)
         batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
         with isolated_rng():
             return next(iter(batches.evaluation())).data

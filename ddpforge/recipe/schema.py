@@ -229,6 +229,15 @@ class DataSection(Section):
         None  # with `use` one set, otherwise several
     )
     sampler: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
+    inputs: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.FIXED] = Field(
+        default=(),
+        description="Keys of the model's inputs in a batch that is a dict; absent: the whole batch, or all keys but"
+        " `targets`.",
+    )
+    targets: Annotated[str | None, Field(min_length=1), Resume.FIXED] = Field(
+        default=None,
+        description="Key of the targets in a batch that is a dict: the task then gets the pair (inputs, targets).",
+    )
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.NOT_TRAINING] = Field(
         default="auto",
         description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but on a GPU up to 8,'
