@@ -19,6 +19,7 @@ __all__ = [
     "AmbiguousComponent",
     "BrokenComponent",
     "BuildFailed",
+    "MissingObject",
     "NotImported",
     "RefusedOptions",
     "UnknownComponent",
@@ -47,6 +48,19 @@ class UnknownComponent(PluginError):
         self.kind = kind
         self.use = use
         self.known = tuple(known)
+
+
+class MissingObject(PluginError):
+    """Error for a component that was an object of Python when the run began, and is not given now."""
+
+    def __init__(self, kind: str, use: str, given: Sequence[str]) -> None:
+        noun = KINDS[kind].noun or kind
+        call = "ddpforge.train(recipe, …), load(run, …), evaluate(run, …) and predict(run, …)"
+        hints = [f"the {noun} given now is `{name}`" for name in given]
+        super().__init__(
+            f"the {noun} `{use}` is an object of Python, and it is not given",
+            hints=[*hints, f"give it in Python: {call} take model=, task=, train_data=, eval_data= and others"],
+        )
 
 
 _TORCH_OPTIMIZERS = (
