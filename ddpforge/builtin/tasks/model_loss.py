@@ -128,7 +128,8 @@ class ModelLoss(Task):
 
     def _counted(self, batch: Any) -> Tensor:
         targets = self._targets(batch)
-        return ((targets[:, 1:] if self._shift else targets) != self.ignore_index).sum()
+        counted: Tensor = (targets[:, 1:] if self._shift else targets) != self.ignore_index
+        return counted.sum()
 
     def _targets(self, batch: Any) -> Any:
         """Returns the targets of a batch: the entry of a dict, or the last value of a tuple."""
