@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddpforge.app.evaluate import Prediction as Prediction
     from ddpforge.app.run import Outcome as Outcome
     from ddpforge.app.run import run as run
+    from ddpforge.app.run import train as train
     from ddpforge.recipe import Recipe as Recipe
     from ddpforge.recipe import load_recipe as load_recipe
 
@@ -23,7 +24,7 @@ __version__ = "0.4.0"
 _LAZY = {
     **dict.fromkeys(("Recipe", "load_recipe"), "ddpforge.recipe"),
     **dict.fromkeys(("Evaluation", "Prediction"), "ddpforge.app.evaluate"),
-    **dict.fromkeys(("Outcome", "run"), "ddpforge.app.run"),
+    **dict.fromkeys(("Outcome", "run", "train"), "ddpforge.app.run"),
     **dict.fromkeys(("TrainedRun", "evaluate", "launch", "load", "predict"), "ddpforge.app.api"),
 }
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "load_recipe",
     "predict",
     "run",
+    "train",
 ]
 
 

@@ -21,7 +21,7 @@ import ddpforge.cli
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.options_table import OptionRow, options_table
 from ddpforge.components.registry import Registry
-from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS, VARIATIONS
+from ddpforge.recipe.layers import NAMED_SLOTS, SCHEDULES, SETS, SLOTS, VARIATIONS
 from ddpforge.recipe.renamed import Renamed, components, keys, options
 from ddpforge.recipe.report import KeyPath, dotted
 from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe
@@ -69,6 +69,7 @@ def _slots() -> str:
     rows.insert(several, (f"`[{dotted(SETS)}.NAME]`", _link(SLOTS[SETS]), f"`[{dotted(SETS)}]` is one set"))
     place = next(place for place, row in enumerate(rows) if row[0] == "`[schedule]`")
     rows[place:place] = [(f"`[{dotted(path)}.NAME]`", _link("optimizer"), "none") for path in VARIATIONS]
+    rows.insert(place, (f"`[{dotted(SCHEDULES)}.NAME]`", _link("schedule"), "the option is constant"))
     rows += [(f"`[{table}.NAME]`", _link(kind), "none") for table, kind in NAMED_SLOTS.items()]
     return _table(("Table", "Kind", "When absent"), rows)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from tempfile import NamedTemporaryFile
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +20,19 @@ from ddpforge.app.build import WEIGHTS
 from ddpforge.app.choose import TEACHERS
 from ddpforge.app.generation import Sampling, check_language, generate
 from ddpforge.app.local_launch import LaunchSpec, prepare_launch
+from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.components.registry import Registry, build
 from ddpforge.data import RankShare, mix, open_data
+from ddpforge.data.collating import BatchKeys
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, UsageError
 from ddpforge.interfaces import SavedTensor, Task
 from ddpforge.interop.export import chosen_weights
 from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.collectives import SingleRank
-from ddpforge.recipe import Recipe, load_recipe
+from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
+from ddpforge.recipe.load import as_toml
 from ddpforge.runs.checkpoints import choose, is_checkpoint
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
@@ -41,7 +47,7 @@ _Checkpoint = Literal["newest", "best"] | int
 
 
 def launch(
-    recipe: str | Path,
+    recipe: str | Path | Mapping[str, Any] | LoadedRecipe,
     *,
     nproc: int | None = None,
     sets: Sequence[str] = (),
@@ -51,27 +57,31 @@ def launch(
     max_time: str | None = None,
     max_restarts: int | None = None,
     profile: str | None = None,
+    **objects: Unpack[Objects],
 ) -> Outcome:
     """Trains a recipe in `nproc` processes of this machine, as `ddpforge launch` does; returns its outcome.
 
-    The default `nproc` is the number of GPUs, or 1. For the other arguments see `ddpforge.run`. A failed run also
-    returns an outcome: its `exit_code` is not 0 and `status["error"]` is the cause. Raises ForgeError if the run ended
-    before training; the ranks print the cause on stderr.
+    The default `nproc` is the number of GPUs, or 1. The processes are new, so `objects` (see `ddpforge.train`) must be
+    classes or functions that they can import; the recipe sets their options. For the other arguments see
+    `ddpforge.run`. A failed run also returns an outcome: its `exit_code` is not 0 and `status["error"]` is the cause.
+    Raises ForgeError if the run ended before training; the ranks print the cause on stderr.
     """
     if nproc is not None and nproc < 1:
         raise UsageError(f"nproc={nproc}: expected 1 process or more", hints=["omit it for one process per GPU"])
-    start = prepare_launch(
-        str(recipe),
-        LaunchSpec(nproc, max_restarts=max_restarts),
-        sets=sets,
-        out=None if out is None else str(out),
-        fresh=fresh,
-        allow_change=allow_change,
-        max_time=max_time,
-        profile=profile,
-    )
-    before = start.folder.status_version()
-    started = start.run()
+    by_reference = GivenObjects.of(objects).references()
+    with _recipe_file(recipe) as file:
+        start = prepare_launch(
+            file,
+            LaunchSpec(nproc, max_restarts=max_restarts),
+            sets=[*by_reference, *sets],
+            out=None if out is None else str(out),
+            fresh=fresh,
+            allow_change=allow_change,
+            max_time=max_time,
+            profile=profile,
+        )
+        before = start.folder.status_version()
+        started = start.run()
     if started.unreported and not started.folder.exists():
         raise started.unreported
     if started.ended.code and started.folder.status_version() == before:
@@ -86,20 +96,38 @@ def launch(
     return Outcome(started.folder.path, status, is_rank_zero=True)
 
 
+@contextmanager
+def _recipe_file(recipe: str | Path | Mapping[str, Any] | LoadedRecipe) -> Iterator[str]:
+    """Yields the file or name of a recipe; a dict or a loaded recipe gets a file in this folder while the ranks run."""
+    if isinstance(recipe, str | Path):
+        yield str(recipe)
+        return
+    if isinstance(recipe, LoadedRecipe):
+        text = recipe.dumps({file: os.path.relpath(file) for file in recipe.local_files()})
+    else:
+        text = as_toml(recipe)
+    with NamedTemporaryFile("w", dir=".", prefix=".recipe-", suffix=".toml", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        yield f"./{Path(file.name).name}"
+
+
 def evaluate(
     run: str | Path,
     *,
     checkpoint: _Checkpoint = "newest",
     sets: Sequence[str] = (),
     only: Sequence[str] = (),
+    **objects: Unpack[Objects],
 ) -> evaluation.Evaluation:
     """Evaluates a checkpoint of a run, as `ddpforge eval` does. Call it on every rank.
 
-    `run` is the run's folder, or its name in runs/. `checkpoint` is "newest", "best" or a step. For the other arguments
+    `run` is the run's folder, or its name in runs/. `checkpoint` is "newest", "best" or a step. A run of
+    `ddpforge.train` needs the same objects again: `model`, `task`, `eval_data`, `callbacks`. For the other arguments
     see `ddpforge.app.evaluate.evaluate`. Raises ForgeError.
     """
-    folder = RunFolder.find(str(run))
-    return evaluation.evaluate(folder, **_chosen(checkpoint), sets=sets, only=only)
+    folder, registry = RunFolder.find(str(run)), GivenObjects.of(objects).registry()
+    return evaluation.evaluate(folder, **_chosen(checkpoint), sets=sets, only=only, registry=registry)
 
 
 def predict(
@@ -112,11 +140,12 @@ def predict(
     sets: Sequence[str] = (),
     limit: int | None = None,
     force: bool = False,
+    **objects: Unpack[Objects],
 ) -> evaluation.Prediction:
     """Writes a run's predictions for a dataset to `out`, as `ddpforge predict` does. Call it on every rank.
 
-    `run` is the run's folder, or its name in runs/. `out` is a .jsonl or .parquet file. For the other arguments see
-    `ddpforge.app.evaluate.predict`. Raises ForgeError.
+    `run` is the run's folder, or its name in runs/. `out` is a .jsonl or .parquet file. A run of `ddpforge.train` needs
+    the same objects again. For the other arguments see `ddpforge.app.evaluate.predict`. Raises ForgeError.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"limit={limit}: expected 1 sample or more", hints=["omit it for all samples"])
@@ -129,10 +158,17 @@ def predict(
         sets=sets,
         limit=limit,
         force=force,
+        registry=GivenObjects.of(objects).registry(),
     )
 
 
-def load(run: str | Path, *, checkpoint: _Checkpoint = "newest", weights: str | None = None) -> TrainedRun:
+def load(
+    run: str | Path,
+    *,
+    checkpoint: _Checkpoint = "newest",
+    weights: str | None = None,
+    **objects: Unpack[Objects],
+) -> TrainedRun:
     """Opens a trained run.
 
     Args:
@@ -140,23 +176,24 @@ def load(run: str | Path, *, checkpoint: _Checkpoint = "newest", weights: str | 
         checkpoint: "newest" (the newest intact checkpoint), "best", or a step. Only for a run.
         weights: "model", or the name of a callback that keeps its own weights. Default: the weights that evaluations
             use. These are the averages of `ema` if the recipe evaluates them.
+        objects: the objects of a run of `ddpforge.train` that are used, e.g. `model=Net()`, which gets the weights.
 
     Raises UsageError if there is no such checkpoint, or no such weights.
     """
-    path = Path(run)
+    path, registry = Path(run), GivenObjects.of(objects).registry()
     if not is_checkpoint(path):
         folder = RunFolder.find(str(run))
-        return _opened(folder, choose(folder, **_chosen(checkpoint)), weights)
+        return _opened(folder, choose(folder, **_chosen(checkpoint)), weights, registry)
     if checkpoint != "newest":
         raise UsageError(f"{run} is a checkpoint; checkpoint={checkpoint!r} is only for a run's folder")
     folder = RunFolder(path.resolve().parents[1])
     if not folder.exists():
         raise UsageError(f"{run} is not in a run's folder; the recipe in that folder is needed to build the model")
-    return _opened(folder, path, weights)
+    return _opened(folder, path, weights, registry)
 
 
-def _opened(folder: RunFolder, checkpoint: Path, weights: str | None) -> TrainedRun:
-    found = TrainedRun(folder, checkpoint, weights)
+def _opened(folder: RunFolder, checkpoint: Path, weights: str | None, registry: Registry) -> TrainedRun:
+    found = TrainedRun(folder, checkpoint, weights, registry)
     chosen_weights(found._reader, found.weights)  # raises if there are no such weights
     return found
 
@@ -181,6 +218,7 @@ class TrainedRun:
     folder: RunFolder
     checkpoint: Path
     chosen: str | None = None
+    registry: Registry = field(default_factory=Registry.installed, repr=False)  # the components of its recipe
 
     @cached_property
     def _reader(self) -> CheckpointReader:
@@ -195,7 +233,7 @@ class TrainedRun:
     def recipe(self) -> Recipe:
         """Returns the recipe of the run's last attempt, with every default."""
         self.folder.reject_odd()
-        return load_recipe(self.folder.resolved).recipe
+        return load_recipe(self.folder.resolved, registry=self.registry).recipe
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the rows of `metrics.jsonl`, one a step: training and evaluation."""
@@ -215,7 +253,7 @@ class TrainedRun:
         with isolated_rng():
             # Weights that the checkpoint omits may come from this seed.
             torch.manual_seed(mix(self.recipe.train.seed, WEIGHTS))
-            model: nn.Module = build(Registry.installed(), "model", self.recipe.model)
+            model: nn.Module = build(self.registry, "model", self.recipe.model)
         return model
 
     def batch(self, samples: int, name: str | None = None) -> Any:
@@ -223,6 +261,7 @@ class TrainedRun:
         data = self.data(name)
         share = RankShare(0, 1, samples)
         fetching: dict[str, Any] = {"seed": self.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
+        fetching["keys"] = BatchKeys.of(self.recipe.data)
         batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
         with isolated_rng():
             return next(iter(batches.evaluation())).data
@@ -231,7 +270,7 @@ class TrainedRun:
         """Builds the recipe's task, as evaluations do. Call its `start` if it uses the model or the ranks."""
         with isolated_rng():
             torch.manual_seed(mix(self.recipe.train.seed, TEACHERS))
-            found: Task = build(Registry.installed(), "task", self.recipe.task)
+            found: Task = build(self.registry, "task", self.recipe.task)
         return found
 
     def data(self, name: str | None = None) -> Any:
@@ -244,7 +283,7 @@ class TrainedRun:
         components |= {key_of(name): component for name, component in self.recipe.data.evaluations.items()}
         if name not in components:
             raise UsageError(f"{self.folder.path} has no data {name!r}", hints=[f"one of {', '.join(components)}"])
-        return build(Registry.installed(), "data", components[name], seed=self.recipe.train.seed)
+        return build(self.registry, "data", components[name], seed=self.recipe.train.seed)
 
     def generate(
         self,

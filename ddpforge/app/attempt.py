@@ -70,6 +70,9 @@ class Outcome:
         """Returns the exit code for the process."""
         return ExitCode(self.status["exit_code"] or 0)
 
+    def __repr__(self) -> str:
+        return f"Outcome({self.sentence()})"
+
     def sentence(self) -> str:
         """Returns the outcome in one line: folder, state, step and evaluation metrics."""
         metrics = {name: value for name, value in self.status["metrics"].items() if name.startswith("eval/")}

@@ -24,6 +24,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.batch_assignment import Even
+from ddpforge.data.collating import BatchKeys
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PeerFailed, recipe_faults
 from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World
@@ -110,6 +111,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         sampler=order,
         plan=plan,
         schedules={} if plan is MISSING else _schedules(chosen, plan, problems),
+        value_schedules={} if plan is MISSING else _value_schedules(chosen, plan, problems),
         model=model,
         size=size,
         auxiliary=auxiliary,
@@ -190,6 +192,15 @@ def _schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, S
     return found
 
 
+def _value_schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, Schedule]:
+    """Builds the schedules of the optimizer's options other than the learning rate."""
+    found: dict[str, Schedule] = {}
+    for name, component in chosen.recipe.optimizer.schedules.items():
+        with problems.at("optimizer", "schedules", name):
+            found[name] = build_component(chosen.registry, "schedule", component, horizon=plan.horizon)
+    return found
+
+
 def _sampler(chosen: Chosen, data: Any) -> BatchSampler | None:
     """Builds the recipe's order of the training data; by default shuffled. None for a stream."""
     train, component = chosen.recipe.train, chosen.recipe.data.sampler
@@ -210,7 +221,8 @@ def _sampler(chosen: Chosen, data: Any) -> BatchSampler | None:
 
 
 def _opened(chosen: Chosen, batch: int) -> dict[str, Any]:
-    fetching = {"seed": chosen.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False}
+    keys = BatchKeys.of(chosen.recipe.data)
+    fetching = {"seed": chosen.recipe.train.seed, "workers": 0, "prefetch": 2, "pin": False, "keys": keys}
     drop_last = chosen.recipe.train.drop_last
     return fetching | {"global_batch": batch, "share": RankShare(0, 1, batch), "drop_last": drop_last}
 
@@ -224,6 +236,7 @@ def deal(built: Built, world: World) -> Dealt:
         "seed": train.seed,
         "workers": 0 if workers == "auto" else workers,
         "prefetch": recipe.data.prefetch,
+        "keys": BatchKeys.of(recipe.data),
         "pin": world.device.type == "cuda",
         # With several ranks, the watchdogs detect a rank without progress.
         "patience": train.hang_timeout.seconds if train.hang_timeout != "off" and world.global_ranks.size == 1 else 0.0,

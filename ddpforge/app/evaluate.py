@@ -67,6 +67,7 @@ def evaluate(
     best: bool = False,
     sets: Sequence[str] = (),
     only: Sequence[str] = (),
+    registry: Registry | None = None,
 ) -> Evaluation:
     """Evaluates a checkpoint of a run on the recipe's evaluation sets. Call it on every rank. Writes nothing.
 
@@ -80,10 +81,11 @@ def evaluate(
         best: evaluate the best checkpoint by `checkpoint.keep.by`.
         sets: changes to the recipe, KEY=VALUE.
         only: the names of the evaluation sets `[data.eval.NAME]` to use; all if empty.
+        registry: the components; by default the installed ones.
     """
     export_slurm_env()
     reject_text("only", only)
-    loaded, registry = _load(folder, sets)
+    loaded, registry = _load(folder, sets, registry)
     chosen, problems = _choose(loaded, registry, only)
     world = join(chosen)
     if chosen.other_layout and world.is_rank_zero:
@@ -127,6 +129,7 @@ def predict(
     sets: Sequence[str] = (),
     limit: int | None = None,
     force: bool = False,
+    registry: Registry | None = None,
 ) -> Prediction:
     """Writes the predictions of a run's model for every sample of a dataset to `out`, in the order of the data.
 
@@ -144,11 +147,12 @@ def predict(
         sets: changes to the recipe, KEY=VALUE.
         limit: stop after this number of samples.
         force: replace `out` if it exists. Without it, an existing `out` raises UsageError.
+        registry: the components; by default the installed ones.
     """
     export_slurm_env()
     reject_text("data", data)
     check_table(out)
-    loaded, registry, only = _to_predict(folder, data, sets)
+    loaded, registry, only = _to_predict(folder, data, sets, registry)
     chosen, problems = _choose(loaded, registry, only)
     world = join(chosen)
     check_single_update(chosen.task)
@@ -187,22 +191,22 @@ def _write(out: Path, found: Iterable[Sequence[Predicted]], world: World, files:
 
 
 def _to_predict(
-    folder: RunFolder, data: Sequence[str], sets: Sequence[str]
+    folder: RunFolder, data: Sequence[str], sets: Sequence[str], registry: Registry | None
 ) -> tuple[LoadedRecipe, Registry, list[str]]:
     """Returns a run's recipe, set to evaluate on the dataset that `data` names; its registry; the value of `only`."""
     names, options = ([word for word in data if ("=" in word) == with_value] for with_value in (False, True))
-    name = _dataset(_load(folder, sets)[0].recipe, names)
-    loaded, registry = _load(folder, (*sets, *(f"data.{name}.{option}" for option in options)))
+    name = _dataset(_load(folder, sets, registry)[0].recipe, names)
+    loaded, registry = _load(folder, (*sets, *(f"data.{name}.{option}" for option in options)), registry)
     if name == "train":
         section = loaded.recipe.data.model_copy(update={"eval": loaded.recipe.data.train})
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"data": section}))
     return loaded, registry, [name.removeprefix("eval.")] if name.startswith("eval.") else []
 
 
-def _load(folder: RunFolder, sets: Sequence[str]) -> tuple[LoadedRecipe, Registry]:
+def _load(folder: RunFolder, sets: Sequence[str], registry: Registry | None) -> tuple[LoadedRecipe, Registry]:
     """Loads the recipe of a run."""
     folder.reject_odd()
-    registry = Registry.installed()
+    registry = registry or Registry.installed()
     return load_recipe(folder.resolved, sets=sets, registry=registry), registry
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any, Unpack
 
 from ddpforge.app.attempt import Attempt, Outcome
 from ddpforge.app.build import build_alike, check_chosen
 from ddpforge.app.choose import choose
 from ddpforge.app.memory_check import MemoryBudget
 from ddpforge.app.node_consistency import check_same_environment, check_shared_filesystem, compare_clocks
+from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.components.registry import Registry
 from ddpforge.errors import ExitCode, PeerFailed, StoppedBeforeStart, StrategyError
 from ddpforge.interfaces import World
@@ -27,7 +29,7 @@ from ddpforge.ranks.logs import setup_logging
 from ddpforge.ranks.run_limits import seconds_of
 from ddpforge.ranks.signals import StopRequests
 from ddpforge.ranks.writers import WriterGroup, on_rank_zero
-from ddpforge.recipe import Recipe, load_recipe
+from ddpforge.recipe import LoadedRecipe, Recipe, load_recipe
 from ddpforge.recipe.load import reject_text
 from ddpforge.recipe.run_plan import StepWindow
 from ddpforge.runs.environment import world_size
@@ -37,13 +39,11 @@ from ddpforge.runs.resume import open_folder
 from ddpforge.training.stages import Chosen
 from ddpforge.watchdog.watchdog import raising_peer_failures
 
-__all__ = ["Outcome", "join", "peers_of", "run"]
+__all__ = ["Outcome", "join", "peers_of", "run", "train"]
 
 
-@process_exit.forbid_sys_exit()
-@restored_backend_flags()
 def run(
-    recipe: str | Path,
+    recipe: str | Path | Mapping[str, Any] | LoadedRecipe,
     *,
     sets: Sequence[str] = (),
     out: str | Path | None = None,
@@ -55,7 +55,7 @@ def run(
     """Trains a recipe with the ranks that the launcher's environment describes. Call it on every rank.
 
     Args:
-        recipe: a recipe file, or the name of a bundled recipe.
+        recipe: a recipe file, the name of a bundled recipe, a dict, or a loaded recipe.
         sets: changes to the recipe, KEY=VALUE.
         out: replaces the recipe's `output_dir`.
         fresh: rename the folder of an earlier run of this name, and start from scratch instead of resuming it.
@@ -63,8 +63,54 @@ def run(
         max_time: stop after this time, e.g. "4h", with a checkpoint, as after a stop signal.
         profile: the steps to profile, e.g. "20..25". A trace and a table go into the run's folder.
 
-    Raises ForgeError for all expected failures; a RecipeError is raised before anything starts.
+    Raises ForgeError for all expected failures; a RecipeError is raised before anything starts. See `train` for objects
+    of Python.
     """
+    loaded = load_recipe(recipe, sets=sets)
+    return _run(loaded, Registry.installed(), out, fresh, allow_change, max_time, profile)
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | LoadedRecipe,
+    *,
+    sets: Sequence[str] = (),
+    out: str | Path | None = None,
+    fresh: bool = False,
+    allow_change: Sequence[str] = (),
+    max_time: str | None = None,
+    profile: str | None = None,
+    **objects: Unpack[Objects],
+) -> Outcome:
+    """Trains a recipe whose components may be objects of Python. Call it on every rank, with equal objects.
+
+        ddpforge.train("recipe.toml", model=Net(), train_data=data, callbacks=[Mine()])
+
+    An object replaces the component of the recipe: `model`, `task`, `train_data`, `eval_data` (a dataset, or a dict of
+    several by name), `sampler`, `optimizer` (a function of the parameters), `schedule` (a function of the step),
+    `strategy`, and a list of `callbacks`. Each may be an instance, or a class or function that returns one; then the
+    recipe may set its options. The recipe in the run's folder has the names of the objects. To resume, evaluate or load
+    the run, give objects of the same classes.
+
+    For the other arguments and errors see `run`. Raises UsageError for an object that cannot be used.
+    """
+    given = GivenObjects.of(objects)
+    registry = given.registry()
+    loaded = load_recipe(recipe, sets=sets, registry=registry, objects=given.tables)
+    return _run(loaded, registry, out, fresh, allow_change, max_time, profile)
+
+
+@process_exit.forbid_sys_exit()
+@restored_backend_flags()
+def _run(
+    loaded: LoadedRecipe,
+    registry: Registry,
+    out: str | Path | None,
+    fresh: bool,
+    allow_change: Sequence[str],
+    max_time: str | None,
+    profile: str | None,
+) -> Outcome:
+    """Trains a loaded recipe, see `run`."""
     export_slurm_env()
     reject_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
@@ -72,8 +118,6 @@ def run(
     fresh = fresh and not has_begun()  # restarted ranks resume the run that they began as a fresh one
     room = MemoryBudget()
 
-    registry = Registry.installed()
-    loaded = load_recipe(recipe, sets=sets, registry=registry)
     folder, problems = RunFolder.of(loaded.recipe, out), Problems(loaded)
     resumes = not fresh and any(folder.checkpoints.glob("step-*"))
     chosen = choose(loaded, registry, problems, ranks=world_size(), resumes=resumes)

@@ -19,6 +19,7 @@ __all__ = [
     "AmbiguousComponent",
     "BrokenComponent",
     "BuildFailed",
+    "MissingObject",
     "NotImported",
     "RefusedOptions",
     "UnknownComponent",
@@ -94,6 +95,19 @@ def _meant(kind: str, name: str, known: Sequence[str]) -> str | None:
         return called
     begun = [one for one in known if name.lower().startswith((f"{one}_", f"{one}-"))]
     return max(begun, key=len) if begun else nearest(name, known)
+
+
+class MissingObject(PluginError):
+    """Error for a component that was an object of Python when the run began, and is not given now."""
+
+    def __init__(self, kind: str, use: str, given: Sequence[str]) -> None:
+        noun = KINDS[kind].noun or kind
+        call = "ddpforge.train(recipe, …), load(run, …), evaluate(run, …) and predict(run, …)"
+        hints = [f"the {noun} given now is `{name}`" for name in given]
+        super().__init__(
+            f"the {noun} `{use}` is an object of Python, and it is not given",
+            hints=[*hints, f"give it in Python: {call} take model=, task=, train_data=, eval_data= and others"],
+        )
 
 
 _TORCH_OPTIMIZERS = (

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 __all__ = ["KINDS", "KindSpec"]
@@ -41,6 +41,7 @@ class KindSpec:
     nested: bool = False  # an option annotated with `base` takes a component
     adopted: Mapping[str, str] = field(default_factory=dict)
     """Classes of other libraries, "module:Class", each with the function that turns its subclasses into components."""
+    adopts_function: str = ""  # "module:function" that turns a plain function into a component, or returns it unchanged
     api: int = 1  # version of the plugin API that last changed the contract of this kind
     renamed: Mapping[str, str] = field(default_factory=dict)  # attributes of classes: name before plugin API 3 to name
 
@@ -78,7 +79,9 @@ class KindSpec:
         return None if isinstance(built, base) else f"a {self.base.replace(':', '.')}"
 
     def adopt(self, component: Any) -> Any:
-        """Turns a class of another library into a component of this kind; returns any other object unchanged."""
+        """Turns a class of another library or a plain function into a component; returns other objects unchanged."""
+        if self.adopts_function and isinstance(component, FunctionType):
+            return _located(self.adopts_function)(component)
         for base, function in self.adopted.items():
             module, _, name = base.partition(":")
             if isinstance(component, type) and issubclass(component, getattr(sys.modules.get(module), name, ())):
@@ -228,13 +231,14 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 parameter="params",
                 given={"params": _parameters},
                 tables=(("optimizer",),),
-                framework_keys=("no_decay", "layer_decay", "groups", "updates"),
+                framework_keys=("no_decay", "layer_decay", "groups", "updates", "schedules"),
                 settings=lambda: {"elementwise": bool, "matrices": bool},
             ),
             KindSpec(
                 name="schedule",
                 fits=callable,
                 must_be="a function of the step",
+                adopts_function="ddpforge.builtin.optim.schedules:adopted",
                 parameter="horizon",
                 given={"horizon": _horizon},
                 tables=(("schedule",),),

@@ -18,6 +18,7 @@ from ddpforge.components.errors import (
     AmbiguousComponent,
     BrokenComponent,
     BuildFailed,
+    MissingObject,
     NotImported,
     RefusedOptions,
     UnknownComponent,
@@ -33,10 +34,13 @@ from ddpforge.secret_redaction import SECRET, redact, reveal
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["PLUGIN_API", "NamedComponent", "Registry", "WrongKind", "build"]
+__all__ = ["OBJECT", "PLUGIN_API", "NamedComponent", "Registry", "WrongKind", "build"]
 
 PLUGIN_API = 3
 """Newest version of the component contracts that this ddpforge supports."""
+
+OBJECT = "<object> "
+"""Start of `use` for a component that was given as an object of Python, instead of by name."""
 
 _ABSENT = object()
 
@@ -64,10 +68,20 @@ class Registry:
     `package.module:Name`; or `./file.py:Name`, relative to `base`, the folder of the recipe.
     """
 
-    def __init__(self, entries: Iterable[Entry] = (), *, imports: Literal["all", "registered", "own"] = "all") -> None:
-        """Sets the code that may be imported; components outside `imports` accept any options."""
+    def __init__(
+        self,
+        entries: Iterable[Entry] = (),
+        *,
+        imports: Literal["all", "registered", "own"] = "all",
+        objects: Mapping[tuple[str, str], Callable[..., Any]] = {},
+    ) -> None:
+        """Sets the code that may be imported; components outside `imports` accept any options.
+
+        `objects` are components that exist already, by kind and `use`; each `use` begins with `OBJECT`.
+        """
         self._entries = sorted(entries)
         self._imports = imports
+        self._objects = objects
 
     def only_registered(self) -> Registry:
         """Returns a Registry that imports only registered components; others accept any options."""
@@ -76,6 +90,10 @@ class Registry:
     def only_own(self) -> Registry:
         """Returns a Registry that imports only ddpforge's own components; others accept any options."""
         return Registry(self._entries, imports="own")
+
+    def with_objects(self, objects: Mapping[tuple[str, str], Callable[..., Any]]) -> Registry:
+        """Returns a Registry with these components in addition, by kind and `use`."""
+        return Registry(self._entries, imports=self._imports, objects=objects)
 
     @classmethod
     def installed(cls) -> Registry:
@@ -95,6 +113,8 @@ class Registry:
 
         Raises UnknownComponent or AmbiguousComponent.
         """
+        if use.startswith(OBJECT):
+            return None
         owner, colon, name = use.rpartition(":")
         providers = [entry for entry in self.entries(kind) if entry.name == name]
         if colon:
@@ -110,16 +130,20 @@ class Registry:
 
     def imports(self, kind: str, use: str) -> bool:
         """True if `load` may import the component `use`."""
-        if self._imports == "all":
+        if self._imports == "all" or use.startswith(OBJECT):
             return True
         entry = self.find(kind, use)
         return entry is not None and (entry.is_own or self._imports == "registered")
 
     def load(self, kind: str, use: str, base: Path = Path()) -> Callable[..., Any]:
-        """Imports the component; raises UnknownComponent, AmbiguousComponent or BrokenComponent."""
+        """Imports the component; raises UnknownComponent, AmbiguousComponent, BrokenComponent or MissingObject."""
         entry = self.find(kind, use)
         if not self.imports(kind, use):
             raise NotImported(kind, use)
+        if use.startswith(OBJECT):
+            if (kind, use) not in self._objects:
+                raise MissingObject(kind, use, [name for owner, name in self._objects if owner == kind])
+            return cast(Callable[..., Any], KINDS[kind].adopt(self._objects[kind, use]))
         broken = partial(BrokenComponent, kind, use, entry=entry)
         if entry and entry.group:
             raise broken(
@@ -181,7 +205,7 @@ class Registry:
 
         try:
             component = self.load(kind, use, base)
-        except NotImported:
+        except (NotImported, MissingObject):  # an object that is missing is an error where it is used
             return any_options()
         try:
             return options_model(component, frozenset(KINDS[kind].given), self, base)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpforge.data.collating import BatchKeys
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import BatchSampler, EpochBatchSampler
 
@@ -121,6 +122,7 @@ class AssignmentTerms:
     share: RankShare
     seed: int
     drop_last: bool
+    keys: BatchKeys = field(default_factory=BatchKeys)  # of a batch that is a mapping
 
 
 class SampleBlock(Protocol):

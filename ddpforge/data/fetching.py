@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddpforge.builtin.samplers.plain import Sequential
 from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, MicroBatch, RankShare, Request
-from ddpforge.data.collating import collate_of
+from ddpforge.data.collating import BatchKeys, collate_of
 from ddpforge.data.rng import seed_all
 from ddpforge.data.shard_reader import ShardedStream
 from ddpforge.data.streams import Stream, is_stream, loader_in
@@ -25,6 +25,9 @@ from ddpforge.ranks.signals import leave_stopping_to_the_rank
 __all__ = ["Batches", "check_data", "fetch_some", "open_data"]
 
 
+_WHOLE_BATCH = BatchKeys()
+
+
 class _Fetcher(Dataset[MicroBatch]):
     """Dataset with whole micro-batches as items; runs in the training process or in a loader process.
 
@@ -32,13 +35,13 @@ class _Fetcher(Dataset[MicroBatch]):
     calls `set_step` before the first sample of each step.
     """
 
-    def __init__(self, data: Any, seed: int, *, once: bool, tells_steps: bool) -> None:
+    def __init__(self, data: Any, seed: int, *, once: bool, tells_steps: bool, keys: BatchKeys = _WHOLE_BATCH) -> None:
         self.data = data
         self.seed = seed
         self.random: bool = getattr(data, "random", True)
         self.once = once
         self.batched = hasattr(data, "__getitems__")
-        self.collate = collate_of(data)
+        self.collate = collate_of(data, keys)
         self._set_epoch = getattr(data, "set_epoch", None)
         self._set_step = getattr(data, "set_step", None) if tells_steps else None
         self._tells_places = not tells_steps
@@ -227,7 +230,9 @@ class Batches:
 
         dealer = self._dealer()
         requests = _Requests(dealer, start, self.steps_per_epoch if one_epoch else None)
-        fetcher = _Fetcher(self._data, self._terms.seed, once=dealer.order.once, tells_steps=not one_epoch)
+        fetcher = _Fetcher(
+            self._data, self._terms.seed, once=dealer.order.once, tells_steps=not one_epoch, keys=self._terms.keys
+        )
         if self.workers:
             return self._loaded(_Told(fetcher), options | {"sampler": requests})
         return DataLoader(fetcher, sampler=requests, **options) if self._pin else _Mapped(fetcher, requests)
@@ -264,6 +269,7 @@ def open_data(
     prefetch: int,
     pin: bool,
     patience: float = 0.0,
+    keys: BatchKeys = _WHOLE_BATCH,
 ) -> Batches:
     """Opens `data` (see `interfaces.Data`) for this rank; without `order`, in dataset order.
 
@@ -284,7 +290,7 @@ def open_data(
             f"{global_batch}",
             hints=["lower train.global_batch, or set train.drop_last = false"],
         )
-    terms = AssignmentTerms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last)
+    terms = AssignmentTerms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last, keys=keys)
     return Batches(steps, data, terms, order, workers, prefetch, pin, patience)
 
 

@@ -193,7 +193,7 @@ class ShardedStream(IterableDataset[MicroBatch]):
     def __init__(self, data: ShardedDataset, terms: AssignmentTerms, start: int, stop_after_epoch: bool) -> None:
         self.data, self.terms = data, terms
         self.start, self.stop_after_epoch = start, stop_after_epoch
-        self.collate = collate_of(data)
+        self.collate = collate_of(data, terms.keys)
         self.random: bool = getattr(data, "random", True)
 
     def __iter__(self) -> Iterator[MicroBatch]:

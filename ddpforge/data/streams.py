@@ -56,7 +56,7 @@ class Stream(IterableDataset[MicroBatch]):
     def __init__(self, data: Any, terms: AssignmentTerms, start: int, stop_after_epoch: bool) -> None:
         self.data, self.terms = data, terms
         self.start, self.stop_after_epoch = start, stop_after_epoch
-        self.collate = collate_of(data)
+        self.collate = collate_of(data, terms.keys)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         worker = get_worker_info()

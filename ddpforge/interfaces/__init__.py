@@ -14,9 +14,9 @@ from ddpforge.interfaces.media import Histogram, LogMedia, MediaKind, Table
 from ddpforge.interfaces.metric import Metric, SampleColumns, Total
 from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.interfaces.optimizer import MultiPassOptimizer, Schedule
-from ddpforge.interfaces.order import BatchSampler, EpochBatchSampler
 from ddpforge.interfaces.regions import Box, BoxList, FlatRange, Region, TensorShard
 from ddpforge.interfaces.sample_rng import SampleRNG
+from ddpforge.interfaces.sampler import BatchSampler, EpochBatchSampler
 from ddpforge.interfaces.seeds import mix
 from ddpforge.interfaces.state import CanonicalState, FullWeights, SavedTensor, ShardedWeights, Weights, read_all
 from ddpforge.interfaces.strategy import (

@@ -20,6 +20,7 @@ from ddpforge.builtin.tasks.forms import described
 from ddpforge.components.errors import where_raised
 from ddpforge.components.local_code import PREFIX
 from ddpforge.data import MicroBatch, RankShare, open_data, to_device
+from ddpforge.data.collating import BatchKeys
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import ForgeError, PluginError, UsageError
@@ -67,16 +68,17 @@ def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSampl
     For `ddpforge check --build`: it calls any code of the recipe, in copies of model and task.
     """
     found: dict[str, FirstSamples] = {}
+    first: dict[str, Any] = {"seed": built.recipe.train.seed, "keys": BatchKeys.of(built.recipe.data)}
     for key, data in built.data.items():
         if hasattr(data, "__len__") and not len(data):
             continue  # counting the steps has made this a problem already
         most, path = _samples(built, key), ("data", *key.split("."))
         batches: list[MicroBatch] = []
         with problems.at(*path), _naming(key), isolated_rng():
-            batches.append(first_batch(data, most=most, seed=built.recipe.train.seed))
+            batches.append(first_batch(data, most=most, **first))
         with problems.at("task"), _naming(key), isolated_rng():
             for batch in batches:
-                halves = partial(first_halves, data, most=most, seed=built.recipe.train.seed)
+                halves = partial(first_halves, data, most=most, **first)
                 found[key] = _evaluate(built, key, batch, _gpu(built), halves)
     evaluated = {name: found[key].metrics for name in built.evaluations() if (key := key_of(name)) in found}
     if evaluated.keys() == built.evaluations().keys() and _is_builtin(built.task):
@@ -131,7 +133,8 @@ def _has_loaders(stage: Built) -> bool:
 
 
 def _first_of(built: Built) -> MicroBatch:
-    return first_batch(built.data["train"], most=_samples(built, "train"), seed=built.recipe.train.seed)
+    keys = BatchKeys.of(built.recipe.data)
+    return first_batch(built.data["train"], most=_samples(built, "train"), seed=built.recipe.train.seed, keys=keys)
 
 
 def _fails_in_training(stage: Built, error: Exception, batch: MicroBatch | None) -> bool:
@@ -215,22 +218,22 @@ def _naming(key: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------- batches
-def first_batch(data: Any, *, most: int, seed: int) -> MicroBatch:
+def first_batch(data: Any, *, most: int, seed: int, keys: BatchKeys) -> MicroBatch:
     """Returns the first samples of a dataset, at most `most`, as a batch."""
-    (batch,) = _first(data, min(FEW, most), parts=1, seed=seed)
+    (batch,) = _first(data, min(FEW, most), parts=1, seed=seed, keys=keys)
     return batch
 
 
-def first_halves(data: Any, *, most: int, seed: int) -> Halves:
+def first_halves(data: Any, *, most: int, seed: int, keys: BatchKeys) -> Halves:
     """Returns the first samples of a dataset, and their halves, each fetched separately."""
     samples = min(FEW, most) // 2 * 2
-    (whole,), (one, other) = (_first(data, samples, parts=parts, seed=seed) for parts in (1, 2))
+    (whole,), (one, other) = (_first(data, samples, parts=parts, seed=seed, keys=keys) for parts in (1, 2))
     return Halves(one.data, other.data, whole.data, samples)
 
 
-def _first(data: Any, samples: int, *, parts: int, seed: int) -> list[MicroBatch]:
+def _first(data: Any, samples: int, *, parts: int, seed: int, keys: BatchKeys) -> list[MicroBatch]:
     share = RankShare(0, 1, samples // parts)
-    fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False}
+    fetching: dict[str, Any] = {"seed": seed, "workers": 0, "prefetch": 2, "pin": False, "keys": keys}
     batches = open_data(data, global_batch=samples, share=share, drop_last=False, **fetching)
     return list(islice(batches.evaluation(), parts))
 

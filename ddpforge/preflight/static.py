@@ -157,7 +157,11 @@ def check_optimizer_options(chosen: Chosen) -> None:
         if not _is_sure(update, registry):
             _small(f"optimizer.updates.{name}", update, registry)
     is_sure = bool(optimizer.updates) or _is_sure(optimizer, registry)
-    built = None if is_sure else _small("optimizer", optimizer, registry)
+    built = None if is_sure and not optimizer.schedules else _small("optimizer", optimizer, registry)
+    if built and not optimizer.updates:
+        from ddpforge.training.learning_rates import remember_initial
+
+        remember_initial(built, optimizer.schedules)
     for name, group in optimizer.groups.items():
         key, settings = f"optimizer.groups.{name}", settings_of(group, optimizer)
         if group.use != optimizer.use and not _is_sure(group, registry):

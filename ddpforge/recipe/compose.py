@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -43,14 +44,20 @@ class _TooManyFiles(RecipeError):
     """Error for too many files; reported once only."""
 
 
-def compose(path: Path, sets: Sequence[str]) -> tuple[Layers, Source]:
-    """Merges the recipe file `path`, all files that it extends, and `--set a.b=value`; also returns the file's text.
+def compose(recipe: Path | Source, sets: Sequence[str], objects: Table | None = None) -> tuple[Layers, Source]:
+    """Merges a recipe's file or text, all files that it extends, `objects`, and `--set`; also returns the text.
 
-    Raises RecipeError with all errors of reading and parsing.
+    `objects` are tables for the objects of Python that replace components. Raises RecipeError with all errors of
+    reading and parsing.
     """
-    here = Path.cwd()
-    label = str(path.relative_to(here) if path.is_relative_to(here) else path)
-    layers, source = _file(path, label, (), _Files())
+    if isinstance(recipe, Source):
+        layers, source = _composed(recipe, (), _Files())
+    else:
+        here = Path.cwd()
+        label = str(recipe.relative_to(here) if recipe.is_relative_to(here) else recipe)
+        layers, source = _file(recipe, label, (), _Files())
+    if objects:
+        layers.merge(Layers.of(copy.deepcopy(objects), Source("objects", "")))
 
     own = Layers()
     problems: list[Diagnostic] = []
@@ -72,10 +79,14 @@ def _file(path: Path, label: str, chain: _Chain, files: _Files) -> tuple[Layers,
     source = files.read(path, label)
     if path.name == RESOLVED:
         source = replace(source, text=upgraded_or_same(source))
+    return _composed(source, (*chain, (path.resolve(), label)), files)
+
+
+def _composed(source: Source, chain: _Chain, files: _Files) -> tuple[Layers, Source]:
+    """Merges a recipe's text and the files that it extends; `chain` ends with its own file."""
     table = parse(source)
     extends = table.pop("extends", [])
     names = extends if isinstance(extends, list) else [extends]
-    chain = (*chain, (path.resolve(), label))
 
     layers = Layers()
     problems: list[Diagnostic] = []

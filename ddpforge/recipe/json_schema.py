@@ -11,7 +11,7 @@ from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SLOTS, VARIATIONS, framework_keys
+from ddpforge.recipe.layers import NAMED_SLOTS, SCHEDULES, SETS, SLOTS, VARIATIONS, framework_keys
 from ddpforge.recipe.schema import (
     CheckpointSection,
     DataSection,
@@ -118,6 +118,8 @@ def _options(kind: str, name: str, registry: Registry) -> Schema:
         table = Recipe.model_fields[kind].annotation
         assert isinstance(table, type)
         own = {key: _schema(table, "")["properties"][key] for key in keys} | _variations(kind)
+        if SCHEDULES[0] == kind:
+            own[SCHEDULES[1]] = {"type": "object", "additionalProperties": {"$ref": "#/$defs/schedule"}}
     return {**schema, "properties": {"use": {}, **own, **schema["properties"]}}
 
 

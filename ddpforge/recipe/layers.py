@@ -25,6 +25,9 @@ VARIATIONS: dict[tuple[str, ...], type[Component]] = {
 }
 """Tables with inner tables that vary the table around them and inherit its keys; with their schemas."""
 
+SCHEDULES = ("optimizer", "schedules")
+"""Table with inner tables that name schedules of the optimizer's options, by the option."""
+
 _VARIABLE = re.compile(r"\$\{vars\.([^{}]*)\}")
 
 
@@ -34,6 +37,8 @@ def kind_at(path: KeyPath, tables: Table) -> str | None:
         return NAMED_SLOTS[str(path[0])]
     if path[: len(SETS)] == SETS and holds_sets(tables):
         return SLOTS[SETS] if len(path) == len(SETS) + 1 else None
+    if path[:2] == SCHEDULES:
+        return "schedule" if len(path) == 3 else None
     if path[:2] in VARIATIONS and len(path) > 2:
         inner = path[3:]
         return "schedule" if inner == ("schedule",) else None if inner else "optimizer"

@@ -16,8 +16,8 @@ from ddpforge.recipe.interpolate import escape, interpolate
 from ddpforge.recipe.layers import Layers, map_strings, paths, strings
 from ddpforge.recipe.report import KeyPath, dotted
 from ddpforge.recipe.run_plan import BatchPlan, plan_batch
-from ddpforge.recipe.schema import Component, Recipe
-from ddpforge.recipe.toml import Origin
+from ddpforge.recipe.schema import VERSION, Component, Recipe
+from ddpforge.recipe.toml import Origin, Source, Table
 from ddpforge.recipe.validate import local_file, validate
 
 
@@ -69,14 +69,22 @@ def reject_text(name: str, value: Sequence[str]) -> None:
         raise UsageError(f"{name} is the string {value!r}, but must be a list", hints=[f"{name} = [{value!r}]"])
 
 
-def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Registry | None = None) -> LoadedRecipe:
-    """Loads a recipe file, or a bundled recipe by its bare name, under `sets` such as "train.length=5ep".
+def load_recipe(
+    source: str | Path | Mapping[str, Any] | LoadedRecipe,
+    *,
+    sets: Sequence[str] = (),
+    registry: Registry | None = None,
+    objects: Table | None = None,
+) -> LoadedRecipe:
+    """Loads a recipe under `sets` such as "train.length=5ep".
 
-    Imports the components of the recipe, for their options. Raises RecipeError with all problems.
+    `source` is a file, the bare name of a bundled recipe, a dict (its keys may be dotted), or a loaded recipe.
+    `objects` are tables for the objects of Python that replace components. Imports the components of the recipe, for
+    their options. Raises RecipeError with all problems.
     """
     reject_text("sets", sets)
-    path = find_recipe(source)
-    layers, file = compose(path, sets)
+    path, text = _found(source)
+    layers, file = compose(path if text is None else text, sets, objects)
     problems, spoilt = interpolate(layers)
     recipe, tables, found = validate(layers, file.label, registry or Registry.installed())
 
@@ -84,6 +92,67 @@ def load_recipe(source: str | Path, *, sets: Sequence[str] = (), registry: Regis
     if problems or recipe is None:
         raise RecipeError(sorted(problems, key=lambda problem: _position(problem, file.label)))
     return LoadedRecipe(recipe, tables, _origins(tables, layers), path, file.text)
+
+
+def _found(source: object) -> tuple[Path, Source | None]:
+    """Returns the file of a recipe; for a dict or a loaded recipe also the text, and where the file would be."""
+    if isinstance(source, LoadedRecipe):
+        return source.source, Source(str(source.source), source.dumps(), source.source.absolute().parent)
+    if isinstance(source, Mapping):
+        return Path("recipe.toml"), Source("dict", as_toml(source), Path.cwd())
+    if not isinstance(source, str | Path):
+        hints = ["give objects by name: ddpforge.train(recipe, model=…)"]
+        raise UsageError(f"a recipe is a path, a name, a dict or a loaded recipe, not {_a(source)}", hints=hints)
+    return find_recipe(source), None
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def as_toml(recipe: Mapping[str, Any]) -> str:
+    """Returns a recipe in a dict as TOML text; dotted keys are those of tables. Raises RecipeError for other values."""
+    import tomlkit
+
+    problems: list[Diagnostic] = []
+    tables = _plain(recipe, (), problems)
+    if problems:
+        raise RecipeError(problems)
+    return tomlkit.dumps({"recipe": VERSION} | tables)
+
+
+def _plain(table: Mapping[Any, Any], path: KeyPath, problems: list[Diagnostic]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        *outer, last = key.split(".") if isinstance(key, str) else [str(key)]
+        here = found
+        for part in outer:
+            here = here.setdefault(part, {})
+        at = (*path, *outer, last)
+        if isinstance(value, Mapping):
+            here.setdefault(last, {}).update(_plain(value, at, problems))
+        elif value is not None:
+            here[last] = _item(value, at, problems)
+    return found
+
+
+def _item(value: Any, path: KeyPath, problems: list[Diagnostic]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_item(one, (*path, index), problems) for index, one in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _plain(value, path, problems)
+    if isinstance(value, Path):
+        return str(value)
+    if type(value) not in (bool, int, float, str):
+        hints = (
+            "a recipe holds numbers, texts, lists and tables",
+            "give objects by name: ddpforge.train(recipe, model=…)",
+        )
+        message = f"`{dotted(path)}` is {_a(value)}, which a recipe cannot hold"
+        problems.append(Diagnostic(message, dotted(path), hints=hints))
+        return ""
+    return value
 
 
 def check_world(loaded: LoadedRecipe, data_ranks: int) -> BatchPlan:

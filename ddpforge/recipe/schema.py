@@ -209,6 +209,11 @@ class OptimizerComponent(Component):
     updates: Annotated[dict[str, UpdateComponent], Resume.TUNABLE] = Field(
         default={}, description="A table for each update (alternating update) of the task, see below."
     )
+    schedules: Annotated[dict[str, Component], Resume.TUNABLE] = Field(
+        default={},
+        description="A table for each option with its own schedule: weight_decay, momentum, beta1, beta2 or another"
+        " number of the optimizer. The factor of the schedule multiplies the option.",
+    )
 
 
 def settings_of(group: Component, component: Component) -> dict[str, Any]:
@@ -224,6 +229,15 @@ class DataSection(Section):
         None  # with `use` one set, otherwise several
     )
     sampler: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
+    inputs: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.FIXED] = Field(
+        default=(),
+        description="Keys of the model's inputs in a batch that is a dict; absent: the whole batch, or all keys but"
+        " `targets`.",
+    )
+    targets: Annotated[str | None, Field(min_length=1), Resume.FIXED] = Field(
+        default=None,
+        description="Key of the targets in a batch that is a dict: the task then gets the pair (inputs, targets).",
+    )
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.NOT_TRAINING] = Field(
         default="auto",
         description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but on a GPU up to 8,'
@@ -491,6 +505,7 @@ class Recipe(Section):
                 ("optimizer", "updates", name, "schedule"): update.schedule,
             }
         found |= {("optimizer", "groups", name): group for name, group in self.optimizer.groups.items()}
+        found |= {("optimizer", "schedules", name): each for name, each in self.optimizer.schedules.items()}
         return {path: component for path, component in found.items() if component}
 
 

@@ -18,6 +18,7 @@ from ddpforge.interfaces.metric_direction import lower_is_better
 from ddpforge.recipe.explain import Explainer
 from ddpforge.recipe.layers import (
     NAMED_SLOTS,
+    SCHEDULES,
     SETS,
     SLOTS,
     VARIATIONS,
@@ -107,6 +108,9 @@ class _Validation:
             yield path, table
             if "schedule" in framework_keys(path) and "schedule" in table:
                 yield (*path, "schedule"), table["schedule"]
+        outer = tables.get(SCHEDULES[0])
+        inner = outer.get(SCHEDULES[1]) if isinstance(outer, dict) else None
+        yield from (((*SCHEDULES, key), value) for key, value in inner.items()) if isinstance(inner, dict) else ()
         for section in NAMED_SLOTS:
             inner = tables.get(section)
             for key, value in inner.items() if isinstance(inner, dict) else ():
@@ -205,7 +209,7 @@ class _Validation:
             component |= self.plain.get(path, {})
             for key in {"use", *self.plain.get(path, ())} - self.said.get(path, component.keys()):
                 del component[key]
-        for outer, key in VARIATIONS:
+        for outer, key in (*VARIATIONS, SCHEDULES):
             if not tables[outer][key]:
                 del tables[outer][key]
         return {key: value for key, value in tables.items() if value != {}}
@@ -241,7 +245,8 @@ def _is_writable(value: Value) -> bool:
 
 # ---------------------------------------------------------------------------------------------- between keys
 _SET = re.compile(r"[\w-]+")
-_NEEDS_NO_TOTAL = ("constant", "step")  # schedules that do not need the length of the run
+# Schedules that do not need the length of the run
+_NEEDS_NO_TOTAL = ("constant", "step", "exponential", "cosine_restarts", "inverse_sqrt")
 
 
 def _cross_check(recipe: Recipe, explainer: Explainer) -> None:
@@ -340,7 +345,8 @@ def _is_of_a_set(metric: str, recipe: Recipe) -> bool:
 
 def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:
     length, schedule = recipe.train.length, recipe.schedule
-    if length.is_time and schedule.use.removeprefix("ddpforge:") not in _NEEDS_NO_TOTAL:
+    name = schedule.use.removeprefix("ddpforge:")
+    if length.is_time and ":" not in name and name not in _NEEDS_NO_TOTAL:
         message = f'`train.length` is a wall time, but the schedule "{schedule.use}" needs the number of steps'
         hints = (
             "set the length in epochs or steps",

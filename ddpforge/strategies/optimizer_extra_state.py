@@ -116,7 +116,12 @@ def _walk(name: str, holder: Any, seen: set[int]) -> Iterator[tuple[str, tuple[A
         pairs = [(key, value) for key, value in pairs if key not in _NOT_STATE and not key.startswith(_TORCHS)]
     for number, (key, value) in enumerate(pairs):
         path = f"{name}.{key if isinstance(key, str | int) else number}"
-        if key in _RECIPES or isinstance(value, nn.Parameter | nn.Module | type) or callable(value):
+        if (
+            key in _RECIPES
+            or f"initial_{key}" in holder
+            or isinstance(value, nn.Parameter | nn.Module | type)
+            or callable(value)
+        ):
             continue  # weights are saved elsewhere, code does not change
         if (inside := _inside(value)) is None:
             if (kept := _kept(value)) != ():

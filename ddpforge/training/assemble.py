@@ -92,6 +92,7 @@ def assemble(
         optimizer=optimizer,
         compares=not trained and _compares(parts),
         schedules=parts.schedules,
+        value_schedules=parts.value_schedules,
         plan=parts.plan,
         training=parts.training,
         evaluator=_evaluator(parts, world, replica, beside, parts.callbacks),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpforge.components.registry import OBJECT
 from ddpforge.data import MicroBatch, fetch_some
 from ddpforge.data.pytree import digest, leaves
 from ddpforge.data.rng import isolated_rng
@@ -30,6 +31,7 @@ __all__ = [
     "check_same_data",
     "check_same_groups",
     "check_same_models",
+    "check_same_weights",
     "check_unchanged_data",
     "compare_built",
     "difference",
@@ -85,6 +87,8 @@ class Fingerprint:
 def compare_built(parts: Built, world: World) -> dict[str, DataPrint]:
     """Raises on every rank unless all ranks have built the same model and data; returns the data's fingerprints."""
     check_same_models(world.global_ranks, parts.model)
+    if parts.recipe.model.use.startswith(OBJECT):
+        check_same_weights(world.global_ranks, parts.model)
     workers = parts.recipe.data.workers
     fetching = {"seed": parts.recipe.train.seed, "workers": 0 if workers == "auto" else workers}
     prints = {key: DataPrint(data, **fetching) for key, data in parts.data.items()}
@@ -101,6 +105,16 @@ def check_same_models(ranks: Ranks, model: nn.Module) -> None:
     lines = [_described_tensor("parameter", name, x) for name, x in model.named_parameters(remove_duplicate=False)]
     lines += [_described_tensor("buffer", name, x) for name, x in model.named_buffers(remove_duplicate=False)]
     _reject_other_lines(ranks, lines, "model", "register modules and parameters in the same order")
+
+
+def check_same_weights(ranks: Ranks, model: nn.Module) -> None:
+    """Raises on every rank unless the weights of `model` are the same on all ranks."""
+    if ranks.size == 1:
+        return
+    # Any other model is built from the recipe's seed. An object was made by the caller's script, before ddpforge runs.
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lines = [f"`{name}` with the hash {digest(x)[:8]}" for name, x in state.items() if not x.is_meta]
+    _reject_other_lines(ranks, lines, "model", "call torch.manual_seed(0) before the model is made")
 
 
 def check_same_groups(ranks: Ranks, model: nn.Module, optimizer: Optimizer) -> None:

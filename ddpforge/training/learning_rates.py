@@ -1,21 +1,84 @@
-"""Learning rates at each step: the rates of the recipe times the factors of their schedules."""
+"""Learning rates and other options of the optimizer at each step: the recipe's values times their schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch.optim import Optimizer
 
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Schedule
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
 
-__all__ = ["Rates"]
+__all__ = ["Rates", "remember_initial"]
+
+_BETAS = {"beta1": 0, "beta2": 1}
+
+
+def remember_initial(optimizer: Optimizer, names: Collection[str]) -> None:
+    """Copies the options that have a schedule, e.g. `weight_decay` to `initial_weight_decay` in every group.
+
+    Raises UsageError for an option that the optimizer does not have as a number other than 0.
+    """
+    for name in names:
+        _check_scheduled(optimizer, name)
+        for group in optimizer.param_groups:
+            if _option(group, name) is not None:
+                group[f"initial_{_key(name)}"] = group[_key(name)]
+
+
+def _check_scheduled(optimizer: Optimizer, name: str) -> None:
+    values, key = [_option(group, name) for group in optimizer.param_groups], f"optimizer.schedules.{name}"
+    if name == "lr":
+        raise UsageError("the learning rate has its schedule in [schedule]", hints=["move this table there"], key=key)
+    if all(value is None for value in values):
+        first = optimizer.param_groups[0]
+        numbers = {*_BETAS, *first} if "betas" in first else {*first}
+        numbers = {each for each in numbers - {"lr"} if not each.startswith("initial_")}
+        possible = sorted(each for each in numbers if _option(first, each) is not None)
+        message = f"{type(optimizer).__name__} has no number `{name}` that a schedule could change"
+        raise UsageError(message, hints=[f"it has {', '.join(possible)}"] if possible else [], key=key)
+    if not any(values):
+        message = f"{name} is 0, so its schedule changes nothing"
+        raise UsageError(message, hints=[f"set {name} in [optimizer]"], key=key)
+
+
+def _key(name: str) -> str:
+    return "betas" if name in _BETAS else name
+
+
+def _option(group: Mapping[str, Any], name: str, prefix: str = "") -> float | None:
+    """Returns the value of a group's option; None if the group has no number of this name."""
+    found = group.get(prefix + _key(name))
+    if name in _BETAS and found is not None:
+        found = found[_BETAS[name]]
+    return None if isinstance(found, bool) or not isinstance(found, int | float) else float(found)
+
+
+def _set_option(group: dict[str, Any], name: str, value: float) -> None:
+    if name in _BETAS:
+        others = [*group["betas"]]
+        others[_BETAS[name]] = value
+        group["betas"] = tuple(others)
+    else:
+        group[name] = value
 
 
 class Rates:
-    """Learning rates of an optimizer's groups at each step; `schedules[""]` is for updates without their own."""
+    """Learning rates of an optimizer's groups at each step; `schedules[""]` is for updates without their own.
 
-    def __init__(self, optimizer: Optimizer, schedules: Mapping[str, Schedule]) -> None:
+    `values` has the schedules of other options by name, e.g. "weight_decay" or "beta1"; see `remember_initial`.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, schedules: Mapping[str, Schedule], values: Mapping[str, Schedule] = {}
+    ) -> None:
+        self._optimizer = optimizer
+        self._values = {
+            name: (schedule, [_option(group, name, "initial_") for group in optimizer.param_groups])
+            for name, schedule in values.items()
+        }
         self._parts: Mapping[str, Optimizer] = (
             optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {"": optimizer}
         )
@@ -25,12 +88,25 @@ class Rates:
         }
 
     def set(self, step: int, wanted: float = 1.0) -> None:
-        """Sets the rate of every group for `step` (0 for the first), times the factor `wanted` by callbacks."""
+        """Sets every group for `step` (0 for the first); the factor `wanted` of callbacks is for the rates only."""
         for name, (schedule, rates) in self._base.items():
             factor = schedule(step) * wanted
             # Reads `param_groups` at each step: torch replaces the groups when it loads an optimizer's state.
             for group, rate in zip(self._parts[name].param_groups, rates, strict=True):
                 group["lr"] = rate * factor
+        for name, (schedule, initial) in self._values.items():
+            factor = schedule(step)
+            for group, value in zip(self._optimizer.param_groups, initial, strict=True):
+                if value is not None:
+                    _set_option(group, name, value * factor)
+
+    def scheduled(self) -> Mapping[str, float]:
+        """Returns the current values of the other scheduled options: in the first group that has more than 0."""
+        found: dict[str, float] = {}
+        for name, (_, initial) in self._values.items():
+            first = next((index for index, value in enumerate(initial) if value), 0)
+            found[name] = _option(self._optimizer.param_groups[first], name) or 0.0
+        return found
 
     def named(self) -> Mapping[str, float]:
         """Returns the current rates by name: of updates, and of groups with another rate than the first group.

@@ -95,6 +95,7 @@ class Trainer:
         optimizer: Optimizer,
         compares: bool = False,
         schedules: Mapping[str, Schedule],
+        value_schedules: Mapping[str, Schedule] = {},
         plan: RunPlan,
         training: Batches,
         evaluator: Evaluator,
@@ -149,7 +150,7 @@ class Trainer:
         evaluator.looks = PeriodicCheck(self.consensus.poll)
 
         # Built before any state is restored: the recipe sets the learning rate, not a checkpoint.
-        self._rates = Rates(optimizer, schedules)
+        self._rates = Rates(optimizer, schedules, value_schedules)
         self._factor = 1.0  # product of the callbacks' `lr_factor`
         self._steppers = self._steppers_by_update(compares=compares, whole=whole)
         updates = {update: recipe.optimizer.updates[update] for update in task.updates}

@@ -14,6 +14,7 @@ from ddpforge.recipe.schema import Component, OptimizerComponent, settings_of
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer, CompositeOptimizer
 from ddpforge.strategies.optimizer_probe import remember_constructor
 from ddpforge.training.blocks import find_blocks
+from ddpforge.training.learning_rates import remember_initial
 from ddpforge.training.parameter_groups import (
     layerwise_lr_groups,
     local_groups,
@@ -34,13 +35,17 @@ def build_optimizer(
 ) -> Optimizer:
     """Builds the recipe's optimizer, or one for each of `updates`; `blocks` are the classes in train.blocks.
 
-    Raises ValueError if `model` lacks parameters or blocks that the recipe names.
+    Raises ValueError if `model` lacks parameters or blocks that the recipe names, and UsageError if the optimizer lacks
+    an option of [optimizer.schedules].
     """
     if updates:
-        return _alternating(registry, component, model, updates)
-    if component.groups:
-        return _scaled(_in_groups(registry, component, model, blocks))
-    return _scaled(_built(registry, component, local_groups(_groups(component, model, blocks))))
+        optimizer = _alternating(registry, component, model, updates)
+    elif component.groups:
+        optimizer = _scaled(_in_groups(registry, component, model, blocks))
+    else:
+        optimizer = _scaled(_built(registry, component, local_groups(_groups(component, model, blocks))))
+    remember_initial(optimizer, component.schedules)
+    return optimizer
 
 
 def _built(registry: Registry, component: Component, groups: Sequence[dict[str, Any]]) -> Optimizer:

@@ -140,6 +140,7 @@ class RowBuilder:
         row = {f"train/{name}": value for name, value in finish_metrics(self._task, means).items()}
         row |= {"train/grad_norm": grad_norm, "lr": lr, "samples": progress.samples}
         row |= {metric_name("lr", name): rate for name, rate in self._rates.named().items()}
+        row |= self._rates.scheduled()
         watch = self.stopwatch
         row["train/samples_per_second"] = watch.samples / watch.seconds
         if self._items is not None:

@@ -87,6 +87,7 @@ class Built(Chosen):
     sampler: BatchSampler | None  # of the training data; None for a stream, which has its own
     plan: RunPlan
     schedules: Mapping[str, Schedule]  # by update; "" is for updates without their own
+    value_schedules: Mapping[str, Schedule]  # of the optimizer's other options, by name
     model: nn.Module
     size: ParameterCount
     auxiliary: Mapping[str, AuxiliaryModule]  # the task's auxiliary modules

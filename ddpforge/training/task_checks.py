@@ -227,8 +227,25 @@ def check_sum_reduction(
         items = [task.count(part) for part in parts]
     except Exception:
         return  # some tasks cannot take a part of a batch, and some parts cannot be copied
-    if samples == 0 or whole != again or not _same(2 * whole, first + second) or _same(whole, first + second):
+    if samples == 0 or whole != again or _same(whole, first + second):
         return
+    declared = getattr(task, "reduction", "")  # of `model_loss`
+    if declared == "mean" and _same(whole, 2 * (first + second)):
+        raise UsageError(
+            f"the model returns a sum over the batch, but task.reduction is mean: {whole:.6g} for {samples} samples, "
+            f"and {first:.6g} and {second:.6g} for its halves",
+            hints=['set task.reduction = "sum"'],
+            key="task.reduction",
+        )
+    if not _same(2 * whole, first + second):
+        return
+    if declared == "sum":
+        raise UsageError(
+            f"the model returns a mean over the batch, but task.reduction is sum: {whole:.6g} for {samples} samples, "
+            f"and {first:.6g} and {second:.6g} for its halves",
+            hints=['set task.reduction = "mean", and task.over if it is a mean over targets'],
+            key="task.reduction",
+        )
     if items[2] is not None and not _same(float(items[2]), sum(float(each or 0) for each in items[:2])):
         return  # its items are batches: the mean over one is the sum over its items
     raise UsageError(

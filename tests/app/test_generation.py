@@ -17,7 +17,7 @@ from ddpforge.app.generation import Sampling, check_language, generate
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.classification import Classification
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.cli import main
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import AttentionContext
@@ -183,7 +183,7 @@ def test_model_whose_earlier_tokens_depend_on_later_ones_is_not_cached(model: nn
 
 def test_other_tasks_and_data_without_encode_are_rejected() -> None:
     assert "does not predict the next token" in refused(UsageError, lambda: check_language(Classification(), Letters()))
-    assert "encode(text)" in refused(PluginError, lambda: check_language(LanguageModelling(), [1]))
+    assert "encode(text)" in refused(PluginError, lambda: check_language(LanguageModeling(), [1]))
     assert "has no tokens" in refused(UsageError, lambda: drawn("1", ""))
 
 

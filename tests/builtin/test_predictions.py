@@ -10,7 +10,7 @@ from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.builtin.tasks.contrastive import Contrastive
 from ddpforge.builtin.tasks.diffusion import Diffusion
 from ddpforge.builtin.tasks.gan import Adversarial
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.builtin.tasks.multilabel import Multilabel
 from ddpforge.builtin.tasks.regression import Regression
@@ -61,7 +61,7 @@ def test_multilabel_regression_and_segmentation_predictions() -> None:
 
 def test_language_models_predict_losses_of_tokens_that_count() -> None:
     targets = torch.tensor([[1, -100], [1, 0]])
-    found = predicted(LanguageModelling(), LOGITS.expand(2, 2, 2), (targets, targets))
+    found = predicted(LanguageModeling(), LOGITS.expand(2, 2, 2), (targets, targets))
     assert found["tokens"] == [1, 2]
     assert found["losses"] == [pytest.approx([0.28768, 0], abs=1e-5), pytest.approx([0.28768, 0.28768], abs=1e-5)]
     assert found["loss"] == pytest.approx([0.28768, 0.28768], abs=1e-5)

@@ -9,7 +9,7 @@ import torch
 from support.launched import Ranks
 
 from ddpforge.builtin.models.gpt import GPT
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,7 +95,7 @@ def test_float8_stays_close_to_bf16(losses: Callable[..., list[float]], fp8: str
 def test_chunked_loss_saves_memory_and_keeps_gradients(compile: bool) -> None:
     tokens = torch.randint(32_768, (2, 2048), device="cuda")
 
-    def trained(task: LanguageModelling) -> tuple[float, torch.Tensor, int]:
+    def trained(task: LanguageModeling) -> tuple[float, torch.Tensor, int]:
         torch.manual_seed(0)
         model = GPT(vocab_size=32_768, block_size=2048, layers=1, heads=2, width=128).cuda()
         if compile:
@@ -108,8 +108,8 @@ def test_chunked_loss_saves_memory_and_keeps_gradients(compile: bool) -> None:
         assert model.tokens.weight.grad is not None
         return loss.item(), model.tokens.weight.grad, torch.cuda.max_memory_allocated() - before
 
-    loss, gradient, peak = trained(LanguageModelling())
-    found, chunked, less = trained(LanguageModelling(loss_chunk=512))
+    loss, gradient, peak = trained(LanguageModeling())
+    found, chunked, less = trained(LanguageModeling(loss_chunk=512))
     assert found == pytest.approx(loss, rel=1e-3)
     assert (chunked - gradient).norm() < 0.02 * gradient.norm()
     assert less < peak / 2  # whole: 0.5 GiB of logits, in fp32

@@ -27,11 +27,11 @@ import json
 import warnings
 
 import torch
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.interfaces import Callback
 
 
-class Poisoned(LanguageModelling):
+class Poisoned(LanguageModeling):
     "Returns NaN as the loss of the first and the seventh training pass."
 
     def __init__(self, **options):

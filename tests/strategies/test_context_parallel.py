@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.mlp import MLP
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Pass
@@ -91,7 +91,7 @@ def gpt() -> GPT:
 
 
 def test_model_and_task_are_checked_before_ranks_join() -> None:
-    task = LanguageModelling()
+    task = LanguageModeling()
     FSDP(context=2).check(gpt(), task, ())
     FSDP().check(MLP(inputs=4, outputs=2), task, ())
     cases: list[tuple[nn.Module, Any, str]] = [

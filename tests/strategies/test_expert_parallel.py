@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.moe import ExpertLayers, MoEGPT
-from ddpforge.builtin.tasks.moe_language_modelling import MoELanguageModelling
+from ddpforge.builtin.tasks.moe_language_modeling import MoELanguageModeling
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Pass
 from ddpforge.strategies.fsdp import FSDP
@@ -82,7 +82,7 @@ def moe(experts: int = 4) -> MoEGPT:
 
 
 def test_models_without_experts_or_with_too_few_are_refused_before_ranks_join() -> None:
-    task = MoELanguageModelling()
+    task = MoELanguageModeling()
     FSDP(experts=2).check(moe(), task, ())
     message = refused(UsageError, lambda: FSDP(experts=2).check(GPT(width=4, heads=1, layers=1), task, ()))
     assert message.startswith("strategy.experts = 2 spreads experts over ranks, but GPT has no such experts")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from ddpforge.builtin.models.gpt import GPT
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.errors import StrategyError, UsageError
 from ddpforge.interfaces import Pass, Strategy
 from ddpforge.strategies.ddp import DDP
@@ -34,7 +34,7 @@ class Run:
         optimizer: Any = None,
         sizes: Any = None,
         dtype: torch.dtype = torch.float32,
-        task: type[LanguageModelling] = LanguageModelling,
+        task: type[LanguageModeling] = LanguageModeling,
         **options: Any,
     ) -> None:
         settings: Any = {"clip_norm": 0.5, "global_batch": 8} | options
@@ -152,7 +152,7 @@ def test_other_models_and_options_equal_one_process(strategy: Any, options: Any)
         assert worst(found, one) < 1e-5
 
 
-class Exact(LanguageModelling):
+class Exact(LanguageModeling):
     """Computes the loss in the model's own precision."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -282,10 +282,10 @@ def test_options_without_tensor_parallelism_and_compilation_with_it_are_refused(
 
 
 def test_loss_parallel_is_refused_for_a_loss_that_needs_whole_logits() -> None:
-    task = LanguageModelling()
+    task = LanguageModeling()
     task.takes_split_logits = False
     said = refused(UsageError, lambda: FSDP(tensor=2, loss_parallel=True).check(GPT(**SIZES), task, []))
-    assert said.startswith("strategy.loss_parallel = true keeps logits split, but LanguageModelling needs whole logits")
+    assert said.startswith("strategy.loss_parallel = true keeps logits split, but LanguageModeling needs whole logits")
 
 
 class Halves(nn.Module):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.interfaces import AuxiliaryModule, Callback, Replica, RunContext, StepInfo, Task, Total
 from ddpforge.strategies.ddp import DDP
 
@@ -496,7 +496,7 @@ class Hears(Callback):
             print(what, file=file)
 
 
-class Spoils(LanguageModelling):
+class Spoils(LanguageModeling):
     """Returns NaN as the loss of some training batches, selected by their tokens."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

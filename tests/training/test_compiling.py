@@ -8,7 +8,7 @@ from support.forked import train
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.classification import Classification
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.builtin.tasks.segmentation import Segmentation
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Task
@@ -16,7 +16,7 @@ from ddpforge.training.assemble import compile_losses
 
 TASKS = {
     "classification": (Classification(label_smoothing=0.1), (8, 10), (8,)),
-    "language_modeling": (LanguageModelling(ignore_index=3), (2, 5, 10), (2, 5)),
+    "language_modeling": (LanguageModeling(ignore_index=3), (2, 5, 10), (2, 5)),
     "segmentation": (Segmentation(ignore_index=3), (2, 10, 4, 4), (2, 4, 4)),
 }
 

@@ -20,8 +20,8 @@ from torch.optim import SGD
 
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.moe import MoEGPT
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
-from ddpforge.builtin.tasks.moe_language_modelling import MoELanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
+from ddpforge.builtin.tasks.moe_language_modeling import MoELanguageModeling
 from ddpforge.data import MicroBatch
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import AttentionContext, Contract, Strategy, Task, World
@@ -114,12 +114,12 @@ def test_correct_declarations_differ_only_by_rounding() -> None:
         def moe() -> nn.Module:
             return MoEGPT(**SIZES, experts=4)
 
-        lm = LanguageModelling
+        lm = LanguageModeling
         return [
             compare(FSDP(tensor=2, sequence_parallel=True, loss_parallel=True), gpt(dropout=0.5), lm()),
             compare(FSDP(tensor=2, plan=GPT_PLAN), gpt(), lm()),
             compare(FSDP(context=2), gpt(dropout=0.5), lm(), precision="bf16"),
-            compare(FSDP(experts=2), moe, MoELanguageModelling()),
+            compare(FSDP(experts=2), moe, MoELanguageModeling()),
             *(
                 compare(Pipeline(schedule=schedule), gpt(), lm())
                 for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
@@ -134,7 +134,7 @@ def test_correct_declarations_differ_only_by_rounding() -> None:
 @pytest.mark.full
 def test_correct_declarations_in_several_dimensions_differ_only_by_rounding() -> None:
     def right() -> list[Result]:
-        lm = LanguageModelling
+        lm = LanguageModeling
         return [
             compare(FSDP(tensor=2, context=2, loss_parallel=True), gpt(), lm()),
             compare(FSDP(tensor=2, replicas=2, sequence_parallel=True), gpt(), lm()),
@@ -236,7 +236,7 @@ def test_wrong_declarations_are_refused_with_the_first_module_that_differs() -> 
         plain = {"data": vectors}
         scaled = lambda: Net(nn.Identity(), factor=2.0)  # noqa: E731
         return [
-            compare(FSDP(tensor=2, plan=fused), gpt(), LanguageModelling()),
+            compare(FSDP(tensor=2, plan=fused), gpt(), LanguageModeling()),
             compare(FSDP(tensor=2), lambda: Net(nn.Softmax(-1)), Squares(), **plain),
             compare(FSDP(tensor=2), lambda: Net(LessMean(-1)), Squares(), **plain),
             compare(FSDP(tensor=2), lambda: Net(nn.LayerNorm(16)), Squares(), **plain),

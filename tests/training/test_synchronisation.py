@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpforge.builtin.models.gpt import GPT
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.data import MicroBatch
 from ddpforge.interfaces import Strategy, Total, World
 from ddpforge.ranks.collectives import CollectiveRanks, ProcessGroup, SingleRank
@@ -109,7 +109,7 @@ def stepper(strategy: Strategy, ranks: CollectiveRanks, optimizer: type[Optimize
     replica: Any = strategy.prepare(model, optimizer(model.parameters(), lr=0.1))  # type: ignore[call-arg]
     if ranks.size > 1:
         replica.module.register_comm_hook(None, identity_hook)
-    return Stepper(strategy.world, replica, LanguageModelling(), seed=0)
+    return Stepper(strategy.world, replica, LanguageModeling(), seed=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])

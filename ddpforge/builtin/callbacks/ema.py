@@ -31,18 +31,18 @@ class EMA(Callback):
         decay: Annotated[
             float, Field(gt=0, lt=1, examples=[0.999], description="Weight of the old average in an update.")
         ],
+        warmup: Annotated[
+            bool, Field(description="Use a smaller decay at first: at most (1 + n) / (10 + n) in update n from 0.")
+        ] = False,
         every: Annotated[int, Field(ge=1, le=2**31, description="Optimizer steps per update.")] = 1,
         evaluate: Annotated[bool, Field(description="Evaluate the averaged weights, not the live ones.")] = True,
     ) -> None:
-        self._decay = decay
+        self._decay, self._warmup = decay, warmup
         self._every = every
         self._evaluate = evaluate
 
     def on_start(self, run: RunContext) -> None:
         """Copies this rank's parts of the initial weights."""
-        from torch.optim.swa_utils import get_ema_multi_avg_fn
-
-        self._update = get_ema_multi_avg_fn(self._decay)  # type: ignore[no-untyped-call]
         self._weights = run.weights
         self._live = [part.tensor for part in run.weights.shards().values()]
         self._averages = [_at_least_fp32(tensor).clone() for tensor in self._live]
@@ -57,7 +57,15 @@ class EMA(Callback):
             _copy(self._averages, self._live)
         self._begun = True
         if info.step % self._every == 0:
-            self._update(self._averages, [_at_least_fp32(tensor) for tensor in self._live], 0)
+            self._update(info.step // self._every - 1)
+
+    def _update(self, number: int) -> None:
+        """Makes the update `number` (0 for the first of the run)."""
+        from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+        decay = min(self._decay, (1 + number) / (10 + number)) if self._warmup else self._decay
+        update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        update(self._averages, [_at_least_fp32(tensor) for tensor in self._live], 0)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -36,13 +36,16 @@ def adamw(
     ] = (0.9, 0.999),
     eps: Annotated[float, Field(ge=1e-30, le=1, description="Added to the denominator.")] = 1e-8,
     weight_decay: _WeightDecay = 0.01,
+    amsgrad: Annotated[
+        bool, Field(description="Divide by the largest average of the square so far (Reddi et al., 2018).")
+    ] = False,
     fused: _Fused = "auto",
 ) -> AdamW:
     """Returns `torch.optim.AdamW` (Loshchilov and Hutter, 2019); `params` are parameter groups."""
     from torch.optim import AdamW
 
     fused = _can_fuse(params) if fused == "auto" else fused
-    return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+    return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=fused)
 
 
 def sgd(

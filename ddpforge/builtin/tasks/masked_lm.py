@@ -1,4 +1,4 @@
-"""Masked language modelling: prediction of masked tokens."""
+"""Masked language modeling: prediction of masked tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ddpforge.builtin.tasks.forms import IGNORED, by_name, cross_entropy
-from ddpforge.builtin.tasks.language_modelling import of_sequences
+from ddpforge.builtin.tasks.language_modeling import of_sequences
 from ddpforge.builtin.tasks.sequences import check_sizes, lengths_of, logits_of, tokens_of
 from ddpforge.interfaces import Data, Metric, SampleColumns, Task, Total
 

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_iter
 
 from ddpforge.data import MicroBatch, RankShare, open_data
+from ddpforge.data.collating import BatchKeys
 from ddpforge.interfaces import Replica, RunContext, Task, Tracker, World
 from ddpforge.ranks import heartbeat
 from ddpforge.strategies import torch_replica
@@ -123,6 +124,7 @@ def _batches(parts: Built, world: World, most: int | None) -> tuple[MicroBatch, 
         workers=0,
         prefetch=2,
         pin=False,
+        keys=BatchKeys.of(parts.recipe.data),
     )
     if parts.strategy.simulation.micro_batches(world.global_ranks.size) is None:
         most = _MICRO_BATCHES

@@ -130,7 +130,7 @@ class _NotSaving(CheckpointSaver):
 # ---------------------------------------------------------------------------------------------- other parts
 def without_the_rest(dealt: Dealt, factor: Callable[[int], float]) -> Dealt:
     """Returns the stage without callbacks and evaluations; `factor` of a step multiplies the learning rates."""
-    return replace(dealt, callbacks={}, evaluation={}, schedules={"": factor})
+    return replace(dealt, callbacks={}, evaluation={}, schedules={"": factor}, value_schedules={})
 
 
 class _Instead:

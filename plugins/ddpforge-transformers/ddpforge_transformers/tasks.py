@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy
-from ddpforge.builtin.tasks.language_modelling import of_sequences
+from ddpforge.builtin.tasks.language_modeling import of_sequences
 from ddpforge.interfaces import Metric, Task, Total
 from pydantic import Field
 from torch import Tensor, nn

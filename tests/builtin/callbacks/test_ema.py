@@ -63,6 +63,16 @@ def test_twenty_steps_match_the_formula(every: int) -> None:
     torch.testing.assert_close(averages_of(ema), expected)
 
 
+def test_warmup_averages_the_first_weights_less() -> None:
+    model = net()
+    ema, expected = started(model, warmup=True, decay=0.5), snapshot(model)
+    for step in range(1, 21):
+        step_and_average(model, ema, range(step, step + 1))
+        decay = min(0.5, step / (9 + step))
+        expected = {name: decay * expected[name] + (1 - decay) * p for name, p in snapshot(model).items()}
+    torch.testing.assert_close(averages_of(ema), expected)
+
+
 def test_evaluation_uses_averages_and_live_buffers() -> None:
     model = net()
     ema = started(model)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.builtin.models.moe import Mixture, MoEGPT
-from ddpforge.builtin.tasks.moe_language_modelling import MoELanguageModelling
+from ddpforge.builtin.tasks.moe_language_modeling import MoELanguageModeling
 from ddpforge.errors import UsageError
 
 
@@ -60,7 +60,7 @@ def test_moe_is_causal_and_sequences_are_independent() -> None:
 
 
 def test_batch_loss_is_the_sum_of_its_sequences_with_balance_weighted_by_targets() -> None:
-    task, model = MoELanguageModelling(aux_loss_weight=0.5), gpt()
+    task, model = MoELanguageModeling(aux_loss_weight=0.5), gpt()
     tokens = torch.randint(16, (4, 8))
     targets = torch.where(torch.arange(8) < torch.tensor([[8], [3], [5], [1]]), tokens.roll(-1, 1), -100)
     loss, outputs = task.loss(model, (tokens, targets))
@@ -76,6 +76,6 @@ def test_batch_loss_is_the_sum_of_its_sequences_with_balance_weighted_by_targets
 
 def test_model_without_experts_and_too_large_top_k_are_refused() -> None:
     with pytest.raises(UsageError, match="Linear does not return `balance` and `dropped`"):
-        MoELanguageModelling().loss(nn.Linear(8, 8), (torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int64)))
+        MoELanguageModeling().loss(nn.Linear(8, 8), (torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int64)))
     with pytest.raises(ValueError, match="top_k = 4 is not less than experts = 4"):
         gpt(top_k=4)

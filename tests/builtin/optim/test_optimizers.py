@@ -34,12 +34,16 @@ def trained(build: Build) -> list[Tensor]:
             lambda groups: AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, fused=False),
         ),
         (
+            lambda groups: adamw(groups, lr=1e-2, amsgrad=True),
+            lambda groups: AdamW(groups, lr=1e-2, amsgrad=True, fused=False),
+        ),
+        (
             lambda groups: sgd(groups, lr=1e-3, momentum=0.9, nesterov=True, weight_decay=0.1),
             lambda groups: SGD(groups, lr=1e-3, momentum=0.9, nesterov=True, weight_decay=0.1, fused=False),
         ),
         (lambda groups: sgd(groups, lr=1e-3), lambda groups: SGD(groups, lr=1e-3, fused=False)),
     ],
-    ids=["adamw", "sgd with momentum", "sgd"],
+    ids=["adamw", "amsgrad", "sgd with momentum", "sgd"],
 )
 def test_fused_updates_equal_those_of_torchs_loop(ours: Build, torchs: Build) -> None:
     for weight, expected in zip(trained(ours), trained(torchs), strict=True):

@@ -2,13 +2,40 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, MultiStepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    StepLR,
+)
 
-from ddpforge.builtin.optim.schedules import constant, cosine, linear, step, wsd
+from ddpforge.builtin.optim.schedules import (
+    constant,
+    cosine,
+    cosine_restarts,
+    exponential,
+    hf_cosine,
+    hf_linear,
+    inverse_sqrt,
+    linear,
+    onecycle,
+    onecycle_momentum,
+    polynomial,
+    step,
+    wsd,
+)
+from ddpforge.components.registry import Registry
 from ddpforge.interfaces import Duration, Horizon, Schedule
 
 
@@ -77,8 +104,24 @@ def test_milestones_beyond_the_end_are_ignored_with_a_warning(caplog: pytest.Log
         (linear(run(20), min_lr_ratio=0.3), lambda o: LinearLR(o, 1.0, 0.3, total_iters=19)),
         (step(run(20), milestones=[st(5), st(12)]), lambda o: MultiStepLR(o, [5, 12], gamma=0.1)),
         (constant(run(20), warmup=st(8)), lambda o: LinearLR(o, 1 / 8, 1.0, total_iters=7)),
+        (step(run(20), step_size=st(6)), lambda o: StepLR(o, 6, gamma=0.1)),
+        (exponential(run(20), gamma=0.9), lambda o: ExponentialLR(o, 0.9)),
+        (polynomial(run(20), power=2.0), lambda o: PolynomialLR(o, total_iters=19, power=2.0)),
+        (cosine_restarts(run(20), period=st(6)), lambda o: CosineAnnealingWarmRestarts(o, 6)),
+        (
+            cosine_restarts(run(20), period=st(3), period_factor=2, min_lr_ratio=0.1),
+            lambda o: CosineAnnealingWarmRestarts(o, 3, T_mult=2, eta_min=0.1),
+        ),
+        (onecycle(run(20)), lambda o: OneCycleLR(o, 1.0, total_steps=20, cycle_momentum=False)),
+        (
+            onecycle(run(20), rise=0.5, div_factor=10, final_div_factor=100, anneal="linear"),
+            lambda o: OneCycleLR(o, 1.0, 20, None, None, 0.5, "linear", False, div_factor=10, final_div_factor=100),
+        ),
     ],
-    ids=["cosine", "cosine to a floor", "linear", "step", "warm-up"],
+    ids=[
+        *("cosine", "cosine to a floor", "linear", "step", "warm-up", "step_size", "exponential", "polynomial"),
+        *("cosine_restarts", "growing cosine_restarts", "onecycle", "linear onecycle"),
+    ],
 )
 def test_schedules_equal_those_of_torch(
     schedule: Schedule, torchs: Callable[[torch.optim.Optimizer], LRScheduler]
@@ -89,6 +132,48 @@ def test_schedules_equal_those_of_torch(
         assert optimizer.param_groups[0]["lr"] == pytest.approx(schedule(s), abs=1e-12)
         optimizer.step()
         scheduler.step()
+
+
+def test_onecycle_momentum_equals_that_of_torch() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    scheduler, factor = OneCycleLR(optimizer, 1.0, total_steps=20), onecycle_momentum(run(20))
+    for s in range(20):
+        assert optimizer.param_groups[0]["momentum"] == pytest.approx(0.95 * factor(s), abs=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("warmup", [0, 6])
+def test_schedules_equal_those_of_transformers_to_the_last_digit(warmup: int) -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = [
+        optimization.get_linear_schedule_with_warmup(optimizer, warmup, 20),
+        optimization.get_cosine_schedule_with_warmup(optimizer, warmup, 20),
+        optimization.get_cosine_schedule_with_warmup(optimizer, warmup, 20, num_cycles=1.5),
+    ]
+    ours = [
+        hf_linear(run(20), warmup=st(warmup)),
+        hf_cosine(run(20), warmup=st(warmup)),
+        hf_cosine(run(20), warmup=st(warmup), num_cycles=1.5),
+    ]
+    for schedule, scheduler in zip(ours, theirs, strict=True):
+        assert [schedule(s) for s in range(20)] == [scheduler.lr_lambdas[0](s) for s in range(20)]
+
+
+def test_inverse_sqrt_falls_from_the_end_of_the_warm_up() -> None:
+    schedule = inverse_sqrt(run(100), warmup=st(4))
+    assert table(schedule, 5) == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert schedule(16) == pytest.approx(math.sqrt(4 / 16))
+    assert inverse_sqrt(run(100), timescale=st(25))(25) == pytest.approx(1 / math.sqrt(2))
+
+
+def test_a_function_of_the_step_is_a_schedule(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("def halved(step, *, every: int = 10):\n    return 0.5 ** (step // every)\n")
+    registry = Registry.installed()
+    options = registry.options_model("schedule", "./s.py:halved", tmp_path)
+    assert list(options.model_fields) == ["every"]
+    assert table(registry.load("schedule", "./s.py:halved", tmp_path)(every=2), 5) == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
 def test_factor_is_a_pure_function_of_the_step() -> None:
@@ -118,16 +203,21 @@ def test_run_of_one_step_trains_at_the_full_rate(schedule: Callable[[Horizon], S
         (cosine(run(), min_lr_ratio=0.2), 0.2),
         (step(run(), milestones=[st(2)]), 0.1),
         (wsd(run(), decay=st(2), min_lr_ratio=0.2), 0.2),
+        (polynomial(run(), min_lr_ratio=0.2), 0.2),
+        (onecycle_momentum(run(), lowest=0.5), 1.0),
     ],
 )
 def test_steps_beyond_the_run_keep_the_last_factor(schedule: Schedule, last: float) -> None:
     assert schedule(9) == schedule(10) == schedule(1000) == last
 
 
-def test_constant_and_step_need_no_total() -> None:
+def test_schedules_without_an_end_need_no_total() -> None:
     endless = run(None, None)
     assert table(constant(endless, warmup=st(2)), 3) == [0.5, 1.0, 1.0]
     assert table(step(endless, milestones=[st(2)]), 3) == [1.0, 1.0, 0.1]
+    assert table(exponential(endless, gamma=0.5), 3) == [1.0, 0.5, 0.25]
+    assert table(cosine_restarts(endless, period=st(2)), 3) == [1.0, 0.5, 1.0]
+    assert inverse_sqrt(endless, warmup=st(1))(4) == 0.5
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -144,6 +234,11 @@ def test_constant_and_step_need_no_total() -> None:
             lambda: constant(run(10, None), warmup=Duration(1, "ep")),
             "this data has no epochs of a fixed length; use steps",
         ),
+        (lambda: step(run()), "write either `milestones` or `step_size`"),
+        (lambda: step(run(), milestones=[st(3)], step_size=st(3)), "write either `milestones` or `step_size`"),
+        (lambda: inverse_sqrt(run()), "timescale: write `timescale` or `warmup`"),
+        (lambda: exponential(run(), gamma=0.5, period=st(0)), "period: 0st is less than a step"),
+        (lambda: onecycle(run(None)), "needs the run's length in steps"),
         (lambda: step(run(), milestones=[st(3), st(3)]), r"must increase, but in steps they are \[3, 3\]"),
         (lambda: step(run(), milestones=[st(0)]), "milestones: the first is step 0, but it must be step 1 or later"),
         (lambda: step(run(), milestones=[st(1)], warmup=st(2)), "is step 1, but it must be step 2 or later"),

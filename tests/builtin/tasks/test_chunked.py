@@ -14,7 +14,7 @@ from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.lora import lora
 from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.chunked import chunked_cross_entropy
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.errors import UsageError
 from ddpforge.training.memory_tracker import MemoryTracker
 
@@ -34,7 +34,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def gradients(task: LanguageModelling, model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def gradients(task: LanguageModeling, model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         loss, _ = task.loss(model, batch())
     assert loss.dtype == torch.float32
@@ -45,8 +45,8 @@ def gradients(task: LanguageModelling, model: nn.Module, dtype: torch.dtype | No
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_and_gradients_equal_those_of_whole_logits(chunk: int, tied: bool) -> None:
-    whole = gradients(LanguageModelling(), small(tie_embeddings=tied))
-    found = gradients(LanguageModelling(loss_chunk=chunk), small(tie_embeddings=tied))
+    whole = gradients(LanguageModeling(), small(tie_embeddings=tied))
+    found = gradients(LanguageModeling(loss_chunk=chunk), small(tie_embeddings=tied))
     assert found.keys() == whole.keys()
     for name, gradient in whole.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
@@ -54,9 +54,9 @@ def test_loss_and_gradients_equal_those_of_whole_logits(chunk: int, tied: bool) 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_weight_gradients_accumulate_in_fp32_under_bf16(chunk: int) -> None:
-    exact = gradients(LanguageModelling(), small())
-    whole = gradients(LanguageModelling(), small(), torch.bfloat16)
-    found = gradients(LanguageModelling(loss_chunk=chunk), small(), torch.bfloat16)
+    exact = gradients(LanguageModeling(), small())
+    whole = gradients(LanguageModeling(), small(), torch.bfloat16)
+    found = gradients(LanguageModeling(loss_chunk=chunk), small(), torch.bfloat16)
     torch.testing.assert_close(found["loss"], whole["loss"], rtol=1e-6, atol=0)
     for name, gradient in whole.items():
         assert found[name].dtype == torch.float32
@@ -91,7 +91,7 @@ def test_nonfinite_logits_of_ignored_targets_have_zero_gradients() -> None:
 def test_only_one_chunk_of_logits_is_in_memory() -> None:
     """Uses 512 targets and 4,096 tokens in fp32: 8 MiB of logits."""
 
-    def peak(task: LanguageModelling) -> int:
+    def peak(task: LanguageModeling) -> int:
         model = small(vocab_size=4096, block_size=512, layers=1)
         tokens = torch.zeros(1, 512, dtype=torch.int64)
         with (ledger := MemoryTracker(lambda: "forward", real=True)):
@@ -100,12 +100,12 @@ def test_only_one_chunk_of_logits_is_in_memory() -> None:
         return ledger.peak
 
     logits = 512 * 4096 * 4
-    assert peak(LanguageModelling()) > 2 * logits
-    assert peak(LanguageModelling(loss_chunk=32)) < logits / 4
+    assert peak(LanguageModeling()) > 2 * logits
+    assert peak(LanguageModeling(loss_chunk=32)) < logits / 4
 
 
 def test_evaluation_allocates_no_gradients() -> None:
-    model, task = small(vocab_size=4096, width=64), LanguageModelling(loss_chunk=8)
+    model, task = small(vocab_size=4096, width=64), LanguageModeling(loss_chunk=8)
     with torch.no_grad(), (ledger := MemoryTracker(lambda: "forward", real=True)):
         task.loss(model, batch())
     assert ledger.peak < 4096 * 64 * 4  # the size of the weight's gradient alone
@@ -113,11 +113,11 @@ def test_evaluation_allocates_no_gradients() -> None:
 
 @pytest.mark.full  # tests/training/test_compiling.py compiles another loss
 def test_chunked_loss_compiles_with_the_model() -> None:
-    whole = gradients(LanguageModelling(), small())
+    whole = gradients(LanguageModeling(), small())
     model = small()
     torch._dynamo.reset()
     model.compile(backend="aot_eager", fullgraph=True)
-    task = LanguageModelling(loss_chunk=16)
+    task = LanguageModeling(loss_chunk=16)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):
             model.zero_grad()
@@ -129,7 +129,7 @@ def test_chunked_loss_compiles_with_the_model() -> None:
 # ---------------------------------------------------------------------------------------------- refusals
 def test_error_for_targets_out_of_range_names_them() -> None:
     tokens = torch.zeros(2, 3, dtype=torch.int64)
-    said = refused(UsageError, lambda: LanguageModelling(loss_chunk=4).loss(small(), (tokens, tokens + 50)))
+    said = refused(UsageError, lambda: LanguageModeling(loss_chunk=4).loss(small(), (tokens, tokens + 50)))
     assert "float32 [2, 3, 50] and the targets int64 [2, 3] from 50 to 50 do not fit together" in said
     assert "there are 50 classes, from 0 to 49" in said
 
@@ -148,9 +148,9 @@ def test_model_without_support_for_loss_chunk_is_refused(model: Callable[[], nn.
     with pytest.raises(
         ValueError, match=r"task\.loss_chunk = 4 computes the loss within .* takes_loss_function = True"
     ):
-        LanguageModelling(loss_chunk=4).check(model(), object())
-    LanguageModelling().check(model(), object())
-    LanguageModelling(loss_chunk=4).check(lora(base=small(tie_embeddings=False), targets=["qkv"]), object())
+        LanguageModeling(loss_chunk=4).check(model(), object())
+    LanguageModeling().check(model(), object())
+    LanguageModeling(loss_chunk=4).check(lora(base=small(tie_embeddings=False), targets=["qkv"]), object())
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

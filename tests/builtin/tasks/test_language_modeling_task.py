@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddpforge.builtin.datasets.text import Text
 from ddpforge.builtin.models.gpt import GPT
-from ddpforge.builtin.tasks.language_modelling import LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 
 IGNORED = -100
 
@@ -41,7 +41,7 @@ def test_tokens_have_equal_weights_for_any_split_of_a_batch() -> None:
     whole = [batch([1, 3, 5, 7], first=0)]
     micro = [batch([1, 3], first=0), batch([5, 7], first=4)]
     single = [batch([1], 0), batch([3], 1), batch([5], 4), batch([7], 9)]
-    task = LanguageModelling()
+    task = LanguageModeling()
 
     for batches in (whole, micro, single):
         model = OneWeight()
@@ -55,7 +55,7 @@ def test_tokens_have_equal_weights_for_any_split_of_a_batch() -> None:
 
 
 def test_ignored_targets_are_neither_summed_nor_counted() -> None:
-    task = LanguageModelling(ignore_index=0)
+    task = LanguageModeling(ignore_index=0)
     tokens, targets = torch.ones(1, 4, dtype=torch.int64), torch.tensor([[1, 0, 1, 0]])
     loss, logits = task.loss(OneWeight(), (tokens, targets))
     assert loss.item() == pytest.approx(2 * math.log(2))
@@ -66,19 +66,19 @@ def test_ignored_targets_are_neither_summed_nor_counted() -> None:
 
 
 def test_perplexity_and_bits_are_computed_from_the_mean_loss() -> None:
-    assert LanguageModelling().finish({"loss": math.log(8), "other": 1.0}) == pytest.approx(
+    assert LanguageModeling().finish({"loss": math.log(8), "other": 1.0}) == pytest.approx(
         {"loss": math.log(8), "other": 1.0, "perplexity": 8.0, "bits_per_token": 3.0}
     )
 
 
 @pytest.mark.parametrize(("loss", "perplexity"), [(1e9, math.inf), (math.inf, math.inf), (math.nan, math.nan)])
 def test_perplexity_of_a_diverged_loss_does_not_overflow(loss: float, perplexity: float) -> None:
-    assert LanguageModelling().finish({"loss": loss})["perplexity"] == pytest.approx(perplexity, nan_ok=True)
+    assert LanguageModeling().finish({"loss": loss})["perplexity"] == pytest.approx(perplexity, nan_ok=True)
 
 
 def test_bits_are_per_byte_if_tokens_are_bytes(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text " * 100)
-    model, task = GPT(layers=1, width=8, heads=1, block_size=8), LanguageModelling()
+    model, task = GPT(layers=1, width=8, heads=1, block_size=8), LanguageModeling()
     for level, name in (("bytes", "bits_per_byte"), ("characters", "bits_per_token")):
         data = Text(path=tmp_path / "text.txt", split="train", block_size=8, level=level, seed=0)  # type: ignore[arg-type]
         task.check(model, data)
@@ -86,7 +86,7 @@ def test_bits_are_per_byte_if_tokens_are_bytes(tmp_path: Path) -> None:
 
 
 def test_error_for_data_that_exceeds_the_model_names_the_option() -> None:
-    data, task = Text(split="eval", block_size=64, seed=0), LanguageModelling()
+    data, task = Text(split="eval", block_size=64, seed=0), LanguageModeling()
     task.check(nn.Identity(), data)
     with pytest.raises(ValueError, match=r"256 different tokens, but the model takes 100; set model.vocab_size = 256"):
         task.check(GPT(vocab_size=100, layers=1, width=8), data)

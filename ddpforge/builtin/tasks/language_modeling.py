@@ -1,4 +1,4 @@
-"""Language modelling: prediction of the next token."""
+"""Language modeling: prediction of the next token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
-class LanguageModelling(Task):
+class LanguageModeling(Task):
     """Cross-entropy of logits [B, T, V] and int64 tokens [B, T]; a batch is (tokens, targets).
 
     Every target has the same weight, for any distribution over micro-batches and ranks; targets equal to `ignore_index`

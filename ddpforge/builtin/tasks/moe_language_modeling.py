@@ -1,4 +1,4 @@
-"""Language modelling with a mixture of experts and a load-balancing loss."""
+"""Language modeling with a mixture of experts and a load-balancing loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from pydantic import Field
 
 from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, pair
-from ddpforge.builtin.tasks.language_modelling import Batch, LanguageModelling
+from ddpforge.builtin.tasks.language_modeling import Batch, LanguageModeling
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import Total
 
@@ -22,7 +22,7 @@ class _Outputs(NamedTuple):
     dropped: Tensor  # [B]
 
 
-class MoELanguageModelling(LanguageModelling):
+class MoELanguageModeling(LanguageModeling):
     """Task `language_modeling` plus a load-balancing loss of the experts, for models such as `moe_gpt`.
 
     The loss is the cross-entropy plus `aux_loss_weight` times the model's aux_loss_weight of each sequence (1 if

@@ -1,0 +1,234 @@
+"""Components given as objects of Python: their part of the recipe, and a registry that returns them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypedDict
+
+from ddpforge.components.kinds import KINDS
+from ddpforge.components.registry import OBJECT, Registry
+from ddpforge.errors import UsageError
+from ddpforge.recipe.toml import Table
+
+__all__ = ["GivenObjects", "Objects", "name_of"]
+
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_RECORDED = (bool, int, float, str)
+
+
+class Objects(TypedDict, total=False):
+    """Objects that replace components of a recipe: instances, or functions that return them (classes, too).
+
+    A dict as `eval_data` has several evaluation sets by name. `optimizer` is a function of the parameters, `schedule` a
+    function of the step.
+    """
+
+    model: Any
+    task: Any
+    train_data: Any
+    eval_data: Any
+    sampler: Any
+    optimizer: Any
+    schedule: Any
+    strategy: Any
+    callbacks: Sequence[Any]
+
+
+_TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "model": ("model", ("model",)),
+    "task": ("task", ("task",)),
+    "train_data": ("data", ("data", "train")),
+    "eval_data": ("data", ("data", "eval")),
+    "sampler": ("sampler", ("data", "sampler")),
+    "optimizer": ("optimizer", ("optimizer",)),
+    "schedule": ("schedule", ("schedule",)),
+    "strategy": ("strategy", ("strategy",)),
+}
+
+
+@dataclass(frozen=True)
+class GivenObjects:
+    """Objects with their names in the recipe: `tables` is the part of the recipe, `components` what to load by name."""
+
+    tables: Table
+    components: Mapping[tuple[str, str], Callable[..., Any]]
+    given: dict[tuple[str, ...], tuple[str, Any]]  # argument and object, by the table of the recipe
+
+    @classmethod
+    def of(cls, objects: Objects) -> GivenObjects:
+        """Checks the objects and names them; raises UsageError for an object that cannot be used."""
+        given = {name: value for name, value in objects.items() if value is not None}
+        if unknown := sorted(given.keys() - Objects.__annotations__.keys()):
+            raise UsageError(
+                f"`{unknown[0]}` is no object of a run", hints=[f"there are {', '.join(_TABLES)}, callbacks"]
+            )
+        found = cls({}, {}, {})
+        for name, (kind, path) in _TABLES.items():
+            value = given.get(name)
+            if isinstance(value, dict) and name == "eval_data":
+                for key, one in value.items():
+                    found._add(f"eval_data[{key!r}]", kind, (*path, str(key)), one)
+            elif value is not None:
+                found._add(name, kind, path, value)
+        callbacks: Any = given.get("callbacks", ())
+        if not isinstance(callbacks, list | tuple):
+            raise UsageError(f"callbacks is a {type(callbacks).__name__}, not a list", hints=["callbacks=[…]"])
+        for one in callbacks:
+            words = _WORDS.sub("_", _class_of(one).__name__).lower()
+            number = sum(
+                re.fullmatch(rf"{words}(_\d+)?", name) is not None for name in found.tables.get("callbacks", ())
+            )
+            found._add("callbacks", "callback", ("callbacks", f"{words}_{number + 1}" if number else words), one)
+        return found
+
+    def registry(self) -> Registry:
+        """Returns the installed components, and these objects."""
+        return Registry.installed().with_objects(self.components)
+
+    def references(self) -> list[str]:
+        """Returns changes to a recipe that name the objects by their modules, for processes that import them.
+
+        Raises UsageError for an object that another process cannot import.
+        """
+        return [f"{'.'.join((*path, 'use'))}={_reference(path, *given)}" for path, given in self.given.items()]
+
+    def _add(self, argument: str, kind: str, path: tuple[str, ...], value: Any) -> None:
+        _check(argument, kind, value)
+        table: Any = self.tables
+        for key in path[:-1]:
+            table = table.setdefault(key, {})
+        use = name_of(value)
+        # A name never depends on the other objects: an evaluation may get fewer of them than the run.
+        if path[:2] == ("data", "eval") or (kind, use) in self.components:
+            use = f"{use} ({'.'.join(path[1:])})"
+        table[path[-1]] = {"use": use}
+        self.given[path] = argument, value
+        components: Any = self.components
+        components[kind, use] = value if _is_factory(kind, value) else _returning(value)
+
+
+def name_of(value: Any) -> str:
+    """Returns the name of an object in a recipe: "<object> mymodule.Net"."""
+    owner = value if isinstance(value, type) or inspect.isfunction(value) else _class_of(value)
+    return f"{OBJECT}{owner.__module__}.{owner.__qualname__}"
+
+
+def _reference(path: tuple[str, ...], argument: str, value: Any) -> str:
+    if not (isinstance(value, type) or inspect.isfunction(value)):
+        raise UsageError(
+            f"{argument} is an object of this process, which launch cannot send to the processes that it starts",
+            hints=[
+                f"give a class or a function in a module: {argument}=Name; the recipe sets its options",
+                "or train in this process: ddpforge.train(…), or start this script by torchrun",
+            ],
+        )
+    name = f"{value.__module__}:{value.__qualname__}"
+    if value.__module__ == "__main__" or "<" in value.__qualname__:
+        raise UsageError(
+            f"{argument} is `{name}`, which other processes cannot import",
+            hints=["move it to a file, e.g. parts.py, and import it: from parts import …"],
+        )
+    return json.dumps(name)
+
+
+def _class_of(value: Any) -> Any:
+    """Returns the class or function behind an object, a class, or a `functools.partial`."""
+    value = getattr(value, "func", value)
+    return value if isinstance(value, type) or inspect.isfunction(value) else type(value)
+
+
+def _is_factory(kind: str, value: Any) -> bool:
+    """True for a class, or a function that returns the component; False for the component itself."""
+    if kind == "schedule":
+        return isinstance(value, type) or next(iter(inspect.signature(value).parameters), "") in ("step", "horizon")
+    return isinstance(value, type) or (_is_function(value) and KINDS[kind].mismatch(value) is not None)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, type | partial) or inspect.isroutine(value)
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    """Returns a component that has the arguments of the object's constructor as options, as far as they are known."""
+    try:
+        names = list(inspect.signature(type(value)).parameters)
+    except ValueError:  # a class written in C
+        names = []
+    known = {name: getattr(value, name) for name in names if type(getattr(value, name, None)) in _RECORDED}
+
+    def component(**options: Any) -> Any:
+        for name, option in options.items():
+            if option != known[name]:
+                raise ValueError(f"{name} = {option!r}, but the object was made with {name} = {known[name]!r}")
+        return value
+
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=own, annotation=type(own))
+        for name, own in known.items()
+    ]
+    component.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    component.__name__ = type(value).__name__
+    return component
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+def _check(argument: str, kind: str, value: Any) -> None:
+    """Raises UsageError for an object of another kind, with what to give instead."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    noun = KINDS[kind].noun or kind
+    if isinstance(value, str):
+        hints = [f"write the name in the recipe: {{{argument!r}: {{'use': {value!r}}}}}"]
+        raise UsageError(f"{argument} is the text {value!r}, not an object", hints=hints)
+    if isinstance(value, DataLoader):
+        hints = [
+            f"give its dataset: {argument}=loader.dataset",
+            "the recipe sets the batch size (train.global_batch), the order ([data.sampler]) and data.workers",
+            "a `collate_fn` is a method `collate(samples)` of the dataset",
+        ]
+        raise UsageError(f"{argument} is a DataLoader, which ddpforge makes itself", hints=hints)
+    if isinstance(value, torch.optim.Optimizer):
+        raise UsageError(
+            f"{argument} is an optimizer that was built already; ddpforge builds it over the parameters of each rank",
+            hints=["give a function: optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)", "or write [optimizer]"],
+        )
+    if kind == "model" and isinstance(value, torch.nn.Module):
+        _check_model(value)
+    if KINDS[kind].mismatch(value) is None or _is_function(value):
+        return
+    raise UsageError(
+        f"{argument} is {_described(value)}, not a {noun}",
+        hints=[f"give {_EXPECTED.get(kind, f'a {noun}')}, or a function that returns one"],
+    )
+
+
+_EXPECTED = {
+    "model": "a torch.nn.Module",
+    "task": "a ddpforge.interfaces.Task",
+    "data": "a dataset: an object with __len__ and __getitem__, or with __iter__",
+    "optimizer": "a function of the parameters, e.g. functools.partial(torch.optim.AdamW, lr=1e-3)",
+}
+
+
+def _check_model(model: Any) -> None:
+    import torch
+
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        raise UsageError(f"model is wrapped in {type(model).__name__}", hints=["give model.module: ddpforge wraps it"])
+    away = next((one for one in model.parameters() if one.device.type not in ("cpu", "meta")), None)
+    if away is not None:
+        raise UsageError(
+            f"model is on {away.device}, but ddpforge moves a model from the CPU to the device of its rank",
+            hints=["give the model before model.to(…); train.device sets the device"],
+        )
+
+
+def _described(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

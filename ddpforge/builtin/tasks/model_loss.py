@@ -1,0 +1,207 @@
+"""Models that return their own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, Metrics, by_name, described
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import SampleColumns, Task, Total
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class ModelLoss(Task):
+    """The loss that the model itself returns, as models of nanoGPT, Transformers and torchvision's detection do.
+
+    A batch that is a tuple is passed by position, `model(*batch)`, a dict by name, `model(**batch)`. With `data.inputs`
+    and `data.targets` the values of these keys are passed by position. The model returns one number, a tuple with one
+    number in it, or a dict or ModelOutput: its entry `loss`, or a dict of losses, which are added up.
+
+    `reduction` and `over` state the model's loss. ddpforge needs a sum over the batch, so a mean is multiplied by the
+    samples, or by the counted targets. The first batch checks it: the loss of a batch must be the sum of the losses of
+    its halves.
+
+    Metrics get the model's output (`output` names an entry of a dict; otherwise `logits`, or the first tensor that is
+    no loss), and the targets of the batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        reduction: Annotated[
+            Literal["mean", "sum"], Field(description="Whether the model returns a mean or a sum over the batch.")
+        ] = "mean",
+        over: Annotated[
+            Literal["samples", "targets"],
+            Field(description="Items of the mean, and of the loss that is reported: samples, or targets that count."),
+        ] = "samples",
+        target: Annotated[
+            str, Field(min_length=1, description="Key of the targets in a batch that is a dict, to count and compare.")
+        ] = "labels",
+        shift: Annotated[
+            bool, Field(description="The model predicts target t + 1 at position t: the first target is not counted.")
+        ] = False,
+        ignore_index: IgnoredTarget = IGNORED,
+        weights: Annotated[
+            Mapping[str, float], Field(description="Factors of a dict of losses by name; 1 for a loss without one.")
+        ] = {},
+        output: Annotated[
+            str | None, Field(min_length=1, description="Entry of the model's dict for metrics and predictions.")
+        ] = None,
+        metrics: Metrics = (),
+    ) -> None:
+        self.reduction, self.over, self.ignore_index = reduction, over, ignore_index
+        self.items = "samples" if over == "samples" else "tokens"
+        self._target, self._shift, self._weights, self._output = target, shift, dict(weights), output
+        self.reports = by_name(metrics)
+        self._names: set[str] = set()
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Returns the model's loss as a sum over the batch, and what the model returned."""
+        returned = call(model, batch)
+        parts = self._losses(returned)
+        loss = sum(self._weights.get(name, 1.0) * part.float() for name, part in parts.items())
+        if self.reduction == "mean":
+            loss = loss * self._size(batch)
+        return loss, (returned, parts if len(parts) > 1 else {})  # type: ignore[return-value]
+
+    def count(self, batch: Any) -> Tensor | None:
+        """Returns the number of targets that count; None for a loss over samples."""
+        return None if self.over == "samples" else self._counted(batch)
+
+    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
+        """Returns each loss of a dict by name, and the recipe's metrics of outputs and targets."""
+        returned, parts = outputs
+        size = self._size(batch)
+        factor = size if self.reduction == "mean" else 1
+        found: dict[str, Total | SampleColumns] = {
+            name: Total(part.detach().float() * factor, size) for name, part in parts.items()
+        }
+        if self.reports:
+            output, targets = self._output_of(returned), self._targets(batch)
+            found |= {name: metric(output, targets) for name, metric in self.reports.items()}
+        return found
+
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """Returns the model's `output`, see `metrics`."""
+        return {"output": self._output_of(call(model, batch))}
+
+    # -- parts
+    def _losses(self, returned: Any) -> dict[str, Tensor]:
+        """Returns the losses in what the model returned, by name."""
+        from torch import Tensor
+
+        if isinstance(returned, Tensor):
+            found = {"loss": returned}
+        elif (entries := _entries(returned)) is not None:
+            loss = entries.get("loss")
+            found = {"loss": loss} if loss is not None else {k: v for k, v in entries.items() if _is_number(v)}
+        elif isinstance(returned, tuple | list):
+            numbers = [one for one in returned if _is_number(one)]
+            found = {"loss": numbers[0]} if len(numbers) == 1 else {}
+        else:
+            found = {}
+        if not found or not all(map(_is_number, found.values())):
+            raise UsageError(
+                f"task model_loss takes the loss that the model returns, but it returns {described(returned)}",
+                hints=[
+                    "return one number, a tuple with one number in it, or a dict with `loss` or with losses",
+                    "use a task that computes the loss from the model's outputs, such as classification",
+                ],
+            )
+        if unknown := sorted(self._weights.keys() - found.keys()):
+            raise UsageError(
+                f"the model returns no loss `{unknown[0]}`",
+                hints=[f"it returns {', '.join(sorted(found))}"],
+                key="task.weights",
+            )
+        return found
+
+    def _size(self, batch: Any) -> Any:
+        return samples_in(batch) if self.over == "samples" else self._counted(batch)
+
+    def _counted(self, batch: Any) -> Tensor:
+        targets = self._targets(batch)
+        counted: Tensor = (targets[:, 1:] if self._shift else targets) != self.ignore_index
+        return counted.sum()
+
+    def _targets(self, batch: Any) -> Any:
+        """Returns the targets of a batch: the entry of a dict, or the last value of a tuple."""
+        if isinstance(batch, Mapping):
+            if self._target not in batch:
+                hints = [f"it has {', '.join(map(str, batch))}"]
+                raise UsageError(f"the batch has no `{self._target}`", hints=hints, key="task.target")
+            return batch[self._target]
+        if isinstance(batch, tuple | list) and len(batch) > 1:
+            return batch[-1]
+        raise UsageError(
+            f"task model_loss needs targets to count or compare, but the data gives {described(batch)}",
+            hints=['set task.over = "samples", and remove task.metrics'],
+            key="task.over",
+        )
+
+    def _output_of(self, returned: Any) -> Any:
+        """Returns what metrics and predictions read."""
+        from torch import Tensor
+
+        entries = _entries(returned)
+        if entries is not None:
+            name = self._output or "logits"
+            if name in entries:
+                return entries[name]
+            found = [value for value in entries.values() if isinstance(value, Tensor) and not _is_number(value)]
+        else:
+            values = returned if isinstance(returned, tuple | list) else [returned]
+            found = [value for value in values if isinstance(value, Tensor) and not _is_number(value)]
+        if found and self._output is None:
+            return found[0]
+        hints = [f"it returns {', '.join(entries)}"] if entries else ["return outputs beside the loss"]
+        raise UsageError(
+            f"the model returns no output for metrics and predictions: {described(returned)}",
+            hints=hints,
+            key="task.output",
+        )
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Calls the model with a batch: a dict by name, a tuple by position, anything else as one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if not isinstance(batch, tuple | list):
+        return model(batch)
+    first, *others = batch
+    return model(*first, *others) if isinstance(first, tuple) else model(first, *others)
+
+
+def samples_in(batch: Any) -> int:
+    """Returns the number of samples in a batch: the length of its first tensor, or of its first list in a tuple."""
+    parts = [*batch.values()] if isinstance(batch, Mapping) else batch
+    return _length(parts[0] if isinstance(batch, Mapping | tuple | list) else parts)
+
+
+def _length(part: Any) -> int:
+    if isinstance(part, Mapping | tuple):
+        return _length(next(iter(part.values() if isinstance(part, Mapping) else part)))
+    return len(part)
+
+
+def _entries(returned: Any) -> Mapping[str, Any] | None:
+    """Returns the entries of a dict, a ModelOutput or a dataclass; None for anything else."""
+    if isinstance(returned, Mapping):
+        return returned
+    if is_dataclass(returned) and not isinstance(returned, type):
+        return {field.name: getattr(returned, field.name) for field in fields(returned)}
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    """True for a floating-point tensor without dimensions."""
+    from torch import Tensor
+
+    return isinstance(value, Tensor) and not value.ndim and value.is_floating_point()

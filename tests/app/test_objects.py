@@ -1,0 +1,277 @@
+"""ddpforge.train: components as objects of Python, recipes as dicts; how such a run is resumed, loaded, evaluated."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ddpforge
+from ddpforge.app.objects import GivenObjects
+from ddpforge.errors import ForgeError, RecipeError, UsageError
+from ddpforge.interfaces import Callback, Task
+
+INPUTS = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(INPUTS, INPUTS[:, :3].argmax(1))
+RECIPE: dict[str, Any] = {
+    "name": "mine",
+    "train.length": "2ep",
+    "train": {"global_batch": 16},
+    "task": {"use": "classification", "metrics": ["accuracy"]},
+    "optimizer": {"use": "sgd", "lr": 0.1},
+}
+
+
+class Net(nn.Module):
+    """A classifier of 8 numbers."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.width, self.layers = width, nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.layers(inputs)
+        return found
+
+
+class Squares(Task):
+    """Sum of squares of the outputs."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Returns the sum of squares."""
+        outputs = model(batch[0])
+        return outputs.square().sum(), outputs
+
+
+class Counting(Callback):
+    """Counts steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step(self, info: Any) -> None:
+        """Counts a step."""
+        self.steps += 1
+
+
+def halved(step: int) -> float:
+    return 0.5**step
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def losses(name: str = "mine") -> list[float]:
+    rows = map(json.loads, Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
+    return [row["eval/loss"] for row in rows if "eval/loss" in row]
+
+
+# ---------------------------------------------------------------------------------------------- training
+def test_objects_train_as_the_same_components_by_name() -> None:
+    counting, model = Counting(), Net()
+    outcome = ddpforge.train(RECIPE, model=model, train_data=DATA, eval_data=DATA, callbacks=[counting])
+    assert repr(outcome).startswith("Outcome(runs/mine: done at step 8, eval/loss")
+    assert counting.steps == 8
+
+    Path("net.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        torch.manual_seed(0)\n"
+        "        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))\n\n"
+        "    def forward(self, inputs):\n        return self.layers(inputs)\n\n\n"
+        "def data():\n    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))\n"
+        "    return torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))\n"
+    )
+    named = {"model.use": "./net.py:Net", "data.train.use": "./net.py:data", "data.eval.use": "./net.py:data"}
+    ddpforge.run(RECIPE | named | {"name": "named"})
+    assert losses() == losses("named")
+    torch.testing.assert_close(model.state_dict(), ddpforge.load("named").model().state_dict())
+
+
+def test_every_component_may_be_an_object() -> None:
+    outcome = ddpforge.train(
+        {"name": "all", "train": {"length": "2st", "global_batch": 16}},
+        model=Net(),
+        task=Squares(),
+        train_data=DATA,
+        eval_data={"one": DATA, "two": DATA},
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        schedule=halved,
+        callbacks=[Counting(), Counting()],
+    )
+    assert outcome.status["metrics"]["eval/one/loss"] == outcome.status["metrics"]["eval/two/loss"]
+    resolved = ddpforge.load_recipe("runs/all/recipe.resolved.toml").recipe
+    assert resolved.model.use == f"<object> {__name__}.Net"
+    assert resolved.model.options == {"width": 16}
+    assert list(resolved.callbacks) == ["counting", "counting_2"]
+
+
+def test_a_class_takes_its_options_from_the_recipe() -> None:
+    ddpforge.train(RECIPE | {"model.width": 4}, model=Net, train_data=DATA)
+    assert ddpforge.load("mine", model=Net).model().layers[0].out_features == 4  # type: ignore[union-attr, index]
+
+
+def test_the_same_objects_resume_evaluate_load_and_predict_a_run() -> None:
+    ddpforge.train(RECIPE, model=Net(), train_data=DATA, eval_data=DATA)
+    ddpforge.train(RECIPE | {"train.length": "3ep"}, model=Net(), train_data=DATA, eval_data=DATA)
+    ddpforge.train(RECIPE | {"train.length": "3ep", "name": "whole"}, model=Net(), train_data=DATA, eval_data=DATA)
+    assert losses() == losses("whole")
+
+    found = ddpforge.evaluate("mine", model=Net(), eval_data=DATA)
+    assert found.metrics["eval/loss"] == losses()[-1]
+    trained = ddpforge.load("mine", model=Net()).model()
+    prediction = ddpforge.predict("mine", "found.jsonl", model=Net(), eval_data=DATA)
+    rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
+    assert prediction.samples == len(rows) == 64
+    assert [row["class"] for row in rows] == trained(INPUTS).argmax(1).tolist()
+
+
+SCRIPT = """
+import sys
+
+import torch
+from test_objects import DATA, RECIPE, Net
+
+import ddpforge
+
+model = Net()
+if "seeds" in sys.argv:
+    torch.nn.init.normal_(model.layers[0].weight, std=float(sys.argv[2]) + int(__import__("os").environ["RANK"]))
+ddpforge.train(RECIPE | {"name": "two", "strategy": {"use": "fsdp"}}, model=model, train_data=DATA, eval_data=DATA)
+"""
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    Path("script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "script.py", *arguments]
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_a_script_under_torchrun_trains_the_curve_of_one_process() -> None:
+    done = torchrun()
+    assert done.returncode == 0, done.stderr
+    ddpforge.train(RECIPE, model=Net(), train_data=DATA, eval_data=DATA)
+    assert losses("two") == pytest.approx(losses(), rel=1e-5)
+
+
+def test_initial_weights_that_differ_between_ranks_are_refused() -> None:
+    done = torchrun("seeds", "1")
+    assert done.returncode
+    assert "ranks have built the model differently: number 0 on rank 0 is `layers.0.weight`" in done.stderr
+
+
+def test_launch_sends_classes_and_functions_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("parts.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self, *, width: int):\n"
+        "        super().__init__()\n        self.layer = nn.Linear(64, 10)\n\n"
+        "    def forward(self, images):\n        return self.layer(images.flatten(1))\n\n\n"
+        "def fading(step):\n    return 0.9 ** step\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    import parts  # type: ignore[import-not-found]
+
+    recipe = RECIPE | {"data.train": {"use": "digits", "split": "train"}, "model": {"width": 3}}
+    outcome = ddpforge.launch(recipe, nproc=2, model=parts.Net, schedule=parts.fading)
+    assert (outcome.status["state"], outcome.status["world_size"]) == ("done", 2)
+    resolved = ddpforge.load_recipe("runs/mine/recipe.resolved.toml").recipe
+    assert (resolved.model.use, resolved.schedule.use) == ("parts:Net", "parts:fading")
+    assert not list(Path().glob(".recipe-*"))
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+@pytest.mark.parametrize(
+    ("objects", "message", "hint"),
+    [
+        ({"train_data": DataLoader(DATA)}, "train_data is a DataLoader", "give its dataset: train_data=loader.dataset"),
+        ({"eval_data": {"a": DataLoader(DATA)}}, r"eval_data\['a'\] is a DataLoader", "give its dataset"),
+        (
+            {"optimizer": torch.optim.SGD(Net().parameters())},
+            "was built already",
+            "functools.partial(torch.optim.AdamW",
+        ),
+        ({"model": nn.DataParallel(Net())}, "model is wrapped in DataParallel", "give model.module"),
+        ({"model": "cnn"}, "model is the text 'cnn'", "write the name in the recipe: {'model': {'use': 'cnn'}}"),
+        ({"model": 3}, "model is an int, not a model", "give a torch.nn.Module, or a function that returns one"),
+        ({"model": {"width": 3}}, "model is a dict", "give a torch.nn.Module"),
+        ({"model": DATA}, "model is a TensorDataset", "give a torch.nn.Module"),
+        ({"train_data": 5}, "train_data is an int, not a dataset", "an object with __len__ and __getitem__"),
+        ({"task": Net()}, "task is a Net, not a task", "a ddpforge.interfaces.Task"),
+        ({"schedule": 0.5}, "schedule is a float, not a schedule", "or a function that returns one"),
+        ({"callbacks": Counting()}, "callbacks is a Counting, not a list", "callbacks=[…]"),
+        ({"callbacks": [object()]}, "callbacks is an object, not a callback", "give a callback"),
+        ({"dataset": DATA}, "`dataset` is no object of a run", "train_data, eval_data"),
+    ],
+)
+def test_objects_that_cannot_be_used_are_refused(objects: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        ddpforge.train(RECIPE, **objects)
+    assert hint in "; ".join(caught.value.hints)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: ddpforge.run({"name": "a", "model": Net()}),
+            RecipeError,
+            "`model` is a Net, which a recipe cannot hold",
+        ),
+        (lambda: ddpforge.run({"train": {"x": [1, {2}]}}), RecipeError, r"`train\.x\[1\]` is a set"),
+        (lambda: ddpforge.run(3), UsageError, "a recipe is a path, a name, a dict or a loaded recipe, not an int"),  # type: ignore[arg-type]
+        (lambda: ddpforge.run(Net()), UsageError, "not a Net"),  # type: ignore[arg-type]
+        (lambda: ddpforge.train(RECIPE | {"model.depth": 3}, model=Net()), RecipeError, "unknown key `depth`"),
+        (
+            lambda: ddpforge.train(RECIPE | {"model.width": 3}, model=Net(), train_data=DATA),
+            ForgeError,
+            "made with width = 16",
+        ),
+        (lambda: ddpforge.train(RECIPE, model=Squares, train_data=DATA), ForgeError, "Squares"),
+        (lambda: ddpforge.launch(RECIPE, model=Net()), UsageError, "model is an object of this process"),
+        (lambda: ddpforge.launch(RECIPE, schedule=lambda step: 1.0), UsageError, "which other processes cannot import"),
+    ],
+)
+def test_mistakes_with_recipes_and_classes_are_named(call: Callable[[], Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+    assert not Path("runs").exists()
+
+
+class Other(Net):
+    """Another model."""
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: ddpforge.load("mine").model(),
+            f"model `<object> {__name__}.Net` is an object of Python",
+        ),
+        (lambda: ddpforge.load("mine", model=Other()).model(), "is an object of Python, and it is not given"),
+        (lambda: ddpforge.load("mine", model=Net(4)).model(), "width = 16, but the object was made with width = 4"),
+        (lambda: ddpforge.evaluate("mine", model=Net()), "the dataset `.*TensorDataset .eval.` is an object of Python"),
+        (lambda: ddpforge.train(RECIPE, model=Other(), train_data=DATA, eval_data=DATA), "model.use"),
+        (lambda: ddpforge.train(RECIPE, train_data=DATA, eval_data=DATA), "model"),
+    ],
+)
+def test_other_objects_than_those_of_the_run_are_refused(call: Callable[[], Any], message: str) -> None:
+    ddpforge.train(RECIPE, model=Net(), train_data=DATA, eval_data=DATA)
+    with pytest.raises(ForgeError, match=message):
+        call()
+
+
+def test_names_of_objects_do_not_depend_on_the_others() -> None:
+    both = GivenObjects.of({"train_data": DATA, "eval_data": DATA}).tables
+    assert both["data"]["eval"] == GivenObjects.of({"eval_data": DATA}).tables["data"]["eval"]

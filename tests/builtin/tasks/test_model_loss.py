@@ -1,0 +1,201 @@
+"""Task `model_loss`: the loss that a model returns, a mean or a sum; and keys of batches that are dicts."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.launched import Ranks
+from torch import Tensor, nn
+
+from ddpforge.builtin.tasks.model_loss import ModelLoss, samples_in
+from ddpforge.data.collating import BatchKeys, collate_of
+from ddpforge.errors import UsageError
+from ddpforge.training.task_checks import check_sum_reduction
+
+IMAGES, CLASSES = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+
+
+class Returns(nn.Module):
+    """Linear classifier that returns its own loss in the given form."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor], Any], reduction: str = "mean") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.form, self.reduction = nn.Linear(4, 3), form, reduction
+
+    def forward(self, images: Tensor, labels: Tensor) -> Any:
+        logits = self.layer(images)
+        return self.form(logits, F.cross_entropy(logits, labels, reduction=self.reduction))
+
+
+def expected(model: Returns) -> Tensor:
+    return F.cross_entropy(model.layer(IMAGES), CLASSES, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda logits, loss: loss,
+        lambda logits, loss: (logits, loss),
+        lambda logits, loss: [loss, logits, None],
+        lambda logits, loss: {"logits": logits, "loss": loss},
+        lambda logits, loss: SimpleNamespace(),
+    ],
+    ids=["number", "tuple", "list", "dict", "nothing"],
+)
+def test_the_loss_is_found_in_what_the_model_returns(form: Callable[[Tensor, Tensor], Any]) -> None:
+    model, task = Returns(form), ModelLoss()
+    if isinstance(form(IMAGES, IMAGES.sum()), SimpleNamespace):
+        with pytest.raises(UsageError, match="takes the loss that the model returns, but it returns a SimpleNamespace"):
+            task.loss(model, (IMAGES, CLASSES))
+        return
+    for batch in ((IMAGES, CLASSES), {"images": IMAGES, "labels": CLASSES}):
+        torch.testing.assert_close(task.loss(model, batch)[0], expected(model))
+
+
+def test_models_of_transformers_return_the_loss_over_targets() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 11, "n_positions": 8}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    tokens = torch.randint(11, (4, 8))
+    batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 3, -100)}
+    task = ModelLoss(over="targets", shift=True)
+    loss, _ = task.loss(model, batch)
+    targets = batch["labels"][:, 1:]
+    logits = model(tokens).logits[:, :-1]
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+    assert task.count(batch) == (targets != -100).sum()
+
+
+def test_several_losses_are_added_with_weights_and_reported_each() -> None:
+    model = Returns(lambda logits, loss: {"box": loss, "mask": 2 * loss, "logits": logits})
+    task = ModelLoss(weights={"mask": 0.25})
+    loss, outputs = task.loss(model, (IMAGES, CLASSES))
+    torch.testing.assert_close(loss, 1.5 * expected(model))
+    found: Mapping[str, Any] = task.metrics(outputs, (IMAGES, CLASSES))
+    assert {name: round(float(total.sum / total.count), 5) for name, total in found.items()} == {
+        "box": pytest.approx(float(expected(model) / 8), abs=1e-5),
+        "mask": pytest.approx(float(expected(model) / 4), abs=1e-5),
+    }
+    with pytest.raises(UsageError, match="returns no loss `boxes`") as caught:
+        ModelLoss(weights={"boxes": 2.0}).loss(model, (IMAGES, CLASSES))
+    assert caught.value.key == "task.weights"
+
+
+@pytest.mark.parametrize(("returned", "declared"), [("sum", "mean"), ("mean", "sum")])
+def test_the_wrong_reduction_is_found_by_two_halves(returned: str, declared: Any) -> None:
+    model = Returns(lambda logits, loss: loss, returned)
+    check_sum_reduction(model, ModelLoss(reduction=returned), (IMAGES, CLASSES), 8)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"returns a {returned} over the batch") as caught:
+        check_sum_reduction(model, ModelLoss(reduction=declared), (IMAGES, CLASSES), 8)
+    assert caught.value.key == "task.reduction"
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (IMAGES, 8),
+        ((IMAGES, CLASSES), 8),
+        ({"images": IMAGES}, 8),
+        (((IMAGES, IMAGES), CLASSES), 8),
+        ([[IMAGES[0], IMAGES[1, :2]], [{}, {}]], 2),
+    ],
+)
+def test_samples_of_a_batch(batch: Any, size: int) -> None:
+    assert samples_in(batch) == size
+
+
+# ---------------------------------------------------------------------------------------------- keys of a batch
+def test_keys_choose_inputs_and_targets_of_a_dict() -> None:
+    batch = {"a": 1, "b": 2, "y": 3}
+    assert BatchKeys(("a",), "y")(batch) == (1, 3)
+    assert BatchKeys(("b", "a"), "y")(batch) == ((2, 1), 3)
+    assert BatchKeys((), "y")(batch) == ((1, 2), 3)
+    assert BatchKeys(("a",))(batch) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "batch", "message", "key"),
+    [
+        (BatchKeys(("x",)), {"a": 1}, "the batch has no `x`", "data.inputs"),
+        (BatchKeys((), "x"), {"a": 1}, "the batch has no `x`", "data.targets"),
+        (BatchKeys((), "x"), (1, 2), "name keys of a batch, but the data gives a tuple", "data.targets"),
+    ],
+)
+def test_keys_that_a_batch_does_not_have_are_refused(keys: BatchKeys, batch: Any, message: str, key: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        keys(batch)
+    assert caught.value.key == key
+
+
+def test_keys_apply_after_the_collate_of_the_dataset() -> None:
+    assert collate_of(object(), BatchKeys(("x",), "y"))([{"x": 1, "y": 2}, {"x": 3, "y": 4}])[1].tolist() == [2, 4]
+
+
+NET = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, image, label):
+        logits = self.layer(image.flatten(1))
+        return logits, F.cross_entropy(logits, label)
+
+
+class Scans:
+    def __init__(self, *, split: str):
+        from ddpforge.builtin.datasets.digits import Digits
+
+        self.data = Digits(split=split)
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        image, label = self.data[index]
+        return {"image": image, "label": label, "index": index}
+"""
+RECIPE = """
+recipe = 2
+name = "own"
+model.use = "./net.py:Net"
+data.inputs = ["image"]
+data.targets = "label"
+data.train = { use = "./net.py:Scans", split = "train" }
+data.eval = { use = "./net.py:Scans", split = "test" }
+task = { use = "model_loss", metrics = ["accuracy"] }
+optimizer = { use = "sgd", lr = 0.1 }
+train = { length = "3ep", global_batch = 32 }
+"""
+
+
+def test_a_model_with_its_own_loss_trains_as_with_the_loss_of_a_task(
+    ddpforge: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "own.toml").write_text(RECIPE)
+    bare = NET.replace("image, label):", "image):").replace(
+        "return logits, F.cross_entropy(logits, label)", "return logits"
+    )
+    (tmp_path / "linear.py").write_text(bare)
+    ddpforge("run", "own.toml")
+    ddpforge("run", "own.toml", "name=two", "train.micro_batch=8", nproc=2)
+    ddpforge("run", "own.toml", "name=task", "model.use=./linear.py:Net", "task.use=classification")
+    losses = [last_loss(tmp_path / f"runs/{name}") for name in ("own", "two", "task")]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def last_loss(run: Path) -> float:
+    loss: float = json.loads((run / "status.json").read_text())["metrics"]["eval/loss"]
+    return loss

@@ -1,0 +1,104 @@
+"""Schedules of the optimizer's other options: weight decay, momentum and betas, each a function of the step."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.launched import Ranks
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from ddpforge.builtin.optim.schedules import onecycle, onecycle_momentum, ramp
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Horizon
+from ddpforge.training.learning_rates import Rates, remember_initial
+
+RUN = Horizon(12, None)
+RECIPE = """
+recipe = 2
+name = "decayed"
+extends = ["digits"]
+train = { length = "6st", virtual_ranks = 2 }
+schedule = { use = "exponential", gamma = 0.9 }
+[track]
+every = "1st"
+[optimizer]
+use = "adamw"
+lr = 3e-3
+weight_decay = 0.1
+no_decay = ["bias"]
+schedules.weight_decay = { use = "exponential", gamma = 0.5 }
+schedules.beta1 = { use = "exponential", gamma = 0.8 }
+"""
+
+
+def weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+
+
+@pytest.mark.parametrize("make", [lambda p: SGD(p, 0.5, momentum=0.95), lambda p: AdamW(p, 0.5, betas=(0.95, 0.99))])
+def test_onecycle_trains_the_weights_of_torch(make: Callable[[Any], Optimizer]) -> None:
+    mine, theirs = weights(), weights()
+    optimizer, other = make(mine), make(theirs)
+    name = "momentum" if isinstance(optimizer, SGD) else "beta1"
+    remember_initial(optimizer, [name])
+    rates = Rates(optimizer, {"": onecycle(RUN)}, {name: onecycle_momentum(RUN)})
+    scheduler = OneCycleLR(other, 0.5, total_steps=12)
+    for step in range(12):
+        rates.set(step)
+        for params, each in ((mine, optimizer), (theirs, other)):
+            for parameter in params:
+                parameter.grad = parameter.detach() * (step + 1)
+            each.step()
+        scheduler.step()
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0.0)
+
+
+def test_groups_without_weight_decay_stay_without() -> None:
+    first, second = weights()
+    optimizer = AdamW([{"params": [first], "weight_decay": 0.0}, {"params": [second]}], weight_decay=0.4)
+    remember_initial(optimizer, ["weight_decay"])
+    rates = Rates(optimizer, {"": lambda s: 1.0}, {"weight_decay": ramp(RUN, start=0.5, shape="linear")})
+    rates.set(0)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
+    assert rates.scheduled() == {"weight_decay": 0.2}
+    rates.set(11)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("lr", r"has its schedule in \[schedule\]", "move this table there"),
+        ("momentum", "AdamW has no number `momentum`", "it has beta1, beta2, eps, weight_decay"),
+        ("foreach", "AdamW has no number `foreach`", "it has beta1, beta2, eps, weight_decay"),
+        ("weight_decay", "weight_decay is 0", "set weight_decay in [optimizer]"),
+    ],
+)
+def test_a_schedule_that_could_change_nothing_is_refused(name: str, message: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        remember_initial(AdamW(weights(), weight_decay=0.0), ["beta2", name])
+    assert [*caught.value.hints] == [hint]
+    assert caught.value.key == f"optimizer.schedules.{name}"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_scheduled_options_are_the_same_after_a_resume_under_another_strategy(
+    ddpforge: Callable[..., Ranks], tmp_path: Path, strategy: str
+) -> None:
+    (tmp_path / "r.toml").write_text(RECIPE)
+    ddpforge("run", "r.toml", "name=whole")
+    ddpforge("run", "r.toml", "name=parts", "train.length=3st")
+    ddpforge("run", "r.toml", "name=parts", f"strategy.use={strategy}", nproc=2)
+    whole, parts = (
+        [json.loads(line) for line in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    )
+    for key in ("weight_decay", "beta1", "train/loss"):
+        mine = {row["step"]: row[key] for row in parts if key in row}
+        assert mine == pytest.approx({row["step"]: row[key] for row in whole if key in row}, rel=1e-5)
+    assert [row["beta1"] for row in whole if "beta1" in row] == pytest.approx([0.9 * 0.8**s for s in range(6)])
