@@ -63,7 +63,7 @@ class ModelLoss(Task):
         self._names: set[str] = set()
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Returns the model's loss as a sum over the batch, and what the model returned."""
+        """Returns the loss of the model as a sum over the batch, and all that the model returned."""
         returned = call(model, batch)
         parts = self._losses(returned)
         loss = sum(self._weights.get(name, 1.0) * part.float() for name, part in parts.items())
@@ -94,7 +94,7 @@ class ModelLoss(Task):
 
     # -- parts
     def _losses(self, returned: Any) -> dict[str, Tensor]:
-        """Returns the losses in what the model returned, by name."""
+        """Returns the losses in the result of a forward pass, by name."""
         from torch import Tensor
 
         if isinstance(returned, Tensor):
@@ -161,7 +161,7 @@ class ModelLoss(Task):
             found = [value for value in values if isinstance(value, Tensor) and not _is_number(value)]
         if found and self._output is None:
             return found[0]
-        hints = [f"it returns {', '.join(entries)}"] if entries else ["return outputs beside the loss"]
+        hints = [f"it returns {', '.join(entries)}"] if entries else ["return outputs in addition to the loss"]
         raise UsageError(
             f"the model returns no output for metrics and predictions: {described(returned)}",
             hints=hints,

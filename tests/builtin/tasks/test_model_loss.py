@@ -48,7 +48,7 @@ def expected(model: Returns) -> Tensor:
     ],
     ids=["number", "tuple", "list", "dict", "nothing"],
 )
-def test_the_loss_is_found_in_what_the_model_returns(form: Callable[[Tensor, Tensor], Any]) -> None:
+def test_the_loss_is_found_in_every_form(form: Callable[[Tensor, Tensor], Any]) -> None:
     model, task = Returns(form), ModelLoss()
     if isinstance(form(IMAGES, IMAGES.sum()), SimpleNamespace):
         with pytest.raises(UsageError, match="takes the loss that the model returns, but it returns a SimpleNamespace"):
