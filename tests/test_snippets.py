@@ -73,6 +73,8 @@ TUTORIAL, CUSTOM_LOSS, MIGRATE = "tests/test_tutorial.py", "tests/testing/test_p
 
 MINI_TP = "tests/strategies/test_mini_tp.py"
 
+OWN_LOSS = "tests/builtin/tasks/test_model_loss.py"
+
 TOML: dict[str, dict[str, Recipe | str]] = {
     "README": {'name = "my-digits"': Recipe()},
     "augmentation": {
@@ -94,7 +96,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "keep = {": Recipe(),
     },
     "components": {"AUROC": Recipe(sets=("~checkpoint.keep",))},
-    "custom-loss": {'name = "focal"': CUSTOM_LOSS, "entry-points": CUSTOM_LOSS},
+    "custom-loss": {'name = "focal"': CUSTOM_LOSS, "entry-points": CUSTOM_LOSS, "model_loss": OWN_LOSS},
     "data-loading": {"prefetch": Recipe()},
     "evaluate": {"eval_batch": Recipe(), "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split"))},
     "fine-tuning": {
@@ -123,6 +125,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         'name = "pets"': Recipe(sets=("train.length=1ep",)),
         "measured.jsonl": Recipe(sets=('model={ use="mlp", inputs=2, outputs=2 }', "~checkpoint.keep")),
         "notes": Recipe("gpt.toml"),
+        'inputs = ["image"]': OWN_LOSS,
     },
     "recipes/README": {"digits-wide": Recipe()},
     "resume": {"init_from": Recipe("gpt.toml", ("model.tie_embeddings=false",))},
@@ -131,6 +134,8 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "min_lr_ratio": Recipe(),
         "reduce_on_plateau": Recipe(),
         "optimizer.groups.head": Recipe(),
+        "fading": Recipe(),
+        "onecycle_momentum": Recipe(),
     },
     "streaming": {
         "tar": Recipe(
@@ -241,7 +246,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "interfaces": {"from ddpforge.interfaces": ""},
     "reference/python": {"ddpforge.load": ""},
     "debugger": {"breakpoint": "tests/test_docs.py"},
-    "python": {"print(outcome": "", "trained": "", "objective": "", "in-a-cell": ""},
+    "python": {"print(outcome": "", "trained": "", "objective": "", "in-a-cell": "", "objects": ""},
     "scripts": {"status": "", "losses": "", "read_metrics": ""},
     "test-a-plugin": {"run_ddpforge": "", "in_threads": ""},
     "loggers": {"pandas": ""},
