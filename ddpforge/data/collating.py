@@ -31,7 +31,7 @@ class BatchKeys:
     @classmethod
     def of(cls, data: DataSection) -> BatchKeys:
         """Returns the keys that a recipe sets."""
-        return cls(data.inputs, data.targets)
+        return cls(data.inputs or (), data.targets)
 
     def __bool__(self) -> bool:
         return bool(self.inputs or self.targets)

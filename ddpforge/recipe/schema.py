@@ -229,8 +229,8 @@ class DataSection(Section):
         None  # with `use` one set, otherwise several
     )
     sampler: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
-    inputs: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Resume.FIXED] = Field(
-        default=(),
+    inputs: Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | None, Resume.FIXED] = Field(
+        default=None,
         description="Keys of the model's inputs in a batch that is a dict; absent: the whole batch, or all keys but"
         " `targets`.",
     )

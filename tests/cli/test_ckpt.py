@@ -393,7 +393,7 @@ def test_diff_with_a_damaged_checkpoint_is_an_error(run: RunFolder) -> None:
 
 # ---------------------------------------------------------------------------------------------- export, import
 def test_an_imported_export_equals_the_original(run: RunFolder) -> None:
-    call("export", "digits", "-o", "hf/", "--max-shard-size", "30")
+    call("export", "digits", "-o", "hf/", "--max-shard-size", "0.03KB")
     assert len(load_file("hf/model-00001-of-00002.safetensors")) == 1
 
     facts = json_of("import", "hf", "-o", "back", "--step", "3")

@@ -55,9 +55,9 @@ def step(
     horizon: Horizon,
     *,
     milestones: Annotated[
-        Sequence[Duration],
-        Field(max_length=1000, description="Durations from the start, at which the factor is multiplied by `gamma`."),
-    ] = (),
+        Annotated[Sequence[Duration], Field(min_length=1, max_length=1000)] | None,
+        Field(description="Durations from the start, at which the factor is multiplied by `gamma`."),
+    ] = None,
     step_size: Annotated[
         Duration | None, Field(description="Multiply by `gamma` after each of these durations, instead of milestones.")
     ] = None,
@@ -73,12 +73,12 @@ def step(
             the warm-up; or the warm-up is not shorter than the run.
     """
     first = _warmup_steps(horizon, warmup)
-    if bool(milestones) == bool(step_size):
+    if (milestones is None) == (step_size is None):
         raise ValueError("milestones: write either `milestones` or `step_size`")
-    if step_size:
+    if step_size is not None:
         size = _at_least_one(horizon, step_size, "step_size")
         return _after_warmup(first, lambda s: gamma ** (s // size))
-    steps = [horizon.steps(milestone) for milestone in milestones]
+    steps = [horizon.steps(milestone) for milestone in milestones or ()]
     if any(later <= earlier for earlier, later in pairwise(steps)):
         raise ValueError(f"milestones: must increase, but in steps they are {steps}")
     if steps[0] < max(1, first):
