@@ -121,7 +121,14 @@ def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[Opt
 
 
 # ---------------------------------------------------------------------------------------------- authors
-@plugins.command()
+_NEW = f"""Write a complete plugin, with tests that pass, into the new folder NAME.
+
+KIND is {", ".join(list(KINDS)[:-1])} or {list(KINDS)[-1]}. NAME is the component's name in recipes: lower-case letters,
+digits and `_` or `-`.
+"""
+
+
+@plugins.command(help=_NEW)
 @click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name")
 @click.option(
@@ -133,11 +140,7 @@ def _described(registry: Registry, kind: str, name: str) -> "tuple[str, list[Opt
     help="Parent folder for the plugin; default: the current folder.",
 )
 def new(kind: str, name: str, folder: Path) -> None:
-    """Write a complete plugin, with tests that pass, into the new folder NAME.
-
-    KIND is model, data, sampler, task, metric, optimizer, schedule, strategy, tracker or callback.
-    NAME is the component's name in recipes: lower-case letters, digits and `_` or `-`.
-    """
+    """Writes a plugin and prints its files."""
     from ddpforge.components.scaffold import write_plugin
 
     plugin = write_plugin(kind, name, folder)

@@ -86,7 +86,7 @@ def test_text_output_is_one_line_with_every_metric(ddpforge: Callable[..., Ranks
     metrics = reported()[6]
     ranks = ddpforge("eval", "tiny")
     said = ranks.stdout
-    numbers = f"eval/loss {metrics['eval/loss']:.6g}  eval/accuracy {metrics['eval/accuracy']:.6g}"
+    numbers = f"eval/loss {metrics['eval/loss']:.4g}  eval/accuracy {metrics['eval/accuracy']:.4g}"
     assert said == f"runs/tiny at step 6: {numbers}\n"
     assert "evaluating runs/tiny/checkpoints/step-000000006-" in ranks.stderr
     assert "on 360 samples" in " ".join(ranks.stderr.split())

@@ -139,7 +139,7 @@ def test_ckpt_export_is_the_same_command() -> None:
     assert ckpt.commands["export"] is export
 
 
-@pytest.mark.parametrize("size", ["5", "2.5kb", "3 MiB"])
+@pytest.mark.parametrize("size", ["5000", "2.5kb", "3 MiB"])
 def test_sizes_have_units(size: str) -> None:
     assert call("digits", "--max-shard-size", size).exit_code == 0
 
@@ -150,6 +150,12 @@ def test_an_invalid_size_is_a_usage_error(size: str) -> None:
 
     assert result.exit_code == 2
     assert "is not a size; expected e.g. 5GB" in result.stderr
+
+
+def test_a_size_below_a_kilobyte_lacks_its_unit() -> None:
+    result = call("digits", "--max-shard-size", "5")
+    assert result.exit_code == 2
+    assert "5 is a size of 5 bytes; write a unit, e.g. 5GB" in result.stderr
 
 
 @pytest.mark.parametrize("file", ["model.pt", "model.pth", "model.bin", "model.ckpt"])

@@ -55,7 +55,7 @@ def test_a_finished_run_prints_its_result_and_is_not_trained_again(
 ) -> None:
     first = ddpforge("run", "tiny.toml")
     assert first.stdout == "runs/tiny: done at step 2\n"
-    assert first.stderr.endswith("next: ddpforge report runs/tiny, or eval, predict and export\n")
+    assert first.stderr.endswith("next: ddpforge report runs/tiny, or export\n")  # it has no [data.eval]
 
     again = ddpforge("run", "tiny.toml")
     assert again.stdout == "runs/tiny: done at step 2\n"
