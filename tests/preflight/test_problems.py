@@ -85,4 +85,4 @@ def test_an_error_is_reported_at_the_option_that_begins_its_message(
 def test_a_model_with_too_few_outputs_is_reported(parts: Callable[..., Staged]) -> None:
     mlp = "model={use='mlp', inputs=64, outputs=7}"
     found = told(parts(mlp, "data.train={use='digits', split='train'}"))
-    assert found == {"model": "the data has 10 classes and the model 7 outputs"}
+    assert found == {"model.outputs": "the data has 10 classes and the model 7 outputs"}

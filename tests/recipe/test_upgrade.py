@@ -390,6 +390,17 @@ def test_the_error_names_each_old_file_and_files_without_a_version(load: Load, v
 
 
 # ---------------------------------------------------------------------------------------------- the last release
+def without_new_options(tables: dict[str, Any]) -> dict[str, Any]:
+    """Removes the defaults of options that components have had since the last release."""
+    optimizer = tables["optimizer"]
+    for table in (optimizer, *optimizer.get("updates", {}).values(), *optimizer.get("groups", {}).values()):
+        assert table.pop("amsgrad", False) is False
+    for table in tables.get("callbacks", {}).values():
+        if table["use"] == "ema":
+            assert table.pop("warmup") is False
+    return tables
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in RELEASED.glob("*.toml")))
 def test_an_upgraded_recipe_of_the_last_release_equals_todays(name: str, tmp_path: Path) -> None:
     for file in RELEASED.glob("*.toml"):  # one extends another
@@ -398,14 +409,14 @@ def test_an_upgraded_recipe_of_the_last_release_equals_todays(name: str, tmp_pat
     assert upgrade_file(file).changes
     for other in tmp_path.glob("*.toml"):
         upgrade_file(other)
-    now = load_recipe(name).tables
-    found = load_recipe(file).tables
+    now = without_new_options(load_recipe(name).tables)
+    found = without_new_options(load_recipe(file).tables)
     resolved = upgrade_tables((RELEASED / f"resolved/{name}.toml").read_text())
     for tables in (found, resolved):
         if "warmup" in now.get("schedule", {}):  # was in epochs or steps, with which a short run failed
             tables["schedule"]["warmup"] = now["schedule"]["warmup"]
     assert found == now
-    assert resolved == now == upgrade_tables(load_recipe(name).dumps())
+    assert resolved == now == without_new_options(upgrade_tables(load_recipe(name).dumps()))
 
 
 def test_a_resolved_recipe_of_a_run_is_upgraded_when_it_is_loaded(tmp_path: Path) -> None:

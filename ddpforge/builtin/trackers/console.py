@@ -25,9 +25,10 @@ _SHORT = {"train/grad_norm": "grad norm"}
 class ConsoleTracker(Tracker):
     """Shows the step, the training loss, the speed and the remaining time; prints a line for each evaluation.
 
-    Without a terminal it prints a line every second at first, and gradually fewer, down to one every 30 seconds. On a
-    terminal it draws a display every second, even if there are no new rows. The display also contains the current phase
-    of training, the fraction of time that training waits for data, memory, and the newest metrics.
+    Without a terminal it prints a line every second at first, and gradually fewer, down to one every 30 seconds. In a
+    notebook it updates a single line below the cell. On a terminal it draws a display every second, even if there are
+    no new rows. The display also contains the current phase of training, the fraction of time that training waits for
+    data, memory, and the newest metrics.
 
     It first prints a summary of model, data and device. It reads `config["run"]` (`total_steps`, `strategy`,
     `micro_batch`, `accumulation`) and `config["train"]`. Optional: the components of the recipe, and `parameters`,
@@ -50,11 +51,12 @@ class ConsoleTracker(Tracker):
         self._waiting: Mapping[str, float] | None = None  # the last row, if it has not been shown
         self._newest: dict[str, float] = {}
 
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, force_jupyter=False)
         self._print(f"{name}{f' from step {resumed_at}' if resumed_at else ''}", style="bold")
         for line in _summary(folder, config):
             self._print_wrapped(line)
         self._live = self._display() if _redraws(self._console) else None
+        self._line = _line_of_a_cell()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a row of training metrics if one is due; always shows an evaluation."""
@@ -90,14 +92,18 @@ class ConsoleTracker(Tracker):
     # -- lines
     def _is_due(self) -> bool:
         now = self.clock()
-        interval = min(max((now - self._started) / 10, 1.0), 30.0)
+        interval = 1.0 if self._line else min(max((now - self._started) / 10, 1.0), 30.0)
         return self._step == self._total or now - self._shown_at >= interval
 
     def _show(self, metrics: Mapping[str, float]) -> None:
         self._shown_at, self._waiting = self.clock(), None
         done = f"/{self._total} ({self._step / self._total:.0%})" if self._total else ""
         parts = [f"step {self._step}{done}", _loss(metrics.get("train/loss")), *self._speed(self._step, metrics)]
-        self._print(" ".join([time.strftime("%H:%M:%S"), *filter(None, parts)]))
+        text = " ".join([time.strftime("%H:%M:%S"), *filter(None, parts)])
+        if self._line:
+            self._line(text)
+        else:
+            self._print(text)
 
     def _speed(self, now_at: int, metrics: Mapping[str, float]) -> list[str]:
         """Returns steps and items per second, the wait for data, and the remaining time, as far as they are known.
@@ -152,6 +158,17 @@ class ConsoleTracker(Tracker):
 def _redraws(console: Console) -> bool:
     """True if the console can overwrite lines."""
     return console.is_interactive and console.file.isatty() and not os.environ.get("CI")
+
+
+def _line_of_a_cell() -> Callable[[str], None] | None:
+    """Displays an empty line below the cell of a notebook that runs; returns a function that replaces it, or None."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    from IPython.display import display  # type: ignore[import-not-found]
+
+    line = display({"text/plain": ""}, raw=True, display_id=True)
+    return lambda text: line.update({"text/plain": text}, raw=True)
 
 
 def _never_in_children(done: list[bool] = []) -> None:  # noqa: B006
