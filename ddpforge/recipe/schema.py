@@ -185,6 +185,9 @@ class GroupComponent(Component):
         min_length=1,
         description='Its parameters: globs over full names, and the words of `no_decay`; "!" before one excludes it.',
     )
+    start: Annotated[Amount | None, Resume.TUNABLE] = Field(
+        default=None, description='Learning rate 0 until then, e.g. "2ep": the group is trained from that step on.'
+    )
 
 
 class OptimizerComponent(Component):

@@ -256,6 +256,7 @@ def _cross_check(recipe: Recipe, explainer: Explainer) -> None:
     _check_best(recipe, explainer)
     _check_initial(recipe, explainer)
     _check_schedule(recipe, explainer)
+    _check_starts(recipe, explainer)
     _check_compile(recipe, explainer)
     _check_float8(recipe, explainer)
     if recipe.optimizer.groups and recipe.optimizer.updates:
@@ -341,6 +342,16 @@ def _check_best(recipe: Recipe, explainer: Explainer) -> None:
 def _is_of_a_set(metric: str, recipe: Recipe) -> bool:
     name, _, rest = metric.partition("/")
     return "" in recipe.data.evaluations or (name in recipe.data.evaluations and bool(rest))
+
+
+def _check_starts(recipe: Recipe, explainer: Explainer) -> None:
+    length = recipe.train.length
+    for name, group in recipe.optimizer.groups.items():
+        path = ("optimizer", "groups", name, "start")
+        if group.start and group.start.is_time:
+            explainer.add(path, f"`{dotted(path)}` is a wall time", "write it in epochs or steps")
+        elif group.start and group.start.unit == length.unit and group.start.value >= length.value:
+            explainer.add(path, f"`{dotted(path)}` is {group.start}, but the run ends after {length}")
 
 
 def _check_schedule(recipe: Recipe, explainer: Explainer) -> None:

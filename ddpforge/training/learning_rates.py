@@ -68,12 +68,18 @@ def _set_option(group: dict[str, Any], name: str, value: float) -> None:
 class Rates:
     """Learning rates of an optimizer's groups at each step; `schedules[""]` is for updates without their own.
 
-    `values` has the schedules of other options by name, e.g. "weight_decay" or "beta1"; see `remember_initial`.
+    `values` has the schedules of other options by name, e.g. "weight_decay" or "beta1"; see `remember_initial`. Groups
+    in `starts` have the rate 0 before that step.
     """
 
     def __init__(
-        self, optimizer: Optimizer, schedules: Mapping[str, Schedule], values: Mapping[str, Schedule] = {}
+        self,
+        optimizer: Optimizer,
+        schedules: Mapping[str, Schedule],
+        values: Mapping[str, Schedule] = {},
+        starts: Mapping[str, int] = {},
     ) -> None:
+        self._starts = starts
         self._optimizer = optimizer
         self._values = {
             name: (schedule, [_option(group, name, "initial_") for group in optimizer.param_groups])
@@ -93,7 +99,8 @@ class Rates:
             factor = schedule(step) * wanted
             # Reads `param_groups` at each step: torch replaces the groups when it loads an optimizer's state.
             for group, rate in zip(self._parts[name].param_groups, rates, strict=True):
-                group["lr"] = rate * factor
+                begun = step >= self._starts.get(group.get("group", ""), 0)
+                group["lr"] = rate * factor if begun else 0.0
         for name, (schedule, initial) in self._values.items():
             factor = schedule(step)
             for group, value in zip(self._optimizer.param_groups, initial, strict=True):

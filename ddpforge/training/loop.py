@@ -150,7 +150,9 @@ class Trainer:
         evaluator.looks = PeriodicCheck(self.consensus.poll)
 
         # Built before any state is restored: the recipe sets the learning rate, not a checkpoint.
-        self._rates = Rates(optimizer, schedules, value_schedules)
+        groups = recipe.optimizer.groups.items()
+        starts = {name: plan.horizon.steps(group.start) for name, group in groups if group.start}
+        self._rates = Rates(optimizer, schedules, value_schedules, starts)
         self._factor = 1.0  # product of the callbacks' `lr_factor`
         self._steppers = self._steppers_by_update(compares=compares, whole=whole)
         updates = {update: recipe.optimizer.updates[update] for update in task.updates}

@@ -12,9 +12,11 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+import ddpforge as ddpforge_package
 from ddpforge.builtin.optim.schedules import onecycle, onecycle_momentum, ramp
-from ddpforge.errors import UsageError
+from ddpforge.errors import RecipeError, UsageError
 from ddpforge.interfaces import Horizon
+from ddpforge.recipe import load_recipe
 from ddpforge.training.learning_rates import Rates, remember_initial
 
 RUN = Horizon(12, None)
@@ -102,3 +104,29 @@ def test_scheduled_options_are_the_same_after_a_resume_under_another_strategy(
         mine = {row["step"]: row[key] for row in parts if key in row}
         assert mine == pytest.approx({row["step"]: row[key] for row in whole if key in row}, rel=1e-5)
     assert [row["beta1"] for row in whole if "beta1" in row] == pytest.approx([0.9 * 0.8**s for s in range(6)])
+
+
+def test_a_group_with_a_start_is_not_trained_before(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+    group = '\n[optimizer.groups.body]\nparameters = ["*", "!classifier.*"]\nstart = "3st"\n'
+    saved = "[checkpoint]\nevery = '1st'\nkeep = { last = 9 }\n"
+    (tmp_path / "r.toml").write_text(RECIPE.replace("[optimizer]", saved + "[optimizer]") + group)
+    ddpforge("run", "r.toml")
+    rows = [json.loads(line) for line in (tmp_path / "runs/decayed/metrics.jsonl").read_text().splitlines()]
+    assert [row.get("lr/body") for row in rows if "lr" in row][:4] == [0.0, 0.0, 0.0, None]
+    weights = [load_weights(tmp_path / "runs/decayed", step) for step in (1, 3, 4)]
+    body = next(name for name in weights[0] if not name.startswith("classifier") and name.endswith("weight"))
+    assert torch.equal(weights[0][body], weights[1][body])
+    assert not torch.equal(weights[1][body], weights[2][body])
+
+
+def load_weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return ddpforge_package.load(run, checkpoint=step).model().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("start", "message"), [("1h", "is a wall time"), ("9st", "is 9st, but the run ends after 6st")]
+)
+def test_a_start_that_never_comes_is_refused(start: str, message: str) -> None:
+    sets = [f"optimizer.groups.body.start={start}", 'optimizer.groups.body.parameters=["*"]', "train.length=6st"]
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("digits", sets=[*sets, "schedule.warmup=1st"])

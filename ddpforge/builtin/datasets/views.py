@@ -1,4 +1,4 @@
-"""Dataset of two random views of each image of another dataset."""
+"""Datasets made of another dataset: two random views of each image, a part of the samples."""
 
 from __future__ import annotations
 
@@ -45,3 +45,54 @@ class TwoViews:
         top, left = torch.randint(2 * self.shift + 1, (2,)).tolist()
         moved = F.pad(image, (self.shift,) * 4)[..., top : top + height, left : left + width]
         return moved + self.noise * torch.randn(moved.shape)
+
+
+class Part:
+    """A part of another dataset: a share of its samples in a fixed random order, or with `rest` all others.
+
+    Two tables with the same `of` and `share`, one with `rest`, divide a dataset into training and evaluation data, the
+    same in every run, for every `train.seed`, and on any ranks. Attributes are those of the dataset; a list, array or
+    tensor with one value per sample, such as `labels`, has the values of the part.
+    """
+
+    def __init__(
+        self,
+        *,
+        of: Annotated[Data, Field(description="Dataset with a length, not a stream.")],
+        share: Annotated[str, Field(pattern=r"^\d+(\.\d+)?%$", description='Share of the samples, e.g. "90%".')],
+        rest: Annotated[bool, Field(description="Take the samples that are not in the share.")] = False,
+        shuffle: Annotated[
+            bool, Field(description="Draw the share at random; otherwise take the first samples.")
+        ] = True,
+        seed: Annotated[int, Field(ge=0, lt=2**32, description="Another seed gives another random share.")] = 0,
+    ) -> None:
+        import numpy as np
+
+        if not (hasattr(of, "__len__") and hasattr(of, "__getitem__")):
+            raise ValueError(f"of: {type(of).__name__} is a stream, which has no parts; use other files for evaluation")
+        self.data: Any = of
+        count, fraction = len(self.data), float(share[:-1]) / 100
+        taken = round(count * fraction)
+        order = np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
+        self.places = np.sort(order[taken:] if rest else order[:taken])
+        if not len(self.places):
+            whose = f"the rest of {share}" if rest else share
+            raise ValueError(f"share: {whose} of {count} samples has no sample")
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[int(self.places[index])]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("data", "places"):  # while the object is unpickled in a loader process
+            raise AttributeError(name)
+        found = getattr(self.data, name)
+        if name == "__getitems__":
+            return lambda ids: found([int(self.places[index]) for index in ids])
+        if callable(found) or isinstance(found, str | bytes) or not hasattr(found, "__len__"):
+            return found
+        if len(found) != len(self.data):
+            return found
+        return [found[place] for place in self.places] if isinstance(found, list | tuple) else found[self.places]
