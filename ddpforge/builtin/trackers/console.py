@@ -165,9 +165,9 @@ def _line_of_a_cell() -> Callable[[str], None] | None:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:
         return None
-    from IPython.display import display  # type: ignore[import-not-found]
+    from IPython.display import display
 
-    line = display({"text/plain": ""}, raw=True, display_id=True)
+    line = display({"text/plain": ""}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
     return lambda text: line.update({"text/plain": text}, raw=True)
 
 
