@@ -32,7 +32,7 @@ def focal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for text in blocks("python"):
         (tmp_path / text.split()[1]).write_text(text)
-    recipe, project = blocks("toml")
+    recipe, _, project = blocks("toml")
     (tmp_path / "recipe.toml").write_text(recipe)
     (tmp_path / "pyproject.toml").write_text(project)
     return tmp_path
