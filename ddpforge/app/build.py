@@ -20,13 +20,14 @@ from torch import nn
 from ddpforge import preflight
 from ddpforge.app.choose import choose
 from ddpforge.builtin.samplers.plain import Shuffled
+from ddpforge.components.errors import where_raised
 from ddpforge.components.registry import Registry
 from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.streams import is_stream
-from ddpforge.errors import PeerFailed, recipe_faults
+from ddpforge.errors import PeerFailed, UsageError, recipe_faults
 from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World
 from ddpforge.preflight import Problems
 from ddpforge.preflight.samples import check_first_batch
@@ -35,6 +36,7 @@ from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.recipe.run_plan import RunPlan, plan_batch
+from ddpforge.recipe.schema import Component
 from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import declared
 from ddpforge.training.blocks import find_blocks
@@ -181,14 +183,14 @@ def _end_of_epochs(chosen: Chosen, order: BatchSampler | None, epochs: int) -> i
 
 
 def _schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, Schedule]:
-    recipe, registry = chosen.recipe, chosen.registry
+    recipe = chosen.recipe
     found: dict[str, Schedule] = {"": MISSING}
     with problems.at("schedule"):
-        found[""] = build_component(registry, "schedule", recipe.schedule, horizon=plan.horizon)
+        found[""] = _schedule(chosen, recipe.schedule, plan)
     for name, update in chosen.updates.items():
         with problems.at("optimizer", "updates", name, "schedule"):
             if update.schedule:
-                found[name] = build_component(registry, "schedule", update.schedule, horizon=plan.horizon)
+                found[name] = _schedule(chosen, update.schedule, plan)
     return found
 
 
@@ -197,8 +199,26 @@ def _value_schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[
     found: dict[str, Schedule] = {}
     for name, component in chosen.recipe.optimizer.schedules.items():
         with problems.at("optimizer", "schedules", name):
-            found[name] = build_component(chosen.registry, "schedule", component, horizon=plan.horizon)
+            found[name] = _schedule(chosen, component, plan)
     return found
+
+
+def _schedule(chosen: Chosen, component: Component, plan: RunPlan) -> Schedule:
+    """Builds a schedule; raises UsageError unless its first, middle and last factors are finite and not negative."""
+    schedule: Schedule = build_component(chosen.registry, "schedule", component, horizon=plan.horizon)
+    last = max(0, (plan.horizon.total or 1) - 1)
+    for step in sorted({0, last // 2, last}):
+        try:
+            factor = schedule(step)
+        except Exception as error:
+            message = f"schedule `{component.use}` fails at step {step}: {type(error).__name__}: {error}"
+            raise UsageError(message, hints=where_raised(error)) from error
+        if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise UsageError(
+                f"schedule `{component.use}` returns {factor!r} for step {step}, not a number of 0 or more",
+                hints=["a schedule returns the factor of the learning rate, e.g. 0.5"],
+            )
+    return schedule
 
 
 def _sampler(chosen: Chosen, data: Any) -> BatchSampler | None:

@@ -85,6 +85,8 @@ def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
         )
     if use == "evaluation" and isinstance(error, RuntimeError) and "does not require grad" in str(error):
         error.add_note(_DERIVATIVES)
+    if isinstance(error, NotImplementedError) and '"forward"' in str(error):
+        error.add_note(_FORWARD)
     if holds_text(batch):
         error.add_note(_TEXT)
 
@@ -176,6 +178,7 @@ _DERIVATIVES = (
     "an evaluation calls the loss without gradients; a loss that needs derivatives must compute them within "
     "`with torch.enable_grad():`, for inputs that require gradients: `x = x.clone().requires_grad_()`"
 )
+_FORWARD = "write a method `forward` in the class that [model] names, or a task that calls parts of the model"
 _ROWS = "return a row for each sample: Rows(scores, targets)"
 _TEXT = "the batch holds text; if the model receives it, make tensors of it in the dataset or its `collate(samples)`"
 _TOTAL = "return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"

@@ -238,6 +238,16 @@ def test_objects_that_cannot_be_used_are_refused(objects: dict[str, Any], messag
             "made with width = 16",
         ),
         (lambda: ddpforge.train(RECIPE, model=Squares, train_data=DATA), ForgeError, "Squares"),
+        (
+            lambda: ddpforge.train(RECIPE, model=Net(), train_data=DATA, schedule=lambda step: -1.0),
+            RecipeError,
+            "returns -1.0 for step 0, not a number of 0 or more",
+        ),
+        (
+            lambda: ddpforge.train(RECIPE, model=Net(), train_data=DATA, schedule=lambda step: 1 / (step - 7)),
+            RecipeError,
+            "fails at step 7: ZeroDivisionError",
+        ),
         (lambda: ddpforge.launch(RECIPE, model=Net()), UsageError, "model is an object of this process"),
         (lambda: ddpforge.launch(RECIPE, schedule=lambda step: 1.0), UsageError, "which other processes cannot import"),
     ],

@@ -65,10 +65,10 @@ def pair(batch: Any, task: str, names: str) -> tuple[Any, Tensor]:
 
     if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[0], batch[1]
-    raise UsageError(
-        f"task {task} takes a batch {names}; the data gives {described(batch)}",
-        hints=["return pairs as samples of the dataset, or give it a method `collate(samples)` that returns one", _OWN],
-    )
+    hints = ["return pairs as samples of the dataset, or give it a method `collate(samples)` that returns one", _OWN]
+    if isinstance(batch, Mapping):
+        hints.insert(0, 'name the keys in the recipe: [data] inputs = ["image"], targets = "label"')
+    raise UsageError(f"task {task} takes a batch {names}; the data gives {described(batch)}", hints=hints)
 
 
 def parts_of(batch: Any) -> tuple[Any, Tensor | None]:

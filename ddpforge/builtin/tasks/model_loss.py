@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -171,12 +172,36 @@ class ModelLoss(Task):
 
 def call(model: nn.Module, batch: Any) -> Any:
     """Calls the model with a batch: a dict by name, a tuple by position, anything else as one argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if not isinstance(batch, tuple | list):
-        return model(batch)
-    first, *others = batch
-    return model(*first, *others) if isinstance(first, tuple) else model(first, *others)
+    names: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
+    values: list[Any] = [] if names else [batch]
+    if not names and isinstance(batch, tuple | list):
+        first, *others = batch
+        values = [*first, *others] if isinstance(first, tuple) else [first, *others]
+    try:
+        return model(*values, **names)
+    except TypeError as error:
+        _explain_arguments(error, model, values, names)
+        raise
+
+
+def _explain_arguments(error: TypeError, model: nn.Module, values: list[Any], names: Mapping[str, Any]) -> None:
+    """Raises UsageError if the batch does not fit the parameters of the model's `forward`."""
+    try:
+        parameters = inspect.signature(model.forward)
+        parameters.bind(*values, **names)
+    except ValueError:  # a function without a signature
+        return
+    except TypeError:
+        given = ", ".join(names) if names else f"{len(values)} values by position"
+        raise UsageError(
+            f"task model_loss calls the model with the batch, {given}, but its forward is {type(model).__name__}"
+            f"{parameters}",
+            hints=[
+                "the model must compute its loss itself, from inputs and targets",
+                'choose the values of a dict by their keys: [data] inputs = ["image"], targets = "label"',
+                "or use a task that computes the loss from the model's outputs, such as classification",
+            ],
+        ) from error
 
 
 def samples_in(batch: Any) -> int:

@@ -96,6 +96,13 @@ def test_the_wrong_reduction_is_found_by_two_halves(returned: str, declared: Any
     assert caught.value.key == "task.reduction"
 
 
+def test_a_batch_that_does_not_fit_forward_is_explained() -> None:
+    with pytest.raises(UsageError, match=r"3 values by position, but its forward is Returns\(images: .*labels: .*\)"):
+        ModelLoss().loss(Returns(lambda logits, loss: loss), (IMAGES, CLASSES, CLASSES))
+    with pytest.raises(UsageError, match="the batch, images, targets, but its forward"):
+        ModelLoss().loss(Returns(lambda logits, loss: loss), {"images": IMAGES, "targets": CLASSES})
+
+
 @pytest.mark.parametrize(
     ("batch", "size"),
     [
