@@ -244,7 +244,7 @@ def test_objects_that_cannot_be_used_are_refused(objects: dict[str, Any], messag
             "returns -1.0 for step 0, not a number of 0 or more",
         ),
         (
-            lambda: ddpforge.train(RECIPE, model=Net(), train_data=DATA, schedule=lambda step: 1 / (step - 7)),
+            lambda: ddpforge.train(RECIPE, model=Net(), train_data=DATA, schedule=lambda step: abs(1 / (step - 7))),
             RecipeError,
             "fails at step 7: ZeroDivisionError",
         ),
