@@ -109,6 +109,8 @@ class GivenObjects:
         table[path[-1]] = {"use": use}
         self.given[path] = argument, value
         components: Any = self.components
+        if kind == "optimizer":
+            value = _of_params(value)
         components[kind, use] = value if _is_factory(kind, value) else _returning(value)
 
 
@@ -151,6 +153,22 @@ def _is_factory(kind: str, value: Any) -> bool:
 
 def _is_function(value: Any) -> bool:
     return isinstance(value, type | partial) or inspect.isroutine(value)
+
+
+def _of_params(value: Any) -> Any:
+    """Returns an optimizer's function whose first parameter is called `params`, as that of torch's classes is."""
+    first, *others = inspect.signature(value).parameters.values()
+    if first.name == "params":
+        return value
+
+    def component(params: Any, **options: Any) -> Any:
+        return value(params, **options)
+
+    named = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in others]
+    component.__signature__ = inspect.Signature([named, *own])  # type: ignore[attr-defined]
+    component.__name__ = name_of(value)
+    return component
 
 
 def _returning(value: Any) -> Callable[..., Any]:

@@ -64,7 +64,10 @@ class LoadedRecipe:
 
 
 def reject_text(name: str, value: Sequence[str]) -> None:
-    """Raises UsageError if `value` is a string instead of a list: its letters would be used as the items."""
+    """Raises UsageError if `value` is a string or a dict instead of a list: its letters or keys would be the items."""
+    if isinstance(value, Mapping):
+        pairs = [f"{key}={one}" for key, one in value.items()]
+        raise UsageError(f"{name} is a dict, but must be a list", hints=[f"{name} = {pairs!r}"])
     if isinstance(value, str):
         raise UsageError(f"{name} is the string {value!r}, but must be a list", hints=[f"{name} = [{value!r}]"])
 

@@ -116,6 +116,14 @@ def test_every_component_may_be_an_object() -> None:
     assert list(resolved.callbacks) == ["counting", "counting_2"]
 
 
+def test_an_optimizer_may_be_any_function_of_the_parameters() -> None:
+    recipe = {name: table for name, table in RECIPE.items() if name != "optimizer"}
+    ddpforge.train(recipe, model=Net(), train_data=DATA, optimizer=lambda them: torch.optim.SGD(them, lr=0.1))
+    ddpforge.train(RECIPE | {"name": "named"}, model=Net(), train_data=DATA)
+    found, named = (ddpforge.load(name, model=Net()).model().state_dict() for name in ("mine", "named"))
+    torch.testing.assert_close(found, named)
+
+
 def test_a_class_takes_its_options_from_the_recipe() -> None:
     ddpforge.train(RECIPE | {"model.width": 4}, model=Net, train_data=DATA)
     assert ddpforge.load("mine", model=Net).model().layers[0].out_features == 4  # type: ignore[union-attr, index]
@@ -229,6 +237,11 @@ def test_objects_that_cannot_be_used_are_refused(objects: dict[str, Any], messag
             "`model` is a Net, which a recipe cannot hold",
         ),
         (lambda: ddpforge.run({"train": {"x": [1, {2}]}}), RecipeError, r"`train\.x\[1\]` is a set"),
+        (
+            lambda: ddpforge.run("digits", sets={"train.length": "2ep"}),
+            UsageError,
+            "sets is a dict, but must be a list",
+        ),  # type: ignore[arg-type]
         (lambda: ddpforge.run(3), UsageError, "a recipe is a path, a name, a dict or a loaded recipe, not an int"),  # type: ignore[arg-type]
         (lambda: ddpforge.run(Net()), UsageError, "not a Net"),  # type: ignore[arg-type]
         (lambda: ddpforge.train(RECIPE | {"model.depth": 3}, model=Net()), RecipeError, "unknown key `depth`"),
