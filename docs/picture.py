@@ -94,11 +94,13 @@ def styled(style: str, codes: str) -> str:
 
 
 def chosen(text: str, percent: int) -> list[list[Cell]]:
-    """Returns the last screen with a progress bar that has not passed `percent`."""
+    """Returns the last screen with a progress bar that has not passed `percent`, and is as new as the evaluations."""
     found = None
     for screen in screens(text):
-        shown = re.findall(r"\d+/\d+ +(\d+)%", "\n".join("".join(letter for letter, _ in line) for line in screen))
-        if shown and int(shown[-1]) <= percent:
+        words = "\n".join("".join(letter for letter, _ in line) for line in screen)
+        bars, evaluated = re.findall(r"(\d+)/\d+ +(\d+)%", words), re.findall(r"eval step +(\d+)", words)
+        # The bar is drawn once a second; lines of evaluations come at once.
+        if bars and int(bars[-1][1]) <= percent and int(bars[-1][0]) >= int(evaluated[-1] if evaluated else 0):
             found = screen
     if found is None:
         sys.exit(f"no progress bar in:\n{text}")

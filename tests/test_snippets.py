@@ -255,7 +255,11 @@ PYTHON: dict[str, dict[str, str]] = {
     "test-a-plugin": {"run_ddpforge": "", "in_threads": ""},
     "loggers": {"pandas": ""},
     "tutorial": {"load_model": TUTORIAL, "# use.py": TUTORIAL, "# spirals.py": TUTORIAL},
-    "custom-loss": {"# focal.py": CUSTOM_LOSS, "# test_focal.py": CUSTOM_LOSS},
+    "custom-loss": {
+        "# losses.py": "tests/builtin/tasks/test_loss_function.py",
+        "# focal.py": CUSTOM_LOSS,
+        "# test_focal.py": CUSTOM_LOSS,
+    },
     "export": {"onnxruntime": "", "load_model": ""},
     "migrate": {f"# train_{name}.py": MIGRATE for name in ("hf", "lightning", "accelerate", "ddp")},
     "strategy": {"# mini_tp.py": MINI_TP},

@@ -206,6 +206,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
             KindSpec(
                 name="task",
                 base="ddpforge.interfaces:Task",
+                adopts_function="ddpforge.builtin.tasks.loss_function:adopted",
                 nested=True,
                 api=3,
                 renamed={

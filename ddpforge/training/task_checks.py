@@ -232,10 +232,10 @@ def check_sum_reduction(
         return  # some tasks cannot take a part of a batch, and some parts cannot be copied
     if samples == 0 or whole != again or _same(whole, first + second):
         return
-    declared = getattr(task, "reduction", "")  # of `model_loss`
+    declared = getattr(task, "reduction", "")  # of `model_loss`, and of loss functions
     if declared == "mean" and _same(whole, 2 * (first + second)):
         raise UsageError(
-            f"the model returns a sum over the batch, but task.reduction is mean: {whole:.6g} for {samples} samples, "
+            f"the loss is a sum over the batch, but task.reduction is mean: {whole:.6g} for {samples} samples, "
             f"and {first:.6g} and {second:.6g} for its halves",
             hints=['set task.reduction = "sum"'],
             key="task.reduction",
@@ -244,9 +244,9 @@ def check_sum_reduction(
         return
     if declared == "sum":
         raise UsageError(
-            f"the model returns a mean over the batch, but task.reduction is sum: {whole:.6g} for {samples} samples, "
+            f"the loss is a mean over the batch, but task.reduction is sum: {whole:.6g} for {samples} samples, "
             f"and {first:.6g} and {second:.6g} for its halves",
-            hints=['set task.reduction = "mean", and task.over if it is a mean over targets'],
+            hints=['set task.reduction = "mean"'],
             key="task.reduction",
         )
     if items[2] is not None and not _same(float(items[2]), sum(float(each or 0) for each in items[:2])):

@@ -91,7 +91,7 @@ def test_several_losses_are_added_with_weights_and_reported_each() -> None:
 def test_the_wrong_reduction_is_found_by_two_halves(returned: str, declared: Any) -> None:
     model = Returns(lambda logits, loss: loss, returned)
     check_sum_reduction(model, ModelLoss(reduction=returned), (IMAGES, CLASSES), 8)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=f"returns a {returned} over the batch") as caught:
+    with pytest.raises(UsageError, match=f"the loss is a {returned} over the batch") as caught:
         check_sum_reduction(model, ModelLoss(reduction=declared), (IMAGES, CLASSES), 8)
     assert caught.value.key == "task.reduction"
 
