@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,6 @@ _IMPORTED_BY_DEEPSPEED = [
 def _serve() -> None:
     import gc
     import logging
-    from contextlib import suppress
     from functools import cache
     from importlib import import_module, metadata
 
@@ -136,10 +137,7 @@ def _start(
 ) -> dict[str, Any]:
     if restarts is not None:
         return _start_launcher(arguments, nproc, cwd, env, timeout, restarts)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
+    port = _free_port()
     output = Path(cwd) / ".ranks"
     output.mkdir(exist_ok=True)
     children = []
@@ -158,6 +156,18 @@ def _start(
         kind: "".join((output / f"{kind}-{rank}").read_text() for rank in range(nproc)) for kind in ("stdout", "stderr")
     }
     return {"codes": codes, **texts}
+
+
+def _free_port() -> int:
+    """Returns a free port below those that the kernel gives to connections, which could take it before rank 0 does."""
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError  # the ports have no end
+
+
+_PORTS = (10_000 + (os.getpid() * 97 + number) % 20_000 for number in count())
 
 
 def _start_launcher(
