@@ -167,7 +167,7 @@ def _free_port() -> int:
     raise AssertionError  # the ports have no end
 
 
-_PORTS = (10_000 + (os.getpid() * 97 + number) % 20_000 for number in count())
+_PORTS = (10_000 + (os.getpid() * 97 + number) % 19_000 for number in count())  # torchrun has 29,400 and 29,500
 
 
 def _start_launcher(
