@@ -46,7 +46,7 @@ def test_hosts_without_a_shared_folder_are_an_error(
     (sick,) = [finding for finding in found if finding["level"] == "error"]
     assert "is not visible to rank 1 on nodeb" in sick["what"]
     assert "--out DIR" in sick["fix"]
-    (loopback,) = [finding for finding in found if "to itself" in finding["what"]]
+    (loopback,) = [finding for finding in found if "only a local address" in finding["what"]]
     assert loopback["hosts"] == ["nodeb"]
 
 
