@@ -70,7 +70,7 @@ NONSENSE = {
     "task.metrics": ('["acuracy"]', "[{ top = 5 }]", '[{ use = "accuracy", top = 0 }]', '"accuracy"', "[3]"),
     "model.use": ('"cn"', '""', '"./nowhere.py:Net"', '"no.such.module:Net"', '"\\u0000"', '"名"', "3", '["cnn"]'),
     "name": ('""', '"../up"', '"a/b"', '"-x"', '"' + "x" * 5000 + '"', "3"),
-    "recipe": ("2", "0", "true", '"1"', "1.0"),
+    "recipe": ("3", "0", "true", '"2"', "2.0"),
 }  # fmt: skip
 UNKNOWN = (
     "x",
