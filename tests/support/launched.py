@@ -159,7 +159,7 @@ def _start(
 
 
 def _free_port() -> int:
-    """Returns a free port below those that the kernel gives to connections, which could take it before rank 0 does."""
+    """Returns a free port outside of the range for connections: one of them could take it before rank 0 does."""
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
