@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["safetensors", "transformers", "pt2", "onnx"]),
+    type=click.Choice(["safetensors", "transformers", "peft", "pt2", "onnx"]),
     help="Format to write; default: that of the file's suffix, else safetensors.",
 )
 @click.option("--push-to-hub", "repository", metavar="USER/NAME", help="Also upload the files to the Hugging Face hub.")
@@ -79,7 +79,8 @@ def export(
     The default is plain safetensors: parameters and buffers have their names in the bare model, and tied parameters are
     written once. In a folder the files have the names that transformers uses: model.safetensors, or
     model-00001-of-00002.safetensors and so on with model.safetensors.index.json. `--format transformers` also writes
-    config and tokenizer. A .pt2 (torch.export) or .onnx file is a program for batches of any size.
+    config and tokenizer; `--format peft` writes only the adapters of `lora`, as peft does. A .pt2 (torch.export) or
+    .onnx file is a program for batches of any size.
     """
     from ddpforge.runs.checkpoints import find, is_checkpoint
 
@@ -88,12 +89,16 @@ def export(
         _reject(form, {"--include": only, "--merge": merge, "--dtype": dtype, "--max-shard-size": max_shard_size})
     if form == "transformers":
         _reject(form, {"--include": only})
+    if form == "peft":
+        _reject(form, {"--include": only, "--merge": merge, "--max-shard-size": max_shard_size})
     checkpoint = find(run, step=step, best=best, intact=True)
     name = (checkpoint if is_checkpoint(Path(run)) else Path(run)).resolve().name
     default = f"{name}{'' if weights == 'model' else f'-{weights}'}"
     hub = _hub(repository, private)
     if form in ("pt2", "onnx"):
         done = _program(checkpoint, Path(out or f"{default}.{form}"), form, weights, force)
+    elif form == "peft":
+        done = _adapters(checkpoint, Path(out or default), weights, dtype, force)
     else:
         base = _left_out(checkpoint) if merge else None
         chosen = _Weights(weights, only, merge, dtype, force, base)
@@ -155,7 +160,7 @@ def _reject(form: str, given: Mapping[str, object]) -> None:
     for option, value in given.items():
         if value:
             raise UsageError(
-                f"{option} is only for weights, but --format {form} writes a whole model",
+                f"{option} cannot be combined with --format {form}",
                 hints=[f"omit {option}"],
             )
 
@@ -184,6 +189,16 @@ def _weights(
         done = export_folder(checkpoint, Path(out or default), **chosen._asdict(), most=most)
         return needed.save(done) if beside else done
     return write(checkpoint, Path(out or f"{default}.safetensors"), **chosen._asdict())
+
+
+def _adapters(checkpoint: Path, out: Path, weights: str, dtype: Precision | None, force: bool) -> Exported:
+    """Writes the adapters into a folder for peft."""
+    from ddpforge.app.api import load
+    from ddpforge.interop.export import export_adapters
+
+    trained = load(checkpoint)
+    frozen = _left_out(checkpoint)
+    return export_adapters(checkpoint, out, trained.bare(), weights=weights, dtype=dtype, force=force, base=frozen)
 
 
 def _program(checkpoint: Path, out: Path, form: str, weights: str, force: bool) -> Exported:

@@ -1,19 +1,22 @@
-"""Folds low-rank adapters (LoRA), with the tensor names of peft, into the weights that they adapt."""
+"""Low-rank adapters (LoRA) in checkpoints: folds them into the weights that they adapt, or renames them for peft."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpforge.checkpoint.safetensors_writer import LazyTensor
 from ddpforge.errors import UsageError
 
-__all__ = ["merged"]
+__all__ = ["adapter_config", "adapter_tensors", "merged"]
 
 _A, _B = "lora_A.default.weight", "lora_B.default.weight"
 _SCALING, _TRANSPOSED, _BASE = "lora_scaling", "lora_transposed", "base_layer."
+_PEFT = "base_model.model."  # prefix of the names in a folder of peft
 
 
 def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
@@ -80,3 +83,53 @@ def _fold(base: LazyTensor, a: LazyTensor, b: LazyTensor, scaling: LazyTensor, *
     weight = base.fetch()
     update = (b.fetch().float() @ a.fetch().float()) * scaling.fetch().float()
     return (weight.float() + (update.T if transposed else update)).to(weight.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- a folder of peft
+def adapter_config(model: nn.Module) -> Any:
+    """Returns peft's `LoraConfig` of an adapted model. Its `modules_to_save` are the modules trained without adapters.
+
+    Raises UsageError if the model has no adapters, or if a folder of peft cannot hold a trained parameter.
+    """
+    known: Any = getattr(model, "peft_config", None)
+    if not known:
+        raise UsageError(
+            f"{type(model).__name__} has no adapters",
+            hints=["--format peft is for models with `lora`; omit it to write all weights"],
+        )
+    config = copy(known["default"])
+    trained = [name for name, x in model.named_parameters() if x.requires_grad and not name.endswith((_A, _B))]
+    for name in trained:
+        if "." not in name or _BASE in name:
+            raise UsageError(
+                f"`{name}` is trained without an adapter, and a folder of peft has no place for it",
+                hints=["--merge writes all weights, with the adapters folded in"],
+            )
+    config.modules_to_save = sorted({name.rpartition(".")[0] for name in trained}) or None
+    config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
+    config.inference_mode = True
+    base: Any = model
+    if hasattr(base, "can_generate") and base.can_generate() and not base.config.is_encoder_decoder:
+        config.task_type = "CAUSAL_LM"  # AutoPeftModelForCausalLM reads it
+    return config
+
+
+def adapter_tensors(model: Mapping[str, LazyTensor], config: Any) -> dict[str, LazyTensor]:
+    """Returns the tensors that a folder of peft holds, by peft's names. Raises UsageError if one is missing."""
+    modules = tuple(config.modules_to_save or ())
+    found = {}
+    for name, tensor in model.items():
+        if name.endswith((_A, _B)):
+            found[_PEFT + name.replace(".default.", ".")] = tensor
+        elif any(path.endswith(modules) for path in _owners(name)):
+            found[_PEFT + name] = tensor
+    if not any(name.endswith("lora_A.weight") for name in found):
+        raise UsageError("--format peft: these weights contain no adapters")
+    return found
+
+
+def _owners(name: str) -> Iterator[str]:
+    """Yields the modules that hold a tensor. peft saves each whose path ends with one of `modules_to_save`."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name

@@ -23,7 +23,7 @@ from ddpforge.checkpoint.schema import MODEL
 from ddpforge.checkpoint.weights_file import sources, write_weights
 from ddpforge.disk import appearing
 from ddpforge.errors import CheckpointError, SetupError, UsageError
-from ddpforge.interop.adapters import merged
+from ddpforge.interop.adapters import adapter_config, adapter_tensors, merged
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _DTYPES: Mapping[Precision, torch.dtype] = {
@@ -32,6 +32,8 @@ _DTYPES: Mapping[Precision, torch.dtype] = {
     "fp16": torch.float16,
 }
 INDEX = f"{MODEL}.index.json"
+ADAPTERS = "adapter_model.safetensors"
+_PEFT_FILES = (ADAPTERS, "adapter_config.json")
 _OF_TASK = "task."  # prefix of the names of a task's auxiliary modules
 _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # the files of an exported folder
 
@@ -137,6 +139,44 @@ def export_folder(
         bytes=sum(size for size, _ in written.values()),
         sha256=disk.sha256(main),
         files={name: digest for name, (_, digest) in written.items()},
+    )
+
+
+def export_adapters(
+    checkpoint: Path,
+    out: Path,
+    model: nn.Module,
+    *,
+    weights: str = "model",
+    dtype: Precision | None = None,
+    force: bool = False,
+    base: Mapping[str, Tensor] | None = None,
+) -> Exported:
+    """Writes the adapters into the folder `out` for peft: `adapter_config.json` and `adapter_model.safetensors`.
+
+    `PeftModel.from_pretrained(base, out)` loads them into the base model. Modules that are trained without adapters are
+    written too. `model` is the adapted model of the run's recipe. For the other arguments and errors see `export`.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file", hints=["name a folder with --out"])
+    there = [path for name in _PEFT_FILES if (path := out / name).exists()]
+    if there and not force:
+        raise UsageError(f"{there[0]} exists", hints=["choose another folder with --out, or replace it with --force"])
+    config = adapter_config(model)
+    reader = CheckpointReader(checkpoint)
+    chosen, _ = _chosen(reader, weights, (), dtype, merge=False, base=base)
+    chosen = adapter_tensors(chosen, config)
+    with _staging(out, there) as stage:
+        config.save_pretrained(stage)
+        size, _ = write_weights(stage / ADAPTERS, chosen, {})
+    digests = {name: disk.sha256(out / name) for name in _PEFT_FILES}
+    return Exported(
+        file=out / ADAPTERS,
+        step=reader.metadata.step,
+        tensors=len(chosen),
+        bytes=size,
+        sha256=digests[ADAPTERS],
+        files=digests,
     )
 
 
@@ -313,7 +353,7 @@ class FolderParts:
         if not merged and any(".lora_" in name for name, _ in model.named_parameters()):
             raise UsageError(
                 "the model has adapters, and transformers cannot load them under these names",
-                hints=["--merge folds them into the weights", "--include '*lora_*' without --format writes only them"],
+                hints=["--merge folds them into the weights", "--format peft writes only the adapters, for peft"],
             )
         config.architectures = [type(model).__name__]
         return cls((config, getattr(model, "generation_config", None), getattr(data, "tokenizer", None)))

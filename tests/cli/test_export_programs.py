@@ -130,7 +130,7 @@ def test_other_weights_and_checkpoints_can_be_exported(folder: Path) -> None:
 def test_impossible_exports_are_refused_and_write_no_file(folder: Path) -> None:
     before = set(folder.iterdir())
     assert "torch.export cannot process the model Odd" in complaint("odd", "-o", "odd.pt2")
-    assert "--dtype is only for weights" in complaint("mlp", "-o", "a.pt2", "--dtype", "bf16")
+    assert "--dtype cannot be combined with --format pt2" in complaint("mlp", "-o", "a.pt2", "--dtype", "bf16")
     assert "does not match the file name a.onnx" in complaint("mlp", "-o", "a.onnx", "--format", "pt2")
     assert "MLP is not a model of transformers" in complaint("mlp", "--format", "transformers")
     assert set(folder.iterdir()) == before

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ddpforge.builtin.models.lora import lora
 from ddpforge.checkpoint.reader import CheckpointReader
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from tiny import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -128,6 +129,7 @@ def test_only_adapters_are_trained_and_transformers_loads_the_merged_export(
     texts: Path,
     tokenizer: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     model_type: str,
     targets: list[str],
 ) -> None:
@@ -166,3 +168,9 @@ def test_only_adapters_are_trained_and_transformers_loads_the_merged_export(
     ids = torch.arange(16).view(2, 8)
     torch.testing.assert_close(merged(ids).logits, again(ids).logits, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(merged(ids).logits, base.eval()(ids).logits, atol=1e-3)
+
+    assert "--merge cannot be combined" in ddpforge("export", "runs/small", "--format", "peft", "--merge", code=2)
+    ddpforge("export", "runs/small", "--format", "peft", "-o", "runs/small/peft/")
+    monkeypatch.chdir(tmp_path)  # the folder names its base model, "base"
+    adapted = AutoPeftModelForCausalLM.from_pretrained("runs/small/peft").eval()
+    torch.testing.assert_close(adapted(ids).logits, again(ids).logits, rtol=1e-5, atol=1e-6)

@@ -1,9 +1,11 @@
 """The model `lora`: its adapters train alone and can be merged into the weights."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from checkpoint.doubles import checkpoint_of, write
@@ -16,7 +18,7 @@ from ddpforge.builtin.models.lora import lora
 from ddpforge.builtin.models.mlp import MLP
 from ddpforge.errors import SetupError, UsageError
 from ddpforge.interfaces import CanonicalState
-from ddpforge.interop.export import export
+from ddpforge.interop.export import export, export_adapters
 from ddpforge.strategies.named_state import tensors
 
 TOKENS = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -119,6 +121,43 @@ def test_merge_transposes_the_adapters_of_conv1d_layers(tmp_path: Path) -> None:
     checkpoint = write(tmp_path / "checkpoints", checkpoint_of(7, state=CanonicalState(model, {})))
     merged = load_file(export(checkpoint, tmp_path / "merged.safetensors", merge=True).file)
     assert merged["l.weight"].tolist() == [[1.5, 2.5], [3.0, 5.0]]
+
+
+def test_folder_of_peft_loads_into_the_base_model_with_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
+    done = export_adapters(checkpoint, tmp_path / "peft", adapted())
+    assert sorted(path.name for path in (tmp_path / "peft").iterdir()) == sorted(done.paths)
+    loaded = peft.PeftModel.from_pretrained(gpt(), tmp_path / "peft").eval()
+    torch.testing.assert_close(loaded(TOKENS), adapted().eval()(TOKENS), rtol=0, atol=0)
+    assert done.tensors == 8
+    with pytest.raises(UsageError, match=r"adapter_model.safetensors exists"):
+        export_adapters(checkpoint, tmp_path / "peft", adapted())
+    export_adapters(checkpoint, tmp_path / "peft", adapted(), force=True)
+
+
+def test_folder_of_peft_holds_modules_that_are_trained_without_adapters(tmp_path: Path) -> None:
+    model = lora(base=gpt(), targets=["qkv"], train=["norm.weight"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+    kept, aliases = tensors(model)
+    trainable = {name for name, x in model.named_parameters() if x.requires_grad}
+    saved = CanonicalState({name: x.detach() for name, x in kept.items() if name in trainable}, {}, aliases)
+    checkpoint = write(tmp_path / "checkpoints", checkpoint_of(7, state=saved))
+    base = {name: x.detach() for name, x in model.state_dict().items()}  # norm.bias is frozen, so it is not saved
+    export_adapters(checkpoint, tmp_path / "peft", model, base=base)
+    loaded = peft.PeftModel.from_pretrained(gpt(), tmp_path / "peft").eval()
+    torch.testing.assert_close(loaded(TOKENS), model.eval()(TOKENS), rtol=0, atol=0)
+    assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["modules_to_save"] == ["norm"]
+
+
+def test_folder_of_peft_refuses_models_that_it_cannot_hold(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="GPT has no adapters"):
+        export_adapters(checkpoint, tmp_path / "peft", gpt())
+    biased = lora(base=gpt(), targets=["qkv"], train=["*qkv.base_layer.weight"])
+    with pytest.raises(UsageError, match=r"`blocks.0.attention.qkv.base_layer.weight` is trained without an adapter"):
+        export_adapters(checkpoint, tmp_path / "peft", biased)
+    assert not (tmp_path / "peft").exists()
 
 
 @pytest.mark.parametrize(
