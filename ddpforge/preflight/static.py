@@ -203,7 +203,7 @@ def _small(key: str, component: Component, registry: Registry) -> Optimizer:
     if any(parameter.default is parameter.empty for parameter in parameters[:1]):
         raise UsageError(
             f"{use} computes the loss itself, several times a step, which ddpforge does not support",
-            hints=["use a first-order optimizer"],
+            hints=['use = "lbfgs" is L-BFGS without a line search', "or use a first-order optimizer"],
             key=f"{key}.use",
         )
     settings: Any

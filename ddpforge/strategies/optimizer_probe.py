@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 from ddpforge.errors import StrategyError
 from ddpforge.strategies.composite_optimizer import member_optimizers
 
-__all__ = ["check_same_update", "check_sparse_gradients", "probe_optimizer", "remember_constructor"]
+__all__ = [
+    "check_independent_updates",
+    "check_same_update",
+    "check_sparse_gradients",
+    "probe_optimizer",
+    "remember_constructor",
+]
 
 _Groups = list[dict[str, Any]]
 _makers: WeakKeyDictionary[Optimizer, Callable[[_Groups], Optimizer]] = WeakKeyDictionary()
@@ -120,6 +126,24 @@ def check_same_update(
             ):
                 raise StrategyError(f"{name} {differs}", hints=hints)
     return kept
+
+
+def check_independent_updates(optimizer: Optimizer, device: torch.device) -> None:
+    """Raises StrategyError if the update of a weight depends on other weights, as in L-BFGS, but ranks hold a part."""
+    for _, member in member_optimizers(optimizer):
+        for group in member.param_groups:
+            generator = torch.Generator().manual_seed(0)
+            first, second = ([torch.randn(4, 4, generator=generator).to(device) for _ in range(4)] for _ in range(2))
+            try:
+                together, _ = probe_optimizer(member, group, first, second)
+                alone, _ = probe_optimizer(member, group, first)
+            except StrategyError:  # state that the constructor makes for each weight: no state of all weights together
+                continue
+            if (together[0] - alone[0]).abs().max() > 1e-3 * (alone[0] - first[0]).abs().max():
+                raise StrategyError(
+                    f"{type(member).__name__} updates all weights together, but each rank holds a part of the model",
+                    hints=['set strategy.use = "ddp", or use another optimizer'],
+                )
 
 
 def _local(tensor: Tensor) -> Tensor:

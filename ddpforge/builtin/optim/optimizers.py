@@ -1,4 +1,4 @@
-"""AdamW and SGD, with torch's fused kernels if possible.
+"""AdamW and SGD, with torch's fused kernels if possible, and L-BFGS.
 
 Recipes name any other optimizer by its class, e.g. `use = "torch.optim:RMSprop"`.
 """
@@ -11,6 +11,8 @@ from pydantic import Field
 
 if TYPE_CHECKING:
     from torch.optim import SGD, AdamW
+
+    from ddpforge.builtin.optim.lbfgs import LBFGS
 
 _LearningRate = Annotated[
     float,
@@ -69,6 +71,33 @@ def sgd(
         raise ValueError("torch has no fused SGD for sharded weights; remove `fused`")
     fused = (_can_fuse(params) and not sharded) if fused == "auto" else fused
     return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=fused)
+
+
+def lbfgs(
+    params: list[dict[str, Any]],
+    *,
+    lr: _LearningRate,
+    history_size: Annotated[
+        int,
+        Field(ge=1, le=1000, description="Steps to estimate the curvature from; each needs two copies of the model."),
+    ] = 10,
+) -> LBFGS:
+    """Returns L-BFGS (Nocedal, 1980) without a line search; `params` are parameter groups.
+
+    A step is one iteration of `torch.optim.LBFGS`, so its `max_iter = 20` are 20 steps here. Use it for small models,
+    with a global batch of the whole dataset: noise in the gradients spoils the estimate of the curvature. All ranks
+    compute the same update from all weights, so strategies that divide the weights refuse it.
+
+    Raises:
+        ValueError: Weights are sharded.
+    """
+    from torch import Tensor
+
+    from ddpforge.builtin.optim.lbfgs import LBFGS
+
+    if any(type(parameter.data) is not Tensor for group in params for parameter in group["params"]):  # DTensor
+        raise ValueError('lbfgs needs all weights on every rank, but they are sharded; set strategy.use = "ddp"')
+    return LBFGS(params, lr, history_size)
 
 
 def _can_fuse(groups: list[dict[str, Any]]) -> bool:

@@ -381,11 +381,12 @@ class Pipeline(Strategy):
         """Removes other ranks' tensors and modules from the model, and returns the replica."""
         from ddpforge.strategies.fsdp.shards import try_on_shards
         from ddpforge.strategies.fsdp.wrap_units import check_sharded
-        from ddpforge.strategies.optimizer_probe import check_sparse_gradients
+        from ddpforge.strategies.optimizer_probe import check_independent_updates, check_sparse_gradients
         from ddpforge.strategies.pipeline.replica import PipelineReplica
         from ddpforge.strategies.pipeline.segments import named_tensors
 
         check_sparse_gradients(optimizer, model, sharded=True)
+        check_independent_updates(optimizer, self.world.device)
         self.sharing.try_out(optimizer, self.world.device)
         if self.sharded:
             try_on_shards(optimizer, self.data_mesh, self.world.device)

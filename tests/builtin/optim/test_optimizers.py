@@ -1,6 +1,8 @@
-"""The optimizers `adamw` and `sgd` equal torch's."""
+"""The optimizers `adamw`, `sgd` and `lbfgs` equal torch's."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ddpforge.builtin.optim.optimizers import adamw, sgd
+from ddpforge.builtin.optim.optimizers import adamw, lbfgs, sgd
+from ddpforge.errors import StrategyError
+from ddpforge.strategies.optimizer_probe import check_independent_updates
 from ddpforge.training.parameter_groups import parameter_groups
 
 Build = Callable[[list[dict[str, Any]]], Optimizer]
@@ -75,3 +79,64 @@ def test_one_step_of_sgd_subtracts_the_gradient_times_the_rate() -> None:
 def test_nesterov_needs_momentum() -> None:
     with pytest.raises(ValueError, match="Nesterov momentum requires a momentum"):
         sgd([{"params": [nn.Parameter(torch.zeros(1))]}], lr=0.1, nesterov=True)
+
+
+# ---------------------------------------------------------------------------------------------- L-BFGS
+def curve(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Returns the losses of `steps` steps on a small regression."""
+    inputs = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            losses.append(optimizer.step(closure).item())
+        else:
+            losses.append(closure().item())
+            optimizer.step()
+    return losses
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+@pytest.mark.parametrize("history_size", [3, 10])
+def test_lbfgs_has_the_curve_of_torchs_with_one_iteration_a_step(history_size: int) -> None:
+    ours, theirs = net(), net()
+    mine = curve(ours, lbfgs([{"params": list(ours.parameters())}], lr=0.5, history_size=history_size), 50)
+    options = {"lr": 0.5, "max_iter": 1, "history_size": history_size}
+    assert mine == pytest.approx(curve(theirs, torch.optim.LBFGS(theirs.parameters(), **options), 50), rel=1e-7)
+    assert mine[-1] < 0.02 * mine[0]
+
+
+def test_lbfgs_resumes_from_the_state_of_each_weight() -> None:
+    straight, again = net(), net()
+    optimizer = lbfgs([{"params": list(straight.parameters())}], lr=0.5)
+    curve(straight, optimizer, 12)
+    again.load_state_dict(straight.state_dict())
+    resumed = lbfgs([{"params": list(again.parameters())}], lr=0.5)
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
+    assert curve(again, resumed, 5) == curve(straight, optimizer, 5)
+
+
+def test_lbfgs_keeps_weights_at_a_gradient_of_zero() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = lbfgs([{"params": [weight]}], lr=1.0)
+    for _ in range(2):
+        weight.grad = torch.zeros(3)
+        optimizer.step()
+    assert weight.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["lbfgs", "adamw"])
+def test_strategies_that_divide_the_model_refuse_updates_of_all_weights_together(together: bool) -> None:
+    optimizer = (lbfgs if together else adamw)([{"params": [nn.Parameter(torch.ones(3))]}], lr=0.1)
+    with pytest.raises(StrategyError, match="updates all weights together") if together else nullcontext():
+        check_independent_updates(optimizer, torch.device("cpu"))
