@@ -89,13 +89,14 @@ def curve(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
+        loss: Tensor = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
         loss.backward()
         return loss
 
+    theirs: Any = optimizer
     for _ in range(steps):
         if isinstance(optimizer, torch.optim.LBFGS):
-            losses.append(optimizer.step(closure).item())
+            losses.append(theirs.step(closure).item())
         else:
             losses.append(closure().item())
             optimizer.step()
@@ -111,7 +112,7 @@ def net() -> nn.Module:
 def test_lbfgs_has_the_curve_of_torchs_with_one_iteration_a_step(history_size: int) -> None:
     ours, theirs = net(), net()
     mine = curve(ours, lbfgs([{"params": list(ours.parameters())}], lr=0.5, history_size=history_size), 50)
-    options = {"lr": 0.5, "max_iter": 1, "history_size": history_size}
+    options: dict[str, Any] = {"lr": 0.5, "max_iter": 1, "history_size": history_size}
     assert mine == pytest.approx(curve(theirs, torch.optim.LBFGS(theirs.parameters(), **options), 50), rel=1e-7)
     assert mine[-1] < 0.02 * mine[0]
 
