@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscop
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run package test test-package test-all test-fast test-gpu test-gpus gpu test-plugins $(PLUGIN_TESTS) bench lint docs clean
+.PHONY: run package test test-package test-all test-fast test-portable test-gpu test-gpus gpu test-plugins $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
@@ -22,7 +22,11 @@ test: $(VENV)/installed    ## style, types, tests and those of the plugins, in t
 	nice $(MAKE) --output-sync lint test-plugins OF_PLUGINS="not slow" & rest=$$!; \
 	$(MAKE) --no-print-directory test-package; code=$$?; wait $$rest && exit $$code
 
-test-package: $(VENV)/installed
+test-test-portable: export PYTHONPATH = $(CURDIR)/tests/portable
+test-portable: $(VENV)/installed    ## the same without Linux's own calls, on the ways that macOS takes
+	$(PYTEST) -m "not slow and not full"
+
+package: $(VENV)/installed
 	$(PYTEST)
 
 test-plugins: $(PLUGIN_TESTS)    ## each in its own folder, as its author would
@@ -50,6 +54,10 @@ gpu: $(VENV)/installed
 	$(BIN)/python benchmarks/gpu.py --ranks $(RANKS) --tests build/gpu/$(MARK).xml
 
 test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
+	$(PYTEST) -m "not slow and not full"
+
+test-portable: export PYTHONPATH = $(CURDIR)/tests/portable
+test-portable: $(VENV)/installed    ## the same without Linux's own calls, on the ways that macOS takes
 	$(PYTEST) -m "not slow and not full"
 
 package: $(VENV)/installed    ## sdist and wheels in build/dist, tried in a fresh environment outside of this clone

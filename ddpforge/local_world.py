@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 from ddpforge.errors import SetupError
+from ddpforge.machine import usable_cores
 
 __all__ = ["check_launcher_env", "cores_per_rank", "local_world_size"]
 
@@ -36,4 +37,4 @@ def local_world_size() -> int:
 
 def cores_per_rank(processes: int) -> int:
     """Returns the cores (at least 1) for each of `processes` processes that share the cores of this process."""
-    return max(1, len(os.sched_getaffinity(0)) // processes)
+    return max(1, usable_cores() // processes)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ddpforge import disk
 from ddpforge.errors import CheckpointError
+from ddpforge.machine import read_sequentially
 
 BLOCK = 64 << 20  # bytes: each block of this size has its own hash. Part of the format
 
@@ -83,7 +84,7 @@ class PlainFile:
         weakref.finalize(self, file.close)
         self._descriptor = file.fileno()
         self.size = os.fstat(self._descriptor).st_size
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        read_sequentially(self._descriptor)
 
     def read_into(self, start: int, buffer: memoryview, seen: Callable[[memoryview], None] = lambda _: None) -> None:
         """Fills the buffer with the bytes from `start` on; calls `seen` with each piece right after its read.

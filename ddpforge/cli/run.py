@@ -14,8 +14,8 @@ from ddpforge.cli.options import dry_run_option, json_option, out_option, recipe
 from ddpforge.errors import UsageError
 from ddpforge.fast_import import gc_paused, set_torch_env
 from ddpforge.launchers.exit_record import STARTED, is_launched, record_start
-from ddpforge.launchers.signal_policy import stop_with_parent
 from ddpforge.launchers.slurm import export_slurm_env
+from ddpforge.machine import terminate_with_parent
 from ddpforge.ranks.signals import StopRequests, stopping_early
 from ddpforge.watchdog.watchdog import watch_startup
 
@@ -57,7 +57,7 @@ def run(
     with ending(status=as_json), StopRequests(), stopping_early(lambda: postpone(status=as_json)):
         os.environ.setdefault(STARTED, str(time.time()))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or a launcher built on it, waits for its ranks
-            stop_with_parent()
+            terminate_with_parent()
         export_slurm_env()
         watch_startup()
         record_start()

@@ -13,6 +13,8 @@ from importlib import import_module
 from types import FunctionType, MappingProxyType
 from typing import Any
 
+from ddpforge.errors import SetupError
+
 __all__ = ["KINDS", "KindSpec"]
 
 
@@ -85,7 +87,7 @@ class KindSpec:
         for base, function in self.adopted.items():
             module, _, name = base.partition(":")
             if isinstance(component, type) and issubclass(component, getattr(sys.modules.get(module), name, ())):
-                return _located(function)(component)
+                return _adoption(function)(component)
         return component
 
     def derives(self, component: type) -> bool:
@@ -96,6 +98,18 @@ class KindSpec:
 def _located(where: str) -> Any:
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
+
+
+def _adoption(where: str) -> Any:
+    """Returns the function `where`; raises SetupError if it is in a plugin that is not installed."""
+    plugin = where.partition(".")[0]
+    try:
+        return _located(where)
+    except ModuleNotFoundError as error:
+        if error.name != plugin:
+            raise
+        name = plugin.replace("_", "-")
+        raise SetupError(f"this class needs {name}, which is not installed", hints=[f"pip install {name}"]) from error
 
 
 # ---------------------------------------------------------------------------------------------- recognising
@@ -206,6 +220,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
             KindSpec(
                 name="task",
                 base="ddpforge.interfaces:Task",
+                adopted={"transformers.trainer:Trainer": "ddpforge_transformers.trainer:adopted"},
                 adopts_function="ddpforge.builtin.tasks.loss_function:adopted",
                 nested=True,
                 api=3,

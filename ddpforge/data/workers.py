@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 import resource
 import shutil
@@ -16,11 +15,11 @@ from typing import Any
 
 from ddpforge import compat
 from ddpforge.errors import ForgeError, PluginError, SetupError
+from ddpforge.machine import open_files, shared_memory_folder
 from ddpforge.ranks.failures import phrase
 
 __all__ = ["explained", "lacks_resources", "refuse_missing_resources", "reporting_context", "starting", "takes_sockets"]
 
-_SHM = Path("/dev/shm")
 _LEAST = 1 << 20  # minimum bytes of shared memory; even the smallest batches take one page for each tensor
 _SOCKET = len("/pymp-12345678/listener-12345678")  # multiprocessing appends this to the folder of temporary files
 _FILES = 4  # file descriptors of this process for each loader process: queues, and a sentinel for its end
@@ -29,19 +28,20 @@ _NO_FILES = "Too many open files"
 _ALONE = "or fetch in the training process: data.workers = 0"
 
 
-def refuse_missing_resources(workers: int, prefetch: int, *, shm: Path = _SHM) -> None:
+def refuse_missing_resources(workers: int, prefetch: int, *, shm: Path | None = None) -> None:
     """Raises SetupError if loader processes could start but could not send micro-batches."""
     needs = f"data.workers = {workers} needs"
+    place = shm or shared_memory_folder()
     folder = tempfile.gettempdir()
     if not takes_sockets(folder):
         raise SetupError(
             f"{needs} sockets in the folder for temporary files, but its path is too long for them: {folder}",
             hints=["set TMPDIR to a shorter path, such as /tmp", _ALONE],
         )
-    if shm.is_dir() and (free := shutil.disk_usage(shm).free) < _LEAST:
+    if place and place.is_dir() and (free := shutil.disk_usage(place).free) < _LEAST:
         raise SetupError(
-            f"{needs} shared memory for micro-batches, but {shm} has only {free} bytes free",
-            hints=[f"remove files in {shm}, or make it larger: docker run --shm-size=8g", _ALONE],
+            f"{needs} shared memory for micro-batches, but {place} has only {free} bytes free",
+            hints=[f"remove files in {place}, or make it larger: docker run --shm-size=8g", _ALONE],
         )
     _raise_limit(workers, prefetch, needs)
 
@@ -62,7 +62,7 @@ def _raise_limit(workers: int, prefetch: int, needs: str) -> None:
     Raises SetupError if the system does not allow a sufficient limit.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    there = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
+    there = open_files()
     needed = there + workers * (_FILES + 2 * prefetch)  # each tensor that is sent takes one: inputs and targets
     if limit != resource.RLIM_INFINITY and limit < 4 * needed and limit != most:
         limit = 4096 if most == resource.RLIM_INFINITY else min(most, max(4096, 4 * needed))
@@ -114,7 +114,7 @@ def explained(error: Exception, what: str) -> ForgeError:
     if "too long" in text:
         hints.insert(0, "set TMPDIR to a shorter path, such as /tmp")
     elif _NO_ROOM.search(text):
-        hints.insert(0, f"make {_SHM} larger (docker run --shm-size=8g), or lower data.workers or data.prefetch")
+        hints.insert(0, "make /dev/shm larger (docker run --shm-size=8g), or lower data.workers or data.prefetch")
     elif _NO_FILES in text:
         hints.insert(0, "raise the limit of open files: ulimit -n 65536")
     elif not isinstance(error, OSError | RuntimeError):

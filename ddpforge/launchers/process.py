@@ -17,6 +17,7 @@ from ddpforge.launchers.exit_record import VERDICT, ExitRecords, LaunchExit
 from ddpforge.launchers.signal_policy import is_second_request, received_signal
 from ddpforge.launchers.store import ADDRESS, clock_at, store_at
 from ddpforge.launchers.torchrun import variables_for
+from ddpforge.machine import process_state
 
 __all__ = ["PATIENCE", "launch", "start"]
 
@@ -127,7 +128,7 @@ class _Running:
 
     def _all_done(self) -> bool:
         words = self._words()
-        return words.all_done and set(map(_state, words.pids)) <= _ENDED
+        return words.all_done and set(map(process_state, words.pids)) <= _ENDED
 
     def _is_quiet(self, parting: float) -> bool:
         """True if no rank of any machine has reported lately. The ranks here have been done for `parting` seconds."""
@@ -142,7 +143,7 @@ class _Running:
     def _left_alone(self) -> str:
         """Returns the states of its ranks if all have ended with a failure, else "". "Z": exit code not read yet."""
         words = self._words()
-        states = "" if words.all_done else "".join(map(_state, words.pids))
+        states = "" if words.all_done else "".join(map(process_state, words.pids))
         return states if set(states) <= _ENDED else ""
 
     def _wait_for_ranks(self) -> None:
@@ -179,14 +180,7 @@ def _processes(pids: Sequence[int]) -> list[Any]:
 
 def _is_alive(pid: int) -> bool:
     """True while the process runs. False for a zombie."""
-    return _state(pid) not in _ENDED
-
-
-def _state(pid: int) -> str:
-    """Returns the kernel's letter for the state of a process; "X" if it does not exist."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "X"
+    return process_state(pid) not in _ENDED
 
 
 @contextmanager

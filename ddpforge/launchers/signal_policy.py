@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["handle_signals", "handling_signals", "is_second_request", "received_signal", "stop_with_parent"]
+__all__ = ["handle_signals", "handling_signals", "is_second_request", "received_signal"]
 
 Handler = Callable[[int, FrameType | None], None]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_PDEATHSIG = 1  # from <linux/prctl.h>
 _ONE = 5.0  # seconds in which a repeated signal is the same request: schedulers send it to whole process trees
 
 
@@ -48,14 +46,3 @@ def received_signal(handler: Handler) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Makes the kernel send a signal to this process when its parent ends, even by kill -9.
-
-    Only on Linux: prctl(2), PR_SET_PDEATHSIG.
-    """
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PDEATHSIG, int(number))

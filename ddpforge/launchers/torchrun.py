@@ -21,9 +21,9 @@ from ddpforge.fast_import import gc_paused
 from ddpforge.launchers.exit_record import VERDICT, ExitRecords, is_final, record_death
 from ddpforge.launchers.nodes import ALONE, ENDPOINT, NODES
 from ddpforge.launchers.rendezvous import LOST, meet
-from ddpforge.launchers.signal_policy import stop_with_parent
 from ddpforge.launchers.store import ADDRESS
 from ddpforge.local_world import cores_per_rank
+from ddpforge.machine import terminate_with_parent
 
 __all__ = ["NO_GPUS", "main", "names_rendezvous", "torchrun_command", "use_agent", "variables_for"]
 
@@ -155,7 +155,7 @@ def _halted(codes: list[int]) -> bool:
 def main() -> None:
     """Runs torchrun with the arguments of this process. Prints no traceback for the failure of a rank."""
     if VERDICT in os.environ:
-        stop_with_parent()
+        terminate_with_parent()
         _listen_to_the_launch_alone()
 
     with gc_paused():

@@ -15,7 +15,7 @@ from ddpforge.training.blocks import find_blocks
 from ddpforge.training.float8 import check_float8
 from ddpforge.training.optimizers import build_optimizer, check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
-from ddpforge.training.stages import Built
+from ddpforge.training.stages import MISSING, Built
 from ddpforge.training.task_state import NAME, check_no_parameters, has_state
 
 __all__ = [
@@ -81,7 +81,7 @@ def check_auxiliary(built: Built) -> Errors:
 
     Raises UsageError for missing weights of an auxiliary module.
     """
-    names = [NAME] if has_state(built.task) else []
+    names = [NAME] if built.task is not MISSING and has_state(built.task) else []
     if NAME in names and NAME in built.recipe.callbacks:
         yield UsageError(f"callbacks.{NAME} has the name under which the task's state is saved", hints=["rename it"])
     for name, beside in built.auxiliary.items():

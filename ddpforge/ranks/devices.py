@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from ddpforge.errors import StrategyError
 from ddpforge.local_world import local_world_size
+from ddpforge.machine import has_nvidia_gpu
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
@@ -73,7 +73,7 @@ def _sign_of_gpu() -> str | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return None if visible.strip() in _HIDDEN else f"CUDA_VISIBLE_DEVICES={visible} names a GPU"
-    return "this machine has a GPU" if Path("/dev/nvidiactl").exists() else None
+    return "this machine has a GPU" if has_nvidia_gpu() else None
 
 
 def _why_not() -> str:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import psutil
@@ -27,6 +26,7 @@ from ddpforge import compat
 from ddpforge.errors import ExitCode, PeerFailed, SetupError, StrategyError
 from ddpforge.interfaces import Ranks, Strategy, World
 from ddpforge.launchers.nodes import NODES, fixed_number
+from ddpforge.machine import ephemeral_ports
 from ddpforge.ranks.backend_flags import set_backend_flags
 from ddpforge.ranks.collectives import ProcessGroup, SingleRank
 from ddpforge.ranks.devices import DeviceCheck, choose_device, cpu_requested, device_type
@@ -134,18 +134,10 @@ def _ports_named() -> Iterator[None]:
         raise SetupError(
             f"{here} cannot reach the other ranks (rendezvous {place}): {said}",
             hints=[
-                f"open the ports for outgoing connections (ephemeral ports) between all nodes: {_handed_out()}",
+                f"open the ports for outgoing connections (ephemeral ports) between all nodes: {ephemeral_ports()}",
                 "another rank may have ended before it joined: see the output of the other nodes",
             ],
         ) from error
-
-
-def _handed_out() -> str:
-    """Returns the range of this system's ephemeral ports."""
-    try:
-        return "-".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    except OSError:
-        return "49152-65535"
 
 
 def _meet_again(device: torch.device, timeout: timedelta) -> None:

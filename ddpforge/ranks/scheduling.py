@@ -21,7 +21,7 @@ _was_set = False  # True if this process has set the policy
 def set_batch_policy() -> None:
     """Schedules this thread and its later child threads as SCHED_BATCH (see sched(7)): no preemption at wake-up.
 
-    Does nothing if the process has another policy than the default, or if the system does not allow SCHED_BATCH.
+    Does nothing if the process has another policy than the default, or if the system lacks or forbids SCHED_BATCH.
     """
     # Gloo's socket thread may wake up while another of its threads holds the lock of a socket. It then polls until it
     # gets the lock (`Pair::handleEvents` in gloo/transport/tcp). If it has preempted the holder, both wait until the
@@ -29,7 +29,7 @@ def set_batch_policy() -> None:
     # small GPT takes 0.93 of its time under ddp, and 0.75 under fsdp (`chrt --batch 0 python benchmarks/steps` compared
     # with the same without `chrt`).
     global _was_set
-    if os.sched_getscheduler(0) == os.SCHED_OTHER and _set(0, os.SCHED_BATCH):
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER and _set(0, os.SCHED_BATCH):
         _was_set = True
 
 
@@ -42,11 +42,11 @@ def runs_as_batch() -> bool:
 def policy_restored() -> Iterator[None]:
     """Restores the policy of this process's threads on exit, if it was set inside."""
     global _was_set
-    before, policy = _was_set, os.sched_getscheduler(0)
+    before, policy = _was_set, os.sched_getscheduler(0) if hasattr(os, "SCHED_BATCH") else None
     try:
         yield
     finally:
-        if _was_set and not before:
+        if policy is not None and _was_set and not before:
             _was_set = False
             _exchange(os.getpid(), os.SCHED_BATCH, policy)
 

@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from ddpforge.components.installed import version
+from ddpforge.machine import nvidia_driver, usable_cores
 from ddpforge.secret_redaction import redact, redacted
 
 _RELEVANT = re.compile(
@@ -29,7 +29,7 @@ def describe_environment() -> dict[str, Any]:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": usable_cores(),
         "packages": {name: version(name) for name in _PACKAGES},
         "cuda": _cuda(sys.modules.get("torch")),
         "git": _git(),
@@ -62,12 +62,8 @@ def _cuda(torch: Any) -> dict[str, Any] | None:
 
 
 def _driver() -> str | None:
-    """Returns the version of the NVIDIA driver from /proc; None if there is no driver."""
-    try:
-        said = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", said)
+    """Returns the version of the NVIDIA driver; None if there is no driver."""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", nvidia_driver())
     return found[0] if found else None
 
 

@@ -18,7 +18,6 @@ import math
 import os
 import re
 import secrets
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from typing_extensions import TypedDict
 from ddpforge import disk
 from ddpforge.components.local_code import neighbours
 from ddpforge.errors import SetupError, UsageError
+from ddpforge.machine import is_locked
 from ddpforge.runs.environment import describe_environment
 from ddpforge.runs.metrics import renamed_metric
 
@@ -58,7 +58,6 @@ _Kind = TypeVar("_Kind")
 
 # Lone surrogates, which earlier versions wrote for bytes that were not text. No JSON reader accepts them.
 _NO_TEXT = re.compile(rb"(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][cC][89a-fA-F][0-9a-fA-F]")
-_FLOCK = "hhqqi0q"  # Linux's struct flock with 64 bits: type, whence, start, length, process
 
 # Most bytes of a file that is read whole. A run writes less, but a folder from elsewhere may contain anything.
 _MOST = 16 << 20
@@ -364,13 +363,11 @@ class RunFolder:
         """
         try:
             with disk.open_plain(self.logs / "lock", within=self.path) as file:
-                asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-                found, *_ = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+                return is_locked(file.fileno())
         except FileNotFoundError:
             return False
         except OSError:
             return None
-        return bool(found != fcntl.F_UNLCK)
 
     @contextmanager
     def claim(self) -> Iterator[None]:

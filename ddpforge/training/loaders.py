@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ddpforge.data import Batches
 from ddpforge.data.rng import isolated_rng
 from ddpforge.data.streams import is_stream
 from ddpforge.local_world import cores_per_rank, local_world_size
+from ddpforge.machine import available_memory, shared_memory_folder
 
 __all__ = ["served"]
 
@@ -25,7 +25,6 @@ log = logging.getLogger("ddpforge")
 
 _HIDDEN = 0.005  # seconds to fetch a micro-batch that cost no time: a GPU has more work than that in its queue
 _MOST = 8  # loader processes of a rank, at most
-_SHM = Path("/dev/shm")
 
 
 def served(
@@ -63,5 +62,6 @@ def _most(batch: int, prefetch: int) -> int:
     A core is kept for the rank itself, and half of the shared memory for others.
     """
     ranks = local_world_size()
-    free = shutil.disk_usage(_SHM).free if _SHM.is_dir() else 0
+    place = shared_memory_folder()
+    free = shutil.disk_usage(place).free if place else available_memory()
     return max(0, min(_MOST, cores_per_rank(ranks) - 1, free // 2 // (ranks * prefetch * max(1, batch))))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 
+from ddpforge import machine
 from ddpforge.ranks.heartbeat import Heartbeat
 
-__all__ = ["STACKS", "Process"]
+__all__ = ["Process"]
 
-STACKS = signal.SIGRTMIN + 7  # faulthandler writes stacks at this signal; no other code uses it
 _DUMP = 1.5  # seconds in which a process and its forked processes write their stacks
 _LOOK = 0.03  # seconds between two checks of the stacks written so far
 _FATAL = "Fatal Python error: "  # the beginning of faulthandler's output after a crash
@@ -33,13 +32,11 @@ class Process:
 
     def __init__(self, pid: int, words: memoryview[int], stacks: int, main: int) -> None:
         self.pid, self._words, self._stacks, self._main = pid, words, stacks, main
-        self._end = select.poll()
-        with suppress(OSError):  # an old kernel has no pidfd_open
-            self._end.register(os.pidfd_open(pid), select.POLLIN)  # readable when the process has ended
+        self._end = machine.end_poll(pid)
 
     def ended(self, wait: float) -> bool:
         """True if the process has ended; waits for that at most `wait` seconds."""
-        return bool(self._end.poll(wait * 1000)) or os.getppid() != self.pid
+        return machine.wait_for_end(self.pid, self._end, wait)
 
     def place(self) -> Heartbeat:
         """Returns its last heartbeat."""
@@ -47,12 +44,11 @@ class Process:
 
     def frozen(self) -> bool:
         """True while the process is stopped, as by SIGSTOP or a debugger."""
-        return (_stat(self.pid) or ["?"])[0] in "Tt"
+        return machine.process_state(self.pid) in "Tt"
 
     def death(self) -> str:
         """Returns how the process ended. That is unknown if its parent has already read the exit status."""
-        found = _stat(self.pid) or []
-        status = int(found[49]) if len(found) > 49 and found[0] == "Z" else 0
+        status = machine.wait_status(self.pid) or 0
         if number := status & 127:
             name = signal.Signals(number).name if number in signal.Signals.__members__.values() else ""
             memory = ", as for lack of memory," if number == signal.SIGKILL else ""
@@ -67,8 +63,8 @@ class Process:
             return ""
         begin = os.fstat(self._stacks).st_size  # after the stacks of earlier requests
         deadline = time.monotonic() + _DUMP
-        for pid in [self.pid, *_children(self.pid)]:  # one after the other, because all write to the same file
-            if _listens(pid) and time.monotonic() < deadline:
+        for pid in [self.pid, *self._children()]:  # one after the other, because all write to the same file
+            if self._listens(pid) and time.monotonic() < deadline:
                 if pid != self.pid:
                     os.write(self._stacks, f"\nprocess {pid}, forked by the rank:\n".encode())
                 self._written(pid, deadline)
@@ -77,7 +73,7 @@ class Process:
     def _written(self, pid: int, deadline: float) -> None:
         """Makes a process write its stacks, and waits for the end of the output."""
         before = size = os.fstat(self._stacks).st_size
-        _send(pid, STACKS)
+        _send(pid, machine.STACKS)
         while time.monotonic() < deadline and (size == before or size != os.fstat(self._stacks).st_size):
             size = os.fstat(self._stacks).st_size
             time.sleep(_LOOK)
@@ -93,9 +89,18 @@ class Process:
         found = _FRAME.search(mine.partition("\n\n")[0])
         return f"{'/'.join(found[1].split('/')[-3:])}:{found[2]} in {found[3]}" if found else ""
 
+    def _children(self) -> Iterator[int]:
+        """Yields the rank's loader processes, and others that it has started in its group; not this process."""
+        return machine.descendants(self.pid, without=[os.getpid()])
+
+    def _listens(self, pid: int) -> bool:
+        """True if a process has a handler for STACKS. Without one, the signal might end it."""
+        found = machine.catches(pid, machine.STACKS)
+        return pid == self.pid if found is None else found
+
     def end(self) -> None:
         """Kills the process and its loader processes."""
-        children = list(_children(self.pid))
+        children = list(self._children())
         for pid in [self.pid, *children]:
             _send(pid, signal.SIGKILL)
 
@@ -103,32 +108,3 @@ class Process:
 def _send(pid: int, number: int) -> None:
     with suppress(OSError):
         os.kill(pid, number)
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Returns the fields of /proc/PID/stat from the state on; None if there is no such process."""
-    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()
-    return None
-
-
-def _listens(pid: int) -> bool:
-    """True if a process has a handler for STACKS. Without one, the signal would end it."""
-    with suppress(OSError), open(f"/proc/{pid}/status") as file:
-        for line in file:
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (STACKS - 1) & 1)
-    return False
-
-
-def _children(parent: int) -> Iterator[int]:
-    """Yields the descendants of a process in its process group, without this process."""
-    group = (_stat(parent) or [])[2:3]
-    found: dict[int, list[str]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and (stat := _stat(int(name))) and stat[2:3] == group and int(name) != os.getpid():
-            found[int(name)] = stat
-    reached = {parent}
-    while new := {pid for pid, stat in found.items() if int(stat[1]) in reached} - reached:
-        reached |= new
-        yield from new

@@ -23,11 +23,11 @@ from typing import Any, Self
 from ddpforge.errors import ExitCode, ForgeError, PeerFailed
 from ddpforge.launchers.exit_record import record_watch
 from ddpforge.launchers.store import ADDRESS
+from ddpforge.machine import STACKS, create_shared_file
 from ddpforge.ranks import heartbeat
 from ddpforge.ranks.failures import is_symptom, phrase
 from ddpforge.ranks.scheduling import runs_as_batch
 from ddpforge.watchdog import agent
-from ddpforge.watchdog.process import STACKS
 from ddpforge.watchdog.status_board import StatusBoard
 
 __all__ = [
@@ -118,7 +118,7 @@ class _Agent:
     """Watchdog process, started with `settings`, and the memory that it shares with this process."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._words, self._stacks = os.memfd_create("ddpforge-words"), os.memfd_create("ddpforge-stacks")
+        self._words, self._stacks = create_shared_file("ddpforge-words"), create_shared_file("ddpforge-stacks")
         os.truncate(self._words, heartbeat.WORDS * 8)
         heartbeat.use_shared_memory(memoryview(mmap.mmap(self._words, heartbeat.WORDS * 8)).cast("q"))
         faulthandler.register(STACKS, file=self._stacks, all_threads=True)

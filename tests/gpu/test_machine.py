@@ -1,7 +1,6 @@
 """One GPU: device assignment, memory errors, env.json and data transfer. Run with `pytest -m gpu`."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copy
@@ -18,6 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 from ddpforge.builtin.datasets.vision import torchvision_dataset
 from ddpforge.builtin.optim.optimizers import sgd
 from ddpforge.data import RankShare, open_data, to_device
+from ddpforge.machine import usable_cores
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.strategies.precision import precision_for
 from ddpforge.training.blocks import rework_blocks
@@ -141,6 +141,6 @@ def test_images_use_loader_processes_by_default() -> None:
     options: dict[str, Any] = {"seed": 0, "drop_last": False, "workers": 0, "prefetch": 2, "pin": True}
     alone = open_data(images, global_batch=64, share=RankShare(0, 1, 64), **options)
     served_by = served("train", images, alone, device, trains=True)
-    assert served_by.workers == min(8, len(os.sched_getaffinity(0)) - 1)
+    assert served_by.workers == min(8, usable_cores() - 1)
     for one, other in zip(alone.evaluation(), served_by.evaluation(), strict=True):
         assert torch.equal(one.data[0], other.data[0])

@@ -44,7 +44,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(*, gpus: int, driver: bool = True, **variables: object) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(devices, "Path", lambda path: SimpleNamespace(exists=lambda: driver))
+        monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: driver)
         for name, value in variables.items():
             monkeypatch.setenv(name.upper(), str(value))
 

@@ -21,6 +21,8 @@ from ddpforge.ranks.collectives import ProcessGroup
 from ddpforge.strategies.ddp import DDP
 from ddpforge.strategies.single import Single
 
+only_linux = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
+
 
 def joined() -> World:
     return join.join(train(), DDP())
@@ -57,6 +59,7 @@ def test_leave_destroys_the_process_group() -> None:
     assert in_ranks(2, rank) == [(True, False, (0, 2, True, "cpu")), (True, False, (1, 2, False, "cpu"))]
 
 
+@only_linux
 def test_threads_of_gloo_have_the_batch_scheduling_policy() -> None:
     def policies() -> dict[str, int]:
         return {thread: os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
@@ -73,6 +76,7 @@ def test_threads_of_gloo_have_the_batch_scheduling_policy() -> None:
     assert in_ranks(2, rank) == [({other}, {batch}, {batch})] * 2
 
 
+@only_linux
 def test_single_process_keeps_its_scheduling_policy() -> None:
     def rank(number: int) -> Any:
         joined()

@@ -9,6 +9,9 @@ import pytest
 from ddpforge.ranks import scheduling
 from ddpforge.ranks.scheduling import Contention, policy_restored, runs_as_batch, set_batch_policy
 
+if not hasattr(os, "SCHED_BATCH"):
+    pytest.skip("only Linux has SCHED_BATCH", allow_module_level=True)
+
 OTHER, BATCH, IDLE = os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE
 
 

@@ -18,6 +18,7 @@ import torch
 
 from ddpforge import disk
 from ddpforge.errors import SetupError, UsageError
+from ddpforge.machine import usable_cores
 from ddpforge.recipe import LoadedRecipe
 from ddpforge.runs.environment import describe_environment
 from ddpforge.runs.folder import RunFolder, Status, snapshot
@@ -366,7 +367,7 @@ def test_the_environment_is_recorded_without_secrets(folder: RunFolder, monkeypa
 
 def test_the_environment_has_the_gpus_and_their_software_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = describe_environment()
-    assert found["cpus"] == len(os.sched_getaffinity(0))
+    assert found["cpus"] == usable_cores()
     assert found["cuda"] is None
 
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=85_000_000_000)
@@ -378,7 +379,7 @@ def test_the_environment_has_the_gpus_and_their_software_versions(monkeypatch: p
     kernel = (
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: gcc 12.2.0"
     )
-    monkeypatch.setattr("ddpforge.runs.environment.Path", lambda path: SimpleNamespace(read_text=lambda: kernel))
+    monkeypatch.setattr("ddpforge.runs.environment.nvidia_driver", lambda: kernel)
     assert describe_environment()["cuda"] == {
         "gpus": [{"name": "NVIDIA H100", "memory": 85_000_000_000}] * 2,
         "driver": "580.95.05",

@@ -6,8 +6,11 @@ import signal
 import threading
 import time
 
+import pytest
+
+from ddpforge.machine import STACKS, create_shared_file
 from ddpforge.ranks.heartbeat import WORDS
-from ddpforge.watchdog.process import STACKS, Process
+from ddpforge.watchdog.process import Process
 
 
 def in_the_rank(pipe: int) -> None:
@@ -22,8 +25,9 @@ def in_a_loader(pipe: int, number: int) -> None:
     time.sleep(1000)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="only Linux shows which signals a process catches")
 def test_stacks_of_a_rank_and_of_its_data_workers_do_not_mix() -> None:
-    stacks, (ready, pipe) = os.memfd_create("stacks"), os.pipe()
+    stacks, (ready, pipe) = create_shared_file("stacks"), os.pipe()
     rank = os.fork()
     if rank == 0:
         os.setpgid(0, 0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from ddpforge.interfaces import Callback, RunContext, StepInfo
+from ddpforge.machine import peak_memory
 
 if TYPE_CHECKING:
     import torch
@@ -66,4 +66,4 @@ def _peak_memory(device: torch.device) -> float:
 
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB
+    return peak_memory() / 2**30

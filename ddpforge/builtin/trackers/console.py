@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ddpforge.interfaces import Tracker
+from ddpforge.machine import resident_memory
 
 _PER_SECOND = 1  # display updates; each takes half a millisecond in a separate thread
 _BAR = 30  # characters
@@ -219,12 +220,7 @@ def _memory() -> list[str]:
     if torch is not None and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         return [f"{(total - free) / 2**30:.1f} of {total / 2**30:.0f} GiB of GPU memory"]
-    try:
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[1])
-    except OSError:
-        return []
-    return [f"{pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"]
+    return [f"{resident_memory() / 2**30:.1f} GiB"]
 
 
 def _summary(folder: Path, config: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ddpforge.components.installed import version
 from ddpforge.data.workers import takes_sockets
+from ddpforge.machine import shared_memory_folder, usable_cores
 from ddpforge.ranks.network_interface import GLOO, addresses_of, best_interface, interfaces, is_only_here
 from ddpforge.secret_redaction import redact
 from ddpforge.tools.doctor.findings import Finding, error, note, ok, warning
@@ -24,7 +25,6 @@ __all__ = ["files", "limits", "names", "packages", "shared_memory", "variables",
 
 _GIB = 1 << 30
 _ENOUGH_FILES = 4096  # a run opens a few for each loader process, shard and connection
-_SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _PROBE = 64 << 20  # bytes that are written to measure a disk
@@ -72,8 +72,11 @@ def packages(distribution: str = "ddpforge") -> Iterator[Finding]:
     yield ok(", ".join(dict.fromkeys(shown)))
 
 
-def shared_memory(workers: int | None, place: Path = _SHM) -> Iterator[Finding]:
+def shared_memory(workers: int | None, place: Path | None = None) -> Iterator[Finding]:
     """Checks the size of /dev/shm, which loader processes and NCCL use; a Docker container has 64 MiB by default."""
+    place = place or shared_memory_folder()
+    if place is None:  # the system has shared memory without a folder, as macOS
+        return
     total = shutil.disk_usage(place).total if place.is_dir() else 0
     size = f"{place} has {total / _GIB:.1f} GiB" if total >= _GIB else f"{place} has {total >> 20} MiB"
     if total >= _GIB:
@@ -111,7 +114,7 @@ def limits(ranks: int = 1, workers: int | None = None) -> Iterator[Finding]:
 
 
 def _cores(processes: int) -> Iterator[Finding]:
-    ours, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    ours, there = usable_cores(), os.cpu_count() or 1
     text = f"{ours} of {there} CPU cores" if ours < there else f"{ours} CPU cores"
     if ours < processes:
         yield warning(

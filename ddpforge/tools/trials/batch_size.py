@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from ddpforge.errors import ForgeError
+from ddpforge.machine import available_memory, opens_nvidia_gpu, resident_memory
 from ddpforge.recipe import load_recipe
 from ddpforge.recipe.run_plan import plan_batch
 
@@ -71,7 +71,7 @@ def find_micro_batch(
     plan_batch(train.model_copy(update={"micro_batch": None}), ranks)  # raises RecipeError
     shards = train.virtual_ranks or ranks
     tries: list[Try] = []
-    room = _available() if ranks == 1 else None
+    room = available_memory() if ranks == 1 else None
 
     def fits(size: int) -> bool:
         tries.append(_tried(recipe, [*sets, f"train.micro_batch={size}"], size, ranks, budget, room))
@@ -128,7 +128,7 @@ def _watched(command: Sequence[str], most: int | None) -> tuple[int | None, str,
         ended = False
         try:
             while process.poll() is None:
-                if most is not None and _resident(process.pid) > most and not _uses_gpu(process.pid):
+                if most is not None and resident_memory(process.pid) > most and not opens_nvidia_gpu(process.pid):
                     ended = True
                     break
                 time.sleep(_LOOK)
@@ -140,30 +140,6 @@ def _watched(command: Sequence[str], most: int | None) -> tuple[int | None, str,
         err.seek(0)
         texts = out.read().decode(errors="replace"), err.read().decode(errors="replace")
         return None if ended else process.returncode, *texts
-
-
-def _available() -> int | None:
-    """Returns the bytes of memory that the machine has available; None if unknown."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return None
-
-
-def _resident(pid: int) -> int:
-    """Returns the resident bytes of a process."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _uses_gpu(pid: int) -> bool:
-    """True if the process has a GPU open: the budget is then the GPU's."""
-    with suppress(OSError):
-        return "/dev/nvidia" in Path(f"/proc/{pid}/maps").read_text()
-    return False
 
 
 def _last_object(text: str) -> dict[str, Any]:

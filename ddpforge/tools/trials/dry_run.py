@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ import torch
 from ddpforge.data import Batches
 from ddpforge.errors import StoppedBeforeStart
 from ddpforge.interfaces import StepInfo
+from ddpforge.machine import peak_memory
 from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.tools.trials.ephemeral_run import EphemeralRun, FirstBatches, open_ephemeral
@@ -122,7 +122,7 @@ class _Clock:
         """Returns the peak bytes of this process: of the GPU, if it uses one."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_reserved(self._device))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
+        return peak_memory()
 
 
 def _measured(trial: EphemeralRun, clock: _Clock, infos: Sequence[StepInfo]) -> Measured:

@@ -1,18 +1,22 @@
 """Tokenized datasets of local text: packed into blocks, or one sample per line."""
 
+import inspect
 import json
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
+import transformers
+from ddpforge.interfaces import Data
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 from transformers import AutoTokenizer
 
-__all__ = ["TokenizedJSONL", "TokenizedText"]
+__all__ = ["Collated", "TokenizedJSONL", "TokenizedText"]
 
 ddpforge_plugin_api = 3
 
@@ -159,6 +163,69 @@ class TokenizedJSONL(_Tokenized):
         given = given[:-1] if given[-1:] == [end] else given
         tokens, labels = given + text, [IGNORED] * len(given) + text
         return tokens[: self.max_length], labels[: self.max_length]
+
+
+class Collated:
+    """Dataset `of` with a data collator of transformers, which pads and joins its samples to a batch.
+
+    The samples are dicts, as the collator takes them. Collators that draw random numbers for a whole batch are refused:
+    the result would depend on the number of ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        of: Annotated[Data, Field(description="Dataset of dicts.")],
+        collator: Annotated[
+            str, Field(min_length=1, description='Class of transformers, e.g. "DataCollatorWithPadding".')
+        ],
+        tokenizer: Annotated[
+            str | None, Field(description="Folder in which transformers saved a tokenizer, or a name on the hub.")
+        ] = None,
+        options: Annotated[dict[str, Any], Field(description="Further arguments of the collator.")] = {},
+    ) -> None:
+        self.data: Any = of
+        self.tokenizer = load_tokenizer(tokenizer) if tokenizer else getattr(of, "tokenizer", None)
+        self._collator = _collator(collator, self.tokenizer, options)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Returns the collator's batch of the samples."""
+        return dict(self._collator([dict(sample) for sample in samples]))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "data":
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+
+def _collator(name: str, tokenizer: Any, options: dict[str, Any]) -> Any:
+    """Builds a collator; raises ValueError if transformers has none of this name, or if it draws random numbers."""
+    if name == "default_data_collator":
+        return transformers.default_data_collator
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and name.startswith("DataCollator")):
+        known = [one for one in dir(transformers) if one.startswith("DataCollator")]
+        near = get_close_matches(name, known, n=1, cutoff=0)
+        raise ValueError(f"collator: transformers has no data collator `{name}`; did you mean `{near[0]}`?")
+    parameters = inspect.signature(kind).parameters
+    if "mlm" in parameters and options.get("mlm", parameters["mlm"].default):
+        raise ValueError(
+            f"{name} masks tokens at random, once for a whole batch; set options.mlm = false, or use the task"
+            " masked_lm, which masks each sample by its own random numbers"
+        )
+    needs = "tokenizer" in parameters
+    if needs and tokenizer is None:
+        raise ValueError(f"{name} needs a tokenizer: set `tokenizer`")
+    try:
+        return kind(**({"tokenizer": tokenizer} if needs else {}), **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} refuses its options {options}: {error}") from error
 
 
 def load_tokenizer(name: str) -> Any:

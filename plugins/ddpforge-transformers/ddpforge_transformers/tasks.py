@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy
 from ddpforge.builtin.tasks.language_modeling import of_sequences
-from ddpforge.interfaces import Metric, Task, Total
+from ddpforge.interfaces import Metric, SampleColumns, Task, Total
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -51,7 +51,7 @@ class CausalLM(Task):
         """Returns the number of labels that are not ignored."""
         return (batch["labels"][:, 1:] != IGNORED).sum()
 
-    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total]:
+    def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | SampleColumns]:
         """Returns the metrics of the recipe, over counted tokens only."""
         if not self._metrics:
             return {}

@@ -92,7 +92,7 @@ def test_error_in_a_callback_ends_the_sweep(tmp_path: Path) -> None:
 
 
 def test_concurrent_runs_have_separate_gpus_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     commands = Commands(recipe="r.toml", folder=Path("s"), nproc=2, jobs=2, devices=["4", "5", "6", "7"])
     assert [commands.variables(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]
