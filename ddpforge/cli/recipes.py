@@ -94,6 +94,34 @@ def upgrade_recipes(files: tuple[Path, ...], check: bool) -> None:
     sys.exit(ExitCode.USAGE if failed else ExitCode.FAILED if check and changes else ExitCode.DONE)
 
 
+@recipes.command("from-hf")
+@click.argument("arguments", metavar="ARGS.JSON", type=click.Path(path_type=Path))
+@click.option(
+    "--devices", type=click.IntRange(min=1), default=1, show_default=True, help="Devices that the script trains on."
+)
+@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file, not to stdout.")
+def from_hf(arguments: Path, devices: int, out: Path | None) -> None:
+    """Turn TrainingArguments of transformers into a recipe; its model, data and task are left to complete.
+
+    ARGS.JSON is what `args.to_json_string()` returns. The global batch is that of the script on --devices devices.
+    Arguments that have no key are listed in comments, with the way in ddpforge.
+    """
+    from ddpforge.recipe.training_arguments import read_arguments, recipe_of
+
+    text = recipe_of(read_arguments(arguments), devices=devices)
+    if out is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(f"{out} exists already", hints=["name another file, or move this one away"]) from None
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}") from None
+    click.echo(out)
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file, not to stdout.")
 def schema(out: Path | None) -> None:

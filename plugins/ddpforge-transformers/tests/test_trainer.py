@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from ddpforge.errors import UsageError
+from ddpforge.recipe import load_recipe
+from ddpforge.recipe.training_arguments import read_arguments, recipe_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator
@@ -246,3 +248,15 @@ def test_trainer_and_collator_train_an_unchanged_script(ddpforge: Callable[..., 
     ddpforge("run", "r.toml", "--set", "train.length=6st")
     rows = [json.loads(line) for line in (tmp_path / "runs/weighted/metrics.jsonl").read_text().splitlines()]
     assert rows[0]["train/loss"] == pytest.approx(0.693974, rel=1e-5)
+
+
+def test_arguments_of_a_trainer_become_a_recipe(tmp_path: Path) -> None:
+    arguments = TrainingArguments(
+        str(tmp_path / "exp"), lr_scheduler_type="cosine", bf16=True, use_cpu=True, report_to=[], weight_decay=0.1
+    )
+    (tmp_path / "args.json").write_text(arguments.to_json_string())
+    text = recipe_of(read_arguments(tmp_path / "args.json"), devices=2)
+    (tmp_path / "r.toml").write_text(text.replace('pretrained = "…"', 'model_type = "llama"'))
+    found = load_recipe(tmp_path / "r.toml").recipe
+    assert (found.train.global_batch, found.train.precision, found.schedule.use) == (16, "bf16", "hf_cosine")
+    assert "without a key" not in text
