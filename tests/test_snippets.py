@@ -80,7 +80,8 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "augmentation": {
         "CIFAR10": "data to download: tests/builtin/datasets/test_vision.py",
         "scans.py": Recipe(sets=("data.eval.split=test",)),
-        "mixup": Recipe(sets=("~checkpoint.keep",)),
+        "cutmix_alpha": Recipe(),
+        "mixup.py": Recipe(sets=("~checkpoint.keep",)),
     },
     "batch-size": {
         "samples per forward pass": Recipe(),

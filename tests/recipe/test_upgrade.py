@@ -395,6 +395,8 @@ def without_new_options(tables: dict[str, Any]) -> dict[str, Any]:
     optimizer = tables["optimizer"]
     for table in (optimizer, *optimizer.get("updates", {}).values(), *optimizer.get("groups", {}).values()):
         assert table.pop("amsgrad", False) is False
+    if tables["task"]["use"] in ("language_modeling", "masked_lm", "segmentation"):
+        assert tables["task"].pop("label_smoothing", 0.0) == 0.0
     for table in tables.get("callbacks", {}).values():
         if table["use"] == "ema":
             assert table.pop("warmup") is False

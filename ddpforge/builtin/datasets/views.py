@@ -1,7 +1,9 @@
-"""Datasets made of another dataset: two random views of each image, a part of the samples."""
+"""Datasets made of another dataset: two random views of each image, mixed samples, a part of the samples."""
 
 from __future__ import annotations
 
+import math
+import random
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -45,6 +47,98 @@ class TwoViews:
         top, left = torch.randint(2 * self.shift + 1, (2,)).tolist()
         moved = F.pad(image, (self.shift,) * 4)[..., top : top + height, left : left + width]
         return moved + self.noise * torch.randn(moved.shape)
+
+
+_Alpha = Annotated[float, Field(ge=0, le=1000)]
+
+
+class Mixed:
+    """Samples of the dataset `of`, each mixed with another one by mixup or CutMix.
+
+    A sample (image, class) becomes (image, probabilities of the classes). Mixup (Zhang et al., 2018) adds two images
+    with the weights m and 1 - m. CutMix (Yun et al., 2019) fills a rectangle of 1 - m of the area from the other image.
+    The number m has a Beta(alpha, alpha) distribution. The task `classification` takes these targets. The random
+    numbers depend only on the recipe's seed, the epoch and the sample, so that results do not depend on batches and
+    ranks. Each sample fetches two.
+    """
+
+    def __init__(
+        self,
+        *,
+        of: Annotated[Data, Field(description="Dataset of pairs (image [C, H, W], class).")],
+        mixup_alpha: Annotated[_Alpha, Field(description="Alpha of mixup; 0: no mixup.")] = 0.2,
+        cutmix_alpha: Annotated[_Alpha, Field(description="Alpha of CutMix; 0: no CutMix.")] = 0.0,
+        switch_prob: Annotated[
+            float, Field(ge=0, le=1, description="Probability of CutMix for a mixed sample, if both are on.")
+        ] = 0.5,
+        prob: Annotated[float, Field(gt=0, le=1, description="Probability that a sample is mixed.")] = 1.0,
+        classes: Annotated[
+            int | None, Field(ge=2, le=2**24, description="Number of classes; absent: that of the dataset.")
+        ] = None,
+    ) -> None:
+        if not (mixup_alpha or cutmix_alpha):
+            raise ValueError("mixup_alpha and cutmix_alpha are 0, so nothing would be mixed; set one of them")
+        if not (hasattr(of, "__len__") and hasattr(of, "__getitem__")):
+            raise ValueError(f"of: {type(of).__name__} is a stream, which cannot be mixed")
+        self.data: Any = of
+        self.mixup_alpha, self.cutmix_alpha, self.prob = mixup_alpha, cutmix_alpha, prob
+        self.switch_prob = 0.0 if not cutmix_alpha else 1.0 if not mixup_alpha else switch_prob
+        self.classes = classes or getattr(of, "classes", None)
+        if self.classes is None:
+            raise ValueError(f"classes: {type(of).__name__} has no attribute `classes`; set the number")
+        self.forkable = getattr(of, "forkable", False)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, label = self.data[index]
+        target = self._one_hot(label)
+        if random.random() >= self.prob:
+            return image, target
+        cut = random.random() < self.switch_prob
+        kept = random.betavariate(alpha := self.cutmix_alpha if cut else self.mixup_alpha, alpha)
+        other, other_label = self.data[random.randrange(len(self.data))]
+        self._check(image, other)
+        if cut:
+            image, kept = _with_rectangle(image, other, kept)
+        else:
+            image = kept * image + (1 - kept) * other
+        return image, kept * target + (1 - kept) * self._one_hot(other_label)
+
+    def _check(self, image: Any, other: Any) -> None:
+        from torch import Tensor
+
+        if not (isinstance(image, Tensor) and image.is_floating_point()):
+            kind = str(image.dtype) if isinstance(image, Tensor) else type(image).__name__
+            raise ValueError(f"only float tensors can be mixed, but {type(self.data).__name__} gives {kind}")
+        if other.shape != image.shape:
+            raise ValueError(f"images of the shapes {list(image.shape)} and {list(other.shape)} cannot be mixed")
+
+    def _one_hot(self, label: Any) -> Tensor:
+        import torch
+
+        number = int(label)
+        if not 0 <= number < (self.classes or 0):
+            raise ValueError(f"a sample has the class {number}, but there are {self.classes} classes")
+        return torch.zeros(self.classes or 0).index_fill_(0, torch.tensor(number), 1.0)
+
+
+def _with_rectangle(image: Tensor, other: Tensor, kept: float) -> tuple[Tensor, float]:
+    """Returns `image` [C, H, W] with a random rectangle of `other`, and the share of `image` that is left.
+
+    The rectangle has 1 - `kept` of the area, without its part outside of the image, as in the paper.
+    """
+    height, width = image.shape[-2:]
+    ratio = 0.5 * math.sqrt(1 - kept)
+    y, x = random.randrange(height), random.randrange(width)
+    half_height, half_width = int(ratio * height), int(ratio * width)
+    rows = slice(max(0, y - half_height), min(height, y + half_height))
+    columns = slice(max(0, x - half_width), min(width, x + half_width))
+    mixed = image.clone()
+    mixed[..., rows, columns] = other[..., rows, columns]
+    area = (rows.stop - rows.start) * (columns.stop - columns.start)
+    return mixed, 1 - area / (height * width)
 
 
 class Part:

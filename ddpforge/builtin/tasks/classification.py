@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ddpforge.builtin.tasks.forms import (
     IGNORED,
     IgnoredClass,
+    LabelSmoothing,
     Metrics,
+    are_probabilities,
     beside_targets,
     by_name,
     one_tensor,
@@ -31,6 +31,8 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 class Classification(Task):
     """Cross-entropy of logits [B, C] and int64 classes [B]; a batch is (inputs, classes).
 
+    Targets may also be the probabilities of all classes, float [B, C], as the dataset `mixup` gives them. Metrics then
+    compare with the most probable class.
     The loss is computed in float32 for any precision of the model. Only the loss is reported, unless the recipe names
     metrics, e.g. ["accuracy", "top5"]. Samples of the class `ignore_index` count neither in the loss nor in metrics.
     Without `ignore_index` every class counts, and a negative class is an error.
@@ -42,9 +44,7 @@ class Classification(Task):
     def __init__(
         self,
         *,
-        label_smoothing: Annotated[
-            float, Field(ge=0, lt=1, description="Probability that is distributed evenly over all classes.")
-        ] = 0.0,
+        label_smoothing: LabelSmoothing = 0.0,
         ignore_index: IgnoredClass = None,
         metrics: Metrics = (),
     ) -> None:
@@ -78,13 +78,20 @@ class Classification(Task):
         )
 
     def classes_of(self, batch: Any) -> Tensor:
-        """Returns the classes of a batch."""
+        """Returns the classes of a batch, or their probabilities."""
         return pair(batch, self.task_name, "(inputs, classes)")[1]
 
     def count(self, batch: Any) -> Tensor | None:
         """Counts the classes that are not `ignore_index`; without it, raises UsageError for a negative class."""
         if self.ignore_index is not None:
-            return (self.classes_of(batch) != self.ignore_index).sum()
+            targets = self.classes_of(batch)
+            if are_probabilities(targets):
+                raise UsageError(
+                    f"task {self.task_name}: the targets are probabilities, so no class can be ignored",
+                    hints=["remove ignore_index"],
+                    key="task.ignore_index",
+                )
+            return (targets != self.ignore_index).sum()
         if (classes := parts_of(batch)[1]) is not None:  # a subclass may take batches of another form
             reject_no_class(classes, self.task_name)
         return None
@@ -92,6 +99,8 @@ class Classification(Task):
     def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total | SampleColumns]:
         """Returns the recipe's metrics, without samples of the class `ignore_index`."""
         classes = self.classes_of(batch)
+        if are_probabilities(classes):
+            classes = classes.argmax(dim=1)
         if self.ignore_index is not None and self.reports:
             counted = classes != self.ignore_index
             outputs, classes = outputs[counted], classes[counted]

@@ -18,7 +18,9 @@ __all__ = [
     "IGNORED",
     "IgnoredClass",
     "IgnoredTarget",
+    "LabelSmoothing",
     "Metrics",
+    "are_probabilities",
     "beside_targets",
     "by_name",
     "cross_entropy",
@@ -36,6 +38,9 @@ IGNORED = -100  # the default `ignore_index` of torch's losses
 IgnoredTarget = Annotated[int, Field(ge=-(2**31), lt=2**31, description="Target that is not counted, e.g. padding.")]
 IgnoredClass = Annotated[
     int | None, Field(ge=-(2**31), lt=2**31, description="Class that is not counted; absent: none.")
+]
+LabelSmoothing = Annotated[
+    float, Field(ge=0, lt=1, description="Probability that is distributed evenly over all classes.")
 ]
 Metrics = Annotated[Sequence[Metric], Field(description="Metrics to report in addition to the loss.")]
 
@@ -97,7 +102,14 @@ def one_tensor(outputs: Any, task: str) -> Tensor:
     )
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORED, reduction: str = "sum") -> Tensor:
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = IGNORED,
+    reduction: str = "sum",
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """Returns the cross-entropy of logits [N, C, ...] and int64 classes [N, ...], in float32 for any precision.
 
     The result is bitwise equal to `torch.nn.functional.cross_entropy` of `logits.float()`.
@@ -105,8 +117,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
     import torch
     import torch.nn.functional as F
 
-    if hasattr(logits, "full_tensor"):  # torch's loss over sharded logits supports only float32
-        return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index)
+    # torch's loss over sharded logits supports only float32.
+    if hasattr(logits, "full_tensor") or label_smoothing:
+        options: dict[str, Any] = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index, **options)
     # On a GPU the kernel reads bf16 and writes float32, without a float32 copy of all logits in memory.
     probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
     return F.nll_loss(probabilities, targets, reduction=reduction, ignore_index=ignore_index)
@@ -130,10 +144,26 @@ def reject_targets(error: Exception, task: str, outputs: Tensor, targets: Tensor
     ) from error
 
 
+def are_probabilities(targets: Tensor) -> bool:
+    """True for targets that are probabilities of classes, float [B, C]."""
+    return targets.is_floating_point() and targets.ndim == 2
+
+
 def reject_no_class(classes: Tensor, task: str) -> None:
-    """Raises UsageError for a negative class in a batch on the CPU; does nothing on other devices."""
+    """Raises UsageError for a negative class, or for rows that are no probabilities, in a batch on the CPU."""
     # torch's losses would ignore or refuse a negative class. Reading classes on a GPU would wait for it.
-    if classes.device.type != "cpu" or classes.is_floating_point() or not classes.numel():
+    if classes.device.type != "cpu" or not classes.numel():
+        return
+    if are_probabilities(classes):
+        sums = classes.sum(dim=1)
+        if bool((classes < 0).any()) or bool(((sums - 1).abs() > 1e-2).any()):
+            raise UsageError(
+                f"task {task}: float targets [B, C] are probabilities of classes, but a row has the sum "
+                f"{float(sums[(sums - 1).abs().argmax()]):.4g}",
+                hints=["return int64 classes, or probabilities of 0 or more with the sum 1"],
+            )
+        return
+    if classes.is_floating_point():
         return
     if (least := int(classes.min())) < 0:
         raise UsageError(

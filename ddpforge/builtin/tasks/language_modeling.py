@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, cross_entropy, one_tensor, pair, reject_targets
+from ddpforge.builtin.tasks.forms import (
+    IGNORED,
+    IgnoredTarget,
+    LabelSmoothing,
+    cross_entropy,
+    one_tensor,
+    pair,
+    reject_targets,
+)
 from ddpforge.interfaces import Data, Task
 
 if TYPE_CHECKING:
@@ -24,7 +32,7 @@ class LanguageModeling(Task):
     Every target has the same weight, for any distribution over micro-batches and ranks; targets equal to `ignore_index`
     have none. The loss is in nats per token, computed in float32 for any precision of the model. Also reported:
     `perplexity`, the exponential of the loss, and `bits_per_token`, the loss divided by ln 2 (`bits_per_byte` if the
-    data has `level = "bytes"`).
+    data has `level = "bytes"`). With `label_smoothing` these two are absent: the loss is no cross-entropy of the data.
 
     With `loss_chunk` only some of the logits are in memory at a time. The model must have `takes_loss_function = True`;
     its forward pass calls the loss with the hidden states and the weights of the output layer: `model(tokens,
@@ -41,6 +49,7 @@ class LanguageModeling(Task):
         self,
         *,
         ignore_index: IgnoredTarget = IGNORED,
+        label_smoothing: LabelSmoothing = 0.0,
         loss_chunk: Annotated[
             int | None,
             Field(
@@ -50,7 +59,11 @@ class LanguageModeling(Task):
             ),
         ] = None,
     ) -> None:
-        self.ignore_index, self.loss_chunk = ignore_index, loss_chunk
+        self.ignore_index, self.loss_chunk, self.label_smoothing = ignore_index, loss_chunk, label_smoothing
+        if label_smoothing and loss_chunk is not None:
+            raise ValueError("label_smoothing does not work with loss_chunk; remove one of them")
+        if label_smoothing:
+            self.takes_split_logits = False
         self.loss_in_model = loss_chunk is not None
         self._unit = "token"
 
@@ -80,7 +93,12 @@ class LanguageModeling(Task):
 
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the summed cross-entropy, in float32."""
-        return cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index)
+        return cross_entropy(
+            logits.flatten(0, -2),
+            targets.flatten(),
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Returns per sample the mean `loss`, the number of counted `tokens`, and their `losses` [T], 0 for others."""
@@ -98,7 +116,9 @@ class LanguageModeling(Task):
         return (targets != self.ignore_index).sum()
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds perplexity (infinite on overflow) and bits per token or byte."""
+        """Adds perplexity (infinite on overflow) and bits per token or byte; not to a smoothed loss."""
+        if self.label_smoothing:
+            return metrics
         loss = metrics["loss"]
         perplexity = math.inf if loss > 700 else math.exp(loss)
         return metrics | {"perplexity": perplexity, f"bits_per_{self._unit}": loss / math.log(2)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddpforge.builtin.tasks.forms import IGNORED, by_name, cross_entropy
+from ddpforge.builtin.tasks.forms import IGNORED, LabelSmoothing, by_name, cross_entropy
 from ddpforge.builtin.tasks.language_modeling import of_sequences
 from ddpforge.builtin.tasks.sequences import check_sizes, lengths_of, logits_of, tokens_of
 from ddpforge.interfaces import Data, Metric, SampleColumns, Task, Total
@@ -38,9 +38,11 @@ class MaskedLM(Task):
             float, Field(gt=0, lt=1, description="Fraction of a sample's tokens to predict.")
         ] = 0.15,
         keep: Annotated[float, Field(ge=0, lt=1, description="Fraction of chosen tokens that stay.")] = 0.1,
+        label_smoothing: LabelSmoothing = 0.0,
         metrics: Annotated[Sequence[Metric], Field(description="Metrics of the chosen tokens to report.")] = (),
     ) -> None:
         self.mask_token, self.mlm_probability, self.keep = mask_token, mlm_probability, keep
+        self.label_smoothing = label_smoothing
         self.reports = by_name(metrics, "perplexity")
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -58,7 +60,7 @@ class MaskedLM(Task):
 
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the summed cross-entropy, in float32."""
-        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=self.label_smoothing)
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """Returns per sample the mean `loss`, the number of chosen `tokens`, and their `losses` [T], 0 for others."""
@@ -84,7 +86,9 @@ class MaskedLM(Task):
         return {name: metric(logits[counted], targets[counted]) for name, metric in self.reports.items()}
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds the perplexity (infinite on overflow)."""
+        """Adds the perplexity (infinite on overflow); not to a smoothed loss."""
+        if self.label_smoothing:
+            return metrics
         loss = metrics["loss"]
         return metrics | {"perplexity": math.inf if loss > 700 else math.exp(loss)}
 

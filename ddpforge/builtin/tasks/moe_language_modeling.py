@@ -25,9 +25,9 @@ class _Outputs(NamedTuple):
 class MoELanguageModeling(LanguageModeling):
     """Task `language_modeling` plus a load-balancing loss of the experts, for models such as `moe_gpt`.
 
-    The loss is the cross-entropy plus `aux_loss_weight` times the model's aux_loss_weight of each sequence (1 if
+    The loss is the cross-entropy plus `aux_loss_weight` times the model's balance of each sequence (1 if
     experts are used evenly), weighted by its number of targets. It does not depend on ranks and micro-batches. Also
-    reported: `cross_entropy` (used for perplexity and bits), `aux_loss_weight`, and `dropped`, the fraction of choices
+    reported: `cross_entropy` (used for perplexity and bits), `balance`, and `dropped`, the fraction of choices
     that exceed the capacity of an expert.
     """
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from pydantic import Field
 
 from ddpforge.builtin.metrics.confusion import MeanIoU
-from ddpforge.builtin.tasks.forms import by_name, cross_entropy, one_tensor, pair, parts_of, reject_targets
+from ddpforge.builtin.tasks.forms import (
+    LabelSmoothing,
+    by_name,
+    cross_entropy,
+    one_tensor,
+    pair,
+    parts_of,
+    reject_targets,
+)
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total
 
 if TYPE_CHECKING:
@@ -34,9 +42,10 @@ class Segmentation(Task):
         ignore_index: Annotated[
             int, Field(ge=-(2**31), lt=2**31, description="Class of pixels that are not counted.")
         ] = 255,
+        label_smoothing: LabelSmoothing = 0.0,
         metrics: Annotated[Sequence[Metric], Field(description="Metrics to report in addition to loss and iou.")] = (),
     ) -> None:
-        self.ignore_index = ignore_index
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         for metric in metrics:
             if getattr(metric, "ignore_index", ignore_index) is None:  # it would count these pixels as misses
                 metric.ignore_index = ignore_index  # type: ignore[attr-defined]
@@ -54,7 +63,7 @@ class Segmentation(Task):
 
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
         """Returns the summed cross-entropy, in float32."""
-        return cross_entropy(logits, classes, ignore_index=self.ignore_index)
+        return cross_entropy(logits, classes, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing)
 
     def count(self, batch: Batch) -> Tensor:
         """Returns the number of counted pixels."""

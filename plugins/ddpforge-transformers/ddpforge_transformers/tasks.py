@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from ddpforge.builtin.tasks.forms import IGNORED, cross_entropy
+from ddpforge.builtin.tasks.forms import IGNORED, LabelSmoothing, cross_entropy
 from ddpforge.builtin.tasks.language_modeling import of_sequences
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total
 from pydantic import Field
@@ -28,7 +28,8 @@ class CausalLM(Task):
     items = "tokens"
     predicts_next_token = True
 
-    def __init__(self, *, metrics: _Metrics = ()) -> None:
+    def __init__(self, *, label_smoothing: LabelSmoothing = 0.0, metrics: _Metrics = ()) -> None:
+        self._smoothing = label_smoothing
         self._metrics = {metric.name: metric for metric in metrics}
         if len(self._metrics) < len(metrics):
             raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
@@ -38,7 +39,7 @@ class CausalLM(Task):
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits = model(**inputs, use_cache=False).logits[:, :-1]
         targets = batch["labels"][:, 1:]
-        return cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=self._smoothing), logits
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Returns per sample: mean `loss`, number of counted `tokens`, and their `losses` [T - 1] (0 for others)."""
@@ -60,7 +61,9 @@ class CausalLM(Task):
         return {name: metric(outputs[counted], targets[counted]) for name, metric in self._metrics.items()}
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds the perplexity (infinite if it overflows)."""
+        """Adds the perplexity (infinite if it overflows); not to a smoothed loss."""
+        if self._smoothing:
+            return metrics
         loss = metrics["loss"]
         return metrics | {"perplexity": math.inf if loss > 700 else math.exp(loss)}
 
