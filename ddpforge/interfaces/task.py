@@ -47,6 +47,11 @@ class Task(ABC):
     `world.dp_ranks.all_gather` (see `start`) returns the results of all data-parallel ranks.
     """
 
+    evaluation_loss: bool = True
+    """Set to False if the model computes its loss only in training mode, as torchvision's detection models do. In an
+    evaluation, `loss` then returns None as the loss: `(None, outputs)`. Evaluations report only metrics.
+    """
+
     by_position: bool = False
     """Set to True if the loss is a sum over the positions of sequences, and each summand depends only on the model's
     output and the batch, all [B, T, …], at that position. If a strategy splits sequences over ranks, `loss` and
@@ -84,8 +89,10 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Returns the loss *summed* over the batch's items (0-d, with gradients), and the outputs that `metrics` reads.
+
+        With `evaluation_loss = False` the loss is None if `model.training` is False.
 
         Return a sum, not a mean. Gradients are divided once, by the number of items in the global batch, so every item
         has the same weight for any gradient accumulation, any world size and incomplete last batches.

@@ -26,6 +26,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
         ("task", "static.check_updates"),
         ("task", "static.check_metrics"),
         ("checkpoint.keep.monitor", "static.check_metric_direction"),
+        ("task", "static.check_evaluation_loss"),
         ("task", "static.check_whole_batch"),
         ("task", "static.check_fused_loss"),
         ("callbacks", "static.check_callbacks"),

@@ -348,7 +348,8 @@ def _evaluate_update(
         log.warning("no target counts among the first %d samples for %s", micro.samples, use)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a few samples may lack a class
-        means = alone.reduce_metrics({"loss": Total(loss.detach(), max(items, 1e-12)), **found}, task.reports)
+        losses = {} if loss is None else {"loss": Total(loss.detach(), max(items, 1e-12))}
+        means = alone.reduce_metrics({**losses, **found}, task.reports)
     return task.finish(means)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.run_plan import RunPlan, plan_batch
 from ddpforge.recipe.schema import Component, TrainSection, settings_of
 from ddpforge.training.alternating_updates import accepts_update, component_name, update_names
-from ddpforge.training.callbacks import check_callback
+from ddpforge.training.callbacks import check_callback, overriding
 from ddpforge.training.contract import contract_of
 from ddpforge.training.metric_direction import missing_direction
 from ddpforge.training.stages import MISSING, Chosen
@@ -29,6 +30,7 @@ __all__ = [
     "check_callbacks",
     "check_compile",
     "check_device",
+    "check_evaluation_loss",
     "check_float8",
     "check_fused_loss",
     "check_initial_weights",
@@ -284,6 +286,28 @@ def check_metric_direction(chosen: Chosen) -> Errors:
             f'it is not known whether less or more of "{metric}" is better',
             hints=['add mode = "min" or mode = "max" to `checkpoint.keep`'],
             key="checkpoint.keep.monitor",
+        )
+
+
+def check_evaluation_loss(chosen: Chosen) -> Errors:
+    """Yields errors for decisions by the loss of an evaluation that has none, and for an evaluation without metrics."""
+    task, recipe = chosen.task, chosen.recipe
+    sets = [f"eval/{name}/" if name else "eval/" for name in recipe.data.evaluations]
+    if task.evaluation_loss or not sets or not chosen.trains:
+        return
+    why = f"{component_name(task)} has a loss only in training: an evaluation has none"
+    reported = sorted(f"{prefix}{name}" for prefix in sets for name in task.reports)
+    hints = [f"there are {', '.join(reported)}"] if reported else ['name metrics of the task: metrics = ["…"]']
+    wanted = {f"callbacks.{name}.metric": str(getattr(one, "metric", "")) for name, one in chosen.callbacks.items()}
+    for key, metric in {**wanted, "checkpoint.keep.monitor": recipe.checkpoint.keep.monitor or ""}.items():
+        if any(re.fullmatch(rf"{re.escape(prefix)}loss(/.+)?", metric) for prefix in sets):
+            yield UsageError(f"{why}, so nothing reports {metric}", hints=hints, key=key)
+    others = overriding(chosen.callbacks, "while_evaluating")  # report metrics of their own
+    if not reported and not others and type(task).__module__.startswith("ddpforge."):
+        yield UsageError(
+            f"{why}, and the task has no metrics to report",
+            hints=[*hints, "or remove the section [data.eval]"],
+            key="task",
         )
 
 

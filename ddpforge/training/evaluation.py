@@ -30,7 +30,7 @@ __all__ = ["Evaluator", "metric_prefix"]
 _EVALUATION = 0xE7A1  # separates the seeds of evaluation from all other seeds
 _CALLBACKS = -1  # in the seed of callbacks, in place of a batch number
 _Result = tuple[MicroBatch, Any, tuple[Tensor, Any] | None]
-"""A micro-batch, this rank's part of it, and its loss and outputs; None if another rank has the loss."""
+"""A micro-batch, this rank's part of it, and its loss and outputs; None if another rank has the outputs."""
 _COUNTED = "?counted"  # key of the items of a set on a rank
 
 
@@ -116,6 +116,8 @@ class Evaluator:
             found = self.quantities(read.noted(micro_batches), update)
             if "loss" in found:
                 counted = counted + cast(Total, found["loss"]).count
+                if not self._task.evaluation_loss:
+                    del found["loss"]  # a total of zeros, only for its count
             quantities |= {metric_name(one, update): quantity for one, quantity in found.items()}
         size = {_COUNTED: Total(torch.as_tensor(counted, dtype=torch.float64), 1)}
         means = self._world.global_ranks.reduce_metrics(
@@ -132,12 +134,16 @@ class Evaluator:
         return finish_metrics(self._task, means)
 
     def quantities(self, micro_batches: Iterable[MicroBatch], update: str = "") -> dict[str, Total | SampleColumns]:
-        """Returns this rank's totals and rows, with the losses of `update`; padding samples do not count."""
+        """Returns this rank's totals and rows, with the losses of `update`; padding samples do not count.
+
+        The losses are 0 if the task has none in evaluations.
+        """
         task = self._updates[update]
 
         def compute(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
             one.seed()
-            return task.loss(module, one.batch)
+            loss, outputs = task.loss(module, one.batch)
+            return (loss if self._task.evaluation_loss else torch.zeros(())), outputs
 
         found: dict[str, Total | SampleColumns] = {}
         results = self.results(self._whole(micro_batches), compute)

@@ -252,7 +252,7 @@ class ReferenceCheck:
         seed_all(mix(seed), self._device)
         with unchanged(self._model):
             loss = self._task.loss(self._model, to_device(batch, self._device))[0] / self._items
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         if missing := [name for name, p in trained.items() if p.grad is None]:
             raise ValueError(f"in evaluation mode it does not use `{missing[0]}`")

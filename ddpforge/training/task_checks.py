@@ -43,10 +43,10 @@ class CheckedTask:
 
     def __init__(self, task: Task, use: Literal["training", "evaluation"]) -> None:
         self.task, self._use = task, use
-        self.loss: Callable[[nn.Module, Any], tuple[Tensor, Any]] = self._first_loss
+        self.loss: Callable[[nn.Module, Any], tuple[Any, Any]] = self._first_loss
         self.metrics: Callable[[Any, Any], Mapping[str, Total | SampleColumns]] = self._first_metrics
 
-    def _first_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    def _first_loss(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         try:
             returned = self.task.loss(model, batch)
         except Exception as error:
@@ -105,13 +105,20 @@ def _warn_probabilities(task: Task, outputs: Any) -> None:
         )
 
 
-def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Tensor, Any]:
-    """Returns a task's loss and outputs; raises UsageError if their form is wrong."""
+def checked_loss(task: Task, returned: Any, *, gradients: bool = True) -> tuple[Any, Any]:
+    """Returns a task's loss and outputs; raises UsageError if their form is wrong.
+
+    The loss is None in evaluations of a task with `evaluation_loss = False`.
+    """
     where = f"{component_name(task)}.loss"
     pair = "return (loss, outputs): the loss summed over the batch, and what `metrics` reads"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise UsageError(f"{where} returns {described(returned)}, not a pair (loss, outputs)", hints=[pair])
     loss, outputs = returned
+    if loss is None and not gradients:
+        if not task.evaluation_loss:
+            return None, outputs
+        pair = "if an evaluation has no loss, set evaluation_loss = False in the task"
     if not isinstance(loss, Tensor):
         raise UsageError(f"{where} returns {described(loss)} for the loss, not a tensor", hints=[pair])
     if loss.ndim:
@@ -223,7 +230,7 @@ def check_sum_reduction(
     """
     try:
         model, task = copy.deepcopy((model, task))
-        model.eval()  # samples must not depend on their neighbours
+        model.train(not task.evaluation_loss)  # in evaluation mode, samples do not depend on their neighbours
         *parts, samples = _cut(batch, samples, fetch)
         first, second, whole = (_loss(model, task, part) for part in parts)
         again = _loss(model, task, parts[-1], seed=1)

@@ -55,17 +55,27 @@ class ModelLoss(Task):
         output: Annotated[
             str | None, Field(min_length=1, description="Entry of the model's dict for metrics and predictions.")
         ] = None,
+        evaluation_loss: Annotated[
+            bool,
+            Field(description="False: the model returns losses only in training mode; evaluations report metrics."),
+        ] = True,
         metrics: Metrics = (),
     ) -> None:
+        self.evaluation_loss = evaluation_loss
         self.reduction, self.over, self.ignore_index = reduction, over, ignore_index
         self.items = "samples" if over == "samples" else "tokens"
         self._target, self._shift, self._weights, self._output = target, shift, dict(weights), output
         self.reports = by_name(metrics)
         self._names: set[str] = set()
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Returns the loss of the model as a sum over the batch, and all that the model returned."""
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor | None, Any]:
+        """Returns the loss of the model as a sum over the batch, and the result of its forward pass.
+
+        The loss is None in an evaluation with `evaluation_loss = false`.
+        """
         returned = call(model, batch)
+        if not (self.evaluation_loss or model.training):
+            return None, (returned, {})
         parts = self._losses(returned)
         loss = sum(self._weights.get(name, 1.0) * part.float() for name, part in parts.items())
         if self.reduction == "mean":

@@ -174,7 +174,7 @@ def _after_backward(case: Case) -> nn.Module:
     if not loss.isfinite():
         raise Breach("a finite loss at the initial weights", f"{loss.item()}")
     try:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     except RuntimeError as error:
         raise blame(error, "a loss with a backward pass", case.component) from error
     return trial.model

@@ -72,7 +72,7 @@ def _same_on_two_ranks(case: Case, trial: ComponentTrial) -> None:
         model, task = deepcopy((trial.model, trial.task))
         task.start(model, World(global_ranks=one, dp_ranks=one, device=torch.device("cpu"), local_rank=one.rank))
         loss, _ = task.loss(model, trial.pieces(-(-trial.samples // one.size))[one.rank])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     def together(ranks: int) -> tuple[float, dict[str, Tensor]]:
@@ -187,7 +187,8 @@ def total_is_additive(case: Case, worlds: MultiRankRuns) -> None:
 
 def _trial(case: Case) -> ComponentTrial:
     trial = trial_of(case)
-    trial.model.eval()  # dropout and BatchNorm would make samples depend on their neighbours
+    # In training mode, dropout and BatchNorm would make samples depend on their neighbours.
+    trial.model.train(not trial.task.evaluation_loss)
     return trial
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.launched import Ranks
+from support.stages import staged
 from torch import Tensor, nn
 
 from ddpforge.builtin.tasks.model_loss import ModelLoss, samples_in
 from ddpforge.data.collating import BatchKeys, collate_of
-from ddpforge.errors import UsageError
-from ddpforge.training.task_checks import check_sum_reduction
+from ddpforge.errors import RecipeError, UsageError
+from ddpforge.training.task_checks import check_sum_reduction, checked_loss
 
 IMAGES, CLASSES = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
@@ -201,6 +202,83 @@ def test_a_model_with_its_own_loss_trains_as_with_the_loss_of_a_task(
     ddpforge("run", "own.toml", "name=task", "model.use=./linear.py:Net", "task.use=classification")
     losses = [last_loss(tmp_path / f"runs/{name}") for name in ("own", "two", "task")]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------- evaluations without loss
+NO_LOSS = NET.replace("return logits, F", "if not self.training:\n            return logits\n        return logits, F")
+WITHOUT = 'evaluation_loss = false, metrics = ["accuracy"] }'
+
+
+def test_an_evaluation_may_have_no_loss(ddpforge: Callable[..., Ranks], tmp_path: Path) -> None:
+    """Training and accuracy are those of the same model with a loss; only the loss of evaluations is absent."""
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "no_loss.py").write_text(NO_LOSS)
+    (tmp_path / "own.toml").write_text(RECIPE)
+    (tmp_path / "without.toml").write_text(
+        RECIPE.replace('metrics = ["accuracy"] }', WITHOUT)
+        .replace('"own"', '"without"')
+        .replace("net.py:Net", "no_loss.py:Net")
+        + 'checkpoint.keep = { best = 1, monitor = "eval/accuracy" }\n'
+    )
+    ddpforge("run", "own.toml")
+    ddpforge("run", "without.toml", nproc=2)
+    losses, metrics = (
+        json.loads((tmp_path / f"runs/{name}/status.json").read_text())["metrics"] for name in ("own", "without")
+    )
+    assert "eval/loss" in losses
+    assert [name for name in metrics if name.startswith("eval/")] == ["eval/accuracy"]
+    assert metrics["eval/accuracy"] == losses["eval/accuracy"]
+    assert metrics["train/loss"] == pytest.approx(losses["train/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        (['checkpoint.keep={best=1, monitor="eval/loss"}'], "checkpoint.keep.monitor", "so nothing reports eval/loss"),
+        (
+            ['callbacks.stop={use="early_stopping", metric="eval/loss", patience=2}'],
+            "callbacks.stop.metric",
+            "so nothing reports eval/loss",
+        ),
+        (["callbacks.slow.use=reduce_on_plateau"], "callbacks.slow.metric", "so nothing reports eval/loss"),
+        (["task.metrics=[]"], "task", "and the task has no metrics to report"),
+    ],
+)
+def test_decisions_by_a_loss_that_an_evaluation_does_not_have_are_refused(
+    settings: list[str], key: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "net.py").write_text(NO_LOSS)
+    (tmp_path / "own.toml").write_text(RECIPE.replace('metrics = ["accuracy"] }', WITHOUT))
+    monkeypatch.chdir(tmp_path)
+    assert staged("own.toml").errors() == {}
+    with pytest.raises(RecipeError) as caught:
+        staged("own.toml", *settings).problems.raise_if_any()
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert problem.message == f"ModelLoss has a loss only in training: an evaluation has none, {message}"
+    assert ("there are eval/accuracy" in problem.hints) == (key != "task")
+
+
+def test_the_reduction_of_a_loss_in_training_mode_is_checked() -> None:
+    class Trains(Returns):
+        def forward(self, images: Tensor, labels: Tensor) -> Any:
+            return super().forward(images, labels) if self.training else self.layer(images)
+
+    model = Trains(lambda logits, loss: loss, "sum").eval()
+    task = ModelLoss(evaluation_loss=False)
+    assert task.loss(model, (IMAGES, CLASSES))[0] is None
+    with pytest.raises(UsageError, match=r"the loss is a sum over the batch, but task\.reduction is mean"):
+        check_sum_reduction(model, task, (IMAGES, CLASSES), 8)
+
+
+def test_none_as_a_loss_needs_the_declaration() -> None:
+    returned = (None, IMAGES)
+    assert checked_loss(ModelLoss(evaluation_loss=False), returned, gradients=False) == returned
+    with pytest.raises(UsageError, match="returns None for the loss") as caught:
+        checked_loss(ModelLoss(), returned, gradients=False)
+    assert caught.value.hints == ("if an evaluation has no loss, set evaluation_loss = False in the task",)
+    with pytest.raises(UsageError, match="returns None for the loss"):
+        checked_loss(ModelLoss(evaluation_loss=False), returned)
 
 
 def last_loss(run: Path) -> float:
