@@ -23,7 +23,7 @@ LAYERS = [
     {"cli"},
     {"testing"},
     {"app.api"},
-    {"tools.simulation"},
+    {"tools.script_comparison", "tools.simulation"},
     {"tools.reports", "tools.sweeps", "tools.trials"},
     {"app.evaluate", "app.generation", "app.local_launch", "tools.doctor", "tools.parity"},
     {"app.run"},

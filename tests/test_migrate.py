@@ -51,3 +51,10 @@ def test_a_script_trains_as_well_as_the_recipe(folder: Path, script: str, librar
     expected = read_metrics(folder / "runs/rings")[-1]["eval/accuracy"]
     assert expected > 0.97
     assert accuracy == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.full  # tests/tools/script_comparison compares a script of each kind
+def test_the_command_of_the_page_finds_the_same_losses(folder: Path, zygote: Zygote) -> None:
+    command = re.findall(r"^ddpforge (compare-script .*)$", PAGE.read_text(), re.MULTILINE)[0]
+    done = zygote.run(command.split(), nproc=1, cwd=folder).check()
+    assert "same: 20 steps, largest difference of the loss" in done.stdout

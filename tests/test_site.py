@@ -131,6 +131,7 @@ QUERIES = {
     "quickstart": "tutorial",
     "lightning trainer": "migrate",
     "hugging face trainer": "migrate",
+    "compare script": "migrate",
     "custom loss": "custom-loss extend/loss",
     # data
     "custom dataset": "guides/own-dataset extend/dataset",

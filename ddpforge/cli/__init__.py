@@ -16,6 +16,7 @@ _COMMANDS = {
     "launch": ("launch", "Start several processes on this machine and train a recipe in them."),
     "slurm": ("slurm", "Write a Slurm job's script that trains a recipe, or submit it."),
     "parity": ("parity", "Train a recipe under several strategies and report where they diverge."),
+    "compare-script": ("compare_script", "Train your own script and a recipe, and report where they part."),
     "doctor": ("doctor", "Find problems for a run on this machine, or on all machines of a launcher."),
     "check": ("check", "Validate a recipe without starting anything."),
     "data": ("data", "Show the first batches of a recipe's data: shapes, ranges, labels, pictures, text."),
@@ -41,7 +42,10 @@ _COMMANDS = {
 
 _GROUPS = {
     "Train": ("run", "launch", "sweep", "slurm"),
-    "Check before training": ("check", "show", "data", "plan", "doctor", "lr-range", "batch-size", "parity"),
+    "Check before training": (
+        *("check", "show", "data", "plan", "doctor", "lr-range", "batch-size", "parity"),
+        "compare-script",
+    ),
     "After training": ("eval", "predict", "generate", "export", "ckpt"),
     "Runs": ("runs", "status", "report"),
     "Recipes and plugins": ("recipes", "schema", "plugins", "completion"),

@@ -1,0 +1,339 @@
+"""Runs a script and a recipe from the same weights with the same samples, and finds the step at which they part."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ddpforge.errors import StoppedBeforeStart, UsageError
+from ddpforge.ranks import process_exit
+from ddpforge.ranks.backend_flags import restored_backend_flags
+from ddpforge.recipe import load_recipe
+from ddpforge.tools.script_comparison.record import (
+    INITIAL,
+    ScriptRecord,
+    ScriptStep,
+    fingerprints,
+    joined,
+    norms_of_changes,
+)
+from ddpforge.tools.trials.ephemeral_run import EphemeralRun, open_ephemeral
+from ddpforge.training.stages import Dealt
+
+__all__ = ["ComparedStep", "ScriptComparison", "compare_script"]
+
+_LR = 1e-6  # largest relative difference of learning rates that counts as rounding
+_UPDATE = 1e-3  # of the norm of an update: Adam enlarges the rounding of small gradients
+_OUTPUT = 15  # lines of a failed script to print
+_RECORDER = "ddpforge.tools.script_comparison.recorder"
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """Step of the script and of the recipe.
+
+    Attributes:
+        loss: Of the script and of the recipe.
+        lr: Of the first parameter group of both.
+        difference: Of the losses, relative to the script's.
+        parts: Reasons why the step differs, the first cause first; empty if it is the same.
+        notes: Differences that alone are no reason.
+    """
+
+    step: int
+    loss: tuple[float, float]
+    lr: tuple[float, float]
+    difference: float
+    parts: Sequence[str]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class ScriptComparison:
+    """Compared steps; `notes` are differences that the comparison has evened out."""
+
+    steps: Sequence[ComparedStep]
+    tolerance: float
+    notes: Sequence[str]
+
+    @property
+    def parted(self) -> ComparedStep | None:
+        """Returns the first step that differs, None if no step does."""
+        return next((one for one in self.steps if one.parts), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the comparison for JSON."""
+        parted = self.parted
+        return {
+            "same": parted is None,
+            "parted_at": parted.step if parted else None,
+            "parted_in": list(parted.parts) if parted else [],
+            "tolerance": self.tolerance,
+            "largest_difference": max(one.difference for one in self.steps),
+            "notes": list(self.notes),
+            "steps": [asdict(one) for one in self.steps],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yields the comparison as lines of text: a table, notes, and the verdict."""
+        yield f"{'step':>6}  {'script':>13}  {'recipe':>13}  {'difference':>10}"
+        for one in self.steps:
+            mark = f"  {one.parts[0].partition(':')[0]}" if one.parts else ""
+            yield f"{one.step:>6}  {one.loss[0]:>13.8g}  {one.loss[1]:>13.8g}  {one.difference:>10.1e}{mark}"
+        yield ""
+        yield from (f"note: {note}" for note in self.notes)
+        parted = self.parted
+        if parted is None:
+            largest = max(one.difference for one in self.steps)
+            yield f"same: {len(self.steps)} steps, largest difference of the loss {largest:.1e}"
+            return
+        yield f"they part at step {parted.step}"
+        yield from (f"  {part}" for part in parted.parts)
+        before = [f"step {one.step}: {note}" for one in self.steps[: parted.step] for note in one.notes]
+        yield from (f"  {note}" for note in before[:1])
+
+
+@process_exit.forbid_sys_exit()
+@restored_backend_flags()
+def compare_script(
+    script: Path,
+    arguments: Sequence[str],
+    recipe: str | Path,
+    *,
+    steps: int,
+    sets: Sequence[str] = (),
+    tolerance: float = 1e-5,
+) -> ScriptComparison:
+    """Trains `steps` steps of a script, in a process of its own, and of a recipe, in this process; compares them.
+
+    Raises UsageError if the script cannot be compared, ForgeError as a run does.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("a script is compared in one process", hints=["start this command without a launcher"])
+    if not script.is_file():
+        raise UsageError(f"there is no script {script}", hints=["give the path of a Python file"])
+    load_recipe(recipe, sets=sets)  # before the script trains
+    with TemporaryDirectory(prefix="ddpforge-script-") as name:
+        folder = Path(name)
+        record = _recorded(script, arguments, folder, steps)
+        trained = _Trained(recipe, sets, folder, record)
+        return _compared(record.steps, trained, steps, tolerance)
+
+
+# ---------------------------------------------------------------------------------------------- the script
+def _recorded(script: Path, arguments: Sequence[str], folder: Path, steps: int) -> ScriptRecord:
+    command = [sys.executable, "-m", _RECORDER, str(folder), str(steps), str(script), *arguments]
+    # As under `torchrun --nproc-per-node 1`, for scripts that call init_process_group.
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        command, env=os.environ | one_rank | meeting, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    if done.returncode:
+        last = done.stdout.decode(errors="replace").rstrip().splitlines()[-_OUTPUT:]
+        raise UsageError(
+            f"{script} failed with exit code {done.returncode} before step {steps}:\n" + "\n".join(last),
+            hints=[f"it must work alone: python {script}", "arguments of the script come after `--`"],
+        )
+    record = ScriptRecord.read(folder)
+    if record.problem:
+        raise UsageError(f"{script} cannot be compared: {record.problem}")
+    if not record.steps:
+        raise UsageError(
+            f"{script} ended without an optimizer step in its process",
+            hints=["a script that starts processes of its own must be able to train without them"],
+        )
+    if any(one.indices is None for one in record.steps):
+        raise UsageError(
+            f"{script} draws no indices through the sampler of a torch DataLoader, so their order cannot be replayed",
+            hints=["give the DataLoader a map-style dataset (__len__ and __getitem__); streams cannot be compared"],
+        )
+    return record
+
+
+# ---------------------------------------------------------------------------------------------- the recipe
+class _Trained:
+    """Steps of the recipe, as records like those of the script."""
+
+    def __init__(self, recipe: str | Path, sets: Sequence[str], folder: Path, record: ScriptRecord) -> None:
+        self.notes: list[str] = []
+        self.steps: list[ScriptStep] = []
+        self._initial = load_file(folder / INITIAL)
+        self._record = record
+        self._batches: list[list[list[str]]] = []
+        self.rename: Mapping[str, str] = {}
+        file = folder / "indices.json"
+        file.write_text(json.dumps([one.indices for one in record.steps]))
+        with open_ephemeral(recipe, sets=[*sets, *_overrides(recipe, sets, file)], change=self._prepare) as trial:
+            self._train(trial)
+
+    def _prepare(self, dealt: Dealt) -> Dealt:
+        """Gives the model the script's initial weights, and removes the evaluations."""
+        if dealt.recipe.optimizer.updates:
+            raise UsageError("the recipe has several updates ([optimizer.updates]); a script has one")
+        self.rename, note = _names(self._initial, dealt.model)
+        self.notes += [note] if note else []
+        dealt.model.load_state_dict({self.rename[name]: one for name, one in self._initial.items()})
+        return replace(dealt, evaluation={})
+
+    def _train(self, trial: EphemeralRun) -> None:
+        replica = trial.trainer.replica
+        handle = replica.unwrapped.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
+        trial.trainer.end = len(self._record.steps)
+        before = _weights(trial)
+        for info in trial.steps(len(self._record.steps)):
+            after = _weights(trial)
+            self.steps.append(
+                ScriptStep(
+                    losses=[info.metrics["train/loss"]],
+                    indices=None,
+                    batch=joined(self._batches),
+                    lr=info.lr,
+                    updates=norms_of_changes(before, after),
+                )
+            )
+            before, self._batches = after, []
+        handle.remove()
+        if not self.steps:
+            raise StoppedBeforeStart("a stop was requested before the first step", hints=["a trial keeps nothing"])
+
+    def _record_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._batches.append(fingerprints((args, kwargs)))
+
+
+def _overrides(recipe: str | Path, sets: Sequence[str], indices: Path) -> list[str]:
+    loaded = load_recipe(recipe, sets=sets).recipe
+    return [
+        *(["~data.sampler"] if loaded.data.sampler else []),
+        "data.sampler.use=ddpforge.tools.script_comparison.replay:Replay",
+        f"data.sampler.indices={json.dumps(str(indices))}",
+        "track.every=1st",
+        *(["~checkpoint.init_from"] if loaded.checkpoint.init_from else []),
+    ]
+
+
+def _weights(trial: EphemeralRun) -> dict[str, Tensor]:
+    return {name: part.tensor.detach().clone() for name, part in trial.trainer.replica.weights.shards().items()}
+
+
+def _names(initial: Mapping[str, Tensor], model: nn.Module) -> tuple[dict[str, str], str]:
+    """Returns the names in the model by the script's names, and a note if one of them has a prefix.
+
+    Raises UsageError if names or shapes do not match.
+    """
+    own = model.state_dict()
+    for ours, theirs in [("", ""), *(("", one) for one in _prefixes(initial)), *((one, "") for one in _prefixes(own))]:
+        found = {name: ours + name.removeprefix(theirs) for name in initial if name.startswith(theirs)}
+        if len(found) == len(initial) and set(found.values()) == own.keys():
+            _check_shapes(initial, found, own)
+            whose = f"the script's names begin with `{theirs}`" if theirs else f"the recipe's names begin with `{ours}`"
+            return found, f"{whose}, which is no difference" if ours or theirs else ""
+    only = [sorted(initial.keys() - own.keys()), sorted(own.keys() - initial.keys())]
+    sides = zip(("script", "recipe"), only, strict=True)
+    apart = [f"only the {side} has {_some(names)}" for side, names in sides if names]
+    raise UsageError(
+        f"the initial weights do not match: {'; '.join(apart)}",
+        hints=["build the script's model in [model]: its class, with the same options"],
+        key="model",
+    )
+
+
+def _check_shapes(initial: Mapping[str, Tensor], names: Mapping[str, str], own: Mapping[str, Tensor]) -> None:
+    for name, mine in names.items():
+        if initial[name].shape != own[mine].shape:
+            raise UsageError(
+                f"the initial weights do not match: `{mine}` has the shape {list(own[mine].shape)}, in the script "
+                f"{list(initial[name].shape)}",
+                hints=["give [model] the options of the script's model"],
+                key="model",
+            )
+
+
+def _prefixes(names: Mapping[str, Tensor]) -> list[str]:
+    """Returns the prefixes of whole words that all names have, e.g. "net." and "net.body."."""
+    first, last = min(names, default=""), max(names, default="")  # all other names are between them
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(first.split(".")[:-1], last.split(".")[:-1], strict=False))
+    words = [word for word, _ in common]
+    return [".".join(words[: number + 1]) + "." for number in range(len(words))]
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# ---------------------------------------------------------------------------------------------- both
+def _compared(script: Sequence[ScriptStep], trained: _Trained, asked: int, tolerance: float) -> ScriptComparison:
+    notes = list(trained.notes)
+    if len(script) < asked:
+        notes.append(f"the script ended after step {len(script)}")
+    if len(trained.steps) < len(script):
+        notes.append(f"the recipe ended after step {len(trained.steps)}: see train.length")
+    mean = _compares_means(script[0], trained.steps[0])
+    if mean:
+        notes.append(
+            f"the script adds the gradients of {len(script[0].losses)} micro-batches and does not divide their losses: "
+            "its gradient is as many times larger"
+        )
+    steps = []
+    for number, (theirs, mine) in enumerate(zip(script, trained.steps, strict=False), start=1):
+        loss = sum(theirs.losses) / (len(theirs.losses) if mean else 1), mine.losses[0]
+        difference = _relative(*loss)
+        parts = [*_batch(theirs, mine)]
+        if not difference <= tolerance:
+            parts.append(f"loss: {loss[0]:.8g} in the script, {loss[1]:.8g} in the recipe")
+        if _relative(theirs.lr, mine.lr) > _LR:
+            parts.append(f"lr: {theirs.lr:.8g} in the script, {mine.lr:.8g} in the recipe")
+        noted = [*_update(theirs, mine, trained.rename)]
+        steps.append(ComparedStep(number, loss, (theirs.lr, mine.lr), difference, parts, noted))
+    return ScriptComparison(steps, tolerance, notes)
+
+
+def _compares_means(script: ScriptStep, recipe: ScriptStep) -> bool:
+    """True if the mean of the losses of a step's micro-batches is nearer to the recipe's loss than their sum."""
+    total, count = sum(script.losses), len(script.losses)
+    return abs(total / count - recipe.losses[0]) < abs(total - recipe.losses[0])
+
+
+def _batch(script: ScriptStep, recipe: ScriptStep) -> Iterator[str]:
+    """Yields the difference of the batches. One of both models may get more inputs, e.g. the labels."""
+    theirs, mine = [set(map(tuple, one.batch)) for one in (script, recipe)]
+    if not (theirs <= mine or mine <= theirs):
+        yield "batch: the inputs of the models differ, although the samples have the same indices"
+
+
+def _update(script: ScriptStep, recipe: ScriptStep, rename: Mapping[str, str]) -> Iterator[str]:
+    """Yields the difference of the updates; names the parameter that differs most."""
+    named = {rename[name]: norm for name, norm in script.updates.items()}
+    if missing := sorted(recipe.updates.keys() ^ named.keys()):
+        frozen = "recipe" if missing[0] in named else "script"
+        yield f"update: {_some(missing)} is not trained in the {frozen}"
+        return
+    worst = max(named, key=lambda name: _relative(named[name], recipe.updates[name]), default="")
+    if worst and (apart := _relative(named[worst], recipe.updates[worst])) > _UPDATE:
+        yield (
+            f"update: the norm of the change of `{worst}` is {named[worst]:.6g} in the script, "
+            f"{recipe.updates[worst]:.6g} in the recipe ({apart:.1e} apart)"
+        )
+
+
+def _relative(reference: float, value: float) -> float:
+    if reference == value:
+        return 0.0
+    if not (math.isfinite(reference) and math.isfinite(value)):
+        return math.inf
+    return abs(value - reference) / max(abs(reference), 1e-12)

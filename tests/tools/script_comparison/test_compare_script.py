@@ -1,0 +1,274 @@
+"""`ddpforge compare-script`: real scripts, with recipes that train the same, and with recipes that do not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launched import Ranks, Zygote
+
+PARTS = """
+import torch
+from torch import nn
+
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, *, samples: int = 40, shift: int = 3):
+        self.x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(shift))
+        self.y = (self.x.sum(dim=1) > 0).long()
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+class Net(nn.Module):
+    def __init__(self, *, width: int = 16, dropout: float = 0.0):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh())
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.head(self.dropout(self.body(x)))
+
+
+class Plain(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+"""
+RECIPE = """
+recipe = 2
+name = "moved"
+model = { use = "./parts.py:Net" }
+data.train = { use = "./parts.py:Points" }
+task = { use = "classification" }
+optimizer = { use = "adamw", lr = 0.02 }
+schedule = { use = "constant" }
+train = { length = "8ep", global_batch = 8 }
+"""
+LOOP = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from parts import Net, Points
+
+torch.manual_seed(5)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=float((sys.argv[1:] or ["0.02"])[0]))
+loader = DataLoader(Points(), 8, shuffle=True)
+while True:
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+DDP = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from parts import Net, Points
+
+dist.init_process_group("gloo")
+torch.manual_seed(6)
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+sampler = DistributedSampler(Points(), seed=1)
+loader = DataLoader(Points(), 8, sampler=sampler, num_workers=1)
+for epoch in range(100):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+ACCELERATE = """
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from parts import Net, Points
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+torch.manual_seed(7)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+loader = DataLoader(Points(), 4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(100):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+MEANS = """
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from parts import Plain, Points
+
+model = Plain()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+loader = DataLoader(Points(), 6, shuffle=True)
+number = 0
+while True:
+    for x, y in loader:
+        (F.cross_entropy(model(x), y) / 2).backward()
+        number += 1
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+TRAINER = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from parts import Net, Points
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+def collate(samples):
+    return {"x": torch.stack([x for x, _ in samples]), "labels": torch.stack([y for _, y in samples])}
+
+torch.manual_seed(8)
+arguments = TrainingArguments(output_dir="hf", num_train_epochs=8, per_device_train_batch_size=8, learning_rate=0.02,
+                              lr_scheduler_type="cosine", warmup_steps=5, report_to="none", use_cpu=True)
+Trainer(WithLoss(), arguments, train_dataset=Points(), data_collator=collate).train()
+"""
+
+Compare = Callable[..., tuple[Ranks, dict[str, Any]]]
+
+
+@pytest.fixture
+def compare(tmp_path: Path, zygote: Zygote) -> Compare:
+    """Writes the files, compares a script with the recipe; returns the output and the JSON."""
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "moved.toml").write_text(RECIPE)
+
+    def run(script: str, *arguments: str, code: int = 0) -> tuple[Ranks, dict[str, Any]]:
+        (tmp_path / "train.py").write_text(script)
+        command = ["compare-script", "train.py", "moved.toml", "--json", "--tolerance=1e-6", *arguments]
+        done = zygote.run(command, nproc=1, cwd=tmp_path)
+        assert done.codes == [code], done.stdout + done.stderr
+        return done, json.loads(done.stdout) if code < 2 else {}
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- the same
+@pytest.mark.parametrize(
+    ("script", "sets"),
+    [
+        pytest.param(LOOP, [], id="loop"),
+        pytest.param(DDP, [], id="ddp"),
+        pytest.param(ACCELERATE, ["-s", "train.micro_batch=4"], id="accelerate"),
+        pytest.param(
+            TRAINER,
+            [
+                *("-s", "schedule.use=hf_cosine", "-s", "schedule.warmup=5st", "-s", "train.clip_norm=1.0"),
+                *("-s", "optimizer.weight_decay=0"),
+            ],
+            id="trainer",
+            marks=pytest.mark.full,  # its import takes seconds; `accelerate` shows wrapped loaders and optimizers
+        ),
+    ],
+)
+def test_a_script_and_its_recipe_have_the_same_losses(compare: Compare, script: str, sets: list[str]) -> None:
+    if script == TRAINER:
+        pytest.importorskip("transformers")
+    _, found = compare(script, *sets)
+    assert found["same"]
+    assert len(found["steps"]) == 20
+    assert found["largest_difference"] <= 1e-6
+    first, *_, last = [step["loss"][0] for step in found["steps"]]
+    assert last < 0.8 * first  # both have learnt
+
+
+# ---------------------------------------------------------------------------------------------- planted differences
+@pytest.mark.parametrize(
+    ("change", "step", "part"),
+    [
+        ("optimizer.lr=0.03", 1, "lr: 0.02 in the script, 0.03 in the recipe"),
+        ("data.train.shift=4", 1, "batch: the inputs of the models differ"),
+        ("model.dropout=0.5", 1, "loss: "),
+        ("optimizer.weight_decay=0.5", 2, "loss: "),
+    ],
+)
+def test_a_difference_is_found_at_its_step(compare: Compare, change: str, step: int, part: str) -> None:
+    _, found = compare(LOOP, "--steps", "4", "-s", change, code=1)
+    assert (found["same"], found["parted_at"]) == (False, step)
+    assert found["parted_in"][0].startswith(part)
+
+
+def test_the_update_before_a_different_loss_names_the_parameter(compare: Compare) -> None:
+    _, found = compare(LOOP, "--steps", "3", "-s", "optimizer.weight_decay=0.5", code=1)
+    assert found["steps"][0]["parts"] == []
+    assert "update: the norm of the change of `" in found["steps"][0]["notes"][0]
+
+
+def test_arguments_of_the_script_come_after_the_dashes(compare: Compare) -> None:
+    _, found = compare(LOOP, "--steps", "3", "--", "0.01", code=1)
+    assert found["steps"][0]["lr"] == [0.01, 0.02]
+
+
+def test_a_mean_of_means_parts_at_the_step_with_an_incomplete_micro_batch(compare: Compare) -> None:
+    sets = ["-s", "train.global_batch=12", "-s", "train.micro_batch=6", "-s", "model.use=./parts.py:Plain"]
+    _, found = compare(MEANS, "--steps", "5", *sets, code=1)
+    # 40 samples are six batches of 6 and one of 4: step 4 has the seventh and the first of the next epoch.
+    assert found["parted_at"] == 4
+    assert found["parted_in"][0].startswith("loss: ")
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+TWO = LOOP.replace(
+    "        optimizer.step()", "        optimizer.step()\n        torch.optim.SGD(model.parameters(), lr=1.0).step()"
+)
+APART = LOOP.replace("model = Net()", "body, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)").replace(
+    "model.parameters()", "[*body.parameters(), *head.parameters()]"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        pytest.param("print('hello')", [], "ended without an optimizer step in its process", id="never-steps"),
+        pytest.param("raise ValueError('my own fault')", [], "ValueError: my own fault", id="raises"),
+        pytest.param(TWO, [], "it steps two optimizers, AdamW and SGD", id="two-optimizers"),
+        pytest.param(APART.replace("model(x)", "head(body(x))"), [], "no module that it called holds all", id="apart"),
+        pytest.param(LOOP.replace("in loader", "in [next(iter(Points())), ] and [(Points().x, Points().y)]"), [],
+                     "draws no indices through the sampler", id="no-loader"),
+        pytest.param(LOOP, ["-s", "model.width=8"], "`body.0.bias` has the shape [8], in the script [16]",
+                     id="other-shape"),
+        pytest.param(LOOP, ["-s", "model={use='mlp', inputs=4, outputs=2}"], "only the script has `body.0.bias`",
+                     id="other-names"),
+        pytest.param(LOOP, ["-s", "data.train.samples=20"], "but [data.train] has only 20 samples", id="fewer-samples"),
+    ],
+)  # fmt: skip
+def test_a_comparison_that_cannot_work_is_an_error(
+    compare: Compare, script: str, arguments: list[str], message: str
+) -> None:
+    done, _ = compare(script, "--steps", "3", *arguments, code=2)
+    assert message in done.stderr
+    assert "compare.py" not in done.stderr  # no traceback of ddpforge
+
+
+def test_a_script_that_does_not_exist_is_an_error(tmp_path: Path, zygote: Zygote) -> None:
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "moved.toml").write_text(RECIPE)
+    done = zygote.run(["compare-script", "none.py", "moved.toml"], nproc=1, cwd=tmp_path)
+    assert done.codes == [2]
+    assert "there is no script none.py" in done.stderr
