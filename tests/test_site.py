@@ -138,6 +138,7 @@ QUERIES = {
     "image folder": "guides/own-dataset",
     "csv file": "guides/own-dataset",
     "data augmentation": "guides/augmentation",
+    "object detection": "guides/detection",
     "class weights": "guides/sampling",
     "class imbalance": "guides/sampling",
     "streaming parquet": "guides/streaming",

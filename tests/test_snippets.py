@@ -73,6 +73,7 @@ TUTORIAL, CUSTOM_LOSS, MIGRATE = "tests/test_tutorial.py", "tests/testing/test_p
 
 MINI_TP = "tests/strategies/test_mini_tp.py"
 
+DETECTION = "tests/builtin/tasks/test_detection.py"
 OWN_LOSS = "tests/builtin/tasks/test_model_loss.py"
 
 TOML: dict[str, dict[str, Recipe | str]] = {
@@ -99,6 +100,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "components": {"AUROC": Recipe(sets=("~checkpoint.keep",))},
     "custom-loss": {'name = "focal"': CUSTOM_LOSS, "entry-points": CUSTOM_LOSS, "model_loss": OWN_LOSS},
     "data-loading": {"prefetch": Recipe()},
+    "detection": {"coco_detection": DETECTION},
     "evaluate": {"eval_batch": Recipe(), "early_stopping": Recipe(sets=("~data.eval.use", "~data.eval.split"))},
     "fine-tuning": {
         "runs/digits": Recipe("finetune-digits"),
@@ -247,6 +249,7 @@ COMPONENTS = {
 
 PYTHON: dict[str, dict[str, str]] = {
     "clusters": {"TorchTrainer": "needs GPUs: tests/launchers/test_ray.py, without"},
+    "detection": {"# detector.py": DETECTION, "def collate": DETECTION},
     "nan": {"Shuffled": ""},
     "interfaces": {"from ddpforge.interfaces": ""},
     "reference/python": {"ddpforge.load": ""},

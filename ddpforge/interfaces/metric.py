@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,11 +31,12 @@ class Total:
 class SampleColumns:
     """One row per sample, for metrics that need all samples at once, such as the area under a curve.
 
-    Columns are tensors of equal length. They are gathered from all ranks at the end of an evaluation. Rows that are
-    logged in training skip such metrics, because gathering would take too long.
+    Columns are tensors of equal length. A column may also be a list with a tensor [n, …] for each sample, with another
+    n for each, e.g. the boxes of an image. Columns are gathered from all ranks at the end of an evaluation. Rows that
+    are logged in training skip such metrics, because gathering would take too long.
     """
 
-    def __init__(self, *columns: Tensor) -> None:
+    def __init__(self, *columns: Tensor | list[Tensor]) -> None:
         self._batches = [columns]
 
     def __add__(self, other: SampleColumns) -> SampleColumns:
@@ -44,16 +45,21 @@ class SampleColumns:
         return both
 
     @property
-    def newest(self) -> tuple[Tensor, ...]:
+    def newest(self) -> tuple[Tensor | list[Tensor], ...]:
         """Returns the columns of the batch that was added last."""
         return self._batches[-1]
 
     @property
-    def columns(self) -> tuple[Tensor, ...]:
+    def columns(self) -> tuple[Tensor | list[Tensor], ...]:
         """Returns each column, concatenated over all batches."""
-        import torch
+        return tuple(_joined(parts) for parts in zip(*self._batches, strict=True))
 
-        return tuple(torch.cat(parts) for parts in zip(*self._batches, strict=True))
+
+def _joined(parts: Sequence[Any]) -> Tensor | list[Tensor]:
+    """Returns the parts of a column as one: tensors are concatenated, lists are joined."""
+    import torch
+
+    return [one for part in parts for one in part] if isinstance(parts[0], list) else torch.cat([*parts])
 
 
 class Metric(ABC):
@@ -72,10 +78,11 @@ class Metric(ABC):
         Must not need gradients or wait for the device. Not called for padding batches.
         """
 
-    def finish(self, sum: Tensor, count: Tensor) -> float | Mapping[str, float]:
+    def finish(self, sum: Any, count: Any) -> float | Mapping[str, float]:
         """Returns the number reported as `name`, or several as `name/KEY`, from the sums over all batches and ranks.
 
         Called on every rank with float64 tensors on the CPU. Not called if the count is 0: the result is then NaN. For
-        a metric of rows the arguments are its columns instead: real numbers in float64, integers in int64.
+        a metric of rows the arguments are its columns instead: real numbers in float64, integers in int64. A column of
+        lists is a list with the tensor of each sample.
         """
         return float(sum / count)

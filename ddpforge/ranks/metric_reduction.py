@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,28 @@ from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total
 __all__ = ["MetricReduction"]
 
 
+class _Column(NamedTuple):
+    """Form of a column: the shape of a row, True for integers, and True for a list with several rows per sample."""
+
+    shape: tuple[int, ...]
+    whole: bool
+    ragged: bool
+
+    @classmethod
+    def of(cls, column: Tensor | list[Tensor]) -> _Column:
+        one = column[0] if isinstance(column, list) else column
+        return cls(tuple(one.shape[1:]), not one.is_floating_point(), isinstance(column, list))
+
+    def empty(self) -> Tensor | list[Tensor]:
+        """Returns the column of a rank without samples."""
+        return [] if self.ragged else torch.zeros(0, *self.shape)
+
+
 class _Form(NamedTuple):
-    """Form of a quantity: `added` has the shapes of sum and count; `columns` has the shape of a row of each column, and
-    True if it holds integers.
-    """
+    """Form of a quantity: `added` has the shapes of sum and count; `columns` has the form of each column."""
 
     added: tuple[tuple[int, ...], ...] = ()
-    columns: tuple[tuple[tuple[int, ...], bool], ...] = ()
+    columns: tuple[_Column, ...] = ()
 
     @classmethod
     def of(cls, quantity: Total | SampleColumns | float) -> _Form:
@@ -33,7 +48,7 @@ class _Form(NamedTuple):
             if not quantity.sum.ndim and not isinstance(count, Tensor):
                 return _NUMBERS
             return cls((tuple(quantity.sum.shape), tuple(count.shape) if isinstance(count, Tensor) else ()))
-        return cls(columns=tuple((tuple(x.shape[1:]), not x.is_floating_point()) for x in quantity.columns))
+        return cls(columns=tuple(map(_Column.of, quantity.columns)))
 
     def __str__(self) -> str:
         return " and ".join(str(list(shape)) for shape in self.added) or f"rows of {len(self.columns)} columns"
@@ -120,13 +135,24 @@ class MetricReduction:
         sizes = (sum(math.prod(shape) for shape in form.added) + 1 for form in self._forms.values())
         self._ends = [*accumulate(sizes, initial=1)]
 
-    def _gather(self, rows: Total | SampleColumns | float | None, form: _Form) -> list[Tensor]:
+    def _gather(self, rows: Total | SampleColumns | float | None, form: _Form) -> list[Tensor | list[Tensor]]:
         """Returns each column with the rows of all ranks; a rank may have no rows."""
-        mine = (
-            rows.columns if isinstance(rows, SampleColumns) else [torch.zeros(0, *shape) for shape, _ in form.columns]
-        )
-        dtypes = [torch.int64 if whole else torch.float64 for _, whole in form.columns]
-        return [self._ranks.all_gather(x.detach().to(kind))[0].cpu() for x, kind in zip(mine, dtypes, strict=True)]
+        mine = rows.columns if isinstance(rows, SampleColumns) else [one.empty() for one in form.columns]
+        return [self._gather_column(x, one) for x, one in zip(mine, form.columns, strict=True)]
+
+    def _gather_column(self, column: Tensor | list[Tensor], form: _Column) -> Tensor | list[Tensor]:
+        """Returns a column with the rows of all ranks. A list costs two all-gathers: of lengths, and of its rows."""
+        dtype = torch.int64 if form.whole else torch.float64
+        if isinstance(column, Tensor):
+            return self._ranks.all_gather(column.detach().to(dtype))[0].cpu()
+        device = column[0].device if column else torch.device("cpu")
+        lengths = torch.tensor([len(one) for one in column], dtype=torch.int64, device=device)
+        every: list[int] = self._ranks.all_gather(lengths)[0].tolist()
+        empty = torch.zeros(0, *form.shape, dtype=dtype, device=device)
+        if not sum(every) * math.prod(form.shape):  # there is nothing to send
+            return [empty.cpu().new_zeros(length, *form.shape) for length in every]
+        joined = torch.cat([empty, *(one.detach().to(dtype) for one in column)])
+        return [*torch.split(self._ranks.all_gather(joined)[0].cpu(), every)]
 
 
 def _joined(values: Iterable[Tensor | float]) -> Tensor:
@@ -158,15 +184,19 @@ def _shaped(numbers: Sequence[float], shapes: Sequence[tuple[int, ...]]) -> list
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
+def _shape(part: Tensor | list[Tensor]) -> str:
+    return f"{len(part)} × {_shape(part[0])}" if isinstance(part, list) else str(list(part.shape))
+
+
 def _divides(metric: Metric | None) -> bool:
     return metric is None or type(metric).finish is Metric.finish
 
 
-def _finished(name: str, parts: Sequence[Tensor], metric: Metric | None, *, counted: bool) -> dict[str, float]:
+def _finished(name: str, parts: Sequence[Any], metric: Metric | None, *, counted: bool) -> dict[str, float]:
     """Returns a metric's numbers, computed from sum and count or from columns, by their reported names."""
     if metric is None or _divides(metric):
         raise PluginError(
-            f"metric `{name}` is not a single number: it has the shape {', '.join(str(list(x.shape)) for x in parts)}",
+            f"metric `{name}` is not a single number: it has the shape {', '.join(map(_shape, parts))}",
             hints=[
                 "compute it by a Metric with a `finish`, and declare that in the task: "
                 "self.reports = {metric.name: metric}"

@@ -161,9 +161,16 @@ def checked_quantity(name: object, quantity: object) -> None:
 
 def _check_rows(name: object, rows: SampleColumns) -> None:
     for column in rows.newest:
-        if not isinstance(column, Tensor) or not column.ndim:
+        parts = column if isinstance(column, list) and column else [column]
+        if not all(isinstance(part, Tensor) and part.ndim for part in parts):
             raise PluginError(
                 f"metric `{name}` has Rows of {described(column)}, not of tensors with rows", hints=[_ROWS]
+            )
+        if len({part.shape[1:] for part in parts if isinstance(part, Tensor)}) > 1:
+            shapes = ", ".join(sorted({described(part) for part in parts}))
+            raise PluginError(
+                f"metric `{name}` has Rows with a list of tensors that differ in more than their first size: {shapes}",
+                hints=["only the first size may differ between samples: [n, …]"],
             )
     if len({len(column) for column in rows.newest}) != 1:
         lengths = ", ".join(str(len(column)) for column in rows.newest) or "none"

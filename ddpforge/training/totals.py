@@ -37,7 +37,12 @@ def exact(quantity: Total | SampleColumns) -> Total | SampleColumns:
     """Returns a copy that can be added up, with totals in float64."""
     # CUDA graphs reuse the memory of outputs. In bfloat16, 256 + 1 is 256.
     if isinstance(quantity, SampleColumns):
-        return SampleColumns(*(column.detach().clone() for column in quantity.columns))
+        return SampleColumns(
+            *(
+                [one.detach().clone() for one in column] if isinstance(column, list) else column.detach().clone()
+                for column in quantity.columns
+            )
+        )
     return _exact_total(quantity)
 
 
@@ -76,7 +81,9 @@ def _reject_another(name: str, before: Any, quantity: Total | SampleColumns) -> 
 
 
 def _shapes(quantity: Total | SampleColumns) -> list[torch.Size]:
-    return [quantity.sum.shape] if isinstance(quantity, Total) else [x.shape[1:] for x in quantity.newest]
+    if isinstance(quantity, Total):
+        return [quantity.sum.shape]
+    return [(x[0] if isinstance(x, list) else x).shape[1:] for x in quantity.newest]
 
 
 def _described(quantity: Total | SampleColumns) -> str:

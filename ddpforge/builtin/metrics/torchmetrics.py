@@ -15,7 +15,7 @@ import torchmetrics
 from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from ddpforge.errors import PluginError, UsageError
+from ddpforge.errors import PluginError, SetupError, UsageError, pip_install
 from ddpforge.interfaces import Metric, SampleColumns, Total
 
 __all__ = ["TorchMetric", "adopted"]
@@ -28,7 +28,13 @@ def adopted(metric: type[torchmetrics.Metric]) -> Callable[..., TorchMetric]:
     """Returns a component for a class of torchmetrics: its options, plus the `name` under which it is reported."""
 
     def build(*, name: str = "", **options: Any) -> TorchMetric:
-        return TorchMetric(metric(**options), name)
+        try:
+            return TorchMetric(metric(**options), name)
+        except ModuleNotFoundError as error:
+            hints = [pip_install("detection")] if metric.__module__.startswith("torchmetrics.detection") else []
+            raise SetupError(
+                f"{metric.__name__} needs a library that is not installed: {error}", hints=hints
+            ) from error
 
     named = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
     *options, last = inspect.signature(metric).parameters.values()
@@ -42,7 +48,8 @@ class TorchMetric(Metric):
     """Adapter for a metric of torchmetrics; the default name of `MulticlassF1Score` is `multiclass_f1_score`.
 
     Inputs, states and the result are float64. States that are sums become a total, so the metric is also in training
-    rows. Lists of samples, minima and maxima become rows.
+    rows. Lists of samples, minima and maxima become rows. A list that torchmetrics does not concatenate, e.g. the boxes
+    of each image, has one entry per sample.
 
     Raises:
         UsageError: A state cannot be combined exactly over ranks.
@@ -61,7 +68,7 @@ class TorchMetric(Metric):
         lists = {name for name, default in self._begun.items() if isinstance(default, list)}
         self._adds = not lists and set(self._reductions.values()) == {dim_zero_sum}
         self._grows = bool(lists)
-        takes = {dim_zero_cat} if lists else {dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_mean}
+        takes = {dim_zero_cat, None} if lists else {dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_mean}
         odd = [name for name, how in self._reductions.items() if how not in takes or (lists and name not in lists)]
         if odd:
             raise UsageError(
@@ -74,7 +81,7 @@ class TorchMetric(Metric):
         """Returns the states after this batch alone: concatenated in a total, or one column per state."""
         self._reject_classes(outputs, targets)
         metric = self._metric
-        device = next((x.device for x in (outputs, targets) if isinstance(x, Tensor)), metric.device)
+        device = next((x.device for x in _tensors((outputs, targets))), metric.device)
         if metric.device != device:
             metric.to(device)
         metric.reset()
@@ -84,10 +91,11 @@ class TorchMetric(Metric):
             begun = [self._begun[name].to(device) for name in self._reductions]
             return Total(torch.cat([(x - before).flatten() for x, before in zip(states, begun, strict=True)]), 1)
         if self._grows:
-            return self._rows([dim_zero_cat(state) for state in states])
+            kept = zip(self._reductions.items(), states, strict=True)
+            return self._rows([self._column(name, state, how) for (name, how), state in kept])
         return SampleColumns(*(state.unsqueeze(0) for state in states))
 
-    def finish(self, *parts: Tensor) -> float | Mapping[str, float]:
+    def finish(self, *parts: Any) -> float | Mapping[str, float]:
         """Computes the result of torchmetrics from the states of all samples."""
         metric = self._metric.to("cpu")
         metric.reset()
@@ -111,7 +119,22 @@ class TorchMetric(Metric):
                 hints=[f"use {kind.replace('Binary', 'Multiclass', 1)} with num_classes = {classes}"],
             )
 
-    def _rows(self, columns: Sequence[Tensor]) -> SampleColumns:
+    def _column(self, name: str, state: Any, reduction: Any) -> Tensor | list[Tensor] | None:
+        """Returns a list of torchmetrics as a column; None for an empty list, which the metric does not use."""
+        if reduction is dim_zero_cat:
+            joined: Tensor = dim_zero_cat(state)
+            return joined
+        if not all(isinstance(one, Tensor) and one.ndim for one in state):
+            raise UsageError(
+                f"{self.name} of torchmetrics keeps {name} in a form that ranks cannot add up",
+                hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
+            )
+        return [*state] or None
+
+    def _rows(self, found: Sequence[Tensor | list[Tensor] | None]) -> SampleColumns:
+        samples = max((len(column) for column in found if column is not None), default=0)
+        # Rows of no elements, for states that the metric does not use: `finish` may run on a rank without samples.
+        columns = [[torch.zeros(0, 0)] * samples if column is None else column for column in found]
         if len({len(column) for column in columns}) > 1:
             raise PluginError(
                 f"{self.name}: the states {', '.join(self._reductions)} of torchmetrics are lists of different lengths",
@@ -119,7 +142,7 @@ class TorchMetric(Metric):
             )
         return SampleColumns(*columns)
 
-    def _together(self, parts: Sequence[Tensor]) -> Iterator[tuple[str, Tensor | list[Tensor]]]:
+    def _together(self, parts: Sequence[Any]) -> Iterator[tuple[str, Tensor | list[Tensor]]]:
         """Yields the states of all samples."""
         if self._adds:
             begun = [self._begun[name] for name in self._reductions]
@@ -132,13 +155,21 @@ class TorchMetric(Metric):
                 raise PluginError(
                     f"{self.name}: torchmetrics averages its state {name} over batches, which is not exact"
                 )
+            if isinstance(column, list):
+                unused = column[0].shape[1:] == (0,)  # see `_rows`
+                yield name, [] if unused else column
+                continue
             yield name, [column] if self._grows else reduction(column)
 
     def _numbers(self, value: Any) -> float | Mapping[str, float]:
         """Returns the result as a number, or as numbers by key, or by index such as "0" or "2_1"."""
         if isinstance(value, Mapping):
             found = {str(key): self._numbers(one) for key, one in value.items()}
-            return {key: one for key, one in found.items() if isinstance(one, float)}
+            numbers = {key: one for key, one in found.items() if isinstance(one, float)}
+            for key, one in value.items():  # e.g. a precision of each class; larger tensors are no metrics
+                if isinstance(one, Tensor) and one.ndim == 1:
+                    numbers |= {f"{key}/{place}": number for place, number in enumerate(one.tolist())}
+            return numbers
         if not isinstance(value, Tensor | int | float):
             raise UsageError(
                 f"{self.name} of torchmetrics returns a {type(value).__name__}, not numbers",
@@ -148,6 +179,15 @@ class TorchMetric(Metric):
         if tensor.ndim == 0:
             return float(tensor)
         return {"_".join(map(str, at)): float(tensor[at]) for at in product(*map(range, tensor.shape))}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of nested lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)
 
 
 def _double(value: Any) -> Any:

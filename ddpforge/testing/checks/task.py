@@ -240,7 +240,8 @@ def _additive(
 
 def _tensors(quantity: Total | SampleColumns) -> list[tuple[str, Tensor]]:
     if isinstance(quantity, SampleColumns):
-        return [(f"column {i}", column.double()) for i, column in enumerate(quantity.columns)]
+        columns = (torch.cat(column) if isinstance(column, list) else column for column in quantity.columns)
+        return [(f"column {i}", column.double()) for i, column in enumerate(columns)]
     parts = ("sum", quantity.sum), ("count", quantity.count)
     return [(what, torch.as_tensor(part, dtype=torch.float64).cpu()) for what, part in parts]
 
