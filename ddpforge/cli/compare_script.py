@@ -24,6 +24,7 @@ from ddpforge.cli.options import json_option, recipe_argument, set_option
     metavar="X",
     help="Largest relative difference of the loss that counts as rounding.",
 )
+@click.option("--torchrun", is_flag=True, help="Set the variables of torchrun with one process for the script.")
 @json_option
 def compare_script(
     script: Path,
@@ -32,12 +33,14 @@ def compare_script(
     steps: int,
     sets: tuple[str, ...],
     tolerance: float,
+    torchrun: bool,
     as_json: bool,
 ) -> None:
     """Train the first steps of SCRIPT and of RECIPE, and report where they part.
 
-    The script runs unmodified in one process, as under torchrun, with the arguments after `--`. The recipe then trains
-    from the script's initial weights with the samples of the script's DataLoader, and keeps nothing. The comparison
+    The script runs unmodified in one process, with the arguments after `--`. The recipe then trains from the script's
+    initial weights with the samples of the script's DataLoader, and keeps nothing. If the script has no DataLoader, the
+    inputs of its model are the recipe's training data. The comparison
     covers the inputs of the model, loss and learning rate of every step. Exit codes: 0 the same, 1 they part, 2 usage,
     recipe, or a script that cannot be compared.
     """
@@ -45,7 +48,7 @@ def compare_script(
     from ddpforge.tools.script_comparison.compare import compare_script as compare
 
     keep_output()
-    found = compare(script, arguments, recipe, steps=steps, sets=sets, tolerance=tolerance)
+    found = compare(script, arguments, recipe, steps=steps, sets=sets, tolerance=tolerance, torchrun=torchrun)
     click.echo(json.dumps(found.as_dict()) if as_json else "\n".join(found.lines()))
     if found.parted:
         raise SystemExit(1)

@@ -24,6 +24,7 @@ from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.recipe import load_recipe
 from ddpforge.tools.script_comparison.record import (
     INITIAL,
+    INPUTS,
     ScriptRecord,
     ScriptStep,
     fingerprints,
@@ -38,6 +39,11 @@ __all__ = ["ComparedStep", "ScriptComparison", "compare_script"]
 _LR = 1e-6  # largest relative difference of learning rates that counts as rounding
 _UPDATE = 1e-3  # of the norm of an update: Adam enlarges the rounding of small gradients
 _OUTPUT = 15  # lines of a failed script to print
+# Variables of `torchrun --nproc-per-node 1`.
+_ONE_RANK = {
+    **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+    **{"MASTER_ADDR": "localhost", "MASTER_PORT": "0"},
+}
 _RECORDER = "ddpforge.tools.script_comparison.recorder"
 
 
@@ -116,6 +122,7 @@ def compare_script(
     steps: int,
     sets: Sequence[str] = (),
     tolerance: float = 1e-5,
+    torchrun: bool = False,
 ) -> ScriptComparison:
     """Trains `steps` steps of a script, in a process of its own, and of a recipe, in this process; compares them.
 
@@ -128,25 +135,30 @@ def compare_script(
     load_recipe(recipe, sets=sets)  # before the script trains
     with TemporaryDirectory(prefix="ddpforge-script-") as name:
         folder = Path(name)
-        record = _recorded(script, arguments, folder, steps)
+        record = _recorded(script, arguments, folder, steps, torchrun=torchrun)
         trained = _Trained(recipe, sets, folder, record)
         return _compared(record.steps, trained, steps, tolerance)
 
 
 # ---------------------------------------------------------------------------------------------- the script
-def _recorded(script: Path, arguments: Sequence[str], folder: Path, steps: int) -> ScriptRecord:
+def _recorded(script: Path, arguments: Sequence[str], folder: Path, steps: int, *, torchrun: bool) -> ScriptRecord:
     command = [sys.executable, "-m", _RECORDER, str(folder), str(steps), str(script), *arguments]
-    # As under `torchrun --nproc-per-node 1`, for scripts that call init_process_group.
-    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = subprocess.run(
-        command, env=os.environ | one_rank | meeting, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        command,
+        env=os.environ | (_ONE_RANK if torchrun else {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
     )
     if done.returncode:
         last = done.stdout.decode(errors="replace").rstrip().splitlines()[-_OUTPUT:]
         raise UsageError(
             f"{script} failed with exit code {done.returncode} before step {steps}:\n" + "\n".join(last),
-            hints=[f"it must work alone: python {script}", "arguments of the script come after `--`"],
+            hints=[
+                f"it must work alone: {'torchrun' if torchrun else 'python'} {script}",
+                "arguments of the script come after `--`",
+                *([] if torchrun else ["--torchrun sets the variables of torchrun, for scripts that join ranks"]),
+            ],
         )
     record = ScriptRecord.read(folder)
     if record.problem:
@@ -158,7 +170,8 @@ def _recorded(script: Path, arguments: Sequence[str], folder: Path, steps: int) 
         )
     if any(one.indices is None for one in record.steps):
         raise UsageError(
-            f"{script} draws no indices through the sampler of a torch DataLoader, so their order cannot be replayed",
+            f"{script} draws no indices through the sampler of a torch DataLoader, and the inputs of its model cannot "
+            "be replayed",
             hints=["give the DataLoader a map-style dataset (__len__ and __getitem__); streams cannot be compared"],
         )
     return record
@@ -177,7 +190,11 @@ class _Trained:
         self.rename: Mapping[str, str] = {}
         file = folder / "indices.json"
         file.write_text(json.dumps([one.indices for one in record.steps]))
-        with open_ephemeral(recipe, sets=[*sets, *_overrides(recipe, sets, file)], change=self._prepare) as trial:
+        inputs = folder / INPUTS if record.has_inputs else None
+        if inputs:
+            self.notes.append("the script has no DataLoader: the recipe gets the inputs of the script's model as data")
+        changes = _overrides(recipe, sets, file, inputs)
+        with open_ephemeral(recipe, sets=[*sets, *changes], change=self._prepare) as trial:
             self._train(trial)
 
     def _prepare(self, dealt: Dealt) -> Dealt:
@@ -215,9 +232,11 @@ class _Trained:
             self._batches.append(fingerprints((args, kwargs)))
 
 
-def _overrides(recipe: str | Path, sets: Sequence[str], indices: Path) -> list[str]:
+def _overrides(recipe: str | Path, sets: Sequence[str], indices: Path, inputs: Path | None) -> list[str]:
     loaded = load_recipe(recipe, sets=sets).recipe
+    kept = f"{__package__}.replay:RecordedInputs"
     return [
+        *([f"data.train={{use='{kept}',file={json.dumps(str(inputs))}}}"] if inputs else []),
         *(["~data.sampler"] if loaded.data.sampler else []),
         "data.sampler.use=ddpforge.tools.script_comparison.replay:Replay",
         f"data.sampler.indices={json.dumps(str(indices))}",

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["INITIAL", "RECORD", "ScriptRecord", "ScriptStep", "fingerprints", "joined", "norms_of_changes"]
+__all__ = [
+    *("INITIAL", "INPUTS", "RECORD", "ScriptRecord", "ScriptStep", "fingerprints", "joined", "norms_of_changes"),
+    "rows_of",
+]
 
-RECORD, INITIAL = "record.json", "initial.safetensors"
+RECORD, INITIAL, INPUTS = "record.json", "initial.safetensors", "inputs.pt"
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class ScriptStep:
 
     Attributes:
         losses: Values on which the script called `backward()`, in their order.
-        indices: Samples of the step; None if the script drew no indices.
+        indices: Samples of the step; None if the script drew no indices, and no inputs were kept either.
         batch: Fingerprints of the rows of each input of the model, over all micro-batches.
         lr: Learning rate of the first parameter group.
         updates: Norm of the change of each parameter, by its name in the model.
@@ -38,10 +41,14 @@ class ScriptStep:
 
 @dataclass(frozen=True)
 class ScriptRecord:
-    """Steps of the script; `problem` is the reason if they cannot be compared, else empty."""
+    """Steps of the script; `problem` is the reason if they cannot be compared, else empty.
+
+    Without a DataLoader (`has_inputs`), indices are rows of INPUTS, which has the model's inputs.
+    """
 
     steps: Sequence[ScriptStep]
     problem: str = ""
+    has_inputs: bool = False
 
     def write(self, folder: Path) -> None:
         """Writes the record into a folder."""
@@ -51,7 +58,7 @@ class ScriptRecord:
     def read(cls, folder: Path) -> ScriptRecord:
         """Reads the record in a folder; raises OSError if there is none."""
         found = json.loads((folder / RECORD).read_text())
-        return cls([ScriptStep(**one) for one in found["steps"]], found["problem"])
+        return cls([ScriptStep(**one) for one in found["steps"]], found["problem"], found["has_inputs"])
 
 
 def fingerprints(inputs: Any) -> list[list[str]]:
@@ -67,6 +74,22 @@ def joined(batches: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 def norms_of_changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, float]:
     """Returns the norm of the change of each tensor, in float64."""
     return {name: (after[name].double() - old.double()).norm().item() for name, old in before.items()}
+
+
+def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the inputs of a forward pass as samples: tuples of rows, or dicts of rows; None if they have no rows.
+
+    Inputs by position come as tuples, inputs by name as dicts.
+    """
+    values = {str(number): one for number, one in enumerate(args)} | dict(kwargs)
+    tensors = {name: one.detach().cpu() for name, one in values.items() if isinstance(one, Tensor) and one.dim()}
+    sizes = {len(one) for one in tensors.values()}
+    if len(sizes) != 1 or (args and kwargs):
+        return None
+    rows = [{name: one[row].clone() for name, one in tensors.items()} for row in range(sizes.pop())]
+    if not args:
+        return rows
+    return [tuple(row.values()) if len(row) > 1 else row["0"] for row in rows]
 
 
 def _digest(row: Tensor) -> str:

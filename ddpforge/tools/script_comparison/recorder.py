@@ -27,11 +27,13 @@ from torch.utils.data import DataLoader
 
 from ddpforge.tools.script_comparison.record import (
     INITIAL,
+    INPUTS,
     ScriptRecord,
     ScriptStep,
     fingerprints,
     joined,
     norms_of_changes,
+    rows_of,
 )
 
 __all__ = ["Recorder", "main"]
@@ -45,6 +47,7 @@ class _Candidate:
     initial: dict[str, Tensor]
     source: int | None  # the dataset of the newest indices before the first call
     batches: list[list[list[str]]] = field(default_factory=list)  # since the last step
+    rows: list[Any] | None = field(default_factory=list)  # of all inputs, if the script has no DataLoader
 
 
 class Recorder:
@@ -75,9 +78,12 @@ class Recorder:
 
     def finish(self, problem: str = "") -> None:
         """Writes the record."""
+        has_inputs = bool(self._model and self._model.source is None and self._model.rows)
         if self._model:
             save_file(self._model.initial, self._folder / INITIAL)
-        ScriptRecord(self._steps, problem).write(self._folder)
+            if has_inputs:
+                torch.save(self._model.rows, self._folder / INPUTS)
+        ScriptRecord(self._steps, problem, has_inputs).write(self._folder)
 
     def _end(self, problem: str = "") -> None:
         """Writes the record and ends the process: an exception would end in the script's own `except`."""
@@ -112,6 +118,8 @@ class Recorder:
             initial = {name: one.detach().cpu().clone() for name, one in state.items() if isinstance(one, Tensor)}
             found = self._candidates[id(module)] = _Candidate(module, initial, self._newest)
         found.batches.append(fingerprints((args, kwargs)))
+        rows = rows_of(args, kwargs) if found.source is None and found.rows is not None else None
+        found.rows = None if rows is None or found.rows is None else [*found.rows, *rows]
 
     # ------------------------------------------------------------------------------------------ losses
     def _watch_losses(self) -> None:
@@ -201,6 +209,10 @@ class Recorder:
     def _indices(self, batches: int) -> list[int] | None:
         """Returns the samples of the next batches that the script drew from its training data."""
         assert self._model is not None
+        if self._model.source is None:
+            rows = self._model.rows or []
+            begin, self._used = self._used, len(rows)
+            return list(range(begin, self._used)) or None
         drawn = [indices for dataset, indices in self._draws if dataset == self._model.source]
         taken = drawn[self._used : self._used + batches]
         self._used += batches

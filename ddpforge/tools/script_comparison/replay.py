@@ -1,4 +1,4 @@
-"""Sampler that replays the samples of a recorded script."""
+"""Sampler that replays the samples of a recorded script, and a dataset of its inputs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import BatchSampler
 
-__all__ = ["Replay"]
+__all__ = ["RecordedInputs", "Replay"]
+
+
+class RecordedInputs:
+    """Inputs of the model of a script without a DataLoader; a sample is a row of the inputs of a forward pass."""
+
+    def __init__(
+        self, *, file: Annotated[str, Field(description="File of torch.save with a list of samples.")]
+    ) -> None:
+        self._rows: list[Any] = torch.load(file, weights_only=True)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
 
 
 class Replay(BatchSampler):

@@ -38,6 +38,12 @@ class Net(nn.Module):
 class Plain(nn.Linear):
     def __init__(self):
         super().__init__(4, 2)
+
+
+class WithLoss(Net):
+    def forward(self, x, targets):
+        logits = super().forward(x)
+        return logits, nn.functional.cross_entropy(logits, targets)
 """
 RECIPE = """
 recipe = 2
@@ -86,6 +92,19 @@ for epoch in range(100):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+"""
+NO_LOADER = """
+import torch
+from parts import Points, WithLoss
+
+torch.manual_seed(5)
+model, data = WithLoss(), Points()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+while True:
+    chosen = torch.randint(len(data), (8,))
+    optimizer.zero_grad()
+    model(data.x[chosen], data.y[chosen])[1].backward()
+    optimizer.step()
 """
 ACCELERATE = """
 import torch
@@ -174,7 +193,8 @@ def compare(tmp_path: Path, zygote: Zygote) -> Compare:
     ("script", "sets"),
     [
         pytest.param(LOOP, [], id="loop"),
-        pytest.param(DDP, [], id="ddp"),
+        pytest.param(DDP, ["--torchrun"], id="ddp"),
+        pytest.param(NO_LOADER, ["-s", "task.use=model_loss", "-s", "model.use=./parts.py:WithLoss"], id="no loader"),
         pytest.param(ACCELERATE, ["-s", "train.micro_batch=4"], id="accelerate"),
         pytest.param(
             TRAINER,
@@ -250,7 +270,7 @@ APART = LOOP.replace("model = Net()", "body, head = torch.nn.Linear(4, 4), torch
         pytest.param(TWO, [], "it steps two optimizers, AdamW and SGD", id="two-optimizers"),
         pytest.param(APART.replace("model(x)", "head(body(x))"), [], "no module that it called holds all", id="apart"),
         pytest.param(LOOP.replace("in loader", "in [next(iter(Points())), ] and [(Points().x, Points().y)]"), [],
-                     "draws no indices through the sampler", id="no-loader"),
+                     "takes a batch (inputs, classes)", id="no-loader"),
         pytest.param(LOOP, ["-s", "model.width=8"], "`body.0.bias` has the shape [8], in the script [16]",
                      id="other-shape"),
         pytest.param(LOOP, ["-s", "model={use='mlp', inputs=4, outputs=2}"], "only the script has `body.0.bias`",
