@@ -112,8 +112,8 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         data=data,
         sampler=order,
         plan=plan,
-        schedules={} if plan is MISSING else _schedules(chosen, plan, problems),
-        value_schedules={} if plan is MISSING else _value_schedules(chosen, plan, problems),
+        schedules={} if plan is MISSING else _schedules(chosen, plan, model, problems),
+        value_schedules={} if plan is MISSING else _value_schedules(chosen, plan, model, problems),
         model=model,
         size=size,
         auxiliary=auxiliary,
@@ -182,30 +182,36 @@ def _end_of_epochs(chosen: Chosen, order: BatchSampler | None, epochs: int) -> i
     return batches and math.ceil(batches / batches_per_step(chosen.updates))
 
 
-def _schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, Schedule]:
+def _schedules(chosen: Chosen, plan: RunPlan, model: nn.Module, problems: Problems) -> dict[str, Schedule]:
     recipe = chosen.recipe
     found: dict[str, Schedule] = {"": MISSING}
     with problems.at("schedule"):
-        found[""] = _schedule(chosen, recipe.schedule, plan)
+        found[""] = _schedule(chosen, recipe.schedule, plan, model)
     for name, update in chosen.updates.items():
         with problems.at("optimizer", "updates", name, "schedule"):
             if update.schedule:
-                found[name] = _schedule(chosen, update.schedule, plan)
+                found[name] = _schedule(chosen, update.schedule, plan, model)
     return found
 
 
-def _value_schedules(chosen: Chosen, plan: RunPlan, problems: Problems) -> dict[str, Schedule]:
+def _value_schedules(chosen: Chosen, plan: RunPlan, model: nn.Module, problems: Problems) -> dict[str, Schedule]:
     """Builds the schedules of the optimizer's options other than the learning rate."""
     found: dict[str, Schedule] = {}
     for name, component in chosen.recipe.optimizer.schedules.items():
         with problems.at("optimizer", "schedules", name):
-            found[name] = _schedule(chosen, component, plan)
+            found[name] = _schedule(chosen, component, plan, model, name)
     return found
 
 
-def _schedule(chosen: Chosen, component: Component, plan: RunPlan) -> Schedule:
-    """Builds a schedule; raises UsageError unless its first, middle and last factors are finite and not negative."""
-    schedule: Schedule = build_component(chosen.registry, "schedule", component, horizon=plan.horizon)
+def _schedule(chosen: Chosen, component: Component, plan: RunPlan, model: nn.Module, option: str = "lr") -> Schedule:
+    """Builds the schedule of `option`; MISSING if it needs the model and there is none.
+
+    Raises UsageError unless its first, middle and last factors are finite and not negative.
+    """
+    if model is MISSING and chosen.registry.takes("schedule", component, "model"):
+        return MISSING
+    given = {"horizon": plan.horizon, "model": model, "scheduled": option}
+    schedule: Schedule = build_component(chosen.registry, "schedule", component, **given)
     last = max(0, (plan.horizon.total or 1) - 1)
     for step in sorted({0, last // 2, last}):
         try:

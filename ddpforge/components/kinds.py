@@ -129,6 +129,12 @@ def _parameters(settings: Mapping[str, Any]) -> Any:
     return [{"params": [nn.Parameter(zeros(2, 2))]}]
 
 
+def _model(settings: Mapping[str, Any]) -> Any:
+    from torch import nn
+
+    return nn.Linear(2, 2)
+
+
 def _horizon(settings: Mapping[str, Any]) -> Any:
     from ddpforge.interfaces.durations import Horizon
 
@@ -245,7 +251,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 base="torch.optim:Optimizer",
                 renamed={"explore": "perturb"},
                 parameter="params",
-                given={"params": _parameters},
+                given={"params": _parameters, "model": _model},
                 tables=(("optimizer",),),
                 framework_keys=("no_decay", "layer_decay", "groups", "updates", "schedules"),
                 settings=lambda: {"elementwise": bool, "matrices": bool},
@@ -256,7 +262,7 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 must_be="a function of the step",
                 adopts_function="ddpforge.builtin.optim.schedules:adopted",
                 parameter="horizon",
-                given={"horizon": _horizon},
+                given={"horizon": _horizon, "model": _model, "scheduled": lambda _: "lr"},
                 tables=(("schedule",),),
                 settings=lambda: {"horizon": dict[str, int]},
             ),

@@ -219,6 +219,13 @@ class Registry:
                 hints=["every option of a component is a keyword parameter with a type that TOML can write"],
             ) from breach
 
+    def takes(self, kind: str, component: NamedComponent, parameter: str) -> bool:
+        """True if the component requires `parameter`; False if it may not be imported. Raises as `load` does."""
+        if not self.imports(kind, component.use):
+            return False
+        found = inspect.signature(self.load(kind, component.use, component.base)).parameters.get(parameter)
+        return found is not None and found.default is found.empty and found.kind is not found.VAR_KEYWORD
+
     def build(self, kind: str, component: NamedComponent, **given: Any) -> Any:
         """Calls the component with its validated options, and the values of `given` for its required parameters.
 

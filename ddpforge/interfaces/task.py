@@ -79,6 +79,9 @@ class Task(ABC):
     computed from the tokens up to that position. `ddpforge generate` requires it.
     """
 
+    evaluates: bool = False
+    """True while an evaluation or prediction calls `loss`, e.g. for another loss there. ddpforge sets it."""
+
     rng: SampleRNG = SampleRNG()
     """RNG for the samples of a batch, for use in `loss`: `self.rng.randn(len(images), 32, device=…)`."""
 

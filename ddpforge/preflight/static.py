@@ -159,7 +159,8 @@ def check_optimizer_options(chosen: Chosen) -> None:
         if not _is_sure(update, registry):
             _small(f"optimizer.updates.{name}", update, registry)
     is_sure = bool(optimizer.updates) or _is_sure(optimizer, registry)
-    built = None if is_sure and not optimizer.schedules else _small("optimizer", optimizer, registry)
+    needs_model = registry.takes("optimizer", optimizer, "model")  # the check of the built model builds it
+    built = None if needs_model or (is_sure and not optimizer.schedules) else _small("optimizer", optimizer, registry)
     if built and not optimizer.updates:
         from ddpforge.training.learning_rates import remember_initial
 
@@ -181,7 +182,12 @@ def check_optimizer_options(chosen: Chosen) -> None:
 
 
 def _is_sure(component: Component, registry: Registry) -> bool:
-    """True for ddpforge's own optimizers, except with nesterov and no momentum, which their signature allows."""
+    """True for an optimizer that takes the model, and for ddpforge's own.
+
+    Except with nesterov and no momentum, which the signature of ddpforge's own allows.
+    """
+    if registry.takes("optimizer", component, "model"):
+        return True
     entry, options = registry.find("optimizer", component.use), component.options
     is_own = entry is not None and entry.target.startswith("ddpforge.builtin.")
     return is_own and not (options.get("nesterov") and not options.get("momentum"))

@@ -95,8 +95,12 @@ class Evaluator:
         heartbeat.beat(heartbeat.EVAL)
         self._replica.sync_buffers()
         self._replica.module.eval()
-        with self._wrapped(), torch.no_grad():
-            yield
+        self._task.evaluates = True
+        try:
+            with self._wrapped(), torch.no_grad():
+                yield
+        finally:
+            self._task.evaluates = False
         self._replica.module.train()
 
     def _ask(self, name: str, callback: Callback, step: int, found: dict[str, float]) -> None:

@@ -43,14 +43,14 @@ def build_optimizer(
     elif component.groups:
         optimizer = _scaled(_in_groups(registry, component, model, blocks))
     else:
-        optimizer = _scaled(_built(registry, component, local_groups(_groups(component, model, blocks))))
+        optimizer = _scaled(_built(registry, component, model, local_groups(_groups(component, model, blocks))))
     remember_initial(optimizer, component.schedules)
     return optimizer
 
 
-def _built(registry: Registry, component: Component, groups: Sequence[dict[str, Any]]) -> Optimizer:
+def _built(registry: Registry, component: Component, model: nn.Module, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """Builds the component's optimizer; strategies can build another one with the same settings, to try it out."""
-    make = partial(build, registry, "optimizer", component)
+    make = partial(build, registry, "optimizer", component, model=model)
     optimizer: Optimizer = make(params=groups)
     remember_constructor(optimizer, lambda groups: make(params=groups))
     return optimizer
@@ -81,7 +81,7 @@ def _alternating(
     parts: dict[str, Optimizer] = {}
     for name, chosen in parameters_by_update(model, _globs(component, updates)).items():
         params = parameter_groups(model, component.no_decay, chosen)
-        parts[name] = _built(registry, component.updates[name], params)
+        parts[name] = _built(registry, component.updates[name], model, params)
     return AlternatingOptimizer(parts, {name: component.updates[name].clip_norm for name in updates})
 
 
@@ -96,7 +96,7 @@ def _in_groups(registry: Registry, component: OptimizerComponent, model: nn.Modu
         mine = [own | each for each in local_groups(_groups(component, model, blocks, chosen))]
         params.setdefault("" if shares else name, []).extend(mine)
     parts: dict[str, Optimizer] = {
-        name: _built(registry, component.groups.get(name, component), groups)
+        name: _built(registry, component.groups.get(name, component), model, groups)
         for name, groups in params.items()
         if groups
     }
@@ -118,7 +118,7 @@ def check_parameters(
         parameters_by_update(model, _globs(component, updates))
     for name, chosen in _chosen(component, model).items() if component.groups else ():
         if (group := component.groups.get(name)) and group.use != component.use:
-            build(registry, "optimizer", group, params=parameter_groups(model, component.no_decay, chosen))
+            build(registry, "optimizer", group, params=parameter_groups(model, component.no_decay, chosen), model=model)
 
 
 def _check_layers(component: OptimizerComponent, blocks: Sequence[nn.Module], updates: Sequence[str]) -> None:

@@ -96,6 +96,28 @@ def test_an_evaluation_syncs_buffers_and_disables_gradients_and_training_mode() 
     assert model.training
 
 
+def test_a_task_knows_whether_an_evaluation_calls_its_loss() -> None:
+    class Doubles(Sums):
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            loss, outputs = super().loss(model, batch)
+            return (2 * loss if self.evaluates else loss), outputs
+
+    task = Doubles()
+    assert evaluator(Plain().holding(Line(), IDLE), task).evaluate(0) == {"eval/loss": 3.0, "eval/x": 1.5}
+    assert not task.evaluates
+
+
+def test_a_task_knows_of_no_evaluation_after_one_that_failed() -> None:
+    class Fails(Sums):
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            raise RuntimeError("broken")
+
+    task = Fails()
+    with pytest.raises(RuntimeError, match="broken"):
+        evaluator(Plain().holding(Line(), IDLE), task).evaluate(0)
+    assert not task.evaluates
+
+
 def test_random_numbers_are_the_same_in_every_evaluation() -> None:
     class Draws(nn.Module):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Muon
 
-from ddpforge.components.registry import Registry
+from ddpforge.components.registry import OBJECT, Registry
 from ddpforge.recipe.schema import OptimizerComponent
 from ddpforge.strategies.composite_optimizer import member_optimizers
 from ddpforge.training.learning_rates import Rates
@@ -52,6 +52,18 @@ def test_a_group_has_separate_settings_and_the_rest_the_settings_of_the_optimize
         ("head", ["head.weight"], 0.7, 0.25),
         ("head", ["head.bias"], 0.7, 0.0),
     ]
+
+
+def test_an_optimizer_may_take_the_model() -> None:
+    def doubled(params: list[dict[str, Any]], model: nn.Module, *, lr: float) -> SGD:
+        return SGD(params, lr=lr * len(list(model.parameters())))
+
+    use = f"{OBJECT}doubled"
+    registry = Registry.installed().with_objects({("optimizer", use): doubled})
+    component = OptimizerComponent.model_validate({"use": use, "options": {"lr": 0.5}})
+    assert build_optimizer(registry, component, Net(), ()).param_groups[0]["lr"] == 0.5 * 7
+    assert registry.takes("optimizer", component, "model")
+    assert not registry.takes("optimizer", OptimizerComponent.model_validate({"use": "adamw"}), "model")
 
 
 def test_a_group_may_have_another_optimizer() -> None:

@@ -1,0 +1,139 @@
+"""Checks LightningModules: a module that needs a Trainer is refused, except for the length of the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ddpforge.errors import UsageError
+
+if TYPE_CHECKING:
+    from ddpforge.interfaces import Horizon
+    from torch import nn
+
+__all__ = ["NoBatchIndex", "Run", "checked", "overrides", "run_of"]
+
+_LIBRARIES = ("pytorch_lightning.", "lightning.pytorch.")
+
+_SUPPORTED = {"forward", "training_step", "validation_step", "test_step", "configure_optimizers"}
+_MENDS = {
+    "backward": "let ddpforge call backward",
+    "configure_callbacks": "name callbacks in [callbacks]",
+    "configure_gradient_clipping": "set train.clip_norm",
+    "configure_model": "build the layers in __init__",
+    "lr_scheduler_step": "use a scheduler that needs no arguments in its `step`",
+    "optimizer_step": "set [optimizer] without it; a warm-up is a schedule",
+    "optimizer_zero_grad": "remove it: ddpforge sets gradients to None",
+    "predict_step": "move it to a task of your own, with `predict`",
+    "train_dataloader": "name the dataset in [data.train]",
+    "val_dataloader": "name the dataset in [data.eval]",
+    "test_dataloader": "name the dataset in [data.eval]",
+    "setup": "build the layers in __init__",
+}
+
+
+def _base(kind: type) -> type | None:
+    """Returns the class LightningModule that `kind` derives from, of either library; None if there is none."""
+    # Neither library is imported: a module that derives from it has imported its own.
+    named = (base for base in kind.__mro__ if base.__name__ == "LightningModule")
+    return next((base for base in named if base.__module__.startswith(_LIBRARIES)), None)
+
+
+def overrides(module: nn.Module, method: str) -> bool:
+    """True if the module's class defines `method` itself."""
+    base = _base(type(module))
+    return base is not None and getattr(type(module), method) is not getattr(base, method)
+
+
+def checked(module: nn.Module) -> Any:
+    """Returns `module`; raises UsageError unless it is a LightningModule that trains without a Trainer."""
+    base = _base(type(module))
+    if base is None:
+        raise UsageError(
+            f"the model is a {type(module).__name__}, not a LightningModule",
+            hints=['write [model] use = "./lit.py:LitNet", the class of your LightningModule'],
+            key="model.use",
+        )
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise UsageError(
+            f"{name} optimizes manually (automatic_optimization = False)",
+            hints=["return the loss from training_step", "several updates per step: write a task with `updates`"],
+            key="model.use",
+        )
+    if not overrides(module, "training_step"):
+        raise UsageError(f"{name} has no training_step", hints=["return the loss there"], key="model.use")
+    for owner in type(module).__mro__[: type(module).__mro__.index(base)]:
+        for method in vars(owner):
+            inherited = getattr(base, method, None)
+            if method.startswith("__") or method in _SUPPORTED or not _is_hook(inherited):
+                continue
+            raise UsageError(
+                f"{owner.__name__} overrides `{method}`, which a Trainer would call; ddpforge does not",
+                hints=[_MENDS.get(method, "move it to a callback of ddpforge, and remove it from the module")],
+                key="model.use",
+            )
+    return module
+
+
+def _is_hook(inherited: object) -> bool:
+    """True for a method that a LightningModule has from Lightning, not from torch."""
+    return callable(inherited) and getattr(inherited, "__module__", "").startswith(_LIBRARIES)
+
+
+class Run:
+    """Stands in for the Trainer of a module: the length of the run. Anything else raises UsageError.
+
+    `scheduled` has the options of the optimizer that the recipe's schedules set, e.g. "lr" and "beta1"; `table` their
+    values of each group at each step, as soon as these are known.
+    """
+
+    def __init__(self) -> None:
+        self.horizon: Horizon | None = None
+        self.scheduled: set[str] = set()
+        self.table: dict[str, list[list[float]]] | None = None
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Returns the number of optimizer steps of the run; raises UsageError if it is not known."""
+        if self.horizon is None or self.horizon.total is None:
+            raise UsageError(
+                "self.trainer.estimated_stepping_batches: the length of the run in steps is not known",
+                hints=['set train.length in steps or epochs, and [schedule] use = "lightning"'],
+                key="train.length",
+            )
+        return self.horizon.total
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UsageError(
+            f"the LightningModule reads `{name}` of its Trainer, and ddpforge has no Trainer",
+            hints=["self.trainer.estimated_stepping_batches is the number of steps of the run", "remove the others"],
+            key="model.use",
+        )
+
+
+def run_of(module: Any, horizon: Horizon | None = None) -> Run:
+    """Returns the module's `Run`; makes one if there is none, and sets its `horizon`."""
+    run = vars(module).get("_trainer")  # the property `trainer` raises without one
+    if not isinstance(run, Run):
+        run = module.trainer = Run()
+    if horizon not in (None, run.horizon):
+        run.horizon, run.table = horizon, None
+    return run
+
+
+def _refuse_index(self: object, *_: object) -> Any:
+    raise UsageError(
+        "the LightningModule reads `batch_idx`, and a batch has no number in ddpforge",
+        hints=["remove the condition: ddpforge logs at the steps in track.every"],
+        key="model.use",
+    )
+
+
+_READS = "eq ne lt le gt ge bool int index float hash add radd sub rsub mul rmul mod rmod floordiv truediv and format"
+NoBatchIndex = type(
+    "NoBatchIndex",
+    (),
+    {f"__{name}__": _refuse_index for name in _READS.split()} | {"__doc__": "Batch number that raises UsageError."},
+)

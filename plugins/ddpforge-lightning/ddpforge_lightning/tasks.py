@@ -1,0 +1,144 @@
+"""Task `lightning`: the loss and the metrics of a LightningModule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from ddpforge.builtin.tasks.model_loss import samples_in
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Task, Total
+from pydantic import Field
+
+from ddpforge_lightning.module import NoBatchIndex, checked, overrides, run_of
+
+if TYPE_CHECKING:
+    from ddpforge.interfaces import World
+    from torch import Tensor, nn
+
+__all__ = ["LightningTask"]
+
+ddpforge_plugin_api = 3
+
+_Logged = dict[str, tuple[Any, Any]]
+"""Value and number of samples of each call of `self.log`."""
+
+
+class LightningTask(Task):
+    """The `training_step` of the model, a LightningModule, and in evaluations its `validation_step` or `test_step`.
+
+    ddpforge needs a sum over the batch, so a mean is multiplied by the samples. Before the first step, the loss of a
+    batch must be the sum of the losses of its halves. Values of `self.log` are metrics of the same names: means over
+    the samples of all ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        reduction: Annotated[
+            Literal["mean", "sum"], Field(description="Whether the steps return a mean or a sum over the batch.")
+        ] = "mean",
+        evaluation: Annotated[
+            Literal["validation_step", "test_step"], Field(description="Method that evaluations call.")
+        ] = "validation_step",
+        evaluation_loss: Annotated[
+            str | None,
+            Field(
+                description="Logged value that is the loss of an evaluation; absent: the returned loss, or else the"
+                " only logged value with a name that ends with `loss`."
+            ),
+        ] = None,
+    ) -> None:
+        self.reduction, self._evaluation, self._named = reduction, evaluation, evaluation_loss
+        self._module: Any = None
+
+    def start(self, model: nn.Module, world: World) -> None:
+        """Checks the module, and keeps it; see `check`."""
+        self._module = checked(model)
+        run_of(model)
+
+    def check(self, model: nn.Module, data: Any) -> None:
+        """Raises UsageError if the model is no LightningModule, or needs a Trainer."""
+        checked(model)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Returns the loss of the step as a sum over the batch, and the logged values."""
+        name = self._evaluation if self.evaluates else "training_step"
+        logged: _Logged = {}
+        returned = self._call(model, name, batch, logged)
+        loss, size = self._loss_of(name, returned, logged), samples_in(batch)
+        if self.reduction == "mean":
+            loss = loss * size
+        return loss, {one: (value, size if count is None else count) for one, (value, count) in logged.items()}
+
+    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
+        """Returns the logged values by name, except for "loss", which ddpforge reports itself."""
+        return {name: Total(value * size, size) for name, (value, size) in outputs.items() if name != "loss"}
+
+    # -- parts
+    def _call(self, model: nn.Module, name: str, batch: Any, logged: _Logged) -> Any:
+        """Calls a step of the module through `model`, so that the strategy sees a forward pass."""
+        module = self._module
+        if self.evaluates and not overrides(module, name):
+            raise UsageError(
+                f"{type(module).__name__} has no {name}, which an evaluation calls",
+                hints=[f"write {name}", "or remove [data.eval]"],
+                key="task.evaluation",
+            )
+        step = getattr(module, name)
+        arguments = [batch, NoBatchIndex()][: len(inspect.signature(step).parameters)]
+
+        # Within the step, `self(x)` is the module's own forward again. An attribute of the object hides the method.
+        def forward(*arguments: Any) -> Any:
+            del module.forward
+            return step(*arguments)
+
+        module.forward, module.log = forward, _recorder(logged)
+        try:
+            return model(*arguments)
+        finally:
+            vars(module).pop("forward", None)
+            del module.log
+
+    def _loss_of(self, name: str, returned: Any, logged: _Logged) -> Tensor:
+        from torch import Tensor
+
+        if self.evaluates and self._named is not None:
+            if self._named not in logged:
+                hints = [f"it logs {', '.join(logged)}"] if logged else []
+                raise UsageError(f"{name} logs no `{self._named}`", hints=hints, key="task.evaluation_loss")
+            found: Any = logged[self._named][0]
+        else:
+            found = returned.get("loss") if isinstance(returned, Mapping) else returned
+            losses = [value for one, (value, _) in logged.items() if one.endswith("loss")]
+            if self.evaluates and found is None and len(losses) == 1:
+                found = losses[0]
+        if isinstance(found, Tensor) and not found.ndim:
+            return found
+        hints = ["return the loss, or a dict with `loss`"]
+        if self.evaluates:
+            hints.append('or log it, and name it: task.evaluation_loss = "val_loss"')
+        raise UsageError(f"{name} returns no loss: {type(found).__name__}", hints=hints, key="task")
+
+
+def _recorder(logged: _Logged) -> Callable[..., None]:
+    """Returns a replacement of `self.log` that adds to `logged`."""
+    import torch
+
+    # on_step, on_epoch, prog_bar, logger, sync_dist and others change nothing: every value is a mean over all ranks.
+    def log(name: str, value: Any, *_: Any, batch_size: int | None = None, reduce_fx: Any = "mean", **__: Any) -> None:
+        if reduce_fx not in ("mean", torch.mean):
+            raise UsageError(f'self.log("{name}", reduce_fx=…): ddpforge reports means', key="model.use")
+        if hasattr(value, "compute"):
+            raise UsageError(
+                f'self.log("{name}", …) receives a torchmetrics object',
+                hints=[f'log its value of the batch: self.log("{name}", self.metric(outputs, targets))'],
+                key="model.use",
+            )
+        value = torch.as_tensor(value).detach().float()
+        if value.ndim:
+            raise UsageError(f'self.log("{name}", …) receives {list(value.shape)}, not one number', key="model.use")
+        logged[name] = (value, batch_size)
+
+    return log

@@ -1,0 +1,87 @@
+"""LightningModule and dataset of the tests' recipes; the tests train them with Lightning's own Trainer too."""
+
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from ddpforge.interfaces import Callback, StepInfo
+from torch import Tensor, nn
+
+
+class LitNet(pl.LightningModule):
+    """Small network with the same initial weights everywhere; `form` is the result of configure_optimizers."""
+
+    def __init__(self, width: int = 9, lr: float = 0.05, form: str = "onecycle") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log_dict({"val_loss": loss, "val_acc": (logits.argmax(1) == y).float().mean()}, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        schedulers = torch.optim.lr_scheduler
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        match self.hparams.form:
+            case "onecycle":
+                total = int(self.trainer.estimated_stepping_batches)
+                scheduler = schedulers.OneCycleLR(optimizer, max_lr=self.hparams.lr, total_steps=total)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            case "lists":  # a scheduler of epochs
+                return [optimizer], [schedulers.ExponentialLR(optimizer, 0.5)]
+            case "frequency":
+                config = {"scheduler": schedulers.StepLR(optimizer, 1, 0.8), "interval": "step", "frequency": 3}
+                return [optimizer], [config]
+            case "warmup":  # the first rate is 0; two groups with rates of one shape
+                layers = [{"params": self.layers[0].parameters()}, {"params": self.layers[2].parameters(), "lr": 0.01}]
+                optimizer = torch.optim.SGD(layers, lr=self.hparams.lr, momentum=0.9)
+                warmup = schedulers.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+            case "list":
+                return [optimizer]
+        return optimizer
+
+
+class Crash(Callback):
+    """Fails the first attempt after step 15."""
+
+    def on_step(self, info: StepInfo) -> None:
+        mark = Path("crashed")
+        if info.step == 15 and not mark.exists():
+            mark.touch()
+            raise RuntimeError("crash of the test")
+
+
+class Points:
+    """Dataset of pairs (x, class)."""
+
+    random = False
+
+    def __init__(self, samples: int = 80, draw: int = 1) -> None:
+        self.x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(draw))
+        self.y = (self.x.sum(1) > 0).long() + (self.x[:, 0] > 1).long()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]

@@ -1,0 +1,350 @@
+"""LightningModules under ddpforge compared with Lightning's own Trainer; modules and recipes that are refused."""
+
+import importlib
+import json
+import subprocess
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import lit
+import pytest
+import pytorch_lightning as pl
+import torch
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Horizon
+from ddpforge.testing.ranks import run_ddpforge
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddpforge_lightning.module import checked, run_of
+from ddpforge_lightning.optimizers import lightning_optimizer, lightning_schedule
+
+RECIPE = """
+recipe = 2
+name = "run"
+[model]
+use = "./lit.py:LitNet"
+form = "{form}"
+[data.train]
+use = "./lit.py:Points"
+[data.eval]
+use = "./lit.py:Points"
+samples = 21
+draw = 2
+[data.sampler]
+use = "sequential"
+[task]
+use = "lightning"
+[optimizer]
+use = "lightning"
+[schedule]
+use = "lightning"
+{more}
+[strategy]
+use = "{strategy}"
+[train]
+length = "4ep"
+global_batch = 8
+micro_batch = 4
+eval_every = "1ep"
+[track]
+every = "1st"
+[checkpoint]
+every = "10st"
+[checkpoint.keep]
+best = 1
+monitor = "eval/val_acc"
+mode = "max"
+"""
+MOMENTUM = '[optimizer.schedules.beta1]\nuse = "lightning"'
+
+
+class Bench:
+    """Runs one recipe in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        copy(Path(__file__).parent / "lit.py", folder)
+
+    def __call__(self, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        return run_ddpforge(*arguments, cwd=self.folder, ranks=ranks)
+
+    def write(self, *, form: str = "onecycle", more: str = "", strategy: str = "ddp") -> None:
+        more += MOMENTUM if form == "onecycle" and not more else ""
+        (self.folder / "run.toml").write_text(RECIPE.format(form=form, more=more, strategy=strategy))
+
+    def train(self, *, ranks: int = 1, **text: str) -> None:
+        self.write(**text)
+        done = self("run", "run.toml", ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def column(self, key: str) -> list[float]:
+        """Returns a metric at each of its steps; the newest value if a resumed run repeats a step."""
+        rows = map(json.loads, (self.folder / "runs/run/metrics.jsonl").read_text().splitlines())
+        found = {row["step"]: row[key] for row in rows if key in row}
+        return [found[step] for step in sorted(found)]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        done = self("export", "runs/run", "--out", "weights.safetensors", "--force")
+        assert done.returncode == 0, done.stderr
+        return load_file(self.folder / "weights.safetensors")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+class Record(pl.Callback):
+    """Records losses, learning rates and means of the validation of a real Trainer."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+        self.validated: dict[str, list[float]] = {"val_loss": [], "val_acc": []}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        for name, values in self.validated.items():
+            values.append(float(trainer.callback_metrics[name]))
+
+
+def by_lightning(form: str = "onecycle") -> tuple[Record, lit.LitNet]:
+    """Trains four epochs with Lightning's own Trainer, in the order of the data."""
+    record, module = Record(), lit.LitNet(form=form)
+    trainer = pl.Trainer(
+        max_epochs=4,
+        accelerator="cpu",
+        callbacks=[record],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, DataLoader(lit.Points(), 8), DataLoader(lit.Points(21, 2), 4))
+    return record, module
+
+
+def check(bench: Bench, record: Record) -> None:
+    assert len(record.losses) == 40
+    assert bench.column("train/loss") == pytest.approx(record.losses, rel=1e-6)
+    assert bench.column("train/train_loss") == pytest.approx(record.losses, rel=1e-6)
+    assert bench.column("lr") == pytest.approx(record.rates, rel=1e-9)
+    for name, values in record.validated.items():
+        assert bench.column(f"eval/{name}") == pytest.approx(values, rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- the loss curve
+@pytest.mark.parametrize("form", ["onecycle", "lists", "frequency", "warmup", "list", "one"])
+def test_curve_is_that_of_the_trainer(bench: Bench, form: str) -> None:
+    bench.train(form=form)
+    check(bench, by_lightning(form)[0])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_have_the_curve_of_the_trainer(bench: Bench, strategy: str) -> None:
+    bench.train(ranks=2, strategy=strategy)
+    check(bench, by_lightning()[0])
+
+
+def test_resumed_run_has_the_curve_of_the_trainer(bench: Bench) -> None:
+    bench.write(more=MOMENTUM + '\n[callbacks.crash]\nuse = "./lit.py:Crash"')
+    assert "crash of the test" in bench("run", "run.toml").stderr
+    done = bench("run", "run.toml")
+    assert done.returncode == 0, done.stderr
+    assert "step 10" in done.stdout + done.stderr  # it resumes there
+    check(bench, by_lightning()[0])
+
+
+def test_weights_load_into_the_module_without_renamed_keys(bench: Bench) -> None:
+    bench.train(ranks=2)
+    module, expected = lit.LitNet(), by_lightning()[1].state_dict()
+    module.load_state_dict(bench.weights())
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_uses_the_logged_loss_if_none_is_returned(bench: Bench) -> None:
+    edit(bench, "        return loss\n\n    def conf", "    def conf")
+    done = bench("run", "run.toml")
+    assert done.returncode == 0, done.stderr
+    assert bench.column("eval/loss") == bench.column("eval/val_loss")
+    check(bench, by_lightning()[0])
+
+
+def test_evaluations_call_the_test_step_if_the_recipe_chooses_it(bench: Bench) -> None:
+    edit(bench, '[task]\nuse = "lightning"', '[task]\nuse = "lightning"\nevaluation = "test_step"')
+    edit_file(bench.folder / "lit.py", "def validation_step", "def test_step")
+    done = bench("run", "run.toml")
+    assert done.returncode == 0, done.stderr
+    check(bench, by_lightning()[0])
+
+
+def test_readme_has_the_recipe_and_its_module() -> None:
+    folder = Path(__file__).parents[1]
+    text = (folder / "README.md").read_text()
+    assert all((folder / "recipes" / name).read_text() in text for name in ("lit_digits.py", "digits-lightning.toml"))
+
+
+@pytest.mark.slow
+def test_recipe_of_the_readme_reaches_its_accuracy(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for file in (Path(__file__).parents[1] / "recipes").iterdir():
+        if file.is_file():
+            copy(file, tmp_path)
+    recipe = (tmp_path / "digits-lightning.toml").read_text()
+    (tmp_path / "run.toml").write_text(recipe.replace('name = "digits-lightning"', 'name = "run"'))
+    done = bench("run", "run.toml", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert bench.column("eval/val_acc")[-1] == pytest.approx(0.95, abs=0.02)
+
+
+# ---------------------------------------------------------------------------------------------- refused modules
+def manual(module: Any) -> None:
+    module.automatic_optimization = False
+
+
+def refused(**methods: Any) -> Any:
+    return type("Changed", (lit.LitNet,), methods)()
+
+
+@pytest.mark.parametrize(
+    ("method", "hint"),
+    [
+        ("on_train_start", "callback of ddpforge"),
+        ("on_validation_epoch_end", "callback of ddpforge"),
+        ("optimizer_step", "a warm-up is a schedule"),
+        ("backward", "let ddpforge call backward"),
+        ("configure_model", "__init__"),
+        ("train_dataloader", "data.train"),
+        ("configure_gradient_clipping", "train.clip_norm"),
+    ],
+)
+def test_overridden_hook_is_refused_by_name(method: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"overrides `{method}`") as caught:
+        checked(refused(**{method: lambda self, *_: None}))
+    assert hint in str(caught.value.hints)
+
+
+def test_manual_optimization_is_refused() -> None:
+    module = lit.LitNet()
+    manual(module)
+    with pytest.raises(UsageError, match="optimizes manually"):
+        checked(module)
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(UsageError, match="the model is a Linear, not a LightningModule"):
+        checked(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("read", ["current_epoch", "global_step", "logger"])
+def test_what_needs_a_trainer_is_refused_by_name(read: str) -> None:
+    module = lit.LitNet()
+    run_of(module)
+    with pytest.raises(UsageError, match=f"reads `{read}` of its Trainer"):
+        getattr(module, read)
+
+
+def test_module_of_the_package_lightning_is_accepted() -> None:
+    other = pytest.importorskip("lightning.pytorch")
+    kind = type("Other", (other.LightningModule,), {"training_step": lambda self, batch, batch_idx: None})
+    assert checked(kind()).automatic_optimization
+
+
+# ---------------------------------------------------------------------------------------------- refused optimizers
+def parameters(module: nn.Module) -> list[dict[str, Any]]:
+    named = dict(module.named_parameters())
+    return [{"params": list(named.values()), "names": list(named)}]
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=0.1)
+
+
+def plateau(module: nn.Module) -> Any:
+    optimizer = adam(module)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
+
+
+def shapes(module: Any) -> Any:
+    optimizer = torch.optim.SGD([{"params": [one]} for one in module.parameters()], lr=0.1)
+    factors = [lambda step: 1.0] * 3 + [lambda step: 0.9**step]
+    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factors), "interval": "step"}]
+
+
+def build_both(module: nn.Module) -> None:
+    lightning_schedule(Horizon(total=9, steps_per_epoch=3), module, "lr")
+    lightning_optimizer(parameters(module), module)
+
+
+@pytest.mark.parametrize(
+    ("configure", "message"),
+    [
+        (lambda module: [adam(module), adam(module)], "returns 2 optimizers"),
+        (plateau, "returns ReduceLROnPlateau"),
+        (shapes, "different shapes"),
+        (lambda module: None, "returns NoneType"),
+        (lambda module: torch.optim.SGD(module.layers[0].parameters(), lr=0.1), r"leaves out .*layers\.2\.weight"),
+    ],
+)
+def test_unusable_optimizers_are_refused(configure: Any, message: str) -> None:
+    module = refused(configure_optimizers=configure)
+    with pytest.raises(UsageError, match=message):
+        build_both(module)
+
+
+def test_scheduler_leaves_weights_alone_and_options_in_range() -> None:
+    module = lit.LitNet()
+    for one in module.parameters():
+        one.grad = torch.ones_like(one)  # as a check before training may leave it
+    before = [one.clone() for one in module.parameters()]
+    factor = lightning_schedule(Horizon(total=40, steps_per_epoch=10), module, "lr")
+    assert max(map(factor, range(40))) == 1.0
+    assert factor(39) == factor(1000) == pytest.approx(4e-6, rel=0.01)
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+# ---------------------------------------------------------------------------------------------- refused recipes
+def edit(bench: Bench, before: str, after: str) -> None:
+    bench.write()
+    for name in ("run.toml", "lit.py"):
+        edit_file(bench.folder / name, before, after)
+
+
+def edit_file(file: Path, before: str, after: str) -> None:
+    file.write_text(file.read_text().replace(before, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (MOMENTUM, "", "changes beta1, but the recipe has another schedule"),
+        ('[schedule]\nuse = "lightning"', '[schedule]\nuse = "cosine"', "write [schedule] use"),
+        ('[task]\nuse = "lightning"', '[task]\nuse = "lightning"\nreduction = "sum"', "but task.reduction is sum"),
+        ("    def validation_step", "    def on_train_start", "overrides `on_train_start`"),
+        ("        return loss\n\n    def conf", "        return logits\n\n    def conf", "returns no loss"),
+        ("x, y = batch\n        loss", "x, y = batch\n        batch_idx % 3\n        loss", "reads `batch_idx`"),
+    ],
+)
+def test_mistake_is_an_error_without_traceback(bench: Bench, before: str, after: str, message: str) -> None:
+    edit(bench, before, after)
+    done = bench("run", "run.toml")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_import_of_the_plugin_imports_no_lightning() -> None:
+    code = "import sys, ddpforge_lightning.tasks, ddpforge_lightning.optimizers; assert not [one for one in sys.modules"
+    code += " if one.split('.')[0] in ('torch', 'lightning', 'pytorch_lightning')]"
+    assert importlib.util.find_spec("pytorch_lightning")
+    assert subprocess.run([__import__("sys").executable, "-c", code], timeout=60).returncode == 0
