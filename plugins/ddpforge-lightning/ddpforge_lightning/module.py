@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import UsageError
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from ddpforge.interfaces import Horizon
     from torch import nn
 
-__all__ = ["NoBatchIndex", "Run", "checked", "overrides", "run_of"]
+__all__ = ["NoBatchIndex", "Run", "checked", "library_class", "overridden", "overrides", "run_of"]
 
 _LIBRARIES = ("pytorch_lightning.", "lightning.pytorch.")
 
@@ -31,22 +32,31 @@ _MENDS = {
 }
 
 
-def _base(kind: type) -> type | None:
-    """Returns the class LightningModule that `kind` derives from, of either library; None if there is none."""
+def library_class(kind: type, name: str = "LightningModule") -> type | None:
+    """Returns the class `name` of either library that `kind` derives from; None if there is none."""
     # Neither library is imported: a module that derives from it has imported its own.
-    named = (base for base in kind.__mro__ if base.__name__ == "LightningModule")
+    named = (base for base in kind.__mro__ if base.__name__ == name)
     return next((base for base in named if base.__module__.startswith(_LIBRARIES)), None)
+
+
+def overridden(kind: type, base: type, supported: Collection[str]) -> str | None:
+    """Returns a method of `base` that `kind` overrides and that is not in `supported`; None if there is none."""
+    for owner in kind.__mro__[: kind.__mro__.index(base)]:
+        for method in vars(owner):
+            if not method.startswith("__") and method not in supported and _is_hook(getattr(base, method, None)):
+                return method
+    return None
 
 
 def overrides(module: nn.Module, method: str) -> bool:
     """True if the module's class defines `method` itself."""
-    base = _base(type(module))
+    base = library_class(type(module))
     return base is not None and getattr(type(module), method) is not getattr(base, method)
 
 
 def checked(module: nn.Module) -> Any:
     """Returns `module`; raises UsageError unless it is a LightningModule that trains without a Trainer."""
-    base = _base(type(module))
+    base = library_class(type(module))
     if base is None:
         raise UsageError(
             f"the model is a {type(module).__name__}, not a LightningModule",
@@ -62,16 +72,12 @@ def checked(module: nn.Module) -> Any:
         )
     if not overrides(module, "training_step"):
         raise UsageError(f"{name} has no training_step", hints=["return the loss there"], key="model.use")
-    for owner in type(module).__mro__[: type(module).__mro__.index(base)]:
-        for method in vars(owner):
-            inherited = getattr(base, method, None)
-            if method.startswith("__") or method in _SUPPORTED or not _is_hook(inherited):
-                continue
-            raise UsageError(
-                f"{owner.__name__} overrides `{method}`, which a Trainer would call; ddpforge does not",
-                hints=[_MENDS.get(method, "move it to a callback of ddpforge, and remove it from the module")],
-                key="model.use",
-            )
+    if method := overridden(type(module), base, _SUPPORTED):
+        raise UsageError(
+            f"{name} overrides `{method}`, which a Trainer would call; ddpforge does not",
+            hints=[_MENDS.get(method, "move it to a callback of ddpforge, and remove it from the module")],
+            key="model.use",
+        )
     return module
 
 

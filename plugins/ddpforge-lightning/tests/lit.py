@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from ddpforge.interfaces import Callback, StepInfo
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
 
 
 class LitNet(pl.LightningModule):
@@ -59,6 +60,34 @@ class LitNet(pl.LightningModule):
             case "list":
                 return [optimizer]
         return optimizer
+
+
+class PointsModule(pl.LightningDataModule):
+    """Training and validation data of the tests."""
+
+    def __init__(self, samples: int = 80) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def prepare_data(self) -> None:
+        with Path("prepared").open("a") as file:
+            file.write("x")
+
+    def setup(self, stage: str) -> None:
+        assert Path("prepared").exists()
+        self.train, self.val = Points(self.samples), Points(21, 2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, 8, collate_fn=stacked)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val, 4)
+
+
+def stacked(samples: Any) -> Any:
+    """Returns the batch with inputs of half their size."""
+    x, y = default_collate(list(samples))
+    return [x / 2, y]
 
 
 class Crash(Callback):

@@ -16,8 +16,9 @@ from ddpforge.interfaces import Horizon
 from ddpforge.testing.ranks import run_ddpforge
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from ddpforge_lightning.data import LightningData
 from ddpforge_lightning.module import checked, run_of
 from ddpforge_lightning.optimizers import lightning_optimizer, lightning_schedule
 
@@ -116,7 +117,7 @@ class Record(pl.Callback):
             values.append(float(trainer.callback_metrics[name]))
 
 
-def by_lightning(form: str = "onecycle") -> tuple[Record, lit.LitNet]:
+def by_lightning(form: str = "onecycle", data: Any = None) -> tuple[Record, lit.LitNet]:
     """Trains four epochs with Lightning's own Trainer, in the order of the data."""
     record, module = Record(), lit.LitNet(form=form)
     trainer = pl.Trainer(
@@ -129,7 +130,10 @@ def by_lightning(form: str = "onecycle") -> tuple[Record, lit.LitNet]:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, DataLoader(lit.Points(), 8), DataLoader(lit.Points(21, 2), 4))
+    if data is None:
+        trainer.fit(module, DataLoader(lit.Points(), 8), DataLoader(lit.Points(21, 2), 4))
+    else:
+        trainer.fit(module, datamodule=data)
     return record, module
 
 
@@ -186,6 +190,53 @@ def test_evaluations_call_the_test_step_if_the_recipe_chooses_it(bench: Bench) -
     done = bench("run", "run.toml")
     assert done.returncode == 0, done.stderr
     check(bench, by_lightning()[0])
+
+
+def test_data_module_gives_its_datasets_and_collate_function(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.write()
+    for name, loader in (("train", "train"), ("eval", "val")):
+        before = f'[data.{name}]\nuse = "./lit.py:Points"'
+        after = f'[data.{name}]\nuse = "lightning"\nloader = "{loader}"\nof = {{ use = "./lit.py:PointsModule" }}'
+        edit_file(bench.folder / "run.toml", before, after)
+    edit_file(bench.folder / "run.toml", "samples = 21\ndraw = 2\n", "")
+    done = bench("run", "run.toml", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "has a batch size of 8, which is not used" in done.stdout + done.stderr
+    monkeypatch.chdir(bench.folder)
+    check(bench, by_lightning(data=lit.PointsModule())[0])
+
+
+class Weighted(lit.PointsModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, 8, sampler=WeightedRandomSampler([1.0] * 80, 80))
+
+
+class Moved(lit.PointsModule):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Several(lit.PointsModule):
+    def train_dataloader(self) -> Any:
+        return [super().train_dataloader()]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Weighted, "has a WeightedRandomSampler"),
+        (Moved, "overrides `on_after_batch_transfer`"),
+        (Several, "returns list, not one DataLoader"),
+        (lit.Points, "Points is not a LightningDataModule"),
+    ],
+)
+def test_unusable_data_modules_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    built = module()
+    with pytest.raises(UsageError, match=message):
+        LightningData(of=built)
 
 
 def test_readme_has_the_recipe_and_its_module() -> None:
