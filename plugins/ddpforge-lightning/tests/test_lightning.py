@@ -147,7 +147,10 @@ def check(bench: Bench, record: Record) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the loss curve
-@pytest.mark.parametrize("form", ["onecycle", "lists", "frequency", "warmup", "list", "one"])
+SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("frequency", "list", "one")]
+
+
+@pytest.mark.parametrize("form", ["onecycle", "lists", "warmup", *SLOW])
 def test_curve_is_that_of_the_trainer(bench: Bench, form: str) -> None:
     bench.train(form=form)
     check(bench, by_lightning(form)[0])
