@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ddpforge.interfaces.auxiliary import AuxiliaryModule
+    from ddpforge.interfaces.callback import Callback
     from ddpforge.interfaces.media import MediaKind
     from ddpforge.interfaces.metric import Metric, SampleColumns, Total
     from ddpforge.interfaces.world import World
@@ -81,6 +82,10 @@ class Task(ABC):
 
     evaluates: bool = False
     """True while an evaluation or prediction calls `loss`, e.g. for another loss there. ddpforge sets it."""
+
+    callback: Callback | None = None
+    """Callback of the task itself, e.g. to do something at the end of an epoch. Set it in the constructor. It has no
+    state; ddpforge calls it before the recipe's callbacks."""
 
     rng: SampleRNG = SampleRNG()
     """RNG for the samples of a batch, for use in `loss`: `self.rng.randn(len(images), 32, device=…)`."""

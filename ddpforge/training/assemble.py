@@ -19,7 +19,7 @@ from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.process_exit import forbid_sys_exit
 from ddpforge.recipe.schema import TrainSection
 from ddpforge.training.alternating_updates import batches_per_step
-from ddpforge.training.auxiliary import place
+from ddpforge.training.auxiliary import HOOKS, place
 from ddpforge.training.batchnorm import watch_batchnorm
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.contract import contract_of, verify_contract
@@ -142,8 +142,13 @@ def assemble_evaluator(
 
 # ---------------------------------------------------------------------------------------------- parts of both
 def _beside(parts: Dealt, world: World, replica: Replica, *, begins: bool) -> dict[str, Callback]:
-    """Returns the parts of the task that checkpoints hold, by name: auxiliary modules and the task's own state."""
+    """Returns the parts of the task that are called like callbacks, by name.
+
+    Checkpoints hold its auxiliary modules and its own state; its callback has no state.
+    """
     found: dict[str, Callback] = {**place(parts.auxiliary, parts.strategy, replica, world, begins=begins)}
+    if parts.task.callback:
+        found[HOOKS] = parts.task.callback
     return {**found, NAME: TaskState(parts.task, replica, world.global_ranks)} if has_state(parts.task) else found
 
 
@@ -207,7 +212,8 @@ def _start(parts: Dealt, world: World, replica: Replica, shows: MediaLogger, fol
     if parts.trains:
         check_no_parameters(parts.task, replica.unwrapped, parts.auxiliary.values())
     compile_losses(parts.task, parts.recipe.train)
-    for callback in parts.callbacks.values():
+    own = [parts.task.callback] if parts.task.callback else []
+    for callback in (*own, *parts.callbacks.values()):
         callback.on_start(run)
         life.push(cleanup(callback.on_end))
 

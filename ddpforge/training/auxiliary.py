@@ -29,9 +29,10 @@ from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.frozen_weights import checksum, checksums_match
 
-__all__ = ["OWNER", "PlacedAuxiliary", "declared", "modules_with_buffers", "place"]
+__all__ = ["HOOKS", "OWNER", "PlacedAuxiliary", "declared", "modules_with_buffers", "place"]
 
 OWNER = "task."  # prefix of auxiliary modules in checkpoints, which store them like callbacks
+HOOKS = f"{OWNER}callback"  # name of the task's own callback
 
 
 def declared(task: Task, model: nn.Module) -> dict[str, AuxiliaryModule]:

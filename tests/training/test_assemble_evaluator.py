@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,26 @@ def test_an_evaluator_restores_weights_and_callback_state_from_the_checkpoint(pa
         assert evaluator.evaluate(3)["eval/loss"] == pytest.approx(2.302585)
         assert (first.received, second.received) == ([{"n": 1}], [])
     assert (first.received[1:], second.received) == ([None], [None])
+
+
+def test_callback_of_the_task_starts_before_those_of_the_recipe_and_wraps_evaluations(
+    parts: Dealt, world: World
+) -> None:
+    calls: list[str] = []
+
+    class Own(Recorder):
+        @contextmanager
+        def evaluating(self) -> Iterator[None]:
+            calls.append("begin")
+            yield
+            calls.append("end")
+
+    parts = watched(parts, first=Recorder(start=lambda: calls.append("first starts")))
+    parts.task.callback = own = Own(start=lambda: calls.append("own starts"))
+    with assemble_evaluator(parts, world, Saved(parts), FOLDER) as evaluator:  # type: ignore[arg-type]
+        evaluator.evaluate(3)
+    assert calls == ["own starts", "first starts", "begin", "end"]
+    assert own.received == [None]
 
 
 def test_missing_ema_weights_fall_back_to_the_model_weights(

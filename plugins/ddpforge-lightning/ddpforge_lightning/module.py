@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import UsageError
@@ -11,11 +12,14 @@ if TYPE_CHECKING:
     from ddpforge.interfaces import Horizon
     from torch import nn
 
-__all__ = ["NoBatchIndex", "Run", "checked", "library_class", "overridden", "overrides", "run_of"]
+__all__ = ["HOOKS", "NoBatchIndex", "Run", "checked", "library_class", "overridden", "overrides", "run_of"]
 
 _LIBRARIES = ("pytorch_lightning.", "lightning.pytorch.")
 
-_SUPPORTED = {"forward", "training_step", "validation_step", "test_step", "configure_optimizers"}
+_FIT = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
+_WHEN = ("start", "epoch_start", "epoch_end", "end")
+HOOKS = frozenset((*_FIT, *(f"on_{kind}_{when}" for kind in ("validation", "test") for when in _WHEN)))
+_SUPPORTED = {"forward", "training_step", "validation_step", "test_step", "configure_optimizers", *HOOKS}
 _MENDS = {
     "backward": "let ddpforge call backward",
     "configure_callbacks": "name callbacks in [callbacks]",
@@ -87,14 +91,16 @@ def _is_hook(inherited: object) -> bool:
 
 
 class Run:
-    """Stands in for the Trainer of a module: the length of the run. Anything else raises UsageError.
+    """Stands in for the Trainer of a module: the length of the run, and its step. Anything else raises UsageError.
 
-    `scheduled` has the options of the optimizer that the recipe's schedules set, e.g. "lr" and "beta1"; `table` their
-    values of each group at each step, as soon as these are known.
+    `step` is the number of optimizer steps so far. `scheduled` has the options of the optimizer that the recipe's
+    schedules set, e.g. "lr" and "beta1"; `table` their values of each group at each step, as soon as these are known.
     """
 
     def __init__(self) -> None:
         self.horizon: Horizon | None = None
+        self.step = 0
+        self._epoch: int | None = None
         self.scheduled: set[str] = set()
         self.table: dict[str, list[list[float]]] | None = None
 
@@ -109,12 +115,37 @@ class Run:
             )
         return self.horizon.total
 
+    @property
+    def global_step(self) -> int:
+        """Returns the number of optimizer steps so far."""
+        return self.step
+
+    @property
+    def current_epoch(self) -> int:
+        """Returns the number of the epoch, from 0; raises UsageError if the length of epochs is not known."""
+        if self.horizon is None or not self.horizon.steps_per_epoch:
+            raise UsageError(
+                "the LightningModule uses epochs, and their length in steps is not known",
+                hints=['write [schedule] use = "lightning", which works without a scheduler too'],
+                key="schedule",
+            )
+        return self.step // self.horizon.steps_per_epoch if self._epoch is None else self._epoch
+
+    @contextmanager
+    def in_epoch(self, epoch: int | None) -> Iterator[None]:
+        """Sets `current_epoch` inside, for hooks after the last step of an epoch; None changes nothing."""
+        before, self._epoch = self._epoch, epoch if self._epoch is None else self._epoch
+        try:
+            yield
+        finally:
+            self._epoch = before
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UsageError(
             f"the LightningModule reads `{name}` of its Trainer, and ddpforge has no Trainer",
-            hints=["self.trainer.estimated_stepping_batches is the number of steps of the run", "remove the others"],
+            hints=["estimated_stepping_batches, current_epoch and global_step are known", "remove the others"],
             key="model.use",
         )
 

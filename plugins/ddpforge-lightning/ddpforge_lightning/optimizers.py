@@ -6,11 +6,12 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddpforge.errors import UsageError
 
-from ddpforge_lightning.module import checked, overrides, run_of
+from ddpforge_lightning.module import Run, checked, overrides, run_of
 
 if TYPE_CHECKING:
     from ddpforge.interfaces import Horizon, Schedule
@@ -86,7 +87,7 @@ def lightning_schedule(horizon: Horizon, model: nn.Module, scheduled: str) -> Sc
         if scheduled != "lr":
             key = f"optimizer.schedules.{scheduled}"
             raise UsageError(f"no scheduler of configure_optimizers changes {scheduled}", hints=["remove it"], key=key)
-        return lambda step: 1.0
+        return partial(_factor, run_of(model), (1.0,))
     first, *others = ([value / (max(values) or 1.0) for value in values] for values in table[scheduled])
     for other in others:
         if any(abs(one - two) > 1e-9 for one, two in zip(first, other, strict=True)):
@@ -95,7 +96,13 @@ def lightning_schedule(horizon: Horizon, model: nn.Module, scheduled: str) -> Sc
                 hints=["use one shape for all groups: their values may differ by a factor"],
                 key="schedule",
             )
-    return lambda step: first[min(step, len(first) - 1)]
+    return partial(_factor, run_of(model), first)
+
+
+def _factor(run: Run, factors: Sequence[float], step: int) -> float:
+    """Returns the factor of a step (0 for the first); `self.global_step` is then this step."""
+    run.step = step
+    return factors[min(step, len(factors) - 1)]
 
 
 # ---------------------------------------------------------------------------------------------- configure_optimizers

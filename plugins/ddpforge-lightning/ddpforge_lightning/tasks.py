@@ -11,6 +11,7 @@ from ddpforge.errors import UsageError
 from ddpforge.interfaces import Task, Total
 from pydantic import Field
 
+from ddpforge_lightning.hooks import ModuleHooks
 from ddpforge_lightning.module import NoBatchIndex, checked, overrides, run_of
 
 if TYPE_CHECKING:
@@ -43,14 +44,16 @@ class LightningTask(Task):
             Literal["validation_step", "test_step"], Field(description="Method that evaluations call.")
         ] = "validation_step",
         evaluation_loss: Annotated[
-            str | None,
+            str | Literal[False] | None,
             Field(
                 description="Logged value that is the loss of an evaluation; absent: the returned loss, or else the"
-                " only logged value with a name that ends with `loss`."
+                " only logged value with a name that ends with `loss`; false: evaluations have no loss."
             ),
         ] = None,
     ) -> None:
-        self.reduction, self._evaluation, self._named = reduction, evaluation, evaluation_loss
+        self.reduction, self._evaluation, self._named = reduction, evaluation, evaluation_loss or None
+        self.evaluation_loss = evaluation_loss is not False
+        self.callback: ModuleHooks = ModuleHooks(evaluation.removesuffix("_step"))
         self._module: Any = None
 
     def start(self, model: nn.Module, world: World) -> None:
@@ -62,15 +65,19 @@ class LightningTask(Task):
         """Raises UsageError if the model is no LightningModule, or needs a Trainer."""
         checked(model)
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Returns the loss of the step as a sum over the batch, and the logged values."""
         name = self._evaluation if self.evaluates else "training_step"
+        if not self.evaluates:
+            self.callback.before_training_step()
         logged: _Logged = {}
         returned = self._call(model, name, batch, logged)
-        loss, size = self._loss_of(name, returned, logged), samples_in(batch)
-        if self.reduction == "mean":
-            loss = loss * size
-        return loss, {one: (value, size if count is None else count) for one, (value, count) in logged.items()}
+        size = samples_in(batch)
+        outputs = {one: (value, size if count is None else count) for one, (value, count) in logged.items()}
+        if self.evaluates and not self.evaluation_loss:
+            return None, outputs
+        loss = self._loss_of(name, returned, logged)
+        return loss * size if self.reduction == "mean" else loss, outputs
 
     def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
         """Returns the logged values by name, except for "loss", which ddpforge reports itself."""
@@ -119,6 +126,7 @@ class LightningTask(Task):
         hints = ["return the loss, or a dict with `loss`"]
         if self.evaluates:
             hints.append('or log it, and name it: task.evaluation_loss = "val_loss"')
+            hints.append("or evaluate without a loss: task.evaluation_loss = false")
         raise UsageError(f"{name} returns no loss: {type(found).__name__}", hints=hints, key="task")
 
 

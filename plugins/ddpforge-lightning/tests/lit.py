@@ -62,6 +62,39 @@ class LitNet(pl.LightningModule):
         return optimizer
 
 
+class LitHooks(LitNet):
+    """Writes a line for each hook and each step, to the file `called`."""
+
+    def note(self, name: str) -> None:
+        with Path("called").open("a") as file:
+            file.write(f"{name} {self.current_epoch} {self.global_step}\n")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.note("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_fit_start(self) -> None:
+        self.note("fit_start")
+
+    def on_train_start(self) -> None:
+        self.note("train_start")
+
+    def on_train_epoch_start(self) -> None:
+        self.note("train_epoch_start")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("train_epoch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("validation_epoch_end")
+
+    def on_train_end(self) -> None:
+        self.note("train_end")
+
+    def on_fit_end(self) -> None:
+        self.note("fit_end")
+
+
 class PointsModule(pl.LightningDataModule):
     """Training and validation data of the tests."""
 

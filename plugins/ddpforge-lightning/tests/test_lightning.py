@@ -171,6 +171,53 @@ def test_resumed_run_has_the_curve_of_the_trainer(bench: Bench) -> None:
     check(bench, by_lightning()[0])
 
 
+def test_hooks_are_called_in_the_order_of_the_trainer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares each hook and training step, with the epoch and the global step that the module then reads."""
+    bench.write(form="lists")
+    edit_file(bench.folder / "run.toml", "LitNet", "LitHooks")
+    edit_file(bench.folder / "run.toml", "micro_batch = 4", "micro_batch = 8")
+    done = bench("run", "run.toml", "--set", "train.length=2ep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = (bench.folder / "called").read_text().splitlines()
+    ours = ours[ours.index("fit_start 0 0") :]  # before: the loss of a batch and of its halves, in copies
+
+    (bench.folder / "theirs").mkdir()
+    monkeypatch.chdir(bench.folder / "theirs")
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    loaders = DataLoader(lit.Points(), 8), DataLoader(lit.Points(21, 2), 8)
+    trainer.fit(lit.LitHooks(form="lists"), *loaders)
+    theirs = (bench.folder / "theirs/called").read_text().splitlines()
+    assert ours[:-2] == theirs[:-2]
+    # The Trainer counts the epochs that have ended; ddpforge stays in the last one.
+    assert [line.split()[0] for line in ours[-2:]] == ["train_end", "fit_end"]
+
+
+def test_log_in_a_hook_is_refused(bench: Bench) -> None:
+    bench.write(form="lists")
+    edit_file(bench.folder / "run.toml", "LitNet", "LitHooks")
+    edit_file(bench.folder / "lit.py", 'self.note("validation_epoch_end")', 'self.log("a", 1.0)')
+    done = bench("run", "run.toml")
+    assert done.returncode == 2
+    assert "the LightningModule logs in on_validation_epoch_end" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_evaluation_without_a_loss_reports_what_is_logged(bench: Bench) -> None:
+    bench.write(form="list")
+    edit_file(bench.folder / "run.toml", "[task]\n", "[task]\nevaluation_loss = false\n")
+    done = bench("run", "run.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(bench.column("eval/val_acc")) == 4
+    assert bench.column("eval/loss") == []
+
+
 def test_weights_load_into_the_module_without_renamed_keys(bench: Bench) -> None:
     bench.train(ranks=2)
     module, expected = lit.LitNet(), by_lightning()[1].state_dict()
@@ -273,8 +320,8 @@ def refused(**methods: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "hint"),
     [
-        ("on_train_start", "callback of ddpforge"),
-        ("on_validation_epoch_end", "callback of ddpforge"),
+        ("on_train_batch_start", "callback of ddpforge"),
+        ("on_before_optimizer_step", "callback of ddpforge"),
         ("optimizer_step", "a warm-up is a schedule"),
         ("backward", "let ddpforge call backward"),
         ("configure_model", "__init__"),
@@ -384,7 +431,7 @@ def edit_file(file: Path, before: str, after: str) -> None:
         (MOMENTUM, "", "changes beta1, but the recipe has another schedule"),
         ('[schedule]\nuse = "lightning"', '[schedule]\nuse = "cosine"', "write [schedule] use"),
         ('[task]\nuse = "lightning"', '[task]\nuse = "lightning"\nreduction = "sum"', "but task.reduction is sum"),
-        ("    def validation_step", "    def on_train_start", "overrides `on_train_start`"),
+        ("    def validation_step", "    def on_after_backward", "overrides `on_after_backward`"),
         ("        return loss\n\n    def conf", "        return logits\n\n    def conf", "returns no loss"),
         ("x, y = batch\n        loss", "x, y = batch\n        batch_idx % 3\n        loss", "reads `batch_idx`"),
     ],
