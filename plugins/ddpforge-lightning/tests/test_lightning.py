@@ -209,7 +209,7 @@ def test_log_in_a_hook_is_refused(bench: Bench) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_evaluation_without_a_loss_reports_what_is_logged(bench: Bench) -> None:
+def test_evaluation_without_a_loss_reports_logged_values(bench: Bench) -> None:
     bench.write(form="list")
     edit_file(bench.folder / "run.toml", "[task]\n", "[task]\nevaluation_loss = false\n")
     done = bench("run", "run.toml")
