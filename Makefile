@@ -22,11 +22,7 @@ test: $(VENV)/installed    ## style, types, tests and those of the plugins, in t
 	nice $(MAKE) --output-sync lint test-plugins OF_PLUGINS="not slow" & rest=$$!; \
 	$(MAKE) --no-print-directory test-package; code=$$?; wait $$rest && exit $$code
 
-test-test-portable: export PYTHONPATH = $(CURDIR)/tests/portable
-test-portable: $(VENV)/installed    ## the same without Linux's own calls, on the ways that macOS takes
-	$(PYTEST) -m "not slow and not full"
-
-package: $(VENV)/installed
+test-package: $(VENV)/installed
 	$(PYTEST)
 
 test-plugins: $(PLUGIN_TESTS)    ## each in its own folder, as its author would

@@ -14,7 +14,7 @@ from ddpforge.interop.export import chosen_weights
 from ddpforge.interop.initial import in_dtype
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.upgrade import upgrade_tables
-from ddpforge.training.auxiliary import PlacedAuxiliary
+from ddpforge.training.auxiliary import HOOKS, PlacedAuxiliary
 from ddpforge.training.frozen_weights import fill_frozen
 from ddpforge.training.task_state import TaskState
 
@@ -76,7 +76,11 @@ def restore_callbacks(
                 callback.load_state(kept[name])
             elif name not in kept and world.is_rank_zero:
                 log.warning("the checkpoint has no state of the task, which starts with the state of its constructor")
-        elif name in kept and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world):
+        elif (
+            name in kept
+            and name != HOOKS
+            and not is_another(facts, recipe.callbacks[name].use, "callbacks", name, world=world)
+        ):
             callback.load_state(kept[name])
 
 

@@ -36,6 +36,7 @@ from ddpforge.training.stages import Dealt
 
 __all__ = ["ComparedStep", "ScriptComparison", "compare_script"]
 
+_SUM = 1e-3  # largest relative difference between the recipe's loss and the script's per sample, if that is a sum
 _LR = 1e-6  # largest relative difference of learning rates that counts as rounding
 _UPDATE = 1e-3  # of the norm of an update: Adam enlarges the rounding of small gradients
 _OUTPUT = 15  # lines of a failed script to print
@@ -302,7 +303,10 @@ def _compared(script: Sequence[ScriptStep], trained: _Trained, asked: int, toler
         notes.append(f"the script ended after step {len(script)}")
     if len(trained.steps) < len(script):
         notes.append(f"the recipe ended after step {len(trained.steps)}: see train.length")
-    mean = _compares_means(script[0], trained.steps[0])
+    summed = _sums_over_samples(script[0], trained.steps[0])
+    if summed:
+        notes.append("the script's loss is a sum over the samples of a step: it is divided by their number here")
+    mean = not summed and _compares_means(script[0], trained.steps[0])
     if mean:
         notes.append(
             f"the script adds the gradients of {len(script[0].losses)} micro-batches and does not divide their losses: "
@@ -310,7 +314,8 @@ def _compared(script: Sequence[ScriptStep], trained: _Trained, asked: int, toler
         )
     steps = []
     for number, (theirs, mine) in enumerate(zip(script, trained.steps, strict=False), start=1):
-        loss = sum(theirs.losses) / (len(theirs.losses) if mean else 1), mine.losses[0]
+        size = len(theirs.indices or ()) if summed else len(theirs.losses) if mean else 1
+        loss = sum(theirs.losses) / size, mine.losses[0]
         difference = _relative(*loss)
         parts = [*_batch(theirs, mine)]
         if not difference <= tolerance:
@@ -320,6 +325,12 @@ def _compared(script: Sequence[ScriptStep], trained: _Trained, asked: int, toler
         noted = [*_update(theirs, mine, trained.rename)]
         steps.append(ComparedStep(number, loss, (theirs.lr, mine.lr), difference, parts, noted))
     return ScriptComparison(steps, tolerance, notes)
+
+
+def _sums_over_samples(script: ScriptStep, recipe: ScriptStep) -> bool:
+    """True if the script's loss is the recipe's loss times the samples of the step."""
+    samples = len(script.indices or ())
+    return samples > 1 and _relative(recipe.losses[0], sum(script.losses) / samples) < _SUM
 
 
 def _compares_means(script: ScriptStep, recipe: ScriptStep) -> bool:

@@ -347,12 +347,23 @@ def test_other_models_are_refused() -> None:
         checked(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("read", ["current_epoch", "global_step", "logger"])
+@pytest.mark.parametrize("read", ["logger", "loggers"])
 def test_what_needs_a_trainer_is_refused_by_name(read: str) -> None:
     module = lit.LitNet()
     run_of(module)
     with pytest.raises(UsageError, match=f"reads `{read}` of its Trainer"):
         getattr(module, read)
+
+
+def test_epochs_need_the_schedule_that_knows_their_length() -> None:
+    module = lit.LitNet()
+    run_of(module)
+    assert module.global_step == 0
+    with pytest.raises(UsageError, match="their length in steps is not known") as caught:
+        assert module.current_epoch
+    assert caught.value.hints == ('write [schedule] use = "lightning", which works without a scheduler too',)
+    run_of(module, Horizon(total=20, steps_per_epoch=10)).step = 13
+    assert (module.current_epoch, module.global_step) == (1, 13)
 
 
 def test_module_of_the_package_lightning_is_accepted() -> None:
