@@ -17,6 +17,9 @@ BF16 = 'precision = "bf16"'
 TOLERANCE = 0.02  # of losses in bf16, as in `ddpforge parity`
 COMPILED = 'compile = "default"'
 BLOCKS = "compile_blocks = true\nactivation_checkpointing = true"
+share_one_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.nccl.version() < (2, 30), reason="NCCL 2.30 lets ranks share a GPU"
+)
 SHARED = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 LOOK = """
@@ -55,6 +58,7 @@ def test_fp32_trains_like_one_process_on_the_cpu(bench: Bench, strategy: str) ->
     bench.alike("cuda", "cpu", rel=1e-4)
 
 
+@share_one_gpu
 @each_strategy
 def test_ranks_that_share_one_gpu_train_like_one_process(bench: Bench, strategy: str) -> None:
     """Runs two ranks on one GPU, which NCCL allows by an option: so their collectives are tested on one GPU, too."""
@@ -63,6 +67,7 @@ def test_ranks_that_share_one_gpu_train_like_one_process(bench: Bench, strategy:
     bench.alike("two", "one", rel=1e-4)
 
 
+@share_one_gpu
 def test_checkpoint_of_two_ranks_on_one_gpu_resumes_in_one_process(bench: Bench) -> None:
     bench.recipe = bench.recipe.replace(
         'use = "cosine"\nwarmup = "5st"', 'use = "constant"'

@@ -149,12 +149,20 @@ def test_consistent_devices_are_accepted(ranks: list[dict[str, Any]]) -> None:
     check(ranks)
 
 
-def test_two_processes_on_one_gpu_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_on_one_gpu_are_rejected() -> None:
     with pytest.raises(StrategyError, match="ranks 0 and 2 would share a GPU of a") as refused:
         check([gpu("1"), gpu("2"), gpu("1")])
     assert refused.value.hints[0] == "ddpforge launch RECIPE --nproc 2"
+
+
+def test_two_processes_share_a_gpu_if_nccl_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepts the variable for NCCL 2.30, which reads it; NCCL 2.28 would fail in the first collective."""
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     check([gpu("1"), gpu("1")])
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    with pytest.raises(StrategyError, match=r"share a GPU .*; NCCL 2\.28\.9 ignores NCCL_MULTI_RANK_GPU_ENABLE"):
+        check([gpu("1"), gpu("1")])
 
 
 def test_ranks_on_gpus_and_cpus_are_rejected() -> None:
