@@ -111,6 +111,8 @@ class GivenObjects:
         components: Any = self.components
         if kind == "optimizer":
             value = _of_params(value)
+        if kind == "task":
+            value = _as_loss(value)
         components[kind, use] = value if _is_factory(kind, value) else _returning(value)
 
 
@@ -171,6 +173,27 @@ def _of_params(value: Any) -> Any:
     return component
 
 
+def _as_loss(value: Any) -> Any:
+    """Turns a loss of torch (an object such as `nn.HuberLoss()`), or a partial function, into a function of two.
+
+    Other objects are returned unchanged.
+    """
+    from torch import nn
+
+    if isinstance(value, nn.Module) and getattr(value, "reduction", None) in ("mean", "sum", "none"):
+        from ddpforge.builtin.tasks.loss_function import LossFunction
+
+        return LossFunction(value, reduction="sum" if value.reduction == "sum" else "mean", metrics=())
+    if isinstance(value, partial) and inspect.isfunction(value.func):
+
+        def loss(outputs: Any, targets: Any) -> Any:
+            return value(outputs, targets)
+
+        loss.__name__, loss.__module__ = value.func.__name__, value.func.__module__
+        return loss
+    return value
+
+
 def _returning(value: Any) -> Callable[..., Any]:
     """Returns a component that has the arguments of the object's constructor as options, as far as they are known."""
     try:
@@ -218,6 +241,13 @@ def _check(argument: str, kind: str, value: Any) -> None:
         )
     if kind == "model" and isinstance(value, torch.nn.Module):
         _check_model(value)
+    if kind == "data" and isinstance(value, dict):
+        raise UsageError(
+            f"{argument} is a dict of datasets" if value else f"{argument} is an empty dict",
+            hints=[f"give one of them: {argument}=datasets[{next(iter(value), 'train')!r}]"],
+        )
+    if kind == "task" and isinstance(value, torch.nn.Module) and hasattr(value, "reduction"):
+        return
     if KINDS[kind].mismatch(value) is None or _is_function(value):
         return
     raise UsageError(

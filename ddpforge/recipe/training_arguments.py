@@ -33,6 +33,8 @@ _SCHEDULES: Mapping[str, str] = {
     "warmup_stable_decay": '"wsd", decay = "…"',
 }
 
+_EXACT = ("linear", "cosine", "constant")  # the rates of transformers at every step
+
 # Arguments that change the training and have no counterpart, each with its neutral values and the way in ddpforge.
 _ELSEWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "lr_scheduler_kwargs": ((None, {}), "options of [schedule]: `ddpforge plugins show NAME`"),
@@ -168,17 +170,18 @@ def _schedule(a: _Arguments) -> Iterator[str]:
     yield "[schedule]"
     if kind in _SCHEDULES:
         use, *rest = _SCHEDULES[kind].split(", ")
-        yield f"use = {use}"
+        yield f"use = {use}" + ("  # falls to 0, in transformers to 1e-7" if kind == "polynomial" else "")
         yield from (f"{one}  # as in lr_scheduler_kwargs" for one in rest)
     else:
         yield f'use = "constant"  # instead of {kind}: `ddpforge plugins list` has all schedules'
     steps, ratio = a.get("warmup_steps", 0), a.get("warmup_ratio", 0.0)
     if 0 < steps < 1:
         steps, ratio = 0, steps  # transformers 5: below 1 it is a share of the run
+    note = "" if kind in _EXACT else "  # its first step has the rate lr / warmup, in transformers 0"
     if steps:
-        yield f'warmup = "{int(steps)}st"'
+        yield f'warmup = "{int(steps)}st"{note}'
     elif ratio:
-        yield f'warmup = "{100 * ratio:g}%"'
+        yield f'warmup = "{100 * ratio:g}%"{note}'
 
 
 def _length(a: _Arguments) -> str:

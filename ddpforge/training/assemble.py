@@ -24,7 +24,7 @@ from ddpforge.training.batchnorm import watch_batchnorm
 from ddpforge.training.blocks import find_blocks, rework_blocks
 from ddpforge.training.contract import contract_of, verify_contract
 from ddpforge.training.evaluation import Evaluator
-from ddpforge.training.fingerprint import check_same_groups, compare_built
+from ddpforge.training.fingerprint import check_same_groups, check_same_schedules, compare_built
 from ddpforge.training.float8 import put_float8
 from ddpforge.training.frozen_weights import omits_frozen
 from ddpforge.training.loop import Trainer
@@ -76,6 +76,7 @@ def assemble(
         updates, blocks = list(parts.updates), recipe.train.blocks
         optimizer = build_optimizer(parts.registry, recipe.optimizer, model, updates, blocks)
     check_same_groups(world.global_ranks, model, optimizer)
+    check_same_schedules(world.global_ranks, {**parts.schedules, **parts.value_schedules}, parts.plan.horizon.total)
     replica = _prepared(parts, world, model, optimizer)
     if init_from:
         _initialise(replica, init_from, world, skip=recipe.checkpoint.init_ignore)

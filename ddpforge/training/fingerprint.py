@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "check_same_data",
     "check_same_groups",
     "check_same_models",
+    "check_same_schedules",
     "check_same_weights",
     "check_unchanged_data",
     "compare_built",
@@ -131,6 +132,20 @@ def check_same_groups(ranks: Ranks, model: nn.Module, optimizer: Optimizer) -> N
     here = [(name, x) for name, x in model.named_parameters() if not x.is_meta]
     held = _digest_of([_described_tensor("parameter", name, x) for name, x in here])
     _reject_other_lines(ranks, lines, "optimizer", "make parameter groups in the same order", among=held)
+
+
+def check_same_schedules(ranks: Ranks, schedules: Mapping[str, Callable[[int], float]], total: int | None) -> None:
+    """Raises on every rank unless all ranks have the same values of all schedules, at up to a hundred steps."""
+    if ranks.size == 1:
+        return
+    last = (total or 100) - 1
+    steps = sorted({last * part // 99 for part in range(100)})
+    lines = [
+        f"{schedule(step):.9g} of `{name or 'lr'}` at step {step}"
+        for name, schedule in schedules.items()
+        for step in steps
+    ]
+    _reject_other_lines(ranks, lines, "schedule", "give every rank the same schedule")
 
 
 def _described_tensor(kind: str, name: str, tensor: Tensor) -> str:

@@ -122,6 +122,10 @@ class CSVTable(InBatches):
             reader = csv.reader(file, delimiter=delimiter)
             names = next(reader, [])
             rows = [(reader.line_num, row) for row in reader if row]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(
+                f"{path}:1 has several columns {twice!r}", hints=["give each a name of its own"], key="path"
+            )
         inputs = inputs or [name for name in names if name != target]
         if missing := [name for name in (target, *inputs) if name not in names]:
             key = "target" if missing[0] == target else "inputs"

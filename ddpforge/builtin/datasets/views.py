@@ -166,6 +166,8 @@ class Part:
             raise ValueError(f"of: {type(of).__name__} is a stream, which has no parts; use other files for evaluation")
         self.data: Any = of
         count, fraction = len(self.data), float(share[:-1]) / 100
+        if not 0 < fraction <= 1:
+            raise ValueError(f"share: {share} is not more than 0% and at most 100%")
         taken = round(count * fraction)
         order = np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
         self.places = np.sort(order[taken:] if rest else order[:taken])

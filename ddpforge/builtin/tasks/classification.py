@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from pydantic import Field
 
 from ddpforge.builtin.tasks.forms import (
     IGNORED,
@@ -23,6 +25,7 @@ from ddpforge.errors import UsageError
 from ddpforge.interfaces import Data, SampleColumns, Task, Total
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 Batch: TypeAlias = "tuple[Tensor, Tensor]"
@@ -46,10 +49,21 @@ class Classification(Task):
         *,
         label_smoothing: LabelSmoothing = 0.0,
         ignore_index: IgnoredClass = None,
+        class_weights: Annotated[
+            Sequence[Annotated[float, Field(ge=0)]] | None,
+            Field(
+                min_length=2,
+                description="Weight of each class: the loss is the weighted mean over all samples of a step, on any"
+                " number of ranks.",
+            ),
+        ] = None,
         metrics: Metrics = (),
     ) -> None:
         self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
-        self.items = "samples" if ignore_index is None else "targets"
+        self.class_weights = None if class_weights is None else tuple(class_weights)
+        if class_weights is not None and not any(class_weights):
+            raise ValueError("class_weights are all 0, so no sample would count")
+        self.items = "samples" if ignore_index is None and class_weights is None else "targets"
         self.reports = by_name(metrics)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -72,10 +86,16 @@ class Classification(Task):
         return F.cross_entropy(
             logits.float(),
             classes,
+            weight=self._weights(logits.device),
             reduction="sum",
             label_smoothing=self.label_smoothing,
             ignore_index=IGNORED if self.ignore_index is None else self.ignore_index,
         )
+
+    def _weights(self, device: torch.device) -> Tensor | None:
+        import torch
+
+        return None if self.class_weights is None else torch.tensor(self.class_weights, device=device)
 
     def classes_of(self, batch: Any) -> Tensor:
         """Returns the classes of a batch, or their probabilities."""
@@ -83,15 +103,20 @@ class Classification(Task):
 
     def count(self, batch: Any) -> Tensor | None:
         """Counts the classes that are not `ignore_index`; without it, raises UsageError for a negative class."""
-        if self.ignore_index is not None:
+        if self.ignore_index is not None or self.class_weights is not None:
             targets = self.classes_of(batch)
             if are_probabilities(targets):
+                option = "class_weights" if self.ignore_index is None else "ignore_index"
                 raise UsageError(
-                    f"task {self.task_name}: the targets are probabilities, so no class can be ignored",
-                    hints=["remove ignore_index"],
-                    key="task.ignore_index",
+                    f"task {self.task_name}: the targets are probabilities, so no class can be ignored or weighted",
+                    hints=[f"remove {option}"],
+                    key=f"task.{option}",
                 )
-            return (targets != self.ignore_index).sum()
+            if self.ignore_index is None:
+                reject_no_class(targets, self.task_name)
+            counted = targets if self.ignore_index is None else targets[targets != self.ignore_index]
+            weights = self._weights(targets.device)
+            return counted_weight(weights, counted)
         if (classes := parts_of(batch)[1]) is not None:  # a subclass may take batches of another form
             reject_no_class(classes, self.task_name)
         return None
@@ -120,6 +145,22 @@ class Classification(Task):
                 hints=[f"set the option of [model] for its outputs (`classes`, `outputs`) to {classes}"],
                 key="model.classes",  # if the model has no such option, the error is at [model]
             )
+
+
+def counted_weight(weights: Tensor | None, classes: Tensor) -> Tensor:
+    """Returns the sum of the weights of classes, or their number without weights (0-d)."""
+    import torch
+
+    if weights is None:
+        return torch.tensor(classes.numel(), device=classes.device)
+    try:
+        return weights[classes].sum()
+    except IndexError as error:
+        raise UsageError(
+            f"a sample has the class {int(classes.max())}, but class_weights has {len(weights)} weights",
+            hints=["write a weight for each class"],
+            key="task.class_weights",
+        ) from error
 
 
 def chosen(logits: Tensor) -> dict[str, Tensor]:

@@ -139,6 +139,12 @@ class ModelLoss(Task):
 
     def _counted(self, batch: Any) -> Tensor:
         targets = self._targets(batch)
+        if self._shift and targets.ndim < 2:
+            raise UsageError(
+                f"task.shift = true skips the first target of each sequence, but the targets are {described(targets)}",
+                hints=["remove task.shift"],
+                key="task.shift",
+            )
         counted: Tensor = (targets[:, 1:] if self._shift else targets) != self.ignore_index
         return counted.sum()
 

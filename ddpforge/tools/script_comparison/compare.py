@@ -195,13 +195,24 @@ class _Trained:
         if inputs:
             self.notes.append("the script has no DataLoader: the recipe gets the inputs of the script's model as data")
         changes = _overrides(recipe, sets, file, inputs)
-        with open_ephemeral(recipe, sets=[*sets, *changes], change=self._prepare) as trial:
-            self._train(trial)
+        try:
+            with open_ephemeral(recipe, sets=[*sets, *changes], change=self._prepare) as trial:
+                self._train(trial)
+        except UsageError as error:
+            if inputs:
+                why = "the script has no DataLoader, so the batches are the inputs of its model, for task model_loss"
+                error.hints = (*error.hints, why)
+            raise
 
     def _prepare(self, dealt: Dealt) -> Dealt:
         """Gives the model the script's initial weights, and removes the evaluations."""
         if dealt.recipe.optimizer.updates:
             raise UsageError("the recipe has several updates ([optimizer.updates]); a script has one")
+        length = len(dealt.data["train"]) if hasattr(dealt.data["train"], "__len__") else None
+        if self._record.samples not in (None, length):
+            self.notes.append(
+                f"the script's dataset has {self._record.samples} samples, that of the recipe {length}: epochs differ"
+            )
         self.rename, note = _names(self._initial, dealt.model)
         self.notes += [note] if note else []
         dealt.model.load_state_dict({self.rename[name]: one for name, one in self._initial.items()})

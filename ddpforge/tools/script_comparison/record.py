@@ -43,12 +43,14 @@ class ScriptStep:
 class ScriptRecord:
     """Steps of the script; `problem` is the reason if they cannot be compared, else empty.
 
-    Without a DataLoader (`has_inputs`), indices are rows of INPUTS, which has the model's inputs.
+    Without a DataLoader (`has_inputs`), indices are rows of INPUTS, which has the model's inputs. `samples` is the
+    length of the DataLoader's dataset.
     """
 
     steps: Sequence[ScriptStep]
     problem: str = ""
     has_inputs: bool = False
+    samples: int | None = None
 
     def write(self, folder: Path) -> None:
         """Writes the record into a folder."""
@@ -58,7 +60,9 @@ class ScriptRecord:
     def read(cls, folder: Path) -> ScriptRecord:
         """Reads the record in a folder; raises OSError if there is none."""
         found = json.loads((folder / RECORD).read_text())
-        return cls([ScriptStep(**one) for one in found["steps"]], found["problem"], found["has_inputs"])
+        return cls(
+            [ScriptStep(**one) for one in found["steps"]], found["problem"], found["has_inputs"], found["samples"]
+        )
 
 
 def fingerprints(inputs: Any) -> list[list[str]]:

@@ -83,7 +83,9 @@ class Recorder:
             save_file(self._model.initial, self._folder / INITIAL)
             if has_inputs:
                 torch.save(self._model.rows, self._folder / INPUTS)
-        ScriptRecord(self._steps, problem, has_inputs).write(self._folder)
+        source = self._model.source if self._model else None
+        lengths = [len(dataset) for _, dataset in self._datasets.values() if id(dataset) == source]
+        ScriptRecord(self._steps, problem, has_inputs, lengths[0] if lengths else None).write(self._folder)
 
     def _end(self, problem: str = "") -> None:
         """Writes the record and ends the process: an exception would end in the script's own `except`."""

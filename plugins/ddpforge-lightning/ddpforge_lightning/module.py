@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,15 @@ _LIBRARIES = ("pytorch_lightning.", "lightning.pytorch.")
 _FIT = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
 _WHEN = ("start", "epoch_start", "epoch_end", "end")
 HOOKS = frozenset((*_FIT, *(f"on_{kind}_{when}" for kind in ("validation", "test") for when in _WHEN)))
-_SUPPORTED = {"forward", "training_step", "validation_step", "test_step", "configure_optimizers", *HOOKS}
+_SUPPORTED = {
+    "forward",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "configure_optimizers",
+    "predict_step",
+    *HOOKS,
+}
 _MENDS = {
     "backward": "let ddpforge call backward",
     "configure_callbacks": "name callbacks in [callbacks]",
@@ -28,7 +37,6 @@ _MENDS = {
     "lr_scheduler_step": "use a scheduler that needs no arguments in its `step`",
     "optimizer_step": "set [optimizer] without it; a warm-up is a schedule",
     "optimizer_zero_grad": "remove it: ddpforge sets gradients to None",
-    "predict_step": "move it to a task of your own, with `predict`",
     "train_dataloader": "name the dataset in [data.train]",
     "val_dataloader": "name the dataset in [data.eval]",
     "test_dataloader": "name the dataset in [data.eval]",
@@ -115,6 +123,45 @@ class Run:
             )
         return self.horizon.total
 
+    sanity_checking = False
+
+    @property
+    def max_steps(self) -> int:
+        """Returns the number of optimizer steps of the run; raises UsageError if it is not known."""
+        return self.estimated_stepping_batches
+
+    @property
+    def max_epochs(self) -> int:
+        """Returns the number of epochs of the run, rounded up; raises UsageError if it is not known."""
+        return -(-self.estimated_stepping_batches // self.num_training_batches)
+
+    @property
+    def num_training_batches(self) -> int:
+        """Returns the number of optimizer steps of an epoch; raises UsageError if it is not known."""
+        assert self.current_epoch >= 0  # raises if the length of epochs is not known
+        assert self.horizon is not None
+        return self.horizon.steps_per_epoch or 1
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of ranks."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def global_rank(self) -> int:
+        """Returns this rank."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_rank(self) -> int:
+        """Returns the number of this rank on its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on rank 0."""
+        return self.global_rank == 0
+
     @property
     def global_step(self) -> int:
         """Returns the number of optimizer steps so far."""
@@ -145,7 +192,11 @@ class Run:
             raise AttributeError(name)
         raise UsageError(
             f"the LightningModule reads `{name}` of its Trainer, and ddpforge has no Trainer",
-            hints=["estimated_stepping_batches, current_epoch and global_step are known", "remove the others"],
+            hints=[
+                "it may read max_epochs, max_steps, estimated_stepping_batches, num_training_batches, current_epoch, "
+                "global_step, world_size, global_rank and is_global_zero",
+                "self.optimizers() and self.lr_schedulers() read others: the column `lr` has the rate of each row",
+            ],
             key="model.use",
         )
 

@@ -123,6 +123,13 @@ def _configured(model: nn.Module) -> tuple[Optimizer, list[_Timed]]:
             hints=["write a task with `updates` for several: [optimizer.updates.NAME] has an optimizer for each"],
             key="optimizer.use",
         )
+    _, *parameters = inspect.signature(type(optimizers[0]).step).parameters.values()
+    if any(one.default is one.empty and one.kind <= one.POSITIONAL_OR_KEYWORD for one in parameters[:1]):
+        raise UsageError(
+            f"{type(optimizers[0]).__name__} of configure_optimizers computes the loss itself, several times a step",
+            hints=['write [optimizer] use = "lbfgs", which makes one iteration a step', "or a first-order optimizer"],
+            key="optimizer.use",
+        )
     return optimizers[0], [_timed(one) for one in schedulers]
 
 

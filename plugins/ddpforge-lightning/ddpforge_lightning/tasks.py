@@ -76,8 +76,8 @@ class LightningTask(Task):
         outputs = {one: (value, size if count is None else count) for one, (value, count) in logged.items()}
         if self.evaluates and not self.evaluation_loss:
             return None, outputs
-        loss = self._loss_of(name, returned, logged)
-        return loss * size if self.reduction == "mean" else loss, outputs
+        loss, is_mean = self._loss_of(name, returned, logged)
+        return loss * size if is_mean else loss, outputs
 
     def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total]:
         """Returns the logged values by name, except for "loss", which ddpforge reports itself."""
@@ -108,21 +108,25 @@ class LightningTask(Task):
             vars(module).pop("forward", None)
             del module.log
 
-    def _loss_of(self, name: str, returned: Any, logged: _Logged) -> Tensor:
+    def _loss_of(self, name: str, returned: Any, logged: _Logged) -> tuple[Tensor, bool]:
+        """Returns the loss of a step, and True if it is a mean over the batch, as all logged values are."""
         from torch import Tensor
+
+        is_mean = self.reduction == "mean"
 
         if self.evaluates and self._named is not None:
             if self._named not in logged:
                 hints = [f"it logs {', '.join(logged)}"] if logged else []
                 raise UsageError(f"{name} logs no `{self._named}`", hints=hints, key="task.evaluation_loss")
             found: Any = logged[self._named][0]
+            is_mean = True
         else:
             found = returned.get("loss") if isinstance(returned, Mapping) else returned
             losses = [value for one, (value, _) in logged.items() if one.endswith("loss")]
             if self.evaluates and found is None and len(losses) == 1:
-                found = losses[0]
+                found, is_mean = losses[0], True
         if isinstance(found, Tensor) and not found.ndim:
-            return found
+            return found, is_mean
         hints = ["return the loss, or a dict with `loss`"]
         if self.evaluates:
             hints.append('or log it, and name it: task.evaluation_loss = "val_loss"')
@@ -144,9 +148,15 @@ def _recorder(logged: _Logged) -> Callable[..., None]:
                 hints=[f'log its value of the batch: self.log("{name}", self.metric(outputs, targets))'],
                 key="model.use",
             )
+        if not isinstance(value, torch.Tensor | int | float):
+            raise UsageError(f'self.log("{name}", …) receives a {type(value).__name__}, not a number', key="model.use")
         value = torch.as_tensor(value).detach().float()
-        if value.ndim:
-            raise UsageError(f'self.log("{name}", …) receives {list(value.shape)}, not one number', key="model.use")
-        logged[name] = (value, batch_size)
+        if value.numel() != 1:
+            raise UsageError(
+                f'self.log("{name}", …) receives {list(value.shape)}, not one number',
+                hints=["log its mean"],
+                key="model.use",
+            )
+        logged[name] = (value.reshape(()), batch_size)
 
     return log

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
-from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, Metrics
+from ddpforge.builtin.tasks.forms import IGNORED, IgnoredTarget, Metrics, described
 from ddpforge.builtin.tasks.model_loss import ModelLoss
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import SampleColumns, Total, World
@@ -21,9 +21,10 @@ ddpforge_plugin_api = 3
 
 _MODEL_LOSS = get_type_hints(ModelLoss.__init__, include_extras=True)
 _Smoothing = Annotated[float, Field(ge=0, lt=1, description="`label_smoothing_factor` of TrainingArguments.")]
-_METHODS = ("training_step", "prediction_step", "create_optimizer", "create_scheduler", "get_train_dataloader")
 _INSTEAD = {
     "training_step": "[train] sets accumulation, precision and clipping",
+    "evaluate": "evaluations call compute_loss; task.metrics get the model's output",
+    "evaluation_loop": "evaluations call compute_loss; task.metrics get the model's output",
     "prediction_step": "evaluations call compute_loss; task.metrics get the model's output",
     "create_optimizer": "[optimizer] names the optimizer, and [optimizer.groups] the groups of parameters",
     "create_scheduler": "[schedule] names the schedule: hf_linear, hf_cosine, or a function of the step",
@@ -86,13 +87,14 @@ class TrainerLoss(ModelLoss):
     def __init__(self, trainer: type[Trainer], arguments: Mapping[str, Any], **options: Any) -> None:
         smoothing: float = options.pop("label_smoothing")
         super().__init__(**options)
-        for name in _METHODS:
+        for name in _INSTEAD:
             if getattr(trainer, name, None) is not getattr(Trainer, name, None):
                 raise UsageError(
                     f"{trainer.__name__}.{name} would not be called: only compute_loss is",
                     hints=[f"remove it: {_INSTEAD[name]}"],
                     key="task.use",
                 )
+        self._takes_items = "num_items_in_batch" in inspect.signature(trainer.compute_loss).parameters
         bases = (_WithoutTraining,) if trainer is Trainer else (trainer, _WithoutTraining)
         bare: Any = type(trainer.__name__, bases, {})  # super().__init__ of the subclass calls ours
         self._trainer: Any = bare(**arguments)
@@ -113,12 +115,43 @@ class TrainerLoss(ModelLoss):
                 key="data.train",
             )
         self._trainer.logged = {}
-        loss, outputs = self._trainer.compute_loss(model, dict(batch), return_outputs=True)
-        if not isinstance(loss, Tensor) or loss.ndim:
-            raise UsageError("compute_loss must return one number", key="task.use")
+        loss, outputs = self._computed(model, dict(batch))
         logged = {name: torch.as_tensor(value).detach() for name, value in self._trainer.logged.items()}
         loss = loss.float()
         return loss * self._size(batch) if self.reduction == "mean" else loss, (outputs, logged)
+
+    def _computed(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Calls compute_loss; returns the loss and the outputs, None if it returns only the loss."""
+        options: dict[str, Any] = {"return_outputs": True}
+        name = type(self._trainer).__name__
+        if self._takes_items:
+            options["num_items_in_batch"] = self._counted(batch) if self.over == "targets" else None
+        try:
+            returned = self._trainer.compute_loss(model, batch, **options)
+        except TypeError as error:
+            if "unexpected keyword argument" in str(error):
+                raise UsageError(
+                    f"{name}.compute_loss: {error}; the batch has {', '.join(batch)}",
+                    hints=[
+                        "leave columns that the model does not take out of the dataset, or pop them in compute_loss"
+                    ],
+                    key="task.use",
+                ) from error
+            if self._takes_items and "NoneType" in str(error):
+                raise UsageError(
+                    f"{name}.compute_loss divides by num_items_in_batch, which is None for a loss over samples",
+                    hints=['set task.over = "targets": num_items_in_batch is then the number of counted labels'],
+                    key="task.over",
+                ) from error
+            raise
+        loss, outputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError(
+                f"{name}.compute_loss returns {described(returned)}, not one number",
+                hints=["return (loss, outputs) if return_outputs, else loss"],
+                key="task.use",
+            )
+        return loss.reshape(()), outputs
 
     def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
         """Returns the logged numbers, as means over samples, and the recipe's metrics of outputs and targets."""
