@@ -198,6 +198,23 @@ def test_launch_sends_classes_and_functions_by_reference(monkeypatch: pytest.Mon
     assert not list(Path().glob(".recipe-*"))
 
 
+@pytest.mark.parametrize(
+    "task",
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.CrossEntropyLoss(reduction="none"),
+        functools.partial(nn.functional.cross_entropy, reduction="mean"),
+        nn.functional.cross_entropy,
+    ],
+)
+def test_losses_of_torch_are_tasks(task: Any) -> None:
+    ddpforge.train(RECIPE, model=Net(), train_data=DATA, eval_data=DATA)
+    given = {key: value for key, value in RECIPE.items() if not key.startswith("task")}
+    ddpforge.train(given | {"name": "loss"}, model=Net(), train_data=DATA, eval_data=DATA, task=task)
+    assert losses("loss") == pytest.approx(losses(), rel=1e-6)
+
+
 # ---------------------------------------------------------------------------------------------- mistakes
 @pytest.mark.parametrize(
     ("objects", "message", "hint"),
@@ -219,6 +236,7 @@ def test_launch_sends_classes_and_functions_by_reference(monkeypatch: pytest.Mon
         ({"schedule": 0.5}, "schedule is a float, not a schedule", "or a function that returns one"),
         ({"callbacks": Counting()}, "callbacks is a Counting, not a list", "callbacks=[…]"),
         ({"callbacks": [object()]}, "callbacks is an object, not a callback", "give a callback"),
+        ({"train_data": {"train": DATA}}, "train_data is a dict of datasets", "train_data=datasets['train']"),
         ({"dataset": DATA}, "`dataset` is no object of a run", "train_data, eval_data"),
     ],
 )

@@ -99,6 +99,12 @@ def test_warmup_is_in_steps_or_a_share_of_the_run(tmp_path: Path, arguments: dic
     assert str(loaded(tmp_path, **arguments).schedule.options["warmup"]) == warmup
 
 
+@pytest.mark.parametrize(("kind", "same"), [("linear", True), ("cosine", True), ("inverse_sqrt", False)])
+def test_other_first_steps_of_a_warmup_are_noted(kind: str, same: bool) -> None:
+    text = recipe_of(DEFAULTS | {"lr_scheduler_type": kind, "warmup_steps": 10}, devices=1)
+    assert ("in transformers 0" in text) == (not same)
+
+
 def test_weight_decay_spares_biases_and_norms_as_in_transformers(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, weight_decay=0.1)
     assert recipe.optimizer.options["weight_decay"] == 0.1

@@ -22,6 +22,7 @@ from ddpforge.training.fingerprint import (
     check_same_data,
     check_same_groups,
     check_same_models,
+    check_same_schedules,
     check_unchanged_data,
     difference,
 )
@@ -95,6 +96,20 @@ def test_ranks_with_different_models_are_refused(one: nn.Module, other: nn.Modul
     said = errors_of_two_ranks(lambda ranks, rank: check_same_models(ranks, other if rank else one))
     assert re.search(told, said[0])
     assert said[1], "every rank ends"
+
+
+def test_ranks_with_different_schedules_are_refused() -> None:
+    def other(ranks: Ranks, rank: int) -> None:
+        check_same_schedules(ranks, {"": lambda step: 1.0, "beta1": lambda step: 1.0 - 0.01 * rank * step}, 20)
+
+    def same(ranks: Ranks, rank: int) -> None:
+        check_same_schedules(ranks, {"": lambda step: 0.5**step}, None)
+
+    said = errors_of_two_ranks(other)
+    assert "ranks have built the schedule differently" in said[0]
+    assert "`beta1` at step 1" in said[0]
+    assert said[1]
+    assert errors_of_two_ranks(same) == ["", ""]
 
 
 def test_ranks_with_different_parameter_groups_are_refused_except_pipeline_stages() -> None:

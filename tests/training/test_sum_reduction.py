@@ -47,6 +47,16 @@ def test_a_mean_is_refused_with_its_values_and_a_hint() -> None:
     assert 'reduction="sum"' in caught.value.hints[0]
 
 
+def test_a_declared_mean_with_weights_of_its_own_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Weighs samples as class weights do: the mean of a batch is not the mean of its halves."""
+    task = Given(lambda outputs: len(outputs) * (outputs * outputs.exp()).sum() / outputs.exp().sum())
+    check_sum_reduction(nn.Identity(), task, FOUR, 4)
+    assert not caplog.records, "tasks that declare nothing may compare their samples"
+    task.reduction = "mean"  # type: ignore[attr-defined]
+    check_sum_reduction(nn.Identity(), task, FOUR, 4)
+    assert "the curve depends on train.micro_batch and the number of ranks" in caplog.text
+
+
 @pytest.mark.parametrize("batch", [FOUR, -FOUR, FOUR[:2], FOUR[:3], torch.ones(7)])
 def test_means_of_any_sign_and_of_odd_numbers_of_samples_are_refused(batch: Tensor) -> None:
     assert refused(torch.mean, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import subprocess
@@ -35,6 +36,8 @@ from ddpforge.tools.trials.ephemeral_run import EphemeralRun, open_ephemeral
 from ddpforge.training.stages import Dealt
 
 __all__ = ["ComparedStep", "ScriptComparison", "compare_script"]
+
+log = logging.getLogger("ddpforge")
 
 _SUM = 1e-3  # largest relative difference between the recipe's loss and the script's per sample, if that is a sum
 _LR = 1e-6  # largest relative difference of learning rates that counts as rounding
@@ -194,15 +197,10 @@ class _Trained:
         inputs = folder / INPUTS if record.has_inputs else None
         if inputs:
             self.notes.append("the script has no DataLoader: the recipe gets the inputs of the script's model as data")
+            log.warning("%s, in batches for task model_loss", self.notes[-1])
         changes = _overrides(recipe, sets, file, inputs)
-        try:
-            with open_ephemeral(recipe, sets=[*sets, *changes], change=self._prepare) as trial:
-                self._train(trial)
-        except UsageError as error:
-            if inputs:
-                why = "the script has no DataLoader, so the batches are the inputs of its model, for task model_loss"
-                error.hints = (*error.hints, why)
-            raise
+        with open_ephemeral(recipe, sets=[*sets, *changes], change=self._prepare) as trial:
+            self._train(trial)
 
     def _prepare(self, dealt: Dealt) -> Dealt:
         """Gives the model the script's initial weights, and removes the evaluations."""

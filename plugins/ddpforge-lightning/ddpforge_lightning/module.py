@@ -124,6 +124,7 @@ class Run:
         return self.horizon.total
 
     sanity_checking = False
+    progress_bar_callback = None  # self.print reads it
 
     @property
     def max_steps(self) -> int:

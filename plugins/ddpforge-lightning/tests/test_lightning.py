@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from ddpforge_lightning.data import LightningData
 from ddpforge_lightning.module import checked, run_of
 from ddpforge_lightning.optimizers import lightning_optimizer, lightning_schedule
+from ddpforge_lightning.tasks import LightningTask, _recorder
 
 RECIPE = """
 recipe = 2
@@ -366,6 +367,35 @@ def test_epochs_need_the_schedule_that_knows_their_length() -> None:
     assert (module.current_epoch, module.global_step) == (1, 13)
 
 
+def test_length_of_the_run_is_that_of_the_trainer() -> None:
+    module = lit.LitNet()
+    run_of(module, Horizon(total=25, steps_per_epoch=10))
+    assert (module.trainer.max_steps, module.trainer.max_epochs, module.trainer.num_training_batches) == (25, 3, 10)
+    assert (module.trainer.world_size, module.trainer.is_global_zero, module.global_rank) == (1, True, 0)
+    module.print("rank 0 prints")
+
+
+def test_logged_loss_of_an_evaluation_is_a_mean_also_if_training_declares_a_sum() -> None:
+    task, module = LightningTask(reduction="sum", evaluation_loss="val_loss"), lit.LitNet()
+    module.training_step = lambda batch, batch_idx: 0.0
+    task.start(module, None)  # type: ignore[arg-type]
+    task.evaluates = True
+    data = lit.Points(8)
+    loss, _ = task.loss(module, (data.x, data.y))
+    torch.testing.assert_close(loss, 8 * nn.functional.cross_entropy(module(data.x), data.y))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [("text", "receives a str, not a number"), (torch.ones(2), r"receives \[2\], not one number")]
+)
+def test_values_that_are_no_numbers_are_refused(value: Any, message: str) -> None:
+    logged: dict[str, Any] = {}
+    with pytest.raises(UsageError, match=message):
+        _recorder(logged)("a", value)
+    _recorder(logged)("b", torch.ones(1))
+    assert logged["b"][0].shape == ()
+
+
 def test_module_of_the_package_lightning_is_accepted() -> None:
     other = pytest.importorskip("lightning.pytorch")
     kind = type("Other", (other.LightningModule,), {"training_step": lambda self, batch, batch_idx: None})
@@ -405,6 +435,7 @@ def build_both(module: nn.Module) -> None:
         (plateau, "returns ReduceLROnPlateau"),
         (shapes, "different shapes"),
         (lambda module: None, "returns NoneType"),
+        (lambda module: torch.optim.LBFGS(module.parameters()), "LBFGS of configure_optimizers computes the loss"),
         (lambda module: torch.optim.SGD(module.layers[0].parameters(), lr=0.1), r"leaves out .*layers\.2\.weight"),
     ],
 )

@@ -182,13 +182,52 @@ class ReturnsLosses(Trainer):  # type: ignore[misc]
         return outputs["logits"].sum(1), outputs
 
 
+class ReturnsLossOnly(Trainer):  # type: ignore[misc]
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return model(**inputs)["loss"]
+
+
+class ReturnsNothing(Trainer):  # type: ignore[misc]
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        model(**inputs)
+
+
+class DividesByItems(Trainer):  # type: ignore[misc]
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs["logits"], inputs["labels"], reduction="sum")
+        return loss / num_items_in_batch, outputs
+
+
+class HasOwnEvaluation(Trainer):  # type: ignore[misc]
+    def evaluate(self, *arguments: Any) -> Any:
+        return super().evaluate(*arguments)
+
+
+@pytest.mark.parametrize(("trainer", "options"), [(ReturnsLossOnly, {}), (DividesByItems, {"over": "targets"})])
+def test_other_forms_of_compute_loss_have_the_same_sum(trainer: type[Trainer], options: dict[str, Any]) -> None:
+    model = _Net()
+    loss, _ = adopted(trainer)(**options).loss(model, BATCH)
+    torch.testing.assert_close(loss, 4 * model(**BATCH)["loss"])
+
+
+def test_columns_that_the_model_does_not_take_are_named() -> None:
+    with pytest.raises(UsageError, match=r"unexpected keyword argument 'text'; the batch has x, labels, text"):
+        adopted(ReturnsLossOnly)().loss(_Net(), BATCH | {"text": ["a"] * 4})
+
+
 @pytest.mark.parametrize(
     ("trainer", "complaint"),
     [
+        (ReturnsNothing, r"ReturnsNothing\.compute_loss returns .*not one number"),
+        (DividesByItems, "divides by num_items_in_batch, which is None for a loss over samples"),
+        (HasOwnEvaluation, r"HasOwnEvaluation\.evaluate would not be called"),
         (ReadsState, r"compute_loss uses self\.state, which only a running Trainer has"),
         (ReadsArguments, r"compute_loss uses self\.args\.max_steps, which only a running Trainer has"),
         (HasOwnStep, r"HasOwnStep\.training_step would not be called: only compute_loss is"),
-        (ReturnsLosses, "compute_loss must return one number"),
+        (ReturnsLosses, r"ReturnsLosses\.compute_loss returns .*not one number"),
     ],
 )
 def test_what_needs_a_running_trainer_is_refused_by_name(trainer: type[Trainer], complaint: str) -> None:

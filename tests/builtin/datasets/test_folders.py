@@ -97,6 +97,7 @@ def test_csv_target_of_text_is_a_class(tmp_path: Path) -> None:
         (CSV, {"target": "price", "inputs": ["size"]}, "inputs: there is no column 'size'"),
         (CSV, {"target": "price"}, r"a\.csv:2: 'flat' in column 'kind' is not a number"),
         (CSV, {"target": "kind", "inputs": ["area"], "target_kind": "number"}, "'flat' in column 'kind'"),
+        ("a,a,y\n1,2,3\n", {"target": "y"}, r"a\.csv:1 has several columns 'a'"),
         (CSV + "1,2\n", {"target": "price"}, r"a\.csv:6 has another number of cells than the 4 columns"),
     ],
 )
@@ -117,6 +118,12 @@ def test_share_and_rest_divide_a_dataset() -> None:
     assert some.places.tolist() == Part(of=whole, share="90%").places.tolist()
     assert some.places.tolist() != Part(of=whole, share="90%", seed=1).places.tolist()
     assert Part(of=whole, share="1%", shuffle=False).places.tolist() == list(range(14))
+
+
+@pytest.mark.parametrize("share", ["0%", "150%"])
+def test_share_is_at_most_the_whole(share: str) -> None:
+    with pytest.raises(ValueError, match=f"share: {share} is not more than 0% and at most 100%"):
+        Part(of=Digits(split="test"), share=share)
 
 
 def test_part_has_the_attributes_of_its_samples() -> None:

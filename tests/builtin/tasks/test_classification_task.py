@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ddpforge.builtin.datasets.digits import Digits
 from ddpforge.builtin.metrics.classification import Accuracy, TopK
 from ddpforge.builtin.models.cnn import CNN
+from ddpforge.builtin.models.mlp import MLP
 from ddpforge.builtin.tasks.classification import Classification
 from ddpforge.builtin.tasks.distillation import Distillation
 from ddpforge.builtin.tasks.masked_lm import MaskedLM
@@ -140,3 +142,35 @@ def test_metric_with_a_name_reported_by_the_task_is_refused(build: Any, name: st
     metric.name = name
     with pytest.raises(ValueError, match=f"metrics: the task already reports `{name}`"):
         build(metrics=[metric])
+
+
+# ---------------------------------------------------------------------------------------------- class weights
+@pytest.mark.parametrize("ignored", [None, 1])
+def test_class_weights_weigh_the_samples_of_all_micro_batches_together(ignored: int | None) -> None:
+    torch.manual_seed(0)
+    model, inputs, classes = MLP(inputs=4, outputs=3), torch.randn(12, 4), torch.arange(12) % 3
+    task = Classification(class_weights=[1.0, 5.0, 0.5], ignore_index=ignored)
+    parts = [(inputs[:5], classes[:5]), (inputs[5:], classes[5:])]
+    total = sum(task.loss(model, part)[0] for part in parts)
+    count = sum(task.count(part) for part in parts)  # type: ignore[misc]
+    options = {} if ignored is None else {"ignore_index": ignored}
+    expected = F.cross_entropy(model(inputs), classes, torch.tensor([1.0, 5.0, 0.5]), **options)
+    torch.testing.assert_close(total / count, expected)
+
+
+@pytest.mark.parametrize(
+    ("weights", "targets", "complaint"),
+    [
+        ([1.0, 2.0], torch.tensor([0, 2]), "has the class 2, but class_weights has 2 weights"),
+        ([1.0, 2.0], torch.tensor([-1, 1]), "a sample has the class -1"),
+        ([1.0, 2.0], torch.tensor([[0.5, 0.5]]), "no class can be ignored or weighted"),
+    ],
+)
+def test_targets_without_a_weight_are_refused(weights: list[float], targets: Tensor, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        Classification(class_weights=weights).count((torch.zeros(len(targets), 4), targets))
+
+
+def test_class_weights_of_zero_are_refused() -> None:
+    with pytest.raises(ValueError, match="no sample would count"):
+        Classification(class_weights=[0.0, 0.0])

@@ -240,6 +240,11 @@ def test_the_update_before_a_different_loss_names_the_parameter(compare: Compare
     assert "update: the norm of the change of `" in found["steps"][0]["notes"][0]
 
 
+def test_another_length_of_the_dataset_is_noted(compare: Compare) -> None:
+    _, found = compare(LOOP, "--steps", "2", "-s", "data.train.samples=60")
+    assert found["notes"][0] == "the script's dataset has 40 samples, that of the recipe 60: epochs differ"
+
+
 def test_arguments_of_the_script_come_after_the_dashes(compare: Compare) -> None:
     _, found = compare(LOOP, "--steps", "3", "--", "0.01", code=1)
     assert found["steps"][0]["lr"] == [0.01, 0.02]
@@ -270,7 +275,7 @@ APART = LOOP.replace("model = Net()", "body, head = torch.nn.Linear(4, 4), torch
         pytest.param(TWO, [], "it steps two optimizers, AdamW and SGD", id="two-optimizers"),
         pytest.param(APART.replace("model(x)", "head(body(x))"), [], "no module that it called holds all", id="apart"),
         pytest.param(LOOP.replace("in loader", "in [next(iter(Points())), ] and [(Points().x, Points().y)]"), [],
-                     "takes a batch (inputs, classes)", id="no-loader"),
+                     "the script has no DataLoader: the recipe gets the inputs", id="no-loader"),
         pytest.param(LOOP, ["-s", "model.width=8"], "`body.0.bias` has the shape [8], in the script [16]",
                      id="other-shape"),
         pytest.param(LOOP, ["-s", "model={use='mlp', inputs=4, outputs=2}"], "only the script has `body.0.bias`",
