@@ -30,7 +30,7 @@ class Look(Callback):
     def on_start(self, run):
         assert run.world.device.type == "cuda"
         assert not dist.is_initialized() or "nccl" in dist.get_backend()
-        assert {part.device.type for part in run.weights.shards().values()} == {self.weights_on}
+        assert {shard.tensor.device.type for shard in run.weights.shards().values()} == {self.weights_on}
 """
 LOOKS = '[callbacks.look]\nuse = "./look.py:Look"\n'
 

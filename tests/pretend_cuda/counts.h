@@ -5,9 +5,10 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// The order is that of COUNTS in tests/support/pretended.py.
+// The order is that of COUNTS in tests/support/pretended_counts.py.
 enum Count {
-    LAUNCHES, PRODUCTS, TO_DEVICE, TO_HOST, ON_DEVICE, FILLS, WAITS, EVENTS, STREAM_WAITS, SEGMENTS, PINNED, NUMBER_OF_COUNTS
+    LAUNCHES, PRODUCTS, TO_DEVICE, TO_HOST, ON_DEVICE, UNPINNED, FILLS, WAITS, EVENTS, STREAM_WAITS, SEGMENTS, PINNED,
+    NUMBER_OF_COUNTS
 };
 extern std::atomic<long long> counts[NUMBER_OF_COUNTS];
 

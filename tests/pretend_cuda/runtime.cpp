@@ -83,8 +83,20 @@ cudaError_t make(T* handle) {
     return cudaSuccess;
 }
 
-cudaError_t launched() {
+// Writes the names of kernels to the file PRETEND_CUDA_TRACE, if there is one: which launches are too many?
+std::map<const void*, const char*> kernels;
+FILE* trace() {
+    static FILE* file = getenv("PRETEND_CUDA_TRACE") ? fopen(getenv("PRETEND_CUDA_TRACE"), "a") : nullptr;
+    return file;
+}
+
+cudaError_t launched(const void* kernel) {
     counts[LAUNCHES]++;
+    if (trace()) {
+        auto found = kernels.find(kernel);
+        fprintf(trace(), "%lld %s\n", counts[LAUNCHES].load(), found == kernels.end() ? "?" : found->second);
+        fflush(trace());
+    }
     return cudaSuccess;
 }
 
@@ -93,10 +105,11 @@ cudaError_t waited() {
     return cudaSuccess;
 }
 
-// Copies at once. The host waits for a copy into memory that is not pinned, as CUDA's driver does.
+// Copies at once. CUDA's driver makes the host wait for a copy from or to memory that is not pinned.
 void copy(void* to, const void* from, size_t bytes) {
-    bool to_device = device_of(to) >= 0, from_device = device_of(from) >= 0;
-    counts[to_device && from_device ? ON_DEVICE : to_device ? TO_DEVICE : TO_HOST]++;
+    int target = device_of(to), source = device_of(from);
+    counts[target >= 0 && source >= 0 ? ON_DEVICE : target >= 0 ? TO_DEVICE : TO_HOST]++;
+    if (target == UNKNOWN || source == UNKNOWN) counts[UNPINNED]++;
     memmove(to, from, bytes);
 }
 
@@ -298,9 +311,15 @@ EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t) { return waited(); }
 EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { *ms = 0; return cudaSuccess; }
 
 // Kernels
-EXPORT cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return launched(); }
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return launched(); }
-EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return launched(); }
+EXPORT cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+    return launched(kernel);
+}
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+    return launched(kernel);
+}
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* kernel, void**) {
+    return launched(kernel);
+}
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
     *kernel = (cudaKernel_t)function;
     return cudaSuccess;
@@ -343,7 +362,10 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* s
 EXPORT void** __cudaRegisterFatBinary(void*) { return (void**)(handles += 16); }
 EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 EXPORT void __cudaUnregisterFatBinary(void**) {}
-EXPORT void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
+EXPORT void __cudaRegisterFunction(void**, const char* kernel, char*, const char* name, int, void*, void*, void*, void*,
+                                   int*) {
+    if (trace()) kernels[kernel] = name;
+}
 EXPORT void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 EXPORT char __cudaInitModule(void**) { return 1; }
 

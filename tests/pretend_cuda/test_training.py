@@ -68,6 +68,38 @@ def test_background_saves_are_staged_in_pinned_memory_and_equal_blocking_ones(be
     assert pinned["trains_on"] > pinned["waits"]
 
 
+POISONED = """
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
+
+class Poisoned(LanguageModeling):
+    "Multiplies the loss of the third and the seventh training pass by a factor that is not finite."
+
+    def __init__(self, *, factor: str) -> None:
+        super().__init__()
+        self.factor, self.passes = float(factor), 0
+
+    def loss(self, model, batch):
+        loss, outputs = super().loss(model, batch)
+        self.passes += model.training
+        return (loss * self.factor if model.training and self.passes in (3, 7) else loss), outputs
+"""
+
+
+@pytest.mark.parametrize("factor", ["nan", "inf"])
+@pytest.mark.parametrize("strategy", [SINGLE, FSDP], ids=["single", "fsdp"])
+def test_step_without_a_finite_gradient_is_skipped_on_the_device(bench: Bench, strategy: str, factor: str) -> None:
+    """Compares weights with the CPU, which decides on the host; the fused AdamW reads a flag on the device."""
+    (bench.folder / "poisoned.py").write_text(POISONED)
+    parts = GPT.replace('use = "language_modeling"', f'use = "./poisoned.py:Poisoned"\nfactor = "{factor}"')
+    for name, env in (("cuda", {}), ("cpu", CPU)):
+        bench(name, strategy, nproc=1, parts=parts, train='on_nonfinite = "skip"', env=env)
+    assert bench.column("cuda", "train/loss")[-1] == pytest.approx(bench.column("cpu", "train/loss")[-1], rel=1e-6)
+    found, expected = (weights_in(bench.newest(name)) for name in ("cuda", "cpu"))
+    for name, weight in found.items():
+        assert weight.isfinite().all()
+        assert weight.numpy() == pytest.approx(expected[name].numpy(), abs=1e-6)
+
+
 def test_zero_trains_like_on_the_cpu(bench: Bench) -> None:
     bench("cuda", ZERO[3], nproc=1)
     bench("cpu", ZERO[3], nproc=1, env=CPU)

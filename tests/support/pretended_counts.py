@@ -9,8 +9,8 @@ import torch
 from ddpforge.interfaces import Callback, RunContext, StepInfo
 
 COUNTS = (
-    *("launches", "products", "to_device", "to_host", "on_device", "fills", "waits", "events", "stream_waits"),
-    *("segments", "pinned"),
+    *("launches", "products", "to_device", "to_host", "on_device", "unpinned"),
+    *("fills", "waits", "events", "stream_waits", "segments", "pinned"),
 )
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 
 def _prepare_torch(torch: ModuleType) -> None:
-    for backend in ("flash", "mem_efficient", "cudnn"):  # of attention; they would run kernels of their own
-        if kernels := os.environ.get("PRETEND_CUDA_KERNELS"):
-            getattr(torch.backends.cuda, f"enable_{backend}_sdp")(False)
     torch.backends.cudnn.enabled = False  # a library without a pretended form
-    if kernels:
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if kernels := os.environ.get("PRETEND_CUDA_KERNELS"):
+        torch.backends.cuda.enable_flash_sdp(False)  # these two have no kernels for the CPU
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
         ctypes.CDLL(kernels).use_cpu_kernels()
     _gloo_for_nccl(torch)
 
