@@ -1,8 +1,11 @@
 """Training on pretended GPUs, whose kernels compute on the CPU, gives the results of training on the CPU."""
 
 import json
+import subprocess
+import sys
 
 import pytest
+from support.pretended import environment, with_changes
 from support.sharding import CNN, DDP, FSDP, GPT, ZERO, Bench, weights_in
 
 CPU = {"ACCELERATE_USE_CPU": "true"}
@@ -66,6 +69,17 @@ def test_background_saves_are_staged_in_pinned_memory_and_equal_blocking_ones(be
         found, expected = weights_in(other), weights_in(blocking)
         assert all((found[name] == expected[name]).all() for name in expected)
     assert pinned["trains_on"] > pinned["waits"]
+
+
+def test_fsdp_without_a_launcher_names_its_gpu_to_torch(bench: Bench) -> None:
+    """Starts the command itself: without a launcher's LOCAL_RANK, a mesh of devices guesses the device and warns."""
+    bench("launched", FSDP, nproc=1, length="3st")
+    env = with_changes(environment(2, computes=True))
+    command = [sys.executable, "-m", "ddpforge", "run", "launched.toml", "--fresh"]
+    done = subprocess.run(command, cwd=bench.folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "did not set/select the default device" not in done.stderr
+    assert len(bench.column("launched")) == 3
 
 
 POISONED = """

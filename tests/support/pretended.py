@@ -1,4 +1,7 @@
-"""Python processes that see CUDA devices on a machine without one: `tests/pretend_cuda/README.md`."""
+"""Python processes that see CUDA devices on a machine without one: `tests/pretend_cuda/README.md`.
+
+python tests/support/pretended.py 2 COMMAND…    runs a command that sees two devices, which compute
+"""
 
 import fcntl
 import os
@@ -67,3 +70,7 @@ def python(code: str, cwd: Path, *arguments: str, devices: int = 1, computes: bo
 def with_changes(changes: dict[str, str | None]) -> dict[str, str]:
     """Returns this process's environment with other values; without variables that are None."""
     return {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+
+
+if __name__ == "__main__":
+    os.execvpe(sys.argv[2], sys.argv[2:], with_changes(environment(int(sys.argv[1]), computes=True)))

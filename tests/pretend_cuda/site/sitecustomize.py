@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+_GLOO = "cuda:gloo,cpu:gloo"
+
 
 def _prepare_torch(torch: ModuleType) -> None:
     torch.backends.cudnn.enabled = False  # a library without a pretended form
@@ -32,8 +34,8 @@ def _gloo_for_nccl(torch: ModuleType) -> None:
         @functools.wraps(call)
         def called(*args: Any, **options: Any) -> Any:
             if "nccl" in str(options.get("backend")):
-                options["backend"] = "cuda:gloo,cpu:gloo"
-            return call(*args, **options)
+                options["backend"] = _GLOO
+            return call(*(_GLOO if isinstance(one, str) and "nccl" in one else one for one in args), **options)
 
         return called
 
