@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from support.pretended import environment, with_changes
+from support.pretended import environment, python, with_changes
 from support.sharding import CNN, DDP, FSDP, GPT, ZERO, Bench, weights_in
 
 CPU = {"ACCELERATE_USE_CPU": "true"}
@@ -69,6 +70,30 @@ def test_background_saves_are_staged_in_pinned_memory_and_equal_blocking_ones(be
         found, expected = weights_in(other), weights_in(blocking)
         assert all((found[name] == expected[name]).all() for name in expected)
     assert pinned["trains_on"] > pinned["waits"]
+
+
+def test_batches_of_every_form_are_pinned(tmp_path: Path) -> None:
+    code = """
+import types, typing, numpy, torch
+from ddpforge.data.pytree import leaves, pinned
+
+class Pair(typing.NamedTuple):
+    x: object
+    y: object
+
+class Graphs:
+    def pin_memory(self):
+        self.x = torch.ones(2).pin_memory()
+        return self
+
+batch = {"a": torch.ones(2), "b": [Pair(torch.ones(1), "text"), (torch.empty(0), 3)], "c": numpy.ones(2), "d": Graphs()}
+found = pinned(batch)
+assert all(leaf.is_pinned() for leaf in leaves(found) if isinstance(leaf, torch.Tensor) and leaf.numel())
+assert type(found["b"][0]) is Pair and found["b"][0].y == "text" and found["b"][1][1] == 3
+assert type(found["c"]) is numpy.ndarray and found["d"].x.is_pinned()
+assert not batch["a"].is_pinned()
+"""
+    python(code, tmp_path)
 
 
 def test_fsdp_without_a_launcher_names_its_gpu_to_torch(bench: Bench) -> None:

@@ -50,7 +50,7 @@ def environment(devices: int, *, computes: bool) -> dict[str, str | None]:
     return {
         "LD_PRELOAD": str(folder / "libpretend_cuda.so"),
         "LD_LIBRARY_PATH": f"{folder / 'lib'}:{folder}",
-        "PYTHONPATH": f"{FOLDER / 'site'}",
+        "PYTHONPATH": str(FOLDER / "site"),
         "PRETEND_CUDA_DEVICES": str(devices),
         "PRETEND_CUDA_KERNELS": str(folder / "cpu_kernels.so") if computes else None,
         "CUDA_VISIBLE_DEVICES": None,
