@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscop
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run package test test-package test-all test-fast test-portable test-gpu test-gpus gpu test-plugins $(PLUGIN_TESTS) bench lint docs clean
+.PHONY: run package test test-package test-all test-fast test-portable test-gpu test-gpus gpu pretend-cuda test-plugins $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
@@ -61,6 +61,9 @@ package: $(VENV)/installed    ## sdist and wheels in build/dist, tried in a fres
 	$(BIN)/python -m build --outdir build/dist .
 	$(BIN)/python -m build --wheel --outdir build/dist plugins/ddpforge-sam
 	PYTHON=$(PYTHON) tests/package.sh
+
+pretend-cuda: $(VENV)/installed    ## a CUDA device that is not there, for tests/pretend_cuda; see its README
+	$(BIN)/python tests/pretend_cuda/build.py build/pretend_cuda
 
 bench: $(VENV)/installed    ## a step's time beside a loop by hand and other libraries, in half an hour on two cores
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'

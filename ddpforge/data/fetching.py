@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ddpforge.builtin.samplers.plain import Sequential
 from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, MicroBatch, RankShare, Request
 from ddpforge.data.collating import BatchKeys, collate_of
+from ddpforge.data.pytree import pinned
 from ddpforge.data.rng import seed_all
 from ddpforge.data.shard_reader import ShardedStream
 from ddpforge.data.streams import Stream, is_stream, loader_in
@@ -235,7 +236,7 @@ class Batches:
         )
         if self.workers:
             return self._loaded(_Told(fetcher), options | {"sampler": requests})
-        return DataLoader(fetcher, sampler=requests, **options) if self._pin else _Mapped(fetcher, requests)
+        return _Mapped(fetcher, requests, pin=self._pin)
 
     def _loaded(self, data: Any, options: dict[str, Any]) -> _Loaded:
         refuse_missing_resources(self.workers, self.prefetch)
@@ -250,11 +251,12 @@ class Batches:
 class _Mapped(Iterable[MicroBatch]):
     """Replacement for a DataLoader without loader processes, with less overhead per batch."""
 
-    def __init__(self, fetcher: _Fetcher, requests: _Requests) -> None:
-        self.fetcher, self.requests = fetcher, requests
+    def __init__(self, fetcher: _Fetcher, requests: _Requests, *, pin: bool) -> None:
+        self.fetcher, self.requests, self.pin = fetcher, requests, pin
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return map(self.fetcher.__getitem__, self.requests)
+        micros = map(self.fetcher.__getitem__, self.requests)
+        return (micro._replace(data=pinned(micro.data)) for micro in micros) if self.pin else micros
 
 
 def open_data(

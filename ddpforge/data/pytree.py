@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["close", "digest", "is_object", "leaves", "may_hold", "take", "to_device"]
+__all__ = ["close", "digest", "is_object", "leaves", "may_hold", "pinned", "take", "to_device"]
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -169,6 +169,19 @@ def _moved(batch: Any, device: torch.device, here: torch.cuda.Stream | None = No
         return type(batch)(*(_moved(value, device, here) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(_moved(value, device, here) for value in batch)
+    return batch
+
+
+def pinned(batch: Any) -> Any:
+    """Returns the same tree with its tensors in pinned memory; an object with a method `pin_memory` pins itself."""
+    if callable(getattr(batch, "pin_memory", None)):
+        return batch.pin_memory()
+    if isinstance(batch, Mapping):
+        return _like(batch, {key: pinned(value) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(pinned, batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map(pinned, batch))
     return batch
 
 

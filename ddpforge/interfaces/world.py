@@ -48,7 +48,8 @@ class Ranks(ABC):
     def all_reduce_sum_async(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts an asynchronous all-reduce, which may overwrite `values`; costs less host time.
 
-        Returns a function that waits for the sum and returns it; it may be called several times.
+        Returns a function that waits for the sum and returns it; it may be called several times. The sum is on the
+        device, or in host memory if it costs no communication.
         """
         summed = self.all_reduce_sum(values)
         return lambda: summed

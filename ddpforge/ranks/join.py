@@ -92,6 +92,8 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     _check_world(accelerator)
     if strategy.needs_process_group and not dist.is_initialized():
         backend = "gloo" if on_cpu else _ON_GPUS
+        if not on_cpu:
+            torch.cuda.set_device(device)  # a mesh of devices, which has no launcher's LOCAL_RANK, would guess it
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 

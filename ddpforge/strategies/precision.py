@@ -51,7 +51,10 @@ class Precision:
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
         """Adds the gradients of `loss` (0-d) times `scale`."""
         # Passing `scale` as the gradient saves a product and its backward pass.
-        gradient = scale.to(loss) if isinstance(scale, Tensor) else torch.full_like(loss, scale)
+        if isinstance(scale, Tensor) and scale.device == loss.device:
+            gradient = scale.to(loss)
+        else:  # A copy would wait for the device. A kernel takes the number as an argument.
+            gradient = torch.full_like(loss, float(scale))
         loss.backward(gradient)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -68,7 +71,8 @@ class Precision:
         beginning = self._momenta.beginning(optimizer)
         fused: Any = optimizer
         if self.device.type != "cpu" and not beginning and compat.decides_on_device(optimizer):
-            fused.found_inf = (~torch.isfinite(norm)).float()
+            # x - x is NaN if x is NaN or infinite, else 0. These are two launches; `~isfinite` and a cast are six.
+            fused.found_inf = (norm - norm).float().nan_to_num(nan=1.0)
             optimizer.step()
             fused.found_inf = None  # of this step only
         elif math.isfinite(norm.item()):

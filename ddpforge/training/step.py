@@ -81,7 +81,7 @@ class Stepper:
             micro_batches = list(micro_batches)
         totals = self.forward_backward(step, update, micro_batches, items, measure=measure)
         if not isinstance(items, int):
-            self._empty = self._empty + (items() <= 0)  # on the device: nothing waits for it
+            self._empty = self._empty + (items() <= 0)  # on the device of the number: nothing waits for it
         heartbeat.beat(heartbeat.STEP)
         self._before_update()
         if self._update is None:

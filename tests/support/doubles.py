@@ -19,6 +19,7 @@ from ddpforge.interfaces import (
     CanonicalState,
     Contract,
     FullWeights,
+    Ranks,
     Replica,
     RunContext,
     Task,
@@ -57,6 +58,8 @@ class Elsewhere(SingleRank):
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         self.asked.append(values)
         return values + self.counts
+
+    all_reduce_sum_async = Ranks.all_reduce_sum_async
 
 
 def run_of(model: nn.Module, world: World, **given: Any) -> RunContext:

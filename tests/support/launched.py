@@ -32,10 +32,14 @@ class Ranks:
 
 
 class Zygote:
-    """Process that forks ranks; started on first use, ended with the test session."""
+    """Process that forks ranks; started on first use, ended with the test session.
 
-    def __init__(self) -> None:
+    It has the environment `env`, by default that of this process.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self.process: subprocess.Popen[str] | None = None
+        self.env = env
 
     def run(
         self,
@@ -54,7 +58,9 @@ class Zygote:
         """
         if self.process is None:
             command = [sys.executable, __file__]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.env
+            )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
 
@@ -103,12 +109,13 @@ def _serve() -> None:
 
     from ddpforge.components.registry import Registry
     from ddpforge.fast_import import gc_paused
+    from ddpforge.machine import has_nvidia_gpu
 
     modules = _IMPORTED
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if (
-        hidden or not Path("/dev/nvidiactl").exists()
-    ):  # DeepSpeed might touch a GPU, which a process that forks must not
+    pretended = "PRETEND_CUDA_DEVICES" in os.environ
+    # DeepSpeed might touch a GPU, which a process that forks must not.
+    if hidden or not (pretended or has_nvidia_gpu()):
         os.environ["DS_ACCELERATOR"] = "cpu"
         modules = modules + _IMPORTED_BY_DEEPSPEED
     logging.disable(logging.WARNING)  # torch's, about a machine with CUDA and without a GPU

@@ -1,0 +1,145 @@
+"""Training on pretended GPUs, whose kernels compute on the CPU, gives the results of training on the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.pretended import environment, python, with_changes
+from support.sharding import CNN, DDP, FSDP, GPT, ZERO, Bench, weights_in
+
+CPU = {"ACCELERATE_USE_CPU": "true"}
+SINGLE = 'use = "single"'
+ON_GPU = '[callbacks.on_gpu]\nuse = "./pretended_counts.py:OnGPU"\n'
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 0.02), ("fp16", 0.02)])
+@pytest.mark.parametrize("parts", [CNN, GPT], ids=["cnn", "gpt"])
+def test_losses_are_those_of_the_cpu(bench: Bench, parts: str, precision: str, tolerance: float) -> None:
+    train = f'precision = "{precision}"'
+    bench("cuda", SINGLE, nproc=1, parts=parts, train=train, more=ON_GPU)
+    bench("cpu", SINGLE, nproc=1, parts=parts, train=train, env=CPU)
+    bench.alike("cuda", "cpu", rel=tolerance)
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_two_gpus_train_like_two_ranks_on_the_cpu(bench: Bench, strategy: str) -> None:
+    bench("cuda", strategy, more=ON_GPU)
+    bench("cpu", strategy, env=CPU)
+    bench.alike("cuda", "cpu", rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_fsdp_in_low_precision_stays_close_to_one_gpu(bench: Bench, precision: str) -> None:
+    train = f'precision = "{precision}"'
+    bench("one", SINGLE, nproc=1, train=train, more=ON_GPU)
+    bench("two", FSDP, train=train, more=ON_GPU)
+    assert bench.column("two") == pytest.approx(bench.column("one"), rel=0.02)
+
+
+def test_checkpoint_of_two_gpus_resumes_on_one_and_on_the_cpu(bench: Bench) -> None:
+    bench("whole", FSDP, length="20st")
+    for name, strategy, env in (("gpu", DDP, {}), ("cpu", SINGLE, CPU)):
+        bench(name, FSDP, more=ON_GPU)
+        bench(name, strategy, nproc=1, length="20st", env=env)
+        assert bench.column(name) == pytest.approx(bench.column("whole"), rel=1e-5)
+
+
+def test_ema_and_its_checkpoint_are_those_of_the_cpu(bench: Bench) -> None:
+    ema = '[callbacks.ema]\nuse = "ema"\ndecay = 0.9\n'
+    bench("cuda", SINGLE, nproc=1, more=ema + ON_GPU)
+    bench("cpu", SINGLE, nproc=1, more=ema, env=CPU)
+    bench.alike("cuda", "cpu", rel=1e-6)
+    found, expected = (weights_in(bench.newest(name)) for name in ("cuda", "cpu"))
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert weight.numpy() == pytest.approx(expected[name].numpy(), abs=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [SINGLE, FSDP], ids=["single", "fsdp"])
+def test_background_saves_are_staged_in_pinned_memory_and_equal_blocking_ones(bench: Bench, strategy: str) -> None:
+    pinned = {}
+    for name, background in (("waits", "false"), ("trains_on", "true")):
+        more = f'[checkpoint]\nevery = "2st"\nasync_save = {background}\n[checkpoint.keep]\nlast = 30\n'
+        bench(name, strategy, nproc=1, more=f'{more}{ON_GPU}file = "{name}.json"\n')
+        pinned[name] = json.loads((bench.folder / f"{name}.json").read_text())["pinned"]
+    saved = [sorted((bench.folder / f"runs/{name}/checkpoints").glob("step-*")) for name in ("waits", "trains_on")]
+    assert len(saved[0]) == len(saved[1]) == 5
+    for blocking, other in zip(*saved, strict=True):
+        found, expected = weights_in(other), weights_in(blocking)
+        assert all((found[name] == expected[name]).all() for name in expected)
+    assert pinned["trains_on"] > pinned["waits"]
+
+
+def test_batches_of_every_form_are_pinned(tmp_path: Path) -> None:
+    code = """
+import types, typing, numpy, torch
+from ddpforge.data.pytree import leaves, pinned
+
+class Pair(typing.NamedTuple):
+    x: object
+    y: object
+
+class Graphs:
+    def pin_memory(self):
+        self.x = torch.ones(2).pin_memory()
+        return self
+
+batch = {"a": torch.ones(2), "b": [Pair(torch.ones(1), "text"), (torch.empty(0), 3)], "c": numpy.ones(2), "d": Graphs()}
+found = pinned(batch)
+assert all(leaf.is_pinned() for leaf in leaves(found) if isinstance(leaf, torch.Tensor) and leaf.numel())
+assert type(found["b"][0]) is Pair and found["b"][0].y == "text" and found["b"][1][1] == 3
+assert type(found["c"]) is numpy.ndarray and found["d"].x.is_pinned()
+assert not batch["a"].is_pinned()
+"""
+    python(code, tmp_path)
+
+
+def test_fsdp_without_a_launcher_names_its_gpu_to_torch(bench: Bench) -> None:
+    """Starts the command itself: without a launcher's LOCAL_RANK, a mesh of devices guesses the device and warns."""
+    bench("launched", FSDP, nproc=1, length="3st")
+    env = with_changes(environment(2, computes=True))
+    command = [sys.executable, "-m", "ddpforge", "run", "launched.toml", "--fresh"]
+    done = subprocess.run(command, cwd=bench.folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "did not set/select the default device" not in done.stderr
+    assert len(bench.column("launched")) == 3
+
+
+POISONED = """
+from ddpforge.builtin.tasks.language_modeling import LanguageModeling
+
+class Poisoned(LanguageModeling):
+    "Multiplies the loss of the third and the seventh training pass by a factor that is not finite."
+
+    def __init__(self, *, factor: str) -> None:
+        super().__init__()
+        self.factor, self.passes = float(factor), 0
+
+    def loss(self, model, batch):
+        loss, outputs = super().loss(model, batch)
+        self.passes += model.training
+        return (loss * self.factor if model.training and self.passes in (3, 7) else loss), outputs
+"""
+
+
+@pytest.mark.parametrize("factor", ["nan", "inf"])
+@pytest.mark.parametrize("strategy", [SINGLE, FSDP], ids=["single", "fsdp"])
+def test_step_without_a_finite_gradient_is_skipped_on_the_device(bench: Bench, strategy: str, factor: str) -> None:
+    """Compares weights with the CPU, which decides on the host; the fused AdamW reads a flag on the device."""
+    (bench.folder / "poisoned.py").write_text(POISONED)
+    parts = GPT.replace('use = "language_modeling"', f'use = "./poisoned.py:Poisoned"\nfactor = "{factor}"')
+    for name, env in (("cuda", {}), ("cpu", CPU)):
+        bench(name, strategy, nproc=1, parts=parts, train='on_nonfinite = "skip"', env=env)
+    assert bench.column("cuda", "train/loss")[-1] == pytest.approx(bench.column("cpu", "train/loss")[-1], rel=1e-6)
+    found, expected = (weights_in(bench.newest(name)) for name in ("cuda", "cpu"))
+    for name, weight in found.items():
+        assert weight.isfinite().all()
+        assert weight.numpy() == pytest.approx(expected[name].numpy(), abs=1e-6)
+
+
+def test_zero_trains_like_on_the_cpu(bench: Bench) -> None:
+    bench("cuda", ZERO[3], nproc=1)
+    bench("cpu", ZERO[3], nproc=1, env=CPU)
+    bench.alike("cuda", "cpu", rel=1e-5)
