@@ -113,6 +113,20 @@ def test_tests_of_a_plugin_run_in_its_folder(script: ModuleType) -> None:
     assert script.by_folder([]) == {ROOT: []}, "all tests"
 
 
+def test_a_python_that_does_not_start_is_not_chosen(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shims, pyenv = tmp_path / "shims", tmp_path / "pyenv/versions/3.77.1/bin"
+    for folder, name, code in ((shims, "python3.77", 127), (pyenv, "python", 0)):
+        folder.mkdir(parents=True)
+        (folder / name).write_text(f"#!/bin/sh\nexit {code}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{shims}:/usr/bin:/bin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    assert script.installed_python("3.77") == str(pyenv / "python")
+    assert script.installed_python("3.78") is None
+
+
 def test_a_row_runs_tests_and_reports_failures(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

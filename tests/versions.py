@@ -100,20 +100,28 @@ def make_environment(row: Row, place: Path) -> Path:
     wanted = [*row.pins, "--editable", ".[dev]"]
     for plugin in plugins:
         wanted += ["--editable", str(Path(plugin).parent)]
-    python = place / "bin/python"
+    python, base = place / "bin/python", installed_python(row.python)
     if uv := shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])):
-        _call([uv, "venv", "--quiet", "--python", row.python, str(place)])
+        _call([uv, "venv", "--quiet", "--python", base or row.python, str(place)])
         _call([uv, "pip", "install", "--quiet", "--python", str(python), *wanted])
         return python
-    base = f"python{row.python}"
-    if shutil.which(base) is None:
-        raise NotRunError(f"no {base} on PATH: install it, or `pip install uv`, which finds or downloads it")
+    if base is None:
+        raise NotRunError(f"no Python {row.python}: install it, or `pip install uv`, which downloads it")
     _call([base, "-m", "venv", str(place)])
     # A constraint of the machine's own pip configuration could exclude the row's versions.
     pins = place / "pins.txt"
     pins.write_text("\n".join(row.pins))
     _call([str(python), "-m", "pip", "install", "--quiet", *wanted], PIP_CONSTRAINT=str(pins))
     return python
+
+
+def installed_python(version: str) -> str | None:
+    """Returns the path of a Python of this version, e.g. "3.12", on PATH or of pyenv; None if there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))]
+    # A shim of pyenv is on PATH for each installed version, but runs only the chosen ones.
+    works = (path for path in found if path and not subprocess.run([path, "-c", ""], capture_output=True).returncode)
+    return next(works, None)
 
 
 def _call(command: Sequence[str], **environment: str) -> None:
