@@ -190,7 +190,7 @@ def _versions() -> str:
 
 
 def _readable(limits: str) -> str:
-    """Returns the version of an exact pin, e.g. 2.11 of "==2.11.*"; other limits with spaces: "< 0.18"."""
+    """Returns the version of an exact pin, e.g. 2.11 of "==2.11.*"; other limits as code."""
     return limits.removeprefix("==").removesuffix(".*") if limits.startswith("==") else f"`{limits}`"
 
 

@@ -50,7 +50,7 @@ def oldest(versions: SpecifierSet) -> Version:
 
 
 # ------------------------------------------------------------------------------------------------ the table
-@pytest.mark.parametrize("package", ["torch", "torchvision", "accelerate", "deepspeed", "transformers"])
+@pytest.mark.parametrize("package", ["torch", "torchvision", "torchao", "accelerate", "deepspeed", "transformers"])
 def test_a_row_has_the_oldest_version_of_each_package(script: ModuleType, package: str) -> None:
     pinned = [SpecifierSet(pin) for row in script.rows() if (pin := row.pin(package))]
     least = oldest(required(package))
@@ -96,7 +96,7 @@ def test_the_tests_of_a_row_exist(script: ModuleType) -> None:
 # ------------------------------------------------------------------------------------------------ the script
 def test_pins_are_a_constraints_file(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--pins", "torch-2.11"]) == 0
-    assert capsys.readouterr().out == "torch==2.11.*\ntorchvision==0.26.*\ntorchao<0.18\n"
+    assert capsys.readouterr().out == "torch==2.11.*\ntorchvision==0.26.*\ntorchao==0.17.*\n"
 
 
 def test_a_pin_is_of_the_whole_name(script: ModuleType) -> None:

@@ -112,7 +112,7 @@ class GradientCoverage:
         self._found: set[str] = set()
         self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.clear = self._found.clear
-        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.10 and 2.11
             # Then backward does not hang if ranks use different parameters; the error is reported after it.
             cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         for prefix, unit in model.named_modules():
