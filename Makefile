@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscop
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run package test test-package test-all test-fast test-portable test-gpu test-gpus gpu pretend-cuda test-plugins $(PLUGIN_TESTS) bench lint docs clean
+.PHONY: run package test test-package test-all test-fast test-portable test-versions test-gpu test-gpus gpu pretend-cuda test-plugins $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
@@ -55,6 +55,9 @@ test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
 test-portable: export PYTHONPATH = $(CURDIR)/tests/portable
 test-portable: $(VENV)/installed    ## the same without Linux's own calls, on the ways that macOS takes
 	$(PYTEST) -m "not slow and not full"
+
+test-versions: $(VENV)/installed    ## tests in an environment per row of tests/versions.toml, downloaded and removed
+	$(BIN)/python tests/versions.py
 
 package: $(VENV)/installed    ## sdist and wheels in build/dist, tried in a fresh environment outside of this clone
 	rm -rf build/dist

@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------ versions
+# The oldest torch for features that need a newer one than the package does. An older torch is refused by name, for
+# these features only. tests/versions.toml has the same versions, for the table in docs/install.md.
+PIPELINES = "2.14"
+SHARDED_INTEGERS = "2.12"
+COMPILED_STAGE_3 = "2.12"  # before: the compiled backward pass does not use the weights that ZeRO stage 3 gathered
+
+
 def torch_has(least: str) -> bool:
     """Returns True if the installed torch is of version `least` or newer."""
     import torch

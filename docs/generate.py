@@ -1,4 +1,4 @@
-"""Writes the generated parts of the docs: recipe keys, built-in components, commands, renamed names.
+"""Writes the generated parts of the docs: recipe keys, built-in components, commands, renamed names, versions.
 
     python docs/generate.py
 
@@ -9,6 +9,7 @@ script replaces the text between them by the result of `BLOCKS[NAME]`.
 import inspect
 import os
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,28 @@ def _flags(option: click.Option, context: click.Context) -> str:
     return ", ".join(option.opts) + ("" if option.is_flag else f" {value}")
 
 
+# ---------------------------------------------------------------------------------------------- versions
+_PACKAGES = {"torch": "", "torchvision": "", "torchao": "", "accelerate": "", "deepspeed": "", "transformers": ""}
+
+
+def _versions() -> str:
+    """Returns the environments of tests/versions.toml, then the features that need a newer torch."""
+    found = tomllib.loads((DOCS.parent / "tests/versions.toml").read_text(encoding="utf-8"))
+    rows = []
+    for row in found["row"]:
+        pins = [re.split("(?=[<>=~!])", pin, maxsplit=1) for pin in row["pins"]]
+        given = _PACKAGES | {package: _readable(limits) for package, limits in pins}
+        rows.append((row["python"], *(given[package] or "newest" for package in _PACKAGES), row.get("note", "")))
+    needs = [(row["feature"], f"torch {row['torch']} or newer") for row in found["needs"]]
+    header = ("Python", "torch", "torchvision", "torchao", "accelerate", "DeepSpeed", "transformers", "Note")
+    return f"{_table(header, rows)}\n\n{_table(('Feature', 'It needs'), needs)}"
+
+
+def _readable(limits: str) -> str:
+    """Returns the version of an exact pin, e.g. 2.11 of "==2.11.*"; other limits as code."""
+    return limits.removeprefix("==").removesuffix(".*") if limits.startswith("==") else f"`{limits}`"
+
+
 # ---------------------------------------------------------------------------------------------- Markdown
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in (header, ["---"] * len(header), *rows)]
@@ -190,9 +213,10 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     **{kind: partial(_components, kind) for kind in KINDS},
     "commands": _commands,
     "renamed": _renamed_names,
+    "versions": _versions,
 }
 
 
 if __name__ == "__main__":
-    for file in sorted([*PAGES.glob("*.md"), DOCS / "extend/upgrade.md"]):
+    for file in sorted([*PAGES.glob("*.md"), DOCS / "extend/upgrade.md", DOCS / "install.md"]):
         file.write_text(render(file.read_text(encoding="utf-8")), encoding="utf-8")

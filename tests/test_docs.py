@@ -79,7 +79,9 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", sorted((DOCS / "reference").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [*sorted((DOCS / "reference").glob("*.md")), DOCS / "install.md"], ids=lambda page: page.stem
+)
 def test_the_reference_is_up_to_date(page: Path, generate: ModuleType) -> None:
     text = page.read_text(encoding="utf-8")
     assert text == generate.render(text), "run: python docs/generate.py"

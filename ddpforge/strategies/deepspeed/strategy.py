@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from ddpforge import compat
 from ddpforge.errors import StrategyError
 from ddpforge.interfaces import Contract, Replica, Sharded, Strategy, Unsupported, Weights, World
 from ddpforge.strategies.deepspeed.extra import Offload, check_owned_keys, merge
@@ -32,7 +33,6 @@ _ACCUMULATES = {
     2: "DeepSpeed, in each rank's part of the gradients; one reduction per micro-batch",
     3: "DeepSpeed, in each rank's part of the gradients; one reduce-scatter per micro-batch",
 }
-_COMPILES = "2.12"  # torch 2.11: the compiled backward pass does not use the weights that stage 3 gathered
 
 
 class DeepSpeed(Strategy):
@@ -147,7 +147,6 @@ class DeepSpeed(Strategy):
     def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterator[Unsupported]:
         """Refuses settings that cannot be compiled, and a missing or untested DeepSpeed."""
         import torch
-        from packaging.version import Version
 
         from ddpforge.strategies.deepspeed.zero import require_deepspeed
 
@@ -162,11 +161,12 @@ class DeepSpeed(Strategy):
                 "but ZeRO stage 3 gathers them again for every pass",
                 ('set train.compile = "default", or strategy.stage = 2',),
             )
-        if self.stage == 3 and train.compile != "off" and Version(torch.__version__) < Version(_COMPILES):
+        least = compat.COMPILED_STAGE_3
+        if self.stage == 3 and train.compile != "off" and not compat.torch_has(least):
             yield Unsupported(
                 "train.compile",
                 f"under ZeRO stage 3, models compiled by torch {torch.__version__} get wrong gradients: some are zero",
-                (f'update to torch {_COMPILES} or newer, set train.compile = "off", or strategy.stage = 2',),
+                (f'update to torch {least} or newer, set train.compile = "off", or strategy.stage = 2',),
             )
 
     def setup(self, train: TrainSection, world: World) -> World:

@@ -25,8 +25,6 @@ __all__ = [
     "tied_names",
 ]
 
-_INTEGERS = "2.12"
-
 
 def check_shardable(name: str, parameter: nn.Parameter) -> None:
     """Raises StrategyError for a parameter that cannot be sharded."""
@@ -40,10 +38,10 @@ def check_shardable(name: str, parameter: nn.Parameter) -> None:
             f"parameter `{name}` has no elements: FSDP cannot shard it",
             hints=["remove it from the model, or set requires_grad = False"],
         )
-    if not (parameter.is_floating_point() or parameter.is_complex()) and not compat.torch_has(_INTEGERS):
+    if not (parameter.is_floating_point() or parameter.is_complex()) and not compat.torch_has(compat.SHARDED_INTEGERS):
         raise StrategyError(
             f"parameter `{name}` holds integers, which torch {torch.__version__} cannot shard",
-            hints=[f"pip install 'torch>={_INTEGERS}'", "or make it a buffer"],
+            hints=[f"pip install 'torch>={compat.SHARDED_INTEGERS}'", "or make it a buffer"],
         )
     if compat.has_gradient_hooks(parameter):
         raise StrategyError(
@@ -114,7 +112,7 @@ class GradientCoverage:
         self._found: set[str] = set()
         self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.clear = self._found.clear
-        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.10 and 2.11
             # Then backward does not hang if ranks use different parameters; the error is reported after it.
             cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         for prefix, unit in model.named_modules():

@@ -144,8 +144,10 @@ class Pipeline(Strategy):
         if not compat.has_pipelines():
             import torch
 
-            message = f"pipelines need torch 2.14 or newer, but this is torch {torch.__version__}"
-            yield Unsupported("strategy.use", message, ("pip install 'torch>=2.14'", 'or set strategy.use = "fsdp"'))
+            least = compat.PIPELINES
+            message = f"pipelines need torch {least} or newer, but this is torch {torch.__version__}"
+            hints = (f"pip install 'torch>={least}'", 'or set strategy.use = "fsdp"')
+            yield Unsupported("strategy.use", message, hints)
         if train.precision == "fp16":
             yield Unsupported(
                 "train.precision",
