@@ -27,6 +27,7 @@ from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import check_same_groups, check_same_schedules, compare_built
 from ddpforge.training.float8 import put_float8
 from ddpforge.training.frozen_weights import omits_frozen
+from ddpforge.training.learning_rates import check_scheduled_values
 from ddpforge.training.loop import Trainer
 from ddpforge.training.media import MediaLogger
 from ddpforge.training.memory_format import check_channels_last, put_channels_last
@@ -75,6 +76,7 @@ def assemble(
         watch_batchnorm(model, *parts.training.fewest(_batches(parts)))
         updates, blocks = list(parts.updates), recipe.train.blocks
         optimizer = build_optimizer(parts.registry, recipe.optimizer, model, updates, blocks)
+    check_scheduled_values(optimizer, parts.value_schedules, parts.plan.horizon.total)
     check_same_groups(world.global_ranks, model, optimizer)
     check_same_schedules(world.global_ranks, {**parts.schedules, **parts.value_schedules}, parts.plan.horizon.total)
     replica = _prepared(parts, world, model, optimizer)

@@ -11,9 +11,10 @@ from ddpforge.errors import UsageError
 from ddpforge.interfaces import Schedule
 from ddpforge.strategies.composite_optimizer import AlternatingOptimizer
 
-__all__ = ["Rates", "remember_initial"]
+__all__ = ["Rates", "check_scheduled_values", "remember_initial"]
 
 _BETAS = {"beta1": 0, "beta2": 1}
+_FRACTIONS = {*_BETAS, "momentum", "alpha", "rho"}  # less than 1 in torch's optimizers
 
 
 def remember_initial(optimizer: Optimizer, names: Collection[str]) -> None:
@@ -63,6 +64,22 @@ def _set_option(group: dict[str, Any], name: str, value: float) -> None:
         group["betas"] = tuple(others)
     else:
         group[name] = value
+
+
+def check_scheduled_values(optimizer: Optimizer, schedules: Mapping[str, Schedule], total: int | None) -> None:
+    """Raises UsageError if a schedule raises betas or momentum to 1 or more, at one of a hundred steps of the run."""
+    last = (total or 100) - 1
+    for name in schedules.keys() & _FRACTIONS:
+        for group in optimizer.param_groups:
+            initial = _option(group, name, "initial_") or 0.0
+            for step in (last * part // 99 for part in range(100)):
+                if (value := initial * schedules[name](step)) >= 1:
+                    raise UsageError(
+                        f"the schedule of {name} raises it from {initial:g} to {value:g} at step {step}, "
+                        "but it must be less than 1",
+                        hints=["a schedule returns a factor on the option's value in [optimizer]"],
+                        key=f"optimizer.schedules.{name}",
+                    )
 
 
 class Rates:

@@ -17,7 +17,7 @@ from ddpforge.builtin.optim.schedules import onecycle, onecycle_momentum, ramp
 from ddpforge.errors import RecipeError, UsageError
 from ddpforge.interfaces import Horizon
 from ddpforge.recipe import load_recipe
-from ddpforge.training.learning_rates import Rates, remember_initial
+from ddpforge.training.learning_rates import Rates, check_scheduled_values, remember_initial
 
 RUN = Horizon(12, None)
 RECIPE = """
@@ -130,3 +130,13 @@ def test_a_start_that_never_comes_is_refused(start: str, message: str) -> None:
     sets = [f"optimizer.groups.body.start={start}", 'optimizer.groups.body.parameters=["*"]', "train.length=6st"]
     with pytest.raises(RecipeError, match=message):
         load_recipe("digits", sets=[*sets, "schedule.warmup=1st"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"), [(SGD(weights(), 0.5, momentum=0.9), "momentum"), (AdamW(weights(), 0.5), "beta2")]
+)
+def test_momentum_and_betas_of_one_or_more_are_refused(optimizer: Optimizer, name: str) -> None:
+    remember_initial(optimizer, [name])
+    check_scheduled_values(optimizer, {name: lambda step: 1.0, "weight_decay": lambda step: 9.0}, 20)
+    with pytest.raises(UsageError, match=rf"the schedule of {name} raises it from .* at step 1\d, but it must be less"):
+        check_scheduled_values(optimizer, {name: lambda step: 1.2 if step > 10 else 1.0}, 20)
