@@ -18,7 +18,7 @@ run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
 
 # Runs wait for ranks a sixth of their time: what is beside their tests takes what they leave of the cores.
-test: $(VENV)/installed    ## style, types, tests and those of the plugins, in ten minutes on two cores
+test: $(VENV)/installed    ## style, types, tests and those of the plugins, in a quarter of an hour on two cores
 	nice $(MAKE) --output-sync lint test-plugins OF_PLUGINS="not slow" & rest=$$!; \
 	$(MAKE) --no-print-directory test-package; code=$$?; wait $$rest && exit $$code
 

@@ -109,7 +109,8 @@ def _adoption(where: str) -> Any:
         if error.name != plugin:
             raise
         name = plugin.replace("_", "-")
-        raise SetupError(f"this class needs {name}, which is not installed", hints=[f"pip install {name}"]) from error
+        hints = [f"pip install ./plugins/{name}, in the clone of ddpforge"]
+        raise SetupError(f"this class needs {name}, which is not installed", hints=hints) from error
 
 
 # ---------------------------------------------------------------------------------------------- recognising

@@ -19,10 +19,10 @@ from ddpforge.machine import has_nvidia_gpu
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["SHARED_GPU", "DeviceCheck", "choose_device", "device_type", "name_of_device"]
+__all__ = ["DeviceCheck", "choose_device", "device_type", "name_of_device"]
 
 _HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose
-SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets several ranks share a GPU
+_SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets several ranks share a GPU
 _SHARES = (2, 30)  # the first version of NCCL that reads it
 _ON_CPU = 'to train on the CPU, set train.device = "cpu"'
 
@@ -121,7 +121,7 @@ def check(ranks: list[Mapping[str, Any]]) -> None:
             f"ranks compute on different devices: {where}",
             hints=['set train.device = "cuda" to see why a GPU is not used', _ON_CPU],
         )
-    allowed = os.environ.get(SHARED_GPU) == "1"
+    allowed = os.environ.get(_SHARED_GPU) == "1"
     version = torch.cuda.nccl.version() if allowed else ()  # type: ignore[no-untyped-call]
     if allowed and version >= _SHARES:
         return
@@ -129,7 +129,7 @@ def check(ranks: list[Mapping[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
         if found["gpu"] and (first := owner.setdefault(json.dumps([found["host"], found["gpu"]]), rank)) != rank:
             own = len({json.dumps(each["gpu"]) for each in ranks if each["host"] == found["host"]})
-            old = f"; NCCL {'.'.join(map(str, version))} ignores {SHARED_GPU}, NCCL 2.30 does not" if allowed else ""
+            old = f"; NCCL {'.'.join(map(str, version))} ignores {_SHARED_GPU}, NCCL 2.30 does not" if allowed else ""
             raise StrategyError(
                 f"ranks {first} and {rank} would share a GPU of {found['host']}, but each rank needs its own GPU{old}",
                 hints=[f"ddpforge launch RECIPE --nproc {own}", _ON_CPU],

@@ -13,7 +13,7 @@ from support.fake_distributions import install
 from ddpforge.components import scaffold
 from ddpforge.components.kinds import KINDS, KindSpec
 from ddpforge.components.registry import Registry, build
-from ddpforge.errors import PluginError
+from ddpforge.errors import PluginError, SetupError
 from ddpforge.recipe.schema import Component, Recipe
 
 
@@ -156,3 +156,10 @@ def test_a_new_kind_needs_only_an_entry_in_the_table(tmp_path: Path) -> None:
         "case": ["probe", {"weights": {"one": 3}}, {"seed": 3}],
         "job": {"2": "data"},
     }
+
+
+def test_class_of_a_plugin_that_is_not_installed_names_the_plugin() -> None:
+    spec = KindSpec(name="task", adopted={"pathlib:Path": "ddpforge_absent.trainer:adopted"})
+    with pytest.raises(SetupError, match="this class needs ddpforge-absent, which is not installed") as caught:
+        spec.adopt(Path)
+    assert caught.value.hints == ("pip install ./plugins/ddpforge-absent, in the clone of ddpforge",)
