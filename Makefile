@@ -9,10 +9,16 @@ PLUGIN_TESTS := $(PLUGINS:%=test-%)
 # Two files at a time: many tests wait for ranks. Small files are the last, so that both workers end together.
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
+# WHEELS=FOLDER: a machine without network. What PYTHON has, torch above all, is used; the rest comes from the folder.
+ifdef WHEELS
+export PIP_NO_INDEX = 1
+export PIP_FIND_LINKS = $(abspath $(WHEELS))
+endif
+
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run package test test-package test-all test-fast test-portable test-versions test-gpu test-gpus gpu pretend-cuda test-plugins $(PLUGIN_TESTS) bench lint docs clean
+.PHONY: run package test test-package test-all test-fast test-portable test-versions test-gpu test-gpus gpu gpu-wheels pretend-cuda test-plugins $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
@@ -37,17 +43,26 @@ test-all: lint            ## also all strategy pairs, faults on two hosts, 320 r
 
 test-gpu: MARK = gpu
 test-gpu: RANKS = 1
+test-gpu: AT_ONCE = --numprocesses=auto --maxprocesses=12 --dist=worksteal
 test-gpu: gpu    ## what needs a CUDA device, and speed and memory beside loops by hand on one: a report in build/gpu
 
 test-gpus: MARK = gpus
 test-gpus: RANKS = 0
 test-gpus: gpu    ## what needs several CUDA devices, and the same beside loops by hand on all of them
 
-gpu: $(VENV)/installed
+gpu: $(VENV)/installed-gpu
 	mkdir -p build/gpu
 	rm -f build/gpu/$(MARK).xml
-	-$(BIN)/python -m pytest -m $(MARK) --junitxml=build/gpu/$(MARK).xml  # what failed counts below
+	-$(BIN)/python -m pytest tests/gpu -m $(MARK) $(AT_ONCE) --junitxml=build/gpu/$(MARK).xml  # what failed counts below
 	$(BIN)/python benchmarks/gpu.py --ranks $(RANKS) --tests build/gpu/$(MARK).xml
+
+TARGET_PYTHON := 3.12
+PLATFORMS := $(foreach glibc,2_28 2_24 2_17 2_12 2_5,--platform=manylinux_$(glibc)_x86_64) --platform=manylinux2014_x86_64
+gpu-wheels: $(BIN)/python    ## build/gpu/wheels, for `make test-gpu WHEELS=…` on a machine that has torch but no network
+	mkdir -p build/gpu/wheels
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/gpu/wheels 'deepspeed>=0.19.8,<0.20'
+	$(BIN)/python -m pip download --quiet --only-binary=:all: --python-version=$(TARGET_PYTHON) $(PLATFORMS) \
+		--dest build/gpu/wheels --requirement tests/gpu/wheels.txt
 
 test-fast: $(VENV)/installed    ## without the tests that take tens of seconds
 	$(PYTEST) -m "not slow and not full"
@@ -85,6 +100,10 @@ $(VENV)/installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(PLUGINS:%=--editable './%[dev]')
 	touch $@
 
+$(VENV)/installed-gpu: pyproject.toml | $(BIN)/python    ## what the tests that need a GPU import
+	$(BIN)/python -m pip install --quiet --editable '.[gpu-tests]' --editable plugins/ddpforge-teaching
+	touch $@
+
 $(BIN)/ddpforge: pyproject.toml | $(BIN)/python    ## the package alone, without what its tests need
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
@@ -92,6 +111,9 @@ $(BIN)/ddpforge: pyproject.toml | $(BIN)/python    ## the package alone, without
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ddpforge needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
+ifdef WHEELS
+	$(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' > $$(echo $(VENV)/lib/python3*/site-packages)/beside.pth
+endif
 
 clean:
 	rm -rf $(VENV) runs

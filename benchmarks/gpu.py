@@ -1,17 +1,20 @@
 """Speed and memory of ddpforge on CUDA devices, compared with a loop by hand; writes a report.
 
     make test-gpu                                    tests that need a GPU, then this script on one
+    make test-gpu WHEELS=build/gpu/wheels            the same without network; `make gpu-wheels` fills the folder
     make test-gpus                                   tests that need several, then this script on all of them
-    python benchmarks/gpu.py --tests build/gpu/tests.xml         on one GPU; the report includes test results
+    python benchmarks/gpu.py --tests build/gpu/gpu.xml           on one GPU; the report includes test results
+    python benchmarks/gpu.py --only mlp,resnet50     some of the measurements
     python benchmarks/gpu.py --ranks 8               on 8 GPUs; 0: on all GPUs
     python benchmarks/gpu.py --tiny [--ranks 2]      on CPUs, with tiny models: checks only that the script runs
 
-ddpforge and the loop by hand train alternately in their own processes, twice unless the model is compiled, with the
-same model, samples, batch, precision, fused AdamW and clipping. ddpforge runs a recipe, with metrics.jsonl, console and
-all checks on. The script times the steps after a warm-up, between two synchronizations of the device. The limits are
-ratios, which are valid on any machine, and alarms, which are for an H100; none has been measured yet. The results are
-build/gpu/report.md and report.json, with --ranks report-N. The exit code is 1 if a limit is missed, or if anything
-fails.
+ddpforge and the loop by hand train alternately in their own processes, with the same model, samples, batch, precision,
+fused AdamW and clipping. If the model is compiled, both compile the loss with it. ddpforge runs a recipe, with
+metrics.jsonl, console and all checks on. Each process times three windows of steps after a warm-up, each between two
+synchronizations of the device. Ratios are of the medians of all windows; the spread is that of the slower side's
+windows, (largest - smallest) / median. The limits are ratios, which are valid on any machine, and alarms, which are for
+an H100 or H200. The results are build/gpu/report.md and report.json, with --ranks report-N. The exit code is 1 if a
+limit is missed, or if anything fails.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -58,6 +62,7 @@ global_batch = {batch}
 micro_batch = {micro_batch}
 precision = "{precision}"
 compile = "{compile}"
+fp8 = "{fp8}"
 channels_last = {channels_last}
 clip_norm = 1.0
 [track]
@@ -81,15 +86,16 @@ class Case:
     batch: int
     passes: int = 1
     precision: str = "bf16"
-    compile: bool = False
+    compile: str = "off"  # as train.compile
+    fp8: str = "off"  # as train.fp8
     channels_last: bool = False
     strategy: str = "ddp"  # "fsdp:fp32" all-gathers weights in fp32
     image: int = 224  # height and width in pixels
     warm: int = 20
-    steps: int = 100
+    steps: int = 30  # of each of three windows
     save_every: int = 0  # steps; if set, each step is timed
     profiled: bool = False  # measures how busy the GPU is
-    turns: int = 2
+    turns: int = 1  # processes of each side
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -99,18 +105,27 @@ class Case:
 
     @property
     def last(self) -> int:
-        return self.warm + self.steps
+        return self.warm + WINDOWS * self.steps
 
 
+WINDOWS = 3
+WORKSPACE = 32 * 2**20  # bytes that torch allocates for cuBLAS on an H100, which no plan counts
+GPT_124M, GPT_350M = GPT.format(50304, 1024, 12, 12, 768), GPT.format(50304, 1024, 24, 16, 1024)
+RESNET = 'use = "torchvision"\narch = "{}"\nclasses = 1000'
 LARGE = {
-    "mlp": Case('use = "mlp"\ninputs = 64\nhidden = [64]\noutputs = 10', 64, precision="fp32", steps=2000),
-    "gpt-124m": Case(GPT.format(50304, 1024, 12, 12, 768), 16, compile=True, turns=1),
-    "gpt-350m": Case(GPT.format(50304, 1024, 24, 16, 1024), 8, compile=True, turns=1, steps=60),
-    "gpt-1.3b": Case(GPT.format(50304, 2048, 24, 16, 2048), 4, strategy="fsdp", steps=40),
-    "resnet50": Case('use = "torchvision"\narch = "resnet50"\nclasses = 1000', 256, channels_last=True, steps=60),
+    "mlp": Case('use = "mlp"\ninputs = 64\nhidden = [64]\noutputs = 10', 64, precision="fp32", steps=500, turns=3),
+    "resnet18-small": Case(RESNET.format("resnet18"), 64, channels_last=True, image=32, steps=100, turns=3),
+    "gpt-124m": Case(GPT_124M, 16, compile="default"),
+    "gpt-124m-eager": Case(GPT_124M, 16),
+    "gpt-124m-fsdp": Case(GPT_124M, 16, strategy="fsdp"),
+    "gpt-4m-cuda-graphs": Case(GPT.format(4096, 256, 6, 4, 256), 8, compile="reduce-overhead", steps=200),
+    "gpt-350m": Case(GPT_350M, 8, compile="default", steps=20),
+    "gpt-350m-fp8": Case(GPT_350M, 8, compile="default", fp8="tensorwise", steps=20),
+    "gpt-1.3b": Case(GPT.format(50304, 2048, 24, 16, 2048), 4, strategy="fsdp", steps=15),
+    "resnet50": Case(RESNET.format("resnet50"), 256, channels_last=True, steps=20),
 }
-_SMALL = {"gpt": GPT.format(64, 16, 2, 2, 16), "resnet50": LARGE["resnet50"].model.replace("resnet50", "resnet18")}
-_TINY = {"batch": 8, "warm": 2, "steps": 8, "compile": False, "image": 32, "turns": 1}
+_SMALL = {"gpt": GPT.format(64, 16, 2, 2, 16), "resnet50": RESNET.format("resnet18")}
+_TINY = {"batch": 8, "warm": 2, "steps": 3, "compile": "off", "fp8": "off", "image": 32, "turns": 1}
 TINY = {
     name: replace(case, model=_SMALL.get(name.partition("-")[0], case.model), **_TINY) for name, case in LARGE.items()
 }
@@ -119,11 +134,15 @@ TINY = {
 class Found(NamedTuple):
     """Measurements of one side."""
 
-    seconds: float  # per step
+    windows: list[float]  # seconds per step, of each window
     memory: int  # peak bytes of torch's allocator
     longest: float  # seconds of the longest step, if each was timed
     busy: float  # fraction of the time in which the GPU was busy, if profiled
     loss: float
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.windows)
 
 
 class Failed(Exception):
@@ -191,6 +210,7 @@ class Clock(Callback):
     def __init__(self, *, case: dict[str, Any]) -> None:
         self.case = Case(**case)
         self.each: list[float] = []
+        self.windows: list[float] = []
         self.loss = float("nan")
 
     def on_step(self, info: StepInfo) -> None:
@@ -207,17 +227,21 @@ class Clock(Callback):
             if self.profiler:
                 self.profiler.start()
             self.began = self.before = time.perf_counter()
-        elif step > self.case.warm and self.case.save_every:
+            return
+        if step > self.case.warm and self.case.save_every:
             synchronize()
             now = time.perf_counter()
             self.each.append(now - self.before)
             self.before = now
-        if step == self.case.last:
+        if step > self.case.warm and (step - self.case.warm) % self.case.steps == 0:
             synchronize()
-            took = time.perf_counter() - self.began
+            now = time.perf_counter()
+            self.windows.append((now - self.began) / self.case.steps)
+            self.began = now
+        if step == self.case.last:
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             busy = busy_in(self.profiler) if self.profiler else 0.0
-            tell(Found(took / self.case.steps, memory, max(self.each, default=0.0), busy, self.loss))
+            tell(Found(self.windows, memory, max(self.each, default=0.0), busy, self.loss))
 
 
 def busy_in(profiler: Any) -> float:
@@ -252,13 +276,13 @@ def by_hand(case: Case, ranks: int) -> None:
     place = device()
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    if ranks > 1:
+    sharded, low = case.strategy.startswith("fsdp"), case.precision == "bf16"
+    if ranks > 1 or sharded:
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     torch.manual_seed(0)
     model = built(case).to(place)
     if case.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    sharded, low = case.strategy.startswith("fsdp"), case.precision == "bf16"
     wrapped: Any = model
     if sharded:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32)
@@ -267,8 +291,20 @@ def by_hand(case: Case, ranks: int) -> None:
         fully_shard(model, mp_policy=policy)
     elif ranks > 1:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if case.compile:
-        wrapped = torch.compile(wrapped)
+    if case.fp8 != "off":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(case.fp8)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name != "head")
+
+    def forward(inputs: Tensor, targets: Tensor) -> Tensor:
+        return criterion(wrapped(inputs), targets)
+
+    criterion = loss_of
+    if case.compile != "off" and ranks == 1:
+        forward = torch.compile(forward, mode=case.compile)
+    elif case.compile != "off":  # DDP splits the graph of its module alone
+        wrapped, criterion = torch.compile(wrapped, mode=case.compile), torch.compile(criterion)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     data: Any = Samples(case=vars(case))
     sampler = DistributedSampler(data) if ranks > 1 else None
@@ -284,14 +320,14 @@ def by_hand(case: Case, ranks: int) -> None:
             holds = ranks > 1 and not sharded and number < case.passes - 1
             with wrapped.no_sync() if holds else nullcontext():
                 with torch.autocast(place.type, torch.bfloat16, enabled=low):
-                    loss = loss_of(wrapped(inputs), targets) / case.passes
+                    loss = forward(inputs, targets) / case.passes
                 loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % LOG_EVERY == 0:
             clock.loss = loss.item() * case.passes
         clock.tick(step)
-    if ranks > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -315,6 +351,19 @@ def by_ddpforge(case: Case, ranks: int) -> None:
     """Trains with a recipe, with all defaults on."""
     import ddpforge
 
+    ddpforge.run(written(case, ranks), out=Path(os.environ["GPU_RESULT"] + "-runs"))
+
+
+def planned(case: Case, ranks: int) -> None:
+    """Predicts the peak memory of a step with `ddpforge plan`, in bytes."""
+    command = [sys.executable, "-m", "ddpforge", "plan", str(written(case, ranks)), "--device", "h100", "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    tell({"peak": json.loads(found.stdout)[0]["peak"]})
+
+
+def written(case: Case, ranks: int) -> Path:
+    """Writes the recipe of a case and returns its file."""
     fields = json.dumps(vars(case)).replace('": ', '" = ')  # an inline table
     recipe = Path(os.environ["GPU_RESULT"] + f"-{os.environ.get('RANK', '0')}.toml")
     use, _, option = case.strategy.partition(":")
@@ -328,13 +377,14 @@ def by_ddpforge(case: Case, ranks: int) -> None:
         batch=case.batch * case.passes * ranks,
         micro_batch=case.batch,
         precision=case.precision,
-        compile="default" if case.compile else "off",
+        compile=case.compile,
+        fp8=case.fp8,
         channels_last=str(case.channels_last).lower(),
         save_every=case.save_every or 10**6,
         strategy=f'use = "{use}"\n' + (f'all_gather_dtype = "{option}"\n' if option else ""),
     )
     recipe.write_text(text)
-    ddpforge.run(recipe, out=Path(os.environ["GPU_RESULT"] + "-runs"))
+    return recipe
 
 
 def copies(case: Case, ranks: int) -> None:
@@ -384,7 +434,7 @@ def reductions(case: Case, ranks: int) -> None:
     dist.destroy_process_group()
 
 
-SIDES = {"hand": by_hand, "ddpforge": by_ddpforge, "copies": copies, "reductions": reductions}
+SIDES = {"hand": by_hand, "ddpforge": by_ddpforge, "plan": planned, "copies": copies, "reductions": reductions}
 
 
 def answer(side: str, case: Case, ranks: int) -> Any:
@@ -392,7 +442,7 @@ def answer(side: str, case: Case, ranks: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         command = [sys.executable]
-        if ranks > 1:
+        if ranks > 1 or case.strategy.startswith("fsdp"):
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         asked = json.dumps({"side": side, "case": vars(case), "ranks": ranks})
         command += [__file__, "--worker", asked]
@@ -408,9 +458,12 @@ def run(side: str, case: Case, ranks: int) -> Found:
 
 
 def pair(case: Case, ranks: int) -> tuple[Found, Found]:
-    """Runs ddpforge and the loop by hand alternately; returns the fastest run of each; raises Failed."""
+    """Runs ddpforge and the loop by hand alternately; returns each with the windows of all its runs; raises Failed."""
     turns = [(run("ddpforge", case, ranks), run("hand", case, ranks)) for _ in range(case.turns)]
-    ours, hand = (min(side, key=lambda found: found.seconds) for side in zip(*turns, strict=True))
+    ours, hand = (
+        side[-1]._replace(windows=[seconds for found in side for seconds in found.windows])
+        for side in zip(*turns, strict=True)
+    )
     if not abs(ours.loss - hand.loss) <= 0.2 * max(hand.loss, 1.0):  # the order of samples differs
         raise Failed(f"the sides did not do the same work: losses {ours.loss:.4f} and {hand.loss:.4f}")
     return ours, hand
@@ -422,13 +475,16 @@ def most(name: str, found: float, limit: float, unit: str = "") -> Row:
 
 
 def alarm(name: str, found: float, limit: float, unit: str = "") -> Row:
-    """Returns a row with an absolute limit, which is judged only on an H100."""
-    there = torch.cuda.is_available() and "H100" in torch.cuda.get_device_name(0)
+    """Returns a row with an absolute limit, which is judged only on an H100 or H200."""
+    there = torch.cuda.is_available() and any(kind in torch.cuda.get_device_name(0) for kind in ("H100", "H200"))
     return Row(name, f"≥ {limit:g}{unit} on an H100", f"{found:.3g}{unit}", found >= limit if there else None)
 
 
 def utilisation(case: Case, seconds: float) -> float:
-    """Returns the model FLOPs utilization of a GPT in bf16 (Chowdhery et al., "PaLM", 2022)."""
+    """Returns the model FLOPs utilization of a GPT (Chowdhery et al., "PaLM", 2022) of the device's peak in bf16.
+
+    It counts the whole matrix of attention weights, of which a causal kernel computes half.
+    """
     from ddpforge.tools.simulation.devices import DEVICES
 
     name = torch.cuda.get_device_name(0).lower() if torch.cuda.is_available() else ""
@@ -446,13 +502,26 @@ def beside(name: str, case: Case, ranks: int, limit: float) -> Rows:
     """Yields speed and memory compared with the loop by hand, and alarms."""
     ours, hand = pair(case, ranks)
     what = f"{name}, {case.strategy.partition(':')[0]}, {ranks} ranks" if ranks > 1 else name
-    yield most(f"{what}: step ÷ by hand ({hand.seconds * 1e3:.2f} ms)", ours.seconds / hand.seconds, limit)
+    windows = max(ours.windows, hand.windows, key=lambda windows: max(windows) / min(windows))
+    spread = (max(windows) - min(windows)) / statistics.median(windows)
+    times = f"{hand.seconds * 1e3:.2f} ms, spread {spread:.1%}"
+    yield most(f"{what}: step ÷ by hand ({times})", ours.seconds / hand.seconds, limit)
     if hand.memory:
         yield most(f"{what}: memory ÷ by hand ({hand.memory / 2**20:.0f} MiB)", ours.memory / hand.memory, 1.02)
+    if ranks == 1 and case.compile == "off" and ours.memory:
+        plan = answer("plan", case, 1)["peak"]
+        off = abs(plan + WORKSPACE - ours.memory) / ours.memory
+        yield most(f"{what}: `ddpforge plan` ({plan / 2**20:.0f} MiB + workspace) is off by", off, 0.02)
     if name in ("gpt-350m", "gpt-1.3b"):
         yield alarm(f"{what}: model FLOPs utilization", utilisation(case, ours.seconds), 0.4)
     if name == "resnet50":
         yield alarm(f"{what}: images per second", case.batch / ours.seconds, 2300)
+
+
+def float8(case: Case) -> Rows:
+    """Yields the time of a step in float8 relative to one in bf16."""
+    half, eighth = (run("ddpforge", replace(case, fp8=fp8), 1) for fp8 in ("off", case.fp8))
+    yield most("gpt-350m: step in fp8 ÷ step in bf16", eighth.seconds / half.seconds, 1.0)
 
 
 def busy(case: Case) -> Rows:
@@ -503,18 +572,26 @@ def parameters(case: Case) -> int:
         return sum(p.numel() for p in built(case).parameters())
 
 
-def measures(cases: dict[str, Case], ranks: int) -> Iterable[Callable[[], Rows]]:
-    """Yields all measurements for one GPU, or for several."""
+def measures(cases: dict[str, Case], ranks: int) -> Iterable[tuple[str, Callable[[], Rows]]]:
+    """Yields all measurements for one GPU, or for several, with their names."""
     if ranks == 1:
-        limits = {"mlp": 1.05, "gpt-124m": 1.02, "resnet50": 1.02, "gpt-350m": 1.02}
-        yield from (partial(beside, name, cases[name], 1, limit) for name, limit in limits.items())
-        yield from (partial(busy, cases["gpt-350m"]), copied, partial(stall, cases["gpt-350m"], 1))
+        limits = {"mlp": 1.15, "resnet18-small": 1.05, "resnet50": 1.02}
+        limits |= dict.fromkeys(("gpt-124m", "gpt-124m-eager", "gpt-124m-fsdp", "gpt-350m"), 1.02)
+        limits |= {"gpt-4m-cuda-graphs": 1.05}
+        yield from ((name, partial(beside, name, cases[name], 1, limit)) for name, limit in limits.items())
+        yield "fp8", partial(float8, cases["gpt-350m-fp8"])
+        yield "busy", partial(busy, cases["gpt-350m"])
+        yield "copies", copied
+        yield "stall", partial(stall, cases["gpt-350m"], 1)
         return
     # torch's LayerNorm accepts weights in lower precision on a GPU, but not on a CPU.
     sharded = replace(cases["gpt-1.3b"], strategy="fsdp:compute" if torch.cuda.is_available() else "fsdp")
-    yield from (partial(reduced, ranks), partial(beside, "gpt-124m", cases["gpt-124m"], ranks, 1.02))
-    yield from (partial(growth, cases["gpt-124m"], ranks), partial(beside, "gpt-1.3b", sharded, ranks, 1.02))
-    yield from (partial(gathered, sharded, ranks), partial(stall, sharded, ranks))
+    yield "reductions", partial(reduced, ranks)
+    yield "gpt-124m", partial(beside, "gpt-124m", cases["gpt-124m"], ranks, 1.02)
+    yield "scaling", partial(growth, cases["gpt-124m"], ranks)
+    yield "gpt-1.3b", partial(beside, "gpt-1.3b", sharded, ranks, 1.02)
+    yield "gathered", partial(gathered, sharded, ranks)
+    yield "stall", partial(stall, sharded, ranks)
 
 
 # ---------------------------------------------------------------------------------------------- the report
@@ -560,6 +637,7 @@ def report(rows: list[Row], failures: list[str], tests: list[Outcome], facts: di
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="number of GPUs; 0: all")
+    parser.add_argument("--only", help="names of measurements, with commas between; default: all")
     parser.add_argument("--tests", type=Path, help="file of pytest --junitxml")
     parser.add_argument("--tiny", action="store_true", help="tiny models, on CPUs")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of the report")
@@ -575,7 +653,10 @@ def main() -> int:
 
     rows: list[Row] = []
     failures: list[str] = []
-    for measure in measures(TINY if options.tiny else LARGE, ranks):
+    only = options.only.split(",") if options.only else None
+    for name, measure in measures(TINY if options.tiny else LARGE, ranks):
+        if only and name not in only:
+            continue
         try:
             for row in measure():
                 rows.append(row)
@@ -583,7 +664,7 @@ def main() -> int:
         except Failed as failure:
             failures.append(str(failure))
             print(failure, flush=True)
-    if ranks == 1:
+    if ranks == 1 and options.tests:
         rows.append(most("tests and measurements together, minutes", (tested + time.monotonic() - began) / 60, 10))
 
     from ddpforge.runs.environment import describe_environment
