@@ -112,7 +112,8 @@ def cross_entropy(
 ) -> Tensor:
     """Returns the cross-entropy of logits [N, C, ...] and int64 classes [N, ...], in float32 for any precision.
 
-    The result is bitwise equal to `torch.nn.functional.cross_entropy` of `logits.float()`.
+    The result is bitwise equal to `torch.nn.functional.cross_entropy` of `logits.float()`, except for sums over bf16
+    logits [N, C] of 32 MiB or more: these are added up in parts, and take less memory.
     """
     import torch
     import torch.nn.functional as F
@@ -121,7 +122,11 @@ def cross_entropy(
     if hasattr(logits, "full_tensor") or label_smoothing:
         options: dict[str, Any] = {"label_smoothing": label_smoothing} if label_smoothing else {}
         return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index, **options)
-    # On a GPU the kernel reads bf16 and writes float32, without a float32 copy of all logits in memory.
+    large = logits.dtype == torch.bfloat16 and logits.ndim == 2 and logits.numel() >= _LARGE
+    if large and reduction == "sum" and not torch.compiler.is_compiling():  # the compiler fuses the lines below
+        from ddpforge.builtin.tasks.chunked import low_memory_cross_entropy
+
+        return low_memory_cross_entropy(logits, targets, ignore_index)
     probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
     return F.nll_loss(probabilities, targets, reduction=reduction, ignore_index=ignore_index)
 
