@@ -185,6 +185,8 @@ class DeviceKind:
         self._generator(device).set_state(state)
 
     def _generator(self, device: torch.device) -> torch.Generator:
+        if not self.module.default_generators:  # CUDA and XPU make them when they begin
+            self.module.init()
         found: torch.Generator = self.module.default_generators[device.index or 0]
         return found
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.toy_device import install_toy
+from support.toy_device import install_private, install_toy
 from test_docs import write_files
+from torch.utils import backend_registration
 
 from ddpforge.runs.metrics import read_metrics
 
@@ -105,6 +106,60 @@ def test_run_resumes_on_the_cpu_and_back(site: Path) -> None:
     assert found[-1]["eval/loss"] == pytest.approx(whole[-1]["eval/loss"], rel=1e-6)
 
 
+def test_ranks_communicate_over_the_backend_of_the_kind(site: Path) -> None:
+    """Two ranks of a kind that Accelerate does not know train as two on the CPU."""
+    found = {}
+    for device in ("toy_pair", "cpu"):
+        words = [word for one in (f"name={device}", f"train.device={device}", *SHORT) for word in ("--set", one)]
+        done = ddpforge(site, "launch", "digits", "--nproc", "2", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[device] = read_metrics(site.parent / "runs" / device)
+    assert [row["step"] for row in found["toy_pair"]] == [row["step"] for row in found["cpu"]]
+    for row, other in zip(found["toy_pair"], found["cpu"], strict=True):
+        for name in {"train/loss", "eval/loss", "eval/accuracy"} & row.keys():
+            assert row[name] == pytest.approx(other[name], rel=1e-6), name
+
+
+# ---------------------------------------------------------------------------------------------- a backend of torch
+@pytest.fixture
+def backend(site: Path) -> Path:
+    """Returns a folder with a plugin whose device is in torch's slot for other packages' backends."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch has no backends that are written in Python")
+    install_private(site)
+    return site
+
+
+def test_run_on_another_backend_of_torch_is_that_on_the_cpu(backend: Path) -> None:
+    """No tensor of the host meets one of the device, and none on the device is float64: the device refuses both."""
+    metrics = 'task.metrics=["accuracy", "f1", "calibration_error", "top5"]'
+    ema = "callbacks.ema={ decay = 0.9 }"
+    mine = train(backend, "mine", "train.device=toyacc", metrics, ema, "train.clip_norm=1.0")
+    theirs = train(backend, "theirs", "train.device=cpu", metrics, ema, "train.clip_norm=1.0")
+    compared = 0
+    for row, other in zip(mine, theirs, strict=True):
+        for name in row:
+            if name in ("train/loss", "train/grad_norm") or name.startswith("eval/"):
+                assert math.isclose(row[name], other[name], rel_tol=1e-5, abs_tol=1e-6), name
+                compared += 1
+    assert compared > 12
+    resumed = train(backend, "mine", "train.device=cpu", metrics, ema, "train.clip_norm=1.0", "train.length=14st")
+    assert resumed[-1]["step"] == 14
+
+
+def test_step_reads_only_the_norm_from_a_device_without_fused_optimizers(backend: Path) -> None:
+    reads = {}
+    for steps in (10, 20):  # of 23 in an epoch
+        account = backend.parent / f"reads-{steps}"
+        words = ("train.device=toyacc", f"train.length={steps}st", "track.every=100st", "checkpoint.every=100st")
+        train(backend, f"of-{steps}", *words, "train.eval_every=100st", PRIVATE_READS=str(account))
+        reads[steps] = account.read_text().split()
+    # A second read a step would be 20. A run reads all norms once more after a time, which depends on the machine.
+    assert 9 <= reads[20].count("read") - reads[10].count("read") <= 11
+    assert "synchronize" not in reads[20]
+
+
+# ---------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -149,7 +204,7 @@ def test_unsupported_setting_is_refused_before_training(site: Path, arguments: l
 def test_unknown_device_is_refused_with_the_names_of_plugins(site: Path) -> None:
     done = ddpforge(site, "check", "digits", "--set", "train.device=tpu")
     assert done.returncode == 2
-    assert "one of: auto, cpu, cuda, mps, toy, xpu" in done.stderr
+    assert "one of: auto, cpu, cuda, mps, toy, toy_pair, xpu" in done.stderr
 
 
 def test_example_of_the_page_is_a_kind_of_devices(tmp_path: Path) -> None:

@@ -69,6 +69,17 @@ class Toy(DeviceKind):
         return [{"name": "Toy 1", "memory": 8 << 30}]
 
 
+class ToyPair(Toy):
+    """A device for each rank, which communicate over gloo."""
+
+    name, type = "toy_pair", "cpu"
+    backend = "gloo"
+    process_group = "gloo"  # type: ignore[assignment]  # the tensors are the CPU's: torch takes one backend for these
+
+    def identity(self, device: torch.device) -> list[Any] | None:
+        return None
+
+
 def _note(call: str) -> None:
     if account := os.environ.get("TOY_ACCOUNT"):
         with open(account, "a") as file:
@@ -76,5 +87,11 @@ def _note(call: str) -> None:
 
 
 def install_toy(site: Path) -> None:
-    """Installs a plugin with the kind `toy` in the folder `site`, for processes that have it on their path."""
-    install(site, "toy-device", {"ddpforge.device": {"toy": "support.toy_device:Toy"}})
+    """Installs a plugin with the two kinds in the folder `site`, for processes that have it on their path."""
+    names = {"toy": "support.toy_device:Toy", "toy_pair": "support.toy_device:ToyPair"}
+    install(site, "toy-device", {"ddpforge.device": names})
+
+
+def install_private(site: Path) -> None:
+    """Installs a plugin with the kind `toyacc` in the folder `site`. Its import registers a backend with torch."""
+    install(site, "private-device", {"ddpforge.device": {"toyacc": "support.private_device:Private"}})
