@@ -202,6 +202,8 @@ QUERIES = {
     # extend, concepts, reference
     "custom callback": "extend/callback",
     "custom metric": "extend/metric",
+    "custom accelerator": "extend/device",
+    "apple mps": "install",
     "custom optimizer": "extend/optimizer",
     "entry points": "extend/plugin",
     "GAN": "extend/research extend/loss",

@@ -193,6 +193,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "why-toml": {"extends": Recipe()},
     "strategy": {"replicas": Recipe(ranks=2), "mini_tp": MINI_TP},
     "plugin": {'name = "denoising"': "tests/test_docs.py", "my-forge-parts": PACKAGE},
+    "device": {"my-npu": PACKAGE, 'device = "npu"': "needs an NPU: tests/app/test_device_plugin.py, on another device"},
 }
 """Snippets of TOML, by their page and by words that are unique on the page."""
 
@@ -236,6 +237,7 @@ COMPONENTS = {
             text='[task]\nuse = "./denoising.py:Denoising"\nnoise = 0.2',
         ),
     ],
+    "device": [Recipe(text='callbacks.free = { use = "./memory.py:FreeMemory" }')],
     "metric": [Recipe(sets=("~checkpoint.keep",), text='[task]\nmetrics = [{ use = "./recalls.py:Recalls" }]')],
     "model": [
         Recipe(
@@ -267,6 +269,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "export": {"onnxruntime": "", "load_model": ""},
     "migrate": {f"# train_{name}.py": MIGRATE for name in ("hf", "lightning", "accelerate", "ddp")},
     "strategy": {"# mini_tp.py": MINI_TP},
+    "device": {"# npu.py": "tests/app/test_device_plugin.py"},
     "predict": {"denoised": ""},
 }
 """Snippets of Python outside of recipes, as above: empty for scripts, or the test that runs them."""

@@ -28,7 +28,7 @@ from ddpforge.data.batch_assignment import Even
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
-from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World
+from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World, device_kind
 from ddpforge.preflight import Problems
 from ddpforge.preflight.samples import check_first_batch
 from ddpforge.preflight.static import no_sampler_of_streams
@@ -263,7 +263,7 @@ def deal(built: Built, world: World) -> Dealt:
         "workers": 0 if workers == "auto" else workers,
         "prefetch": recipe.data.prefetch,
         "keys": BatchKeys.of(recipe.data),
-        "pin": world.device.type == "cuda",
+        "pin": device_kind(world.device).pins,
         # With several ranks, the watchdogs detect a rank without progress.
         "patience": train.hang_timeout.seconds if train.hang_timeout != "off" and world.global_ranks.size == 1 else 0.0,
     }

@@ -209,6 +209,6 @@ def _killed(death: RankDeath) -> ForgeError:
 
 
 def _gpus() -> int:
-    import torch
+    from ddpforge.ranks.devices import accelerators
 
-    return torch.cuda.device_count()
+    return accelerators()

@@ -21,7 +21,7 @@ from pydantic import ByteSize
 
 from ddpforge import disk
 from ddpforge.errors import OutOfMemory
-from ddpforge.interfaces import World
+from ddpforge.interfaces import World, device_kind
 from ddpforge.local_world import local_world_size
 from ddpforge.ranks import heartbeat
 from ddpforge.recipe.schema import Recipe
@@ -99,7 +99,7 @@ class MemoryCheck:
     def _measure(self) -> None:
         from ddpforge.training.memory_tracker import MemoryTracker  # a slow import that most runs do not need
 
-        if self._world.device.type == "cpu":
+        if device_kind(self._world.device).is_host:
             self._ledger = self._life.enter_context(MemoryTracker(_phase, real=True))
 
     def _compare(self, step: int) -> None:
@@ -107,15 +107,16 @@ class MemoryCheck:
         mine = (
             (self._ledger.peak + self._ledger.older, self._ledger.peak_phase)
             if self._ledger
-            else (torch.cuda.max_memory_allocated(self._world.device), None)
+            else (device_kind(self._world.device).peak_memory(self._world.device) or 0, None)
         )
         self._ledger = None
         found = self._world.global_ranks.all_gather_object(mine)
         if self._world.is_rank_zero:
+            kind = device_kind(self._world.device)
             largest, phase = max(found, key=lambda one: one[0])
             self._measured = {
                 "step": step,
-                "of": "live tensors" if self._world.device.type == "cpu" else "torch.cuda's allocator",
+                "of": "live tensors" if kind.is_host else f"torch.{kind.type}'s allocator",
                 "peak": largest,
                 "phase": phase,
                 "ranks": [peak for peak, _ in found],
@@ -157,10 +158,10 @@ class MemoryBudget:
         self._before = psutil.Process().memory_info()
 
     def bytes(self, device: torch.device) -> int:
-        """Returns the bytes of current tensors plus free memory; on a GPU minus the allocator's fragmentation."""
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            return int((free + torch.cuda.memory_reserved(device)) / (1 + _FRAGMENTS))
+        """Returns the bytes of current tensors plus free memory; on a device minus its allocator's fragmentation."""
+        kind = device_kind(device)
+        if not kind.is_host:
+            return int(kind.unused_memory(device) / (1 + _FRAGMENTS))
         now = psutil.Process().memory_info()
         ranks = local_world_size()
         there: list[int] = [now.rss - self._before.rss + psutil.virtual_memory().available // ranks]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddpforge.checkpoint.state import OPTIMIZER, SHARED, Held
 from ddpforge.errors import CheckpointError
+from ddpforge.interfaces import DeviceKind, device_kind
 from ddpforge.interfaces.regions import TensorShard
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Staging:
     def __init__(self) -> None:
         self._memory: _Memory | None = None
         self._reserving: Thread | None = None
-        self._ends: dict[torch.device, torch.cuda.Event] = {}  # ends of the newest copies
+        self._ends: dict[torch.device, Any] = {}  # ends of the newest copies
         self._live: list[TensorShard] = []  # a GPU may still copy them: they must neither change nor be freed
         self._host = ThreadPoolExecutor(1, "copy for a checkpoint")
         self._copied: Future[None] | None = None  # the copy of tensors in host memory
@@ -43,11 +44,11 @@ class Staging:
         """Allocates memory for a copy of `held` in a thread, if a part is on a GPU."""
         # Page-locking takes half a second per gigabyte.
         parts = [part for _, _, part in _each(held)]
-        if _gpus(parts):
+        if kind := _locks(parts):
             # If there is not enough memory, the first copy raises the error.
             def take() -> None:
                 with suppress(CheckpointError):
-                    self._bytes(_size(parts), locked=True)
+                    self._bytes(_size(parts), locked=kind)
 
             self._reserving = Thread(target=take, name="page-locking for checkpoints", daemon=True)
             self._reserving.start()
@@ -63,24 +64,25 @@ class Staging:
             self._reserving.join()
             self._reserving = None
         parts = [part for _, _, part in _each(held)]
-        gpus = _gpus(parts)
+        gpus, kind = _gpus(parts), _locks(parts)
         self._finish_on_host()  # a failed save may not have waited for its copy
-        pieces = dict(zip(map(id, parts), _pieces(self._bytes(_size(parts), locked=bool(gpus)), parts), strict=True))
+        pieces = dict(zip(map(id, parts), _pieces(self._bytes(_size(parts), locked=kind), parts), strict=True))
 
         def fill(chosen: Iterable[TensorShard]) -> None:
             for part in chosen:
                 source = part.tensor.detach()
-                pieces[id(part)].copy_(source, non_blocking=source.is_cuda)
+                pieces[id(part)].copy_(source, non_blocking=device_kind(source.device).has_streams)
 
         updated = _only_updated(held)
-        later = [part for part in parts if id(part) in updated]
+        later = [part for part in parts if id(part) in updated and _may_wait(part)]
+        waiting = {*map(id, later)}
         with _aside(gpus):
-            fill(part for part in parts if id(part) not in updated)
+            fill(part for part in parts if id(part) not in waiting)
         for gpu in gpus:
-            torch.cuda.current_stream(gpu).wait_stream(_stream_for_copies(gpu))
+            device_kind(gpu).current_stream(gpu).wait_stream(_stream_for_copies(gpu))
         with _aside(gpus):
             fill(part for part in later if _gpus([part]))
-        self._ends = {gpu: _stream_for_copies(gpu).record_event(_end()) for gpu in gpus}
+        self._ends = {gpu: _stream_for_copies(gpu).record_event(device_kind(gpu).new_event()) for gpu in gpus}
         self._live = parts if gpus else []
         self._copied = self._host.submit(fill, [part for part in later if not _gpus([part])])
         return {
@@ -93,7 +95,7 @@ class Staging:
         self._finish_on_host()
         if self._live:
             for gpu, end in self._ends.items():
-                torch.cuda.current_stream(gpu).wait_event(end)
+                device_kind(gpu).current_stream(gpu).wait_event(end)
             self._live = []
 
     def _finish_on_host(self) -> None:
@@ -108,8 +110,8 @@ class Staging:
         for end in self._ends.values():
             end.synchronize()
 
-    def _bytes(self, size: int, *, locked: bool) -> Tensor:
-        if self._memory is None or size > len(self._memory.bytes) or (locked and not self._memory.asked):
+    def _bytes(self, size: int, *, locked: DeviceKind | None) -> Tensor:
+        if self._memory is None or size > len(self._memory.bytes) or (locked and not self._memory.locked):
             self.wait()  # a failed save may not have waited for its copy
             self._memory = None  # free it first: there may be no room for both
             self._memory = _Memory(size, locked=locked)
@@ -124,7 +126,21 @@ def _each(held: Held) -> Iterator[tuple[str, str, TensorShard]]:
 
 
 def _gpus(parts: Iterable[TensorShard]) -> set[torch.device]:
-    return {part.tensor.device for part in parts if part.tensor.is_cuda}
+    return {part.tensor.device for part in parts if device_kind(part.tensor.device).has_streams}
+
+
+def _locks(parts: Iterable[TensorShard]) -> DeviceKind | None:
+    """Returns the kind of devices that copies to page-locked memory; None if no part is on such a device."""
+    return next((kind for gpu in _gpus(parts) if (kind := device_kind(gpu)).pins), None)
+
+
+def _may_wait(part: TensorShard) -> bool:
+    """True if a part can be copied during the next passes: on another stream, or by a thread of the host.
+
+    A device without streams would copy between the operations of these passes, and wait for each copy.
+    """
+    kind = device_kind(part.tensor.device)
+    return kind.has_streams or kind.is_host
 
 
 def _only_updated(held: Held) -> set[int]:
@@ -146,18 +162,15 @@ def _aside(gpus: Iterable[torch.device]) -> Iterator[None]:
     """Makes the copy streams of the GPUs current; each first waits for the work queued on its current stream."""
     with ExitStack() as stack:
         for gpu in gpus:
-            _stream_for_copies(gpu).wait_stream(torch.cuda.current_stream(gpu))
-            stack.enter_context(torch.cuda.stream(_stream_for_copies(gpu)))
+            aside, kind = _stream_for_copies(gpu), device_kind(gpu)
+            aside.wait_stream(kind.current_stream(gpu))
+            stack.enter_context(kind.on_stream(aside))
         yield
 
 
 @functools.cache
-def _stream_for_copies(gpu: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
-
-
-def _end() -> torch.cuda.Event:
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: a waiting thread sleeps
+def _stream_for_copies(gpu: torch.device) -> Any:
+    return device_kind(gpu).new_stream(gpu)
 
 
 def _size(parts: Iterable[TensorShard]) -> int:
@@ -178,16 +191,17 @@ def _pieces(memory: Tensor, parts: list[TensorShard]) -> Iterator[Tensor]:
 
 
 class _Memory:
-    """Bytes in host memory, page-locked if `locked` and if CUDA allows it."""
+    """Bytes in host memory, page-locked for the kind `locked` of devices, if the machine allows it."""
 
-    def __init__(self, size: int, *, locked: bool) -> None:
+    def __init__(self, size: int, *, locked: DeviceKind | None) -> None:
+        # Only CUDA locks memory that exists. `pin_memory=True` takes up to twice the size: a power of two.
+        registers = locked is not None and locked.type == "cuda"
         try:
-            self.bytes = torch.empty(size, dtype=torch.uint8)
+            self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=locked is not None and not registers)
         except RuntimeError as error:
             raise CheckpointError(f"not enough host memory for a copy of {size:,} bytes", hints=[_HINT]) from error
-        # Not `pin_memory=True`, which takes up to twice the size: a power of two.
-        self.asked = locked
-        if locked and size:
+        self.locked = locked
+        if registers and size:
             address = self.bytes.data_ptr()
             if code := int(_cuda().cudaHostRegister(address, size, 1)):
                 log.warning(

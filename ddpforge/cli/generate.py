@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ddpforge.cli.options import checkpoint_options, run_argument
+from ddpforge.cli.options import DeviceName, checkpoint_options, run_argument
 from ddpforge.cli.tables import printable
 from ddpforge.errors import UsageError
 
@@ -26,9 +26,7 @@ from ddpforge.errors import UsageError
 @click.option(
     "--weights", metavar="NAME", help='"model", or a callback such as ema; default: the weights of evaluations.'
 )
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="Default: the recipe's; for auto, a GPU if available."
-)
+@click.option("--device", type=DeviceName(), help="Default: the recipe's; for auto, a GPU if available.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 def generate(
     run: str,
@@ -54,14 +52,14 @@ def generate(
 
     from ddpforge.app.api import load
     from ddpforge.app.generation import Sampling
-    from ddpforge.ranks.devices import device_type
+    from ddpforge.ranks.devices import chosen_kind, named_kind
     from ddpforge.ranks.logs import setup_logging
     from ddpforge.runs.checkpoints import find
 
     setup_logging(0)
     how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, seed=seed)
     trained = load(find(run, step=step, best=best, intact=True), weights=weights)
-    where = device or device_type(trained.recipe.train)
+    where = (named_kind(device) if device else chosen_kind(trained.recipe.train)).type
     for number, (text, found) in enumerate(zip(texts, trained.texts(texts, how, device=where), strict=True)):
         if as_json:
             click.echo(json.dumps({"prompt": text, "text": found}, ensure_ascii=False))

@@ -32,6 +32,29 @@ def _runs() -> Iterable[str]:
     return sorted(path.parent.name for path in Path("runs").glob("*/run.json"))
 
 
+class DeviceName(click.ParamType[str]):
+    """Name of a kind of devices, of ddpforge or of a plugin."""
+
+    name = "device"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "[cpu|cuda|mps|xpu|PLUGIN]"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if str(value) not in (known := self._known()):
+            self.fail(f"'{value}' is not one of {', '.join(map(repr, known))}.", param, ctx)
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in self._known() if name.startswith(incomplete)]
+
+    @staticmethod
+    def _known() -> list[str]:
+        from ddpforge.components.registry import Registry
+
+        return Registry.installed().names("device")
+
+
 def complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Returns the keys that begin with the text before "=": those of the sections, and options of the recipe."""
     from ddpforge.cli.completion import keys
@@ -65,7 +88,7 @@ ranks_option = click.option(
     help="Check the batch split for this many ranks.",
 )
 device_option = click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="Check for ranks on this device; default: this machine's."
+    "--device", type=DeviceName(), help="Check for ranks on this device; default: this machine's."
 )
 imports_option = click.option(
     "--import/--no-import",

@@ -95,9 +95,9 @@ def parity(
 
 
 def _processes() -> int:
-    import torch
+    from ddpforge.ranks.devices import accelerators
 
-    return max(2, torch.cuda.device_count())
+    return max(2, accelerators())
 
 
 # ---------------------------------------------------------------------------------------------- as text

@@ -226,6 +226,9 @@ def _example(kind: str, use: str, options: "Sequence[OptionRow]") -> str:
     spec = KINDS[kind]
     table = spec.place
 
+    if spec.key:
+        table, _, key = spec.key.rpartition(".")
+        return f"[{table}]\n{key} = {json.dumps(use)}"
     if spec.listed_in:
         asked = f"{{ {', '.join([name, *required])} }}" if required else json.dumps(use)
         return f"[{table}]\n{spec.listed_in[1]} = [{asked}]"

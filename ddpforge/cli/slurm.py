@@ -177,9 +177,9 @@ def _reject(more: Sequence[str], sbatch: Sequence[str], recipe: Recipe, ranks: i
             f"--nproc {ranks}, but a node has {gpus} GPUs: every rank needs one", hints=[f"use --nproc {gpus}"]
         )
     device, elsewhere = recipe.train.device, any(re.match("gres|gpus", option) for option in sbatch)
-    if device == "cuda" and not gpus and not elsewhere:
+    if device not in ("auto", "cpu") and not gpus and not elsewhere:
         raise UsageError(
-            'the recipe has train.device = "cuda", but the job has no GPUs', hints=["set --gpus-per-node N"]
+            f'the recipe has train.device = "{device}", but the job has no GPUs', hints=["set --gpus-per-node N"]
         )
     if device == "cpu" and gpus:
         raise UsageError('the recipe has train.device = "cpu": the GPUs would be idle', hints=["omit --gpus-per-node"])

@@ -22,8 +22,9 @@ __all__ = ["KINDS", "KindSpec"]
 class KindSpec:
     """Properties of one kind of components.
 
-    A recipe names a component in one of three ways: in one of `tables`; in a table below `named_in` (its key is
-    the default of `use`); or in the array of components `listed_in`, which is an option of another component.
+    A recipe names a component in one of four ways: in one of `tables`; in a table below `named_in` (its key is
+    the default of `use`); in the array of components `listed_in`, which is an option of another component; or, without
+    options, as the value of `key`.
     """
 
     name: str
@@ -51,6 +52,7 @@ class KindSpec:
     tables: tuple[tuple[str, ...], ...] = ()
     named_in: str = ""
     listed_in: tuple[str, str] | None = None
+    key: str = ""
     framework_keys: tuple[str, ...] = ()  # keys in its table that ddpforge reads and does not pass to it
 
     # -- tests by the conformance kit
@@ -59,8 +61,8 @@ class KindSpec:
 
     @property
     def place(self) -> str:
-        """Returns the dotted name of the recipe's table that contains components of this kind."""
-        return self.named_in or (self.listed_in[0] if self.listed_in else ".".join(self.tables[0]))
+        """Returns the dotted name of the recipe's table that contains components of this kind, or of the key."""
+        return self.named_in or self.key or (self.listed_in[0] if self.listed_in else ".".join(self.tables[0]))
 
     @property
     def template(self) -> str:
@@ -282,6 +284,12 @@ KINDS: Mapping[str, KindSpec] = MappingProxyType(
                 },
                 tables=(("strategy",),),
                 settings=_ranks,
+            ),
+            KindSpec(
+                name="device",
+                noun="kind of devices",
+                base="ddpforge.interfaces:DeviceKind",
+                key="train.device",
             ),
             KindSpec(
                 name="tracker",

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import device_kind
+
 __all__ = ["close", "digest", "is_object", "leaves", "may_hold", "pinned", "take", "to_device"]
 
 
@@ -126,7 +129,7 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape:
             return False
-        return torch.allclose(one.double().cpu(), other.double().cpu(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        return torch.allclose(one.cpu().double(), other.cpu().double(), rtol=tolerance, atol=tolerance, equal_nan=True)
     if isinstance(one, float) and isinstance(other, int | float):
         return close(torch.tensor(one), torch.tensor(float(other)), tolerance)
     return type(one) is type(other) and bool(one == other)
@@ -135,14 +138,15 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> bool:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns the same tree of tensors on `device`; copies from pinned memory are asynchronous.
 
-    An object of a class with a method `to(device)`, such as a batch of graphs, is moved by that method. Copies to a GPU
-    use a separate stream and overlap with earlier forward and backward passes, see
+    An object of a class with a method `to(device)`, such as a batch of graphs, is moved by that method. Copies to a
+    device with streams use a separate one and overlap with earlier forward and backward passes, see
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
     """
-    if device.type != "cuda":
+    kind = device_kind(device)
+    if not kind.has_streams:
         return _moved(batch, device)
-    aside, here = _stream_for_copies(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(aside):
+    aside, here = _stream_for_copies(device), kind.current_stream(device)
+    with kind.on_stream(aside):
         moved = _moved(batch, device, here)
     here.wait_stream(aside)
     for leaf in leaves(moved):
@@ -152,16 +156,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 @functools.cache
-def _stream_for_copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream_for_copies(device: torch.device) -> Any:
+    return device_kind(device).new_stream(device)
 
 
-def _moved(batch: Any, device: torch.device, here: torch.cuda.Stream | None = None) -> Any:
+def _moved(batch: Any, device: torch.device, here: Any = None) -> Any:
     if isinstance(batch, Tensor):
+        _reject_float64(batch, device)
         return batch.to(device, non_blocking=True)
     if _moves_itself(batch):
         # The tensors in an object are unknown, so `record_stream` cannot protect them: copy on the stream that reads.
-        with torch.cuda.stream(here) if here and is_object(batch) else contextlib.nullcontext():
+        with device_kind(device).on_stream(here) if here and is_object(batch) else contextlib.nullcontext():
             return copy.copy(batch).to(device, **_options_of_to(batch))  # some work in place
     if isinstance(batch, Mapping):
         return _like(batch, {key: _moved(value, device, here) for key, value in batch.items()})
@@ -170,6 +175,17 @@ def _moved(batch: Any, device: torch.device, here: torch.cuda.Stream | None = No
     if isinstance(batch, list | tuple):
         return type(batch)(_moved(value, device, here) for value in batch)
     return batch
+
+
+def _reject_float64(tensor: Tensor, device: torch.device) -> None:
+    """Raises UsageError for a float64 tensor if the device lacks this dtype."""
+    if tensor.dtype in (torch.float64, torch.complex128) and not (kind := device_kind(device)).has_float64:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UsageError(
+            f"a batch has a {dtype} tensor of shape {list(tensor.shape)}, but {kind.noun} has no {dtype} "
+            f'(train.device = "{kind.name}")',
+            hints=["return float32 from the dataset or its transform: `x.float()`"],
+        )
 
 
 def pinned(batch: Any) -> Any:

@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddpforge.interfaces import device_kind
+
 __all__ = ["RandomState", "isolated_rng", "seed_all"]
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Seeds the RNGs of Python, NumPy and torch on the CPU, and that of `device` if it is a GPU."""
+    """Seeds the RNGs of Python, NumPy and torch on the CPU, and that of `device`."""
     # Not `torch.manual_seed`: it also visits every possible backend, which takes a hundred times as long, at each step.
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
-    if device is not None and device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    if device is not None:
+        device_kind(device).seed(seed, device)
 
 
 class RandomState:

@@ -8,6 +8,7 @@ from ddpforge.interfaces.attention_context import AttentionContext
 from ddpforge.interfaces.auxiliary import AuxiliaryModule
 from ddpforge.interfaces.callback import Callback, GoBack, RunContext, StepInfo
 from ddpforge.interfaces.data import Data, ShardedDataset
+from ddpforge.interfaces.device import DeviceKind, active_kind, add_device_kind, device_kind, device_kinds, in_float64
 from ddpforge.interfaces.durations import Duration, Horizon
 from ddpforge.interfaces.expert_dispatch import ExpertDispatch
 from ddpforge.interfaces.media import Histogram, LogMedia, MediaKind, Table
@@ -48,6 +49,7 @@ __all__ = [
     "Compute",
     "Contract",
     "Data",
+    "DeviceKind",
     "Duration",
     "EpochBatchSampler",
     "ExpertDispatch",
@@ -85,6 +87,11 @@ __all__ = [
     "Unsupported",
     "Weights",
     "World",
+    "active_kind",
+    "add_device_kind",
+    "device_kind",
+    "device_kinds",
+    "in_float64",
     "lower_is_better",
     "mix",
     "read_all",

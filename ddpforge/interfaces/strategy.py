@@ -124,7 +124,7 @@ class Strategy(ABC):
         return {}
 
     def unsupported(self, train: TrainSection, ranks: int, device: str) -> Iterable[Unsupported]:
-        """Returns the reasons why the strategy cannot run on `ranks` ranks with `device` ("cpu" or "cuda").
+        """Returns the reasons why the strategy cannot run on `ranks` ranks with `device` ("cpu", "cuda", …).
 
         Called before ranks join, by `ddpforge check` and `show` too. It must only read the recipe. This machine may
         not have such a device.

@@ -40,7 +40,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """All-reduces `values` by sum; returns a new tensor on the ranks' device.
+        """All-reduces `values` by sum; returns a new tensor on the ranks' device, or on the host if it lacks float64.
 
         `values` has the same shape and dtype on all ranks.
         """

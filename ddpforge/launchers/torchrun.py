@@ -27,7 +27,7 @@ from ddpforge.machine import terminate_with_parent
 
 __all__ = ["NO_GPUS", "main", "names_rendezvous", "torchrun_command", "use_agent", "variables_for"]
 
-NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # for ranks that must compute on the CPU
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}  # for ranks that must compute on the CPU
 _GRACE = 5.0  # seconds for ranks to end by themselves
 _HOOKS = ("_monitor_workers", "_restart_workers", "_shutdown")  # documented by torch for subclasses of its agent
 

@@ -52,6 +52,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
         ("strategy", "fit.check_strategy_data"),
         ("train.blocks", "fit.check_blocks"),
         ("train.fp8", "fit.check_layers"),
+        ("train.device", "fit.check_float64"),
         ("optimizer", "fit.check_parameter_groups"),
     ),
 }

@@ -8,6 +8,7 @@ from ddpforge.data.batch_assignment import Even
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
 from ddpforge.interfaces import EpochBatchSampler
 from ddpforge.interop.initial import find_initial
+from ddpforge.preflight.static import kind_of
 from ddpforge.training.alternating_updates import batches_per_step, component_name
 from ddpforge.training.auxiliary import OWNER
 from ddpforge.training.blocks import check_blocks as check_blocks_of
@@ -22,6 +23,7 @@ __all__ = [
     "check_auxiliary",
     "check_batches",
     "check_blocks",
+    "check_float64",
     "check_layers",
     "check_optimizer",
     "check_own_parameters",
@@ -149,6 +151,22 @@ def check_layers(built: Built) -> None:
         return  # see `check_blocks`
     with recipe_faults("train.fp8"):
         check_float8(built.model, blocks, train)
+
+
+def check_float64(built: Built) -> None:
+    """Raises UsageError for a float64 tensor of the model if the ranks' devices lack this dtype."""
+    import torch
+
+    kind = kind_of(built)
+    if kind.has_float64:
+        return
+    for name, tensor in (*built.model.named_parameters(), *built.model.named_buffers()):
+        if tensor.dtype in (torch.float64, torch.complex128):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UsageError(
+                f'`{name}` of the model is {dtype}, which {kind.noun} does not have (train.device = "{kind.name}")',
+                hints=["build the model in float32", 'or compute on the CPU: train.device = "cpu"'],
+            )
 
 
 def check_parameter_groups(built: Built) -> None:

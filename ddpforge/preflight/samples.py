@@ -27,7 +27,7 @@ from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
 from ddpforge.preflight.problems import Problems
 from ddpforge.ranks.collectives import SingleRank
-from ddpforge.ranks.devices import device_type
+from ddpforge.ranks.devices import chosen_kind, device_type
 from ddpforge.training.alternating_updates import tasks_by_update, with_summed_loss
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import count_parameters
@@ -176,7 +176,8 @@ def _is_builtin(task: Task) -> bool:
 
 def _gpu(built: Built) -> str | None:
     """Returns the type of device that the ranks will compute on; None if it is the CPU, or there is no GPU here."""
-    return "cuda" if device_type(built.recipe.train) == "cuda" and torch.cuda.is_available() else None
+    kind = chosen_kind(built.recipe.train)
+    return kind.type if not kind.is_host and kind.is_available() else None
 
 
 def _samples(built: Built, key: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from ddpforge.components.errors import NotImported
 from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
 from ddpforge.errors import ForgeError, PluginError, UsageError, pip_install
-from ddpforge.interfaces import Metric, Unsupported
+from ddpforge.interfaces import DeviceKind, Metric, Unsupported
 from ddpforge.recipe.report import did_you_mean
 from ddpforge.recipe.run_plan import RunPlan, plan_batch
 from ddpforge.recipe.schema import Component, TrainSection, settings_of
@@ -61,7 +62,7 @@ _CALLABLE = ('"single"', '"ddp"', '"fsdp"')  # strategies whose ranks can call t
 
 
 def device_of(chosen: Chosen) -> str:
-    """Returns the type of device that ranks compute on, "cpu" or "cuda"."""
+    """Returns the name of the kind of devices that ranks compute on, e.g. "cuda"."""
     if (given := chosen.device or chosen.recipe.train.device) != "auto":
         return given
     from ddpforge.ranks.devices import device_type
@@ -71,21 +72,60 @@ def device_of(chosen: Chosen) -> str:
 
 # ---------------------------------------------------------------------------------------------- machine and [train]
 def check_device(chosen: Chosen) -> Errors:
-    """Yields errors for settings that need a GPU, if ranks compute on a CPU."""
+    """Yields errors for settings that the devices of the ranks do not have."""
     train = chosen.recipe.train
+    yield from _check_kind(chosen)
     for key, what in (("tf32", "multiplies in TF32"), ("cudnn_benchmark", "lets cuDNN choose")):
         if getattr(train, key) and (device := device_of(chosen)) != "cuda":
-            message = f"train.{key} {what}, which needs a GPU, but this run is on {device}"
+            message = f"train.{key} {what}, which needs CUDA, but this run is on {device}"
             yield UsageError(message, hints=[f"remove train.{key}"], key=f"train.{key}")
     if train.cudnn_benchmark and train.deterministic:
         message = (
             "train.cudnn_benchmark chooses algorithms by their measured time, and train.deterministic forbids that"
         )
         yield UsageError(message, hints=["remove one of them"], key="train.cudnn_benchmark")
-    if train.sync_batchnorm and (device := device_of(chosen)) != "cuda":
-        hint = "torch.nn.SyncBatchNorm has no CPU implementation; remove train.sync_batchnorm"
-        message = f"train.sync_batchnorm needs CUDA, but this run is on {device}"
+    if train.sync_batchnorm and not kind_of(chosen).synchronizes_batchnorm:
+        device = device_of(chosen)
+        hint = f"torch.nn.SyncBatchNorm has no implementation for {device.upper()}; remove train.sync_batchnorm"
+        message = f"train.sync_batchnorm needs CUDA or XPU, but this run is on {device}"
         yield UsageError(message, hints=[hint], key="train.sync_batchnorm")
+
+
+def kind_of(chosen: Chosen) -> DeviceKind:
+    """Returns the kind of devices that ranks compute on; raises PluginError if it cannot be loaded."""
+    from ddpforge.ranks.devices import named_kind
+
+    return named_kind(device_of(chosen))
+
+
+def _may_lack(chosen: Chosen) -> bool:
+    """True if `train.device = "auto"` may choose Apple's GPU, or a device of a plugin."""
+    return sys.platform == "darwin" or not all(entry.is_own for entry in chosen.registry.entries("device"))
+
+
+def _check_kind(chosen: Chosen) -> Errors:
+    """Yields errors for a precision, several ranks, or a process group that the kind of devices does not have."""
+    train, given = chosen.recipe.train, chosen.device or chosen.recipe.train.device
+    if given in ("cpu", "cuda") or (given == "auto" and not _may_lack(chosen)):
+        return  # the device has all of this, and only loading a kind imports torch
+    kind, name = kind_of(chosen), device_of(chosen)
+    if train.precision not in kind.precisions:
+        yield UsageError(
+            f'train.precision = "{train.precision}" does not work on {kind.noun} (train.device = "{name}")',
+            hints=[f"set train.precision to one of: {', '.join(kind.precisions)}"],
+            key="train.precision",
+        )
+    if kind.backend is None and (chosen.ranks > 1 or chosen.strategy.needs_process_group):
+        several = f"{chosen.ranks} ranks" if chosen.ranks > 1 else f'strategy.use = "{chosen.recipe.strategy.use}"'
+        key = "train.device" if chosen.ranks > 1 else "strategy.use"
+        yield UsageError(
+            f'{several} cannot train on {kind.noun} (train.device = "{name}"): torch has no collectives for it',
+            hints=[
+                'start one process, with strategy.use = "single" or "ddp"',
+                'or compute on the CPU: train.device = "cpu"',
+            ],
+            key=key,
+        )
 
 
 def check_compile(chosen: Chosen) -> Errors:

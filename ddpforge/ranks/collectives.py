@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpforge import compat
-from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total
+from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total, device_kind
 from ddpforge.ranks.metric_reduction import MetricReduction
 
 __all__ = ["CollectiveRanks", "ProcessGroup", "SingleRank"]
@@ -73,6 +73,11 @@ class CollectiveRanks(Ranks):
             _share(value, self)
         return value
 
+    def _place(self, values: Tensor) -> torch.device:
+        """Returns the device on which `values` are reduced: the ranks', or the host for float64 that it lacks."""
+        lacks = values.dtype == torch.float64 and not device_kind(self.device).has_float64
+        return _CPU if lacks else self.device
+
     def _add_up(self, values: Tensor) -> Tensor:
         """Sums over ranks for immediate use; may overwrite `values`."""
         return self.all_reduce_sum(values)
@@ -129,7 +134,7 @@ class SingleRank(CollectiveRanks):
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Returns the values, on the device."""
-        return values.to(self.device, non_blocking=True)
+        return values.to(self._place(values), non_blocking=True)
 
     def all_reduce_sum_async(self, values: Tensor) -> Callable[[], Tensor]:
         """Returns a function that returns the values where they are: kernels take a host number without a copy."""
@@ -174,15 +179,16 @@ class ProcessGroup(CollectiveRanks):
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sums a copy of the values over ranks, by one all-reduce."""
-        summed = values.detach().to(self.device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
+        place = self._place(values)
+        summed = values.detach().to(place, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=self._group)
         return summed
 
     def all_reduce_sum_async(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts an asynchronous in-place all-reduce; the returned function waits for it and returns the sum."""
-        if values.device.type == "cpu" and self.device.type == "cuda":
+        if values.device.type == "cpu" and device_kind(self.device).pins:
             values = values.pin_memory()  # otherwise the copy blocks the host
-        values = values.to(self.device, non_blocking=True)
+        values = values.to(self._place(values), non_blocking=True)
         work: Any = dist.all_reduce(values, group=self._group, async_op=True)
 
         def wait() -> Tensor:
@@ -193,7 +199,7 @@ class ProcessGroup(CollectiveRanks):
 
     def _add_up(self, values: Tensor) -> Tensor:
         """Sums values by one all-reduce, on the device; in place if they are there already."""
-        return self._add_up_on_host(values.to(self.device, non_blocking=True))
+        return self._add_up_on_host(values.to(self._place(values), non_blocking=True))
 
     def _add_up_on_host(self, values: Tensor) -> Tensor:
         """Sums values by one in-place all-reduce on the device where they are; in host memory over gloo."""
@@ -202,7 +208,7 @@ class ProcessGroup(CollectiveRanks):
 
     def all_gather_equal(self, rows: Tensor) -> Tensor:
         """Concatenates the rows of all ranks, by one all-gather."""
-        rows = rows.to(self.device)
+        rows = rows.to(self._place(rows))
         everything = rows.new_empty(self.size * len(rows), *rows.shape[1:])
         compat.all_gather(everything, rows, self._group)
         return everything

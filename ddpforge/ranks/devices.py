@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ddpforge.components.registry import Registry, build
 from ddpforge.errors import StrategyError
+from ddpforge.interfaces import DeviceKind, add_device_kind, device_kind, device_kinds
 from ddpforge.local_world import local_world_size
 from ddpforge.machine import has_nvidia_gpu
+from ddpforge.recipe.schema import Component
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import TrainSection
 
-__all__ = ["DeviceCheck", "choose_device", "device_type", "name_of_device"]
+__all__ = [
+    *("DeviceCheck", "accelerator_kind", "accelerators", "choose_device", "chosen_kind", "detected_kind"),
+    *("device_type", "name_of_device", "named_kind"),
+]
 
 _HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose
 _SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets several ranks share a GPU
@@ -28,18 +34,61 @@ _ON_CPU = 'to train on the CPU, set train.device = "cpu"'
 
 
 def device_type(train: TrainSection) -> str:
-    """Returns the type of device that ranks on this machine compute on, "cuda" or "cpu".
+    """Returns the name of the kind of devices that ranks on this machine compute on; see `chosen_kind`."""
+    return chosen_kind(train).name
 
-    `train.device` decides. With "auto": the CPU under `accelerate launch --cpu`, else a GPU if there is one.
+
+def chosen_kind(train: TrainSection) -> DeviceKind:
+    """Returns the kind of devices that ranks on this machine compute on.
+
+    `train.device` decides. With "auto": the CPU under `accelerate launch --cpu`, else the machine's accelerator, if
+    torch can use one. Raises PluginError if the kind is of a plugin, and cannot be loaded.
     """
     if train.device != "auto":
-        return train.device
-    return "cuda" if torch.cuda.is_available() and not cpu_requested() else "cpu"
+        return named_kind(train.device)
+    return device_kind("cpu") if cpu_requested() else detected_kind()
+
+
+def detected_kind() -> DeviceKind:
+    """Returns the kind of the machine's accelerator if torch can use it, else that of the CPU."""
+    return next((kind for kind in _accelerator_kinds() if kind.is_available()), device_kind("cpu"))
+
+
+def _accelerator_kinds() -> Iterator[DeviceKind]:
+    """Yields the kinds of accelerators that ddpforge knows, then that of torch's backend if a plugin has it."""
+    known = [kind for kind in device_kinds() if not kind.is_host]
+    yield from known
+    built = torch.accelerator.current_accelerator()  # packages with a backend of torch register it when torch begins
+    if built is None or built.type in {kind.type for kind in known}:
+        return
+    names = [entry.name for entry in Registry.installed().entries("device") if not entry.is_own]
+    yield from (kind for name in names if (kind := named_kind(name)).type == built.type)
+
+
+def named_kind(name: str) -> DeviceKind:
+    """Returns the kind that a recipe names, of ddpforge or of a plugin; raises PluginError if there is none."""
+    if found := next((kind for kind in device_kinds() if kind.name == name), None):
+        return found
+    kind: DeviceKind = build(Registry.installed(), "device", Component(use=name))
+    add_device_kind(kind)
+    return kind
+
+
+def accelerators() -> int:
+    """Returns the number of this machine's accelerators; 0 if it has only the CPU."""
+    kind = accelerator_kind()
+    return kind.count() if kind else 0
+
+
+def accelerator_kind() -> DeviceKind | None:
+    """Returns the kind of this machine's accelerators; None if it has only the CPU."""
+    # `count` does not begin to use a device, so that processes may still be forked. `is_available` may.
+    return next((kind for kind in _accelerator_kinds() if kind.count()), None)
 
 
 def name_of_device(device: torch.device) -> str | None:
-    """Returns a GPU's product name; None for other devices."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    """Returns a device's product name; None for a CPU."""
+    return device_kind(device).product(device)
 
 
 def cpu_requested() -> bool:
@@ -47,27 +96,38 @@ def cpu_requested() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
 
 
-def choose_device(kind: str, *, asked: bool) -> torch.device:
-    """Returns this rank's device of the `kind` "cuda" or "cpu".
+def choose_device(name: str, *, asked: bool) -> torch.device:
+    """Returns this rank's device of the kind `name`.
 
-    `asked`: the user chose the kind; otherwise it was detected. Raises StrategyError if torch cannot use the GPU, if
-    a machine with a GPU was detected as "cpu" for this reason, or if there are fewer GPUs than ranks.
+    `asked`: the user chose the kind; otherwise it was detected. Raises StrategyError if torch cannot use the device, if
+    a machine with a GPU was detected as "cpu" for this reason, or if there are fewer devices than ranks.
     """
-    if kind == "cpu" and not asked and not torch.cuda.is_available() and (sign := _sign_of_gpu()):
-        raise StrategyError(f"{sign}, but torch cannot use it: {_why_not()}", hints=[_ON_CPU])
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise StrategyError(f'train.device = "cuda", but torch cannot use a GPU: {_why_not()}', hints=[_ON_CPU])
+    kind = named_kind(name)
+    if kind.is_host:
+        cuda = device_kind("cuda")
+        if not asked and not cuda.is_available() and (sign := _sign_of_gpu()):
+            raise StrategyError(f"{sign}, but torch cannot use it: {cuda.why_unavailable()}", hints=[_ON_CPU])
+        return torch.device(kind.type)
+    if not kind.is_available():
+        raise StrategyError(
+            f'train.device = "{name}", but torch cannot use {kind.noun}: {kind.why_unavailable()}', hints=[_ON_CPU]
+        )
 
-    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    count, local = kind.count(), int(os.environ.get("LOCAL_RANK", "0"))
     ranks = max(local + 1, local_world_size())
+    total = max(ranks, int(os.environ.get("WORLD_SIZE", "1")))
+    if kind.backend is None and total > 1:
+        raise StrategyError(
+            f'{total} processes cannot train on train.device = "{name}": {kind.noun} trains with one process, because '
+            "torch has no collectives for it",
+            hints=["start one process: ddpforge run RECIPE", _ON_CPU],
+        )
     if ranks > count > 1:  # with one visible GPU, each rank may see a different one
         raise StrategyError(
             f"{ranks} processes would share {count} GPUs, but each process needs its own GPU",
             hints=[f"ddpforge launch RECIPE --nproc {count}", _ON_CPU],
         )
-    return torch.device("cuda", local if local < count else 0)
+    return torch.device(kind.type, local if local < count else 0)
 
 
 def _sign_of_gpu() -> str | None:
@@ -76,16 +136,6 @@ def _sign_of_gpu() -> str | None:
     if visible is not None:
         return None if visible.strip() in _HIDDEN else f"CUDA_VISIBLE_DEVICES={visible} names a GPU"
     return "this machine has a GPU" if has_nvidia_gpu() else None
-
-
-def _why_not() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} was built without CUDA"
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except Exception as error:
-        return str(error).splitlines()[0]
-    return "torch gives no reason"
 
 
 class DeviceCheck:
@@ -106,10 +156,7 @@ class DeviceCheck:
 
 def _describe(device: torch.device) -> dict[str, Any]:
     """Describes this rank's device for the other ranks."""
-    gpu = None
-    if device.type == "cuda":
-        gpu = [str(torch.cuda.get_device_properties(device).uuid), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index]
-    return {"kind": device.type, "host": gethostname(), "gpu": gpu}
+    return {"kind": device.type, "host": gethostname(), "gpu": device_kind(device).identity(device)}
 
 
 def check(ranks: list[Mapping[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs, patch_envi
 
 from ddpforge import compat
 from ddpforge.errors import ExitCode, PeerFailed, SetupError, StrategyError
-from ddpforge.interfaces import Ranks, Strategy, World
+from ddpforge.interfaces import Ranks, Strategy, World, device_kind
 from ddpforge.launchers.nodes import NODES, fixed_number
 from ddpforge.machine import ephemeral_ports
 from ddpforge.ranks.backend_flags import set_backend_flags
@@ -59,11 +59,10 @@ _DECIDED_BY = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "strategy.extra",
 }
 _LONGEST = 300  # maximum characters of a torch error that are shown
-_ON_GPUS = "cuda:nccl,cpu:gloo"  # gloo for tensors in host memory: objects, and shards with cpu_offload
 
 
 def join(train: TrainSection, strategy: Strategy) -> World:
-    """Joins the gloo (CPU) or NCCL (CUDA) process group of the launcher, and checks its size.
+    """Joins the process group of the launcher over the backend of the device, e.g. NCCL, and checks its size.
 
     Of `strategy`, this uses only the launcher's variables that it allows, and whether a single process needs a process
     group. In the returned world, all ranks see different data; the strategy's `setup` may change that.
@@ -77,8 +76,8 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     choose_interface()
     set_backend_flags(train)
     device = choose_device(device_type(train), asked=train.device != "auto" or cpu_requested())
-    on_cpu = device.type == "cpu"
-    if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    kind = device_kind(device)
+    if kind.is_host and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         set_batch_policy()
     timeout = timedelta(seconds=train.collective_timeout.seconds)
     with _ports_named():
@@ -86,22 +85,23 @@ def join(train: TrainSection, strategy: Strategy) -> World:
     handlers = [InitProcessGroupKwargs(timeout=timeout, **_backend(device))]
     with _ports_named():
         _meet_again(device, timeout)
+        _form(device, timeout)
     with _ports_named(), patch_environment(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="false"):
         # Accelerate only forms the process group. Libraries that shard the model receive their options elsewhere.
+        on_cpu = not _formed_by_accelerate(device)
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[*handlers])
     _check_world(accelerator)
     if strategy.needs_process_group and not dist.is_initialized():
-        backend = "gloo" if on_cpu else _ON_GPUS
-        if not on_cpu:
-            torch.cuda.set_device(device)  # a mesh of devices, which has no launcher's LOCAL_RANK, would guess it
+        if not kind.is_host:
+            kind.make_current(device.index)  # a mesh of devices, which has no launcher's LOCAL_RANK, would guess it
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(kind.process_group, store=store, rank=0, world_size=1, timeout=timeout)
 
     everyone: Ranks = SingleRank(device)
     if accelerator.num_processes > 1:
         everyone = ProcessGroup(cast(dist.ProcessGroup, dist.group.WORLD), device, keeps=agreement, timeout=timeout)
-    if device.type == "cuda":
-        _look_at_gpus(train, device, everyone.size)
+    if not kind.is_host:
+        _look_at_devices(train, device, everyone.size)
     return World(
         global_ranks=everyone, dp_ranks=everyone, device=device, local_rank=max(0, accelerator.local_process_index)
     )
@@ -153,22 +153,41 @@ def _meet_again(device: torch.device, timeout: timedelta) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agents = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     store = dist.PrefixStore(f"attempt-{attempt}", agents)  # type: ignore[attr-defined]
-    backend = "gloo" if device.type == "cpu" else _ON_GPUS
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    kind = device_kind(device)
+    if not kind.is_host:
+        kind.make_current(device.index)
+    dist.init_process_group(kind.process_group, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _formed_by_accelerate(device: torch.device) -> bool:
+    """True if Accelerate forms the process group for this kind of devices itself."""
+    return device.type == "cuda"  # for others it would choose the backend by its own rules, or has no rule
+
+
+def _form(device: torch.device, timeout: timedelta) -> None:
+    """Joins the process group of several ranks, if Accelerate would choose another backend; else does nothing."""
+    kind = device_kind(device)
+    if kind.is_host or _formed_by_accelerate(device) or dist.is_initialized():
+        return
+    kind.make_current(device.index)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(kind.process_group, timeout=timeout)
 
 
 def _backend(device: torch.device) -> dict[str, str]:
     """Returns Accelerate's option for the backend of the process group on GPUs; on CPUs its default is right."""
-    return {"backend": _ON_GPUS} if device.type == "cuda" and "LOCAL_RANK" in os.environ else {}
+    launched = _formed_by_accelerate(device) and "LOCAL_RANK" in os.environ
+    return {"backend": device_kind(device).process_group} if launched else {}
 
 
-def _look_at_gpus(train: TrainSection, device: torch.device, ranks: int) -> None:
-    """Logs hints for more speed: idle GPUs, slow bf16."""
-    idle = torch.cuda.device_count() - 1
+def _look_at_devices(train: TrainSection, device: torch.device, ranks: int) -> None:
+    """Logs hints for more speed: idle devices, slow bf16."""
+    kind = device_kind(device)
+    idle = kind.count() - 1
     if ranks == 1 and idle:
         log.info("%d more GPUs are idle: ddpforge launch RECIPE --nproc %d", idle, idle + 1)
+    if kind.type != "cuda":  # only CUDA emulates it
+        return
     if train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         log.warning('%s computes bf16 by emulation, which is slow; train.precision = "fp16" is not', name)
@@ -177,9 +196,9 @@ def _look_at_gpus(train: TrainSection, device: torch.device, ranks: int) -> None
 # ---------------------------------------------------------------------------------------------- launcher's settings
 def _reject_contradictions(train: TrainSection, more: Mapping[str, str]) -> None:
     """Raises StrategyError if a variable of the launcher contradicts the recipe, which alone decides about training."""
-    if train.device == "cuda" and cpu_requested():
+    if train.device not in ("auto", "cpu") and cpu_requested():
         raise StrategyError(
-            'the launcher sets ACCELERATE_USE_CPU=true, but the recipe has train.device = "cuda"',
+            f'the launcher sets ACCELERATE_USE_CPU=true, but the recipe has train.device = "{train.device}"',
             hints=["remove `--cpu` from the launcher's flags and `accelerate config`, or remove train.device"],
         )
     expected = {**_SAYS_NOTHING, "ACCELERATE_MIXED_PRECISION": {"fp32": "no"}.get(train.precision, train.precision)}

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
-import torch
-
 from ddpforge import disk
 from ddpforge.errors import CheckpointError, ExitCode, ForgeError, PeerFailed
-from ddpforge.interfaces import Ranks
+from ddpforge.interfaces import Ranks, active_kind
 from ddpforge.ranks.collectives import ProcessGroup, SingleRank
 
 log = logging.getLogger(__name__)
@@ -133,7 +131,8 @@ class _Work(Generic[X]):
         self._fatal: BaseException | None = None
         self._done = threading.Event()
         self._progress, self._since = disk.progress(), time.monotonic()
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._kind = active_kind()
+        self._device = self._kind.current() if self._kind else None
         if apart:
             threading.Thread(target=self._run, name=name, daemon=True).start()
         else:
@@ -155,8 +154,8 @@ class _Work(Generic[X]):
 
     def _run(self) -> None:
         try:
-            if self._gpu is not None:
-                torch.cuda.set_device(self._gpu)  # a new thread has device 0
+            if self._kind:
+                self._kind.make_current(self._device)  # a new thread has device 0
             self.result, self.failure = _attempt(self._action)
         except BaseException as error:
             self._fatal = error

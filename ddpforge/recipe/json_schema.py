@@ -49,7 +49,7 @@ def recipe_schema(registry: Registry) -> Schema:
     data = {str(path[1]): slot.pop(path) for path in SLOTS if path[0] == SETS[0]}
     sections = {
         "data": _table(DataSection, **data | {SETS[1]: _sets(data[SETS[1]])}),
-        "train": _table(TrainSection),
+        "train": _table(TrainSection, device=_devices(registry)),
         "checkpoint": _table(CheckpointSection, keep=_table(KeepSection)),
         "track": _named_slots("tracker", registry, _table(TrackSection)),
         "callbacks": _named_slots("callback", registry, {"type": "object", "properties": {}}),
@@ -72,6 +72,13 @@ def _table(model: type[BaseModel], /, **inner: Schema) -> Schema:
     schema = _schema(model, "")
     values = {key: value for key, value in schema["properties"].items() if key not in ("trackers", *inner)}
     return {**schema, "properties": {**values, **inner}}
+
+
+def _devices(registry: Registry) -> Schema:
+    """Returns the schema of `train.device`: the names of installed kinds of devices."""
+    about = {key: value for key, value in _schema(TrainSection, "")["properties"]["device"].items() if key != "type"}
+    names = {"enum": ["auto", *registry.names("device")]}
+    return {"anyOf": [names, _REFERENCE], **{key: about[key] for key in ("description", "default")}}
 
 
 def _sets(component: Schema) -> Schema:

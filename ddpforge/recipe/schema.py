@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.interfaces.durations import Duration
@@ -32,6 +33,15 @@ def _name(value: str) -> str:
         raise ValueError(f"must be at most {_LONGEST_NAME} bytes long")
     if value in (".", "..") or value.startswith((".", "-")) or not all(c.isalnum() or c in "._-" for c in value):
         raise ValueError("must be a plain folder name: letters, digits, `.`, `_` and `-`, not starting with `.` or `-`")
+    return value
+
+
+def _device(value: str) -> str:
+    from ddpforge.components.registry import Registry  # reads the installed plugins, which only this key needs
+
+    known = ["auto", *Registry.installed().names("device")]
+    if value not in known:
+        raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, known))})
     return value
 
 
@@ -289,10 +299,11 @@ class TrainSection(Section):
         default=None,
         description="Samples per forward pass on one rank at evaluation; absent: as in training.",
     )
-    device: Annotated[Literal["auto", "cuda", "cpu"], Resume.FREE] = Field(
+    device: Annotated[str, AfterValidator(_device), Resume.FREE] = Field(
         default="auto",
-        description='Device to compute on; "auto": a GPU if there is one. A GPU that torch cannot use is an error, not'
-        " a run on the CPU.",
+        max_length=100,
+        description='Devices to compute on: "cpu", "cuda" (also AMD\'s GPUs), "mps", "xpu", or the name of a plugin\'s;'
+        ' "auto": the machine\'s GPU if there is one. A GPU that torch cannot use is an error, not a run on the CPU.',
     )
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Resume.TUNABLE] = Field(
         default="fp32",

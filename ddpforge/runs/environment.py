@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ddpforge.components.installed import version
+from ddpforge.interfaces import active_kind
 from ddpforge.machine import nvidia_driver, usable_cores
 from ddpforge.secret_redaction import redact, redacted
 
@@ -32,6 +33,7 @@ def describe_environment() -> dict[str, Any]:
         "cpus": usable_cores(),
         "packages": {name: version(name) for name in _PACKAGES},
         "cuda": _cuda(sys.modules.get("torch")),
+        "devices": kind.describe() if (kind := active_kind()) else [],
         "git": _git(),
         "environment": {
             name: redact(value)

@@ -37,7 +37,7 @@ class DeferredAllReduce:
         if not self.held:
             return self._hook(None, bucket)
         gradients = bucket.buffer()
-        done: Future[Tensor] = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
+        done: Future[Tensor] = torch.futures.Future(devices=None if gradients.is_cpu else [gradients.device])
         done.set_result(gradients)
         return done
 
@@ -90,7 +90,7 @@ class PowerSGD:
                 self._fill(bucket)
             self._forget_nonfinite(bucket.index())
         reduced: Future[Tensor] = powerSGD_hook(state, bucket)
-        if not bucket.buffer().is_cuda:
+        if bucket.buffer().is_cpu:
             # The hook starts some all-reduces when others end. gloo uses several threads: two ranks could start those
             # of two buckets in different orders, and gloo would mix them up.
             reduced.wait()

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from ddpforge import compat
 from ddpforge.errors import StrategyError
+from ddpforge.interfaces import device_kind
 from ddpforge.strategies.composite_optimizer import member_optimizers
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ class Precision:
         # synchronisation per step on a GPU. A fused SGD needs it on the host too, in the step in which momentum begins.
         beginning = self._momenta.beginning(optimizer)
         fused: Any = optimizer
-        if self.device.type != "cpu" and not beginning and compat.decides_on_device(optimizer):
+        kind = device_kind(self.device)
+        on_device = kind.fuses_optimizers and not kind.is_host
+        if on_device and not beginning and compat.decides_on_device(optimizer):
             # x - x is NaN if x is NaN or infinite, else 0. These are two launches; `~isfinite` and a cast are six.
             fused.found_inf = (norm - norm).float().nan_to_num(nan=1.0)
             optimizer.step()

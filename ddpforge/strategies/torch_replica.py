@@ -22,6 +22,7 @@ from ddpforge.interfaces import (
     Strategy,
     TensorShard,
     Weights,
+    device_kind,
 )
 from ddpforge.strategies import named_state
 from ddpforge.strategies.buffers import equalise_buffers
@@ -182,7 +183,8 @@ class TorchReplica(Replica):
 
     def _is_within(self, norm: Tensor, largest: float) -> bool:
         """True if clipping would change nothing; always False on a GPU, because reading the norm would wait for it."""
-        return self.precision.device.type == "cpu" and norm.item() + 1e-6 <= largest  # the epsilon of torch's clipping
+        epsilon = 1e-6  # of torch's clipping
+        return device_kind(self.precision.device).is_host and norm.item() + epsilon <= largest
 
     def clip(self, largest: float, norm: Tensor) -> None:
         """Scales the gradients down from the norm `norm` to the norm `largest`."""

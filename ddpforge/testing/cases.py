@@ -150,7 +150,9 @@ class Case:
         component = {"use": self.use, **self.options()}
         tables: dict[str, Any] = {"recipe": VERSION, "name": "case", "callbacks": {}, "track": {"every": "1st"}}
         spec = KINDS[self.kind]
-        if spec.named_in:
+        if spec.key:
+            pass  # a kind of devices: its name is in [train]
+        elif spec.named_in:
             tables.setdefault(spec.named_in, {})[self.name.lower()] = component
         elif spec.listed_in:
             outer, key = spec.listed_in

@@ -22,11 +22,13 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from unittest import mock
 
+from ddpforge.launchers.torchrun import NO_GPUS
+
 __all__ = ["preload", "run_ddpforge", "run_ranks"]
 
 _SERVER = multiprocessing.get_context("forkserver")
 # DeepSpeed must not touch a GPU in a process that forks.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+_ENVIRONMENT = {**NO_GPUS, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 # The first optimizer of a process imports torch._dynamo. Modules that cannot be imported are skipped.
 _warmed = ["torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer", "ddpforge.app.run"]
 _PATIENCE = 20.0  # seconds for the other ranks to end by themselves after one has failed

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ddpforge.components.local_code import PREFIX
 from ddpforge.errors import PluginError, StrategyError
-from ddpforge.interfaces import AlternatesUpdates, Metric, Replica, Task, Total
+from ddpforge.interfaces import AlternatesUpdates, Metric, Replica, Task, Total, device_kind
 from ddpforge.recipe.schema import UpdateComponent
 
 if TYPE_CHECKING:
@@ -202,8 +202,8 @@ class AlternatingUpdates:
 
 def _root_mean_square(norms: Sequence[Tensor]) -> Tensor:
     """Returns the root mean square of the norms of an update's updates in one step."""
-    if len(norms) == 1:
-        return norms[0].double()
     import torch
 
-    return torch.stack(list(norms)).double().square().mean().sqrt()
+    found = torch.stack(list(norms)) if len(norms) > 1 else norms[0]
+    found = found.to(device_kind(found.device).widest_float)
+    return found if len(norms) == 1 else found.square().mean().sqrt()

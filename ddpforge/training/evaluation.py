@@ -115,7 +115,7 @@ class Evaluator:
         """
         read = Fingerprint()
         quantities: dict[str, Total | SampleColumns] = {}
-        counted: Tensor | float = 0.0
+        counted: Any = 0.0
         for update in self._updates:
             found = self.quantities(read.noted(micro_batches), update)
             if "loss" in found:
@@ -123,7 +123,7 @@ class Evaluator:
                 if not self._task.evaluation_loss:
                     del found["loss"]  # a total of zeros, only for its count
             quantities |= {metric_name(one, update): quantity for one, quantity in found.items()}
-        size = {_COUNTED: Total(torch.as_tensor(counted, dtype=torch.float64), 1)}
+        size = {_COUNTED: Total(torch.tensor(counted) if isinstance(counted, float | int) else counted, 1)}
         means = self._world.global_ranks.reduce_metrics(
             {**quantities, **size, **read.totals()}, reported_metrics(self._task)
         )

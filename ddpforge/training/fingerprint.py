@@ -249,7 +249,7 @@ def _sketch(sample: Any) -> list[Any]:
             leaf = torch.tensor(leaf, dtype=torch.float64)
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
             rest.append(f"{leaf.dtype}{list(leaf.shape)}")
-            values = leaf.detach().double().flatten().cpu()
+            values = leaf.detach().cpu().double().flatten()
             sums = values.mean(), values.abs().mean(), (values * torch.linspace(0.0, 1.0, len(values)).double()).mean()
             numbers += (
                 [float(one) if math.isfinite(one) else None for one in sums] if len(numbers) < _LEAVES * 3 else []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpforge.errors import CheckpointError
-from ddpforge.interfaces import CanonicalState, Ranks, Region, Replica, SavedTensor, TensorShard
+from ddpforge.interfaces import CanonicalState, Ranks, Region, Replica, SavedTensor, TensorShard, in_float64
 
 __all__ = [
     "checksum",
@@ -35,7 +35,7 @@ def checksum(held: Mapping[str, Tensor | TensorShard], ranks: Ranks) -> dict[str
     sums = torch.zeros(2, dtype=torch.float64)
     for each in held.values():
         part = each if isinstance(each, TensorShard) else TensorShard.whole(each, replicas=ranks.size)
-        values = part.tensor.detach().double().abs()
+        values = in_float64(part.tensor).abs()
         sums += torch.stack([values.sum(), values.square().sum()]).cpu() / part.replicas
     magnitude, squares = ranks.all_reduce_sum(sums).tolist()
     return {"magnitude": magnitude, "squares": squares}

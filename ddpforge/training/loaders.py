@@ -16,6 +16,7 @@ from ddpforge.compat import tree_leaves
 from ddpforge.data import Batches
 from ddpforge.data.rng import isolated_rng
 from ddpforge.data.streams import is_stream
+from ddpforge.interfaces import device_kind
 from ddpforge.local_world import cores_per_rank, local_world_size
 from ddpforge.machine import available_memory, shared_memory_folder
 
@@ -41,7 +42,7 @@ def served(
     There are none on a CPU (its cores compute), for streams, and for data without `forkable = True`. For other data,
     the first micro-batch is timed; a run that `trains` on the batches keeps it. Samples do not depend on this choice.
     """
-    if device.type == "cpu" or is_stream(data) or not getattr(data, "forkable", False):
+    if device_kind(device).is_host or is_stream(data) or not getattr(data, "forkable", False):
         return batches
     began = clock()
     with isolated_rng():

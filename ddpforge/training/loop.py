@@ -21,7 +21,7 @@ from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.data import Batches, MicroBatch
 from ddpforge.errors import CheckpointError, Diverged, PluginError
-from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World
+from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World, device_kind
 from ddpforge.ranks import heartbeat
 from ddpforge.ranks.signals import NoData, StopRequests, waiting_for_data
 from ddpforge.recipe.run_plan import RunPlan
@@ -572,7 +572,7 @@ class Trainer:
 
 def _reading_is_free(device: torch.device) -> bool:
     """True if reading a norm does not wait for the device."""
-    return device.type == "cpu"
+    return device_kind(device).is_host
 
 
 def _until_last(first: MicroBatch, source: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

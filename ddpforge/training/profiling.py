@@ -8,11 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddpforge import disk
-from ddpforge.interfaces import World
+from ddpforge.interfaces import World, device_kind
 from ddpforge.ranks import heartbeat
 from ddpforge.recipe.run_plan import StepWindow
 
@@ -64,7 +63,9 @@ class Profile:
 
     def _begin(self, step: int) -> None:
         self._first, self._spans = step, _Spans()
-        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._world.device.type == "cuda")
+        kinds = [ProfilerActivity.CPU]
+        if activity := device_kind(self._world.device).profiler_activity:
+            kinds.append(getattr(ProfilerActivity, activity))
         self._recorder = profile(activities=kinds)
         self._recorder.start()
         heartbeat.follow(self._spans.enter)
@@ -75,23 +76,23 @@ class Profile:
         if self._recorder is None:
             log.warning("--profile: this attempt trained none of the steps %d..%d", *_bounds(self._window))
             return
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        kind = device_kind(self._world.device)
+        kind.synchronize(self._world.device)
         passed = [now - before for now, before in zip(heartbeat.seconds_by_phase(), self._spent, strict=True)]
         heartbeat.follow(None)
         self._spans.leave()
         self._recorder.stop()
-        self._write(self._recorder, step - self._first, passed)
+        self._write(self._recorder, step - self._first, passed, on_device=kind.profiler_activity is not None)
         self._recorder = None
 
-    def _write(self, recorder: profile, steps: int, passed: Sequence[float]) -> None:
+    def _write(self, recorder: profile, steps: int, passed: Sequence[float], *, on_device: bool) -> None:
         rank, last = self._world.global_ranks.rank, self._first + steps - 1
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self._folder}/steps-{self._first}-{last}-rank-{rank}"
         disk.remove(Path(f"{stem}.json.gz"))  # export would follow a link there
         recorder.export_chrome_trace(f"{stem}.json.gz")
         title = f"steps {self._first}..{last} on rank {rank}"
-        table = "\n".join(_table(title, steps, passed, recorder.key_averages(), gpu=self._world.device.type == "cuda"))
+        table = "\n".join(_table(title, steps, passed, recorder.key_averages(), on_device=on_device))
         disk.replace(Path(f"{stem}.txt"), f"{table}\n".encode())
         if self._world.is_rank_zero:
             log.info("%s\ntimeline: %s.json.gz, for https://ui.perfetto.dev or chrome://tracing", table, stem)
@@ -118,7 +119,7 @@ def _bounds(window: StepWindow) -> tuple[int, int]:
     return window.first, window.last
 
 
-def _table(title: str, steps: int, passed: Sequence[float], events: Any, *, gpu: bool) -> Iterator[str]:
+def _table(title: str, steps: int, passed: Sequence[float], events: Any, *, on_device: bool) -> Iterator[str]:
     """Yields the lines of the table, in milliseconds a step: phases on the host, then operators by their own time."""
     whole = sum(passed) or 1.0
     yield f"{title}: {1000 * whole / steps:.2f} ms a step"
@@ -126,9 +127,9 @@ def _table(title: str, steps: int, passed: Sequence[float], events: Any, *, gpu:
     for name, seconds in zip(heartbeat.NAMES, passed, strict=True):
         if seconds:
             yield f"  {name:<48}  {'':>8}  {1000 * seconds / steps:>9.3f}  {seconds / whole:>5.0%}"
-    timed = [(event, event.self_device_time_total if gpu else event.self_cpu_time_total) for event in events]
+    timed = [(event, event.self_device_time_total if on_device else event.self_cpu_time_total) for event in events]
     timed = sorted(((one, time) for one, time in timed if not one.key.startswith(_SPAN)), key=lambda pair: -pair[1])
-    kind = "operator, by its own time on the " + ("GPU" if gpu else "CPU")
+    kind = "operator, by its own time on the " + ("GPU" if on_device else "CPU")
     yield f"  {kind:<48}  {'calls':>8}  {'ms':>9}  share"
     for event, time in [pair for pair in timed[:_MOST] if pair[1]]:
         spent = f"{time / 1000 / steps:>9.3f}  {time / 1e6 / whole:>5.0%}"

@@ -21,7 +21,7 @@ from ddpforge.data import MicroBatch, mix, seed_all, to_device
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import ForgeError, UsageError, says_memory_is_full
-from ddpforge.interfaces import Contract, Pass, Replica, SupportsMultiPass, Task, TensorShard, World
+from ddpforge.interfaces import Contract, Pass, Replica, SupportsMultiPass, Task, TensorShard, World, device_kind
 from ddpforge.interfaces.regions import copy as copy_region
 from ddpforge.interfaces.regions import whole as all_of
 from ddpforge.ranks import heartbeat
@@ -143,9 +143,7 @@ class ReferenceCheck:
             exact = not isinstance(replica, TorchReplica) or stack.enter_context(replica.exact())
             self._compare(replica, world, first, exact=exact)
         self._model.to("meta")
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(world.device)  # the peak of a step must not include this
+        device_kind(world.device).reset_peak_memory(world.device)  # the peak of a step must not include this
 
     def _compare(self, replica: Replica, world: World, first: MicroBatch, *, exact: bool) -> None:
         batch, why = self._prepared(replica, world, first)
@@ -391,11 +389,11 @@ class _Reading:
 @contextmanager
 def _random_numbers(device: torch.device) -> Iterator[None]:
     """Restores the state of all RNGs at the end, including the RNG of a GPU."""
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    kind = device_kind(device)
+    state = kind.rng_state(device)
     with isolated_rng():
         yield
-    if state is not None:
-        torch.cuda.set_rng_state(state, device)
+    kind.set_rng_state(state, device)
 
 
 @contextmanager

@@ -40,8 +40,8 @@ class Chosen:
     """Components that a recipe names, without data, model and schedules: nothing large is built.
 
     If nothing is trained (not `trains`), there are neither optimizer nor trackers, and `batch` is MISSING. `only` names
-    the evaluation sets to use; if it is empty, all are used. `device` is "cpu" or "cuda"; None is for the device of
-    this machine.
+    the evaluation sets to use; if it is empty, all are used. `device` is the name of a kind of devices, such as "cuda";
+    None is for that of this machine.
     """
 
     loaded: LoadedRecipe  # with the direction of metrics, as the task declares it

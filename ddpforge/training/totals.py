@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ddpforge.data import MicroBatch
 from ddpforge.errors import PluginError
-from ddpforge.interfaces import SampleColumns, Task, Total
+from ddpforge.interfaces import SampleColumns, Task, Total, device_kind, device_kinds
+from ddpforge.ranks.metric_reduction import Float32Pair
 
 __all__ = ["add", "exact", "items_of", "loss_total", "suspended_autocast"]
 
@@ -27,14 +28,14 @@ def items_of(task: Task, micro: MicroBatch) -> Tensor | int:
 
 
 def loss_total(loss: Tensor, items: Tensor | int) -> Total:
-    """Returns a copy of a summed loss, in float64, with its items; zero for padding samples, which have no items."""
+    """Returns a copy of a summed loss that can be added up, with its items; zero for padding samples."""
     if isinstance(items, int) and not items:
         return Total(torch.zeros((), dtype=torch.float64), 0)
     return _exact_total(Total(loss, items))
 
 
 def exact(quantity: Total | SampleColumns) -> Total | SampleColumns:
-    """Returns a copy that can be added up, with totals in float64."""
+    """Returns a copy that can be added up, with totals in float64, or in a `Float32Pair` if the device lacks it."""
     # CUDA graphs reuse the memory of outputs. In bfloat16, 256 + 1 is 256.
     if isinstance(quantity, SampleColumns):
         return SampleColumns(
@@ -47,16 +48,23 @@ def exact(quantity: Total | SampleColumns) -> Total | SampleColumns:
 
 
 def _exact_total(total: Total) -> Total:
-    count = total.count.detach().double() if isinstance(total.count, Tensor) else total.count
-    values = total.sum.detach()
-    return Total(values.clone() if values.dtype == torch.float64 else values.double(), count)
+    count: Any = _wide(total.count) if isinstance(total.count, Tensor) else total.count
+    values: Any = _wide(total.sum)
+    return Total(values, count)
+
+
+def _wide(values: Tensor) -> Tensor | Float32Pair:
+    """Returns a copy of values that can be added up with the precision of float64, on their device."""
+    if not device_kind(values.device).has_float64:
+        return Float32Pair.of(values)
+    return values.detach().to(torch.float64, copy=True)
 
 
 @contextmanager
 def suspended_autocast() -> Iterator[None]:
     """Disables autocast inside: operations compute in the dtypes of their inputs."""
     with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
+        for device in [kind.type for kind in device_kinds()]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -25,7 +25,7 @@ from ddpforge.checkpoint.retention import committed
 from ddpforge.checkpoint.state import Held, RankState
 from ddpforge.checkpoint.untrusted import PlainFile
 from ddpforge.errors import CheckpointError, ExitCode, PeerFailed
-from ddpforge.interfaces import CanonicalState
+from ddpforge.interfaces import CanonicalState, device_kind
 from ddpforge.interfaces.regions import Box, TensorShard
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.writers import WriterGroup
@@ -653,6 +653,9 @@ def test_a_single_rank_needs_no_process_group() -> None:
     assert (peers.rank, peers.size, peers.ranks.all_gather_object(4), peers.patience) == (0, 1, [4], 1.0)
 
 
+CUDA = device_kind("cuda")
+
+
 def test_memory_that_cannot_be_page_locked_is_used_unlocked(
     monkeypatch: pytest.MonkeyPatch, ddpforge_log: pytest.LogCaptureFixture
 ) -> None:
@@ -672,10 +675,10 @@ def test_memory_that_cannot_be_page_locked_is_used_unlocked(
     monkeypatch.setattr(staging, "_cuda", lambda: library)
     monkeypatch.setattr(torch, "zeros", take)
     memory = staging.Staging()
-    first = memory._bytes(100, locked=True)
+    first = memory._bytes(100, locked=CUDA)
     assert len(first) == 100
-    assert memory._bytes(80, locked=True).data_ptr() == first.data_ptr()
-    assert len(memory._bytes(200, locked=True)) == 200
+    assert memory._bytes(80, locked=CUDA).data_ptr() == first.data_ptr()
+    assert len(memory._bytes(200, locked=CUDA)) == 200
     assert asked == took == [100, 200]
     assert "100 bytes of host memory could not be page-locked (CUDA error 2)" in ddpforge_log.text
 
@@ -691,16 +694,16 @@ def test_memory_is_page_locked_for_gpu_tensors_and_unlocked_when_it_is_freed(
     monkeypatch.setattr(staging, "_cuda", lambda: library)
     memory = staging.Staging()
 
-    memory._bytes(100, locked=False)
+    memory._bytes(100, locked=None)
     assert calls == []
-    small = memory._bytes(100, locked=True).data_ptr()
-    assert memory._bytes(90, locked=False).data_ptr() == small
+    small = memory._bytes(100, locked=CUDA).data_ptr()
+    assert memory._bytes(90, locked=None).data_ptr() == small
     assert calls == [("lock", small)]
-    large = memory._bytes(200, locked=True).data_ptr()
+    large = memory._bytes(200, locked=CUDA).data_ptr()
     assert calls == [("lock", small), ("unlock", small), ("lock", large)]
     del memory
     assert calls[3:] == [("unlock", large)]
-    staging.Staging()._bytes(0, locked=True)
+    staging.Staging()._bytes(0, locked=CUDA)
     assert len(calls) == 4, "empty memory is not locked"
     assert "page-locked" not in ddpforge_log.text
 

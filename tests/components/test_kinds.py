@@ -38,7 +38,8 @@ def test_error_names_the_component_and_its_wrong_type(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- one table of kinds
 PLACES = """
 model: [model]; data: [data.train] [data.eval]; sampler: [data.sampler]; task: [task]; metric: task.metrics
-optimizer: [optimizer]; schedule: [schedule]; strategy: [strategy]; tracker: [track.NAME]; callback: [callbacks.NAME]
+optimizer: [optimizer]; schedule: [schedule]; strategy: [strategy]; device: train.device; tracker: [track.NAME]
+callback: [callbacks.NAME]
 """
 
 
@@ -46,7 +47,8 @@ def places(spec: KindSpec) -> str:
     """Returns the places in a recipe that name a component of a kind, in the notation of PLACES."""
     tables = [f"[{'.'.join(path)}]" for path in spec.tables]
     named = [f"[{spec.named_in}.NAME]"] * bool(spec.named_in)
-    return " ".join([*tables, *named, *([".".join(spec.listed_in)] if spec.listed_in else [])])
+    listed = ".".join(spec.listed_in or ())
+    return " ".join([*tables, *named, *filter(None, [listed, spec.key])])
 
 
 def test_each_kind_has_its_places_in_a_recipe() -> None:

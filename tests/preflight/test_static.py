@@ -18,7 +18,7 @@ from ddpforge.preflight.static import check_device
 def test_gpu_settings_are_refused_on_a_cpu(key: str) -> None:
     (found,) = check_device(chosen_with(train(**{key: True}), ranks=1, device="cpu"))
     assert found.key == f"train.{key}"
-    assert "which needs a GPU, but this run is on cpu" in found.message
+    assert "which needs CUDA, but this run is on cpu" in found.message
     assert not list(check_device(chosen_with(train(**{key: True}), ranks=1, device="cuda")))
 
 
@@ -32,7 +32,8 @@ def test_cudnn_benchmark_is_refused_with_deterministic() -> None:
 def test_sync_batchnorm_needs_a_gpu(ranks: int, asked: bool, device: str, count: int) -> None:
     found = list(check_device(chosen_with(train(sync_batchnorm=asked), ranks=ranks, device=device)))
     assert [each.key for each in found] == ["train.sync_batchnorm"] * count
-    assert [each.message for each in found] == ["train.sync_batchnorm needs CUDA, but this run is on cpu"] * count
+    message = "train.sync_batchnorm needs CUDA or XPU, but this run is on cpu"
+    assert [each.message for each in found] == [message] * count
 
 
 def test_a_stream_without_a_length_refuses_all_durations_in_epochs(parts: Callable[..., Staged]) -> None:

@@ -143,3 +143,18 @@ def test_zero_trains_like_on_the_cpu(bench: Bench) -> None:
     bench("cuda", ZERO[3], nproc=1)
     bench("cpu", ZERO[3], nproc=1, env=CPU)
     bench.alike("cuda", "cpu", rel=1e-5)
+
+
+def test_kit_checks_copies_and_memory_on_the_device(tmp_path: Path) -> None:
+    """Not random numbers: on this device they are the CPU's."""
+    code = """
+from ddpforge.testing import Kit
+from ddpforge.testing.cases import find_cases
+
+with Kit(find_cases("ddpforge", kind="device", names=["cuda"])) as kit:
+    for one in kit.run():
+        print(one.check, one.status, one.found)
+"""
+    said = python(code, tmp_path, computes=True).splitlines()
+    for check in ("copies", "measures-memory"):
+        assert f"{check} passed " in said, said

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -15,8 +15,11 @@ from support.doubles import Elsewhere
 from support.stages import chosen_with
 from torch import nn
 
+from ddpforge.components.installed import Entry
+from ddpforge.components.registry import Registry
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Strategy, World
+from ddpforge.interfaces import Strategy, World, device_kind
+from ddpforge.interfaces import device as kinds
 from ddpforge.preflight.static import check_compile
 from ddpforge.ranks import devices, join
 from ddpforge.ranks.devices import check, choose_device, device_type
@@ -124,6 +127,111 @@ def test_contradiction_of_accelerate_and_the_recipe_is_an_error(monkeypatch: pyt
     assert device_type(train()) == "cpu"
     with pytest.raises(StrategyError, match=r'ACCELERATE_USE_CPU=true, but the recipe has train.device = "cuda"'):
         join.join(train(device="cuda"), DDP())
+
+
+# ---------------------------------------------------------------------------------------------- other accelerators
+@pytest.fixture
+def accelerators(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns `accelerators(mps=1, xpu=2)`, which gives the machine these devices, and no GPU of NVIDIA."""
+    machine(gpus=0, driver=False)
+
+    def make(**counts: int) -> None:
+        for name, count in counts.items():
+            kind = device_kind(name)
+            monkeypatch.setattr(kind, "is_available", lambda count=count: count > 0)
+            monkeypatch.setattr(kind, "count", lambda count=count: count)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("there", "expected", "count"),
+    [({"mps": 1}, "mps:0", 1), ({"xpu": 2}, "xpu:0", 2), ({"mps": 0, "xpu": 0}, "cpu", 0)],
+)
+def test_auto_is_the_accelerator_of_the_machine(
+    accelerators: Callable[..., None], there: dict[str, int], expected: str, count: int
+) -> None:
+    accelerators(**there)
+    assert str(chosen()) == expected
+    assert devices.accelerators() == count
+    assert str(chosen(device="cpu")) == "cpu"
+
+
+@pytest.mark.parametrize("device", ["mps", "auto"])
+def test_several_processes_on_apples_gpu_are_rejected(
+    accelerators: Callable[..., None], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    accelerators(mps=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(StrategyError, match=r"2 processes cannot train on .*: Apple's GPU trains with") as no:
+        chosen(device=device)
+    assert no.value.hints == (
+        "start one process: ddpforge run RECIPE",
+        'to train on the CPU, set train.device = "cpu"',
+    )
+
+
+def test_each_rank_has_its_own_xpu(accelerators: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerators(xpu=2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert chosen() == torch.device("xpu", 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(StrategyError, match="3 processes would share 2 GPUs"):
+        chosen()
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("mps", r"torch cannot use Apple's GPU: torch .* was built without MPS"),
+        ("xpu", "torch cannot use an Intel GPU: torch .* finds no xpu device"),
+    ],
+)
+def test_device_that_torch_cannot_use_is_an_error(accelerators: Callable[..., None], device: str, said: str) -> None:
+    accelerators(**{device: 0})
+    if device == "mps" and torch.backends.mps.is_built():
+        pytest.skip("this torch has MPS")
+    with pytest.raises(StrategyError, match=said):
+        chosen(device=device)
+
+
+def test_auto_finds_the_plugin_of_another_backend_of_torch(
+    accelerators: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lab(kinds.CPU):
+        """A device of a laboratory, in torch's slot for other backends."""
+
+        name, type, is_host = "lab", "privateuseone", False
+
+    accelerators(mps=0, xpu=0)
+    entry = Entry("device", "lab", "lab-device", "1.0", "lab:Lab")
+    registry = Registry([entry])
+    monkeypatch.setattr(registry, "load", lambda *_: Lab)
+    monkeypatch.setattr(devices.Registry, "installed", lambda: registry)
+    monkeypatch.setattr(kinds, "_KINDS", {**kinds._KINDS})
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert devices.detected_kind().name == "cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("privateuseone"))
+    assert devices.detected_kind().name == "lab"
+    assert device_kind(torch.device("privateuseone", 0)).name == "lab"
+
+
+def test_process_group_of_other_kinds_has_their_backend(
+    accelerators: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forms the group before Accelerate, which would choose another backend."""
+    accelerators(xpu=2)
+    formed: list[tuple[str, Any]] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(device_kind("xpu"), "make_current", lambda index: formed.append(("current", index)))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: formed.append((backend, timeout)))
+    join._form(torch.device("xpu", 1), timedelta(minutes=2))
+    assert formed == [("current", 1), ("xpu:xccl,cpu:gloo", timedelta(minutes=2))]
+    formed.clear()
+    for device in ("cpu", "cuda"):
+        join._form(torch.device(device), timedelta(minutes=2))
+    assert formed == [], "Accelerate forms these"
 
 
 # ---------------------------------------------------------------------------------------------- all ranks' devices

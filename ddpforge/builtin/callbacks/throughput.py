@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ddpforge.interfaces import Callback, RunContext, StepInfo
+from ddpforge.interfaces import Callback, RunContext, StepInfo, device_kind
 from ddpforge.machine import peak_memory
 
 if TYPE_CHECKING:
@@ -61,9 +61,6 @@ class Throughput(Callback):
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Returns the peak memory in GiB."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return peak_memory() / 2**30
+    """Returns the peak memory in GiB: of the device, or of the process if the device is the host."""
+    found = device_kind(device).peak_memory(device)
+    return (peak_memory() if found is None else found) / 2**30

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ddpforge.interfaces import Metric, Total
+from ddpforge.interfaces import Metric, Total, device_kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +30,12 @@ class CalibrationError(Metric):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Total:
         """Returns the sum of confidence minus hits in each bin [bins], and the number of samples."""
-        confidence, predicted = outputs.double().softmax(dim=-1).max(dim=-1)
+        confidence, predicted = outputs.to(device_kind(outputs.device).widest_float).softmax(dim=-1).max(dim=-1)
         bin = (confidence * self.bins).long().clamp(max=self.bins - 1)
         gaps = confidence.new_zeros(self.bins)
         return Total(
-            gaps.index_add_(0, bin.flatten(), (confidence - (predicted == targets).double()).flatten()), targets.numel()
+            gaps.index_add_(0, bin.flatten(), (confidence - (predicted == targets).to(confidence)).flatten()),
+            targets.numel(),
         )
 
     def finish(self, sum: Tensor, count: Tensor) -> float:

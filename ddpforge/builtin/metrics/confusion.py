@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ddpforge.interfaces import Metric, Total
+from ddpforge.interfaces import Metric, Total, device_kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,9 +38,8 @@ class _ClassByClass(Metric):
                 f"not {[*outputs.shape]} and {[*targets.shape]}"
             )
         predicted, wanted, classes = outputs.argmax(dim=1), targets, outputs.shape[1]
-        counts = (
-            (targets != self.ignore_index).double() if self.ignore_index is not None else targets.new_ones(()).double()
-        )
+        counted = targets != self.ignore_index if self.ignore_index is not None else targets.new_ones(())
+        counts = counted.to(device_kind(targets.device).widest_float)
         counts, target = counts.expand(targets.shape), wanted.clamp(0, classes - 1)
         found = counts.new_zeros(3, classes)
         for row, (which, weights) in enumerate(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from ddpforge.errors import PluginError, SetupError, UsageError, pip_install
-from ddpforge.interfaces import Metric, SampleColumns, Total
+from ddpforge.interfaces import Metric, SampleColumns, Total, device_kind
 
 __all__ = ["TorchMetric", "adopted"]
 
@@ -80,6 +80,8 @@ class TorchMetric(Metric):
     def __call__(self, outputs: Any, targets: Any) -> Total | SampleColumns:
         """Returns the states after this batch alone: concatenated in a total, or one column per state."""
         self._reject_classes(outputs, targets)
+        if not all(device_kind(x.device).has_float64 for x in _tensors((outputs, targets))):
+            outputs, targets = _on_host(outputs), _on_host(targets)  # waits for the device
         metric = self._metric
         device = next((x.device for x in _tensors((outputs, targets))), metric.device)
         if metric.device != device:
@@ -188,6 +190,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(one)
+
+
+def _on_host(value: Any) -> Any:
+    """Returns nested lists and dicts with their tensors on the host."""
+    if isinstance(value, Mapping):
+        return {key: _on_host(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_on_host(one) for one in value]
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _double(value: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from ddpforge.interfaces import device_kind
+
 if TYPE_CHECKING:
     from torch.optim import SGD, AdamW
 
@@ -23,7 +25,7 @@ _WeightDecay = Annotated[
 ]
 _Fused = Annotated[
     Literal["auto"] | bool,
-    Field(description='Update all weights in one kernel; "auto": if torch supports it (CPU and CUDA).'),
+    Field(description='Update all weights in one kernel; "auto": if torch supports it (CPU, CUDA and XPU).'),
 ]
 _Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -102,4 +104,4 @@ def lbfgs(
 
 def _can_fuse(groups: list[dict[str, Any]]) -> bool:
     parameters = [parameter for group in groups for parameter in group["params"]]
-    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+    return all(p.is_floating_point() and not p.is_meta and device_kind(p.device).fuses_optimizers for p in parameters)

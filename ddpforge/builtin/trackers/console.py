@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ddpforge.interfaces import Tracker
+from ddpforge.interfaces import Tracker, active_kind
 from ddpforge.machine import resident_memory
 
 _PER_SECOND = 1  # display updates; each takes half a millisecond in a separate thread
@@ -216,9 +216,9 @@ def _numbers(metrics: Mapping[str, float]) -> list[str]:
 
 def _memory() -> list[str]:
     """Returns the used memory: of the GPU if this process uses one, otherwise of this process."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        free, total = torch.cuda.mem_get_info()
+    kind = active_kind()
+    if kind and (found := kind.free_memory()):
+        free, total = found
         return [f"{(total - free) / 2**30:.1f} of {total / 2**30:.0f} GiB of GPU memory"]
     return [f"{resident_memory() / 2**30:.1f} GiB"]
 

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ddpforge import compat
 from ddpforge.compat import tree_map_only
 from ddpforge.errors import UsageError
-from ddpforge.interfaces import AttentionContext, Compute, ExpertDispatch, Pass, Ranks, Task
+from ddpforge.interfaces import AttentionContext, Compute, ExpertDispatch, Pass, Ranks, Task, active_kind
 from ddpforge.interfaces.seeds import mix
 from ddpforge.ranks.collectives import CollectiveRanks
 from ddpforge.strategies.fsdp.replica import FSDPReplica
@@ -106,8 +106,8 @@ class ContextParallel(AttentionContext):
         if self._front:
             other = mix(torch.initial_seed(), self._front)
             torch.default_generator.manual_seed(other)
-            if torch.cuda.is_available():
-                torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(other)
+            if kind := active_kind():
+                kind.seed(other, torch.device(kind.type, kind.current() or 0))
 
 
 class ContextReplica(FSDPReplica):

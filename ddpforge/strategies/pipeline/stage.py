@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddpforge import compat
 from ddpforge.compat import tree_flatten, tree_map_only
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Compute, Pass, mix
+from ddpforge.interfaces import Compute, Pass, device_kind, mix
 from ddpforge.ranks import heartbeat
 from ddpforge.strategies.pipeline.segments import Segment
 
@@ -126,8 +126,7 @@ def _seed_on(number: int, device: torch.device) -> None:
     """Seeds the RNG of a part, with a seed from the pass's seed and the part's number."""
     seed = mix(torch.initial_seed(), number + 1)
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    device_kind(device).seed(seed, device)
 
 
 def _travels(found: Any, step: Segment) -> Any:

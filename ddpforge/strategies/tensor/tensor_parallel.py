@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ddpforge.errors import StrategyError, UsageError
+from ddpforge.interfaces import device_kind
 from ddpforge.ranks.collectives import CollectiveRanks
 from ddpforge.strategies.tensor.activation_collectives import ActivationCollectives
 from ddpforge.strategies.tensor.sharding_plan import ShardingPlan
@@ -269,11 +270,8 @@ class TensorParallelRNG:
     # The common RNG seeds the rank's own RNG, so a recomputed block draws the same numbers again.
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank = rank
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._outside: list[torch.Tensor] | None = None
+        self._rank, self._device, self._kind = rank, device, device_kind(device)
+        self._outside: tuple[torch.Tensor, torch.Tensor] | None = None  # states of the RNGs of host and device
 
     def forget(self) -> None:
         """Forgets an open `begin` without `end`."""
@@ -285,14 +283,16 @@ class TensorParallelRNG:
         if self._outside is not None:
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
-        self._outside = [generator.get_state() for generator in self._generators]
-        for generator in self._generators:
-            generator.manual_seed((seed + (self._rank + 1) * _GOLDEN) % 2**63)
+        self._outside = torch.default_generator.get_state(), self._kind.rng_state(self._device)
+        mine = (seed + (self._rank + 1) * _GOLDEN) % 2**63
+        torch.default_generator.manual_seed(mine)
+        self._kind.seed(mine, self._device)
 
     def end(self) -> None:
         """Restores the common RNG, if this rank's is active."""
         if self._outside is None:
             return
-        for generator, state in zip(self._generators, self._outside, strict=True):
-            generator.set_state(state)
+        host, device = self._outside
+        torch.default_generator.set_state(host)
+        self._kind.set_rng_state(device, self._device)
         self._outside = None

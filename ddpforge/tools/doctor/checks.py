@@ -98,9 +98,14 @@ def devices() -> Iterator[Finding]:
     """Reports the GPUs, or the reason why torch cannot use a GPU of this machine."""
     import torch
 
-    from ddpforge.ranks.devices import choose_device
+    from ddpforge.ranks.devices import choose_device, detected_kind
 
-    if not torch.cuda.is_available():
+    kind = detected_kind()
+    if not kind.is_host and kind.type != "cuda":
+        names = sorted({str(one["name"]) for one in kind.describe()})
+        yield ok(f"{kind.count()} × {kind.noun}: {', '.join(names)}; torch calls it `{kind.type}`")
+        return
+    if kind.is_host:
         try:
             choose_device("cpu", asked=False)
         except StrategyError as unusable:

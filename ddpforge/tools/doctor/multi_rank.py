@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddpforge.app.node_consistency import check_same_environment, clocks_apart, holds_locks
 from ddpforge.errors import PeerFailed, SetupError
-from ddpforge.interfaces import Ranks, World
+from ddpforge.interfaces import Ranks, World, device_kind
 from ddpforge.tools.doctor.findings import Finding, error, note, ok, warning
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def _timed(world: World, action: Callable[[], object]) -> float:
     world.global_ranks.barrier()
     begin = time.perf_counter()
     action()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    device_kind(world.device).synchronize(world.device)
     return time.perf_counter() - begin
 
 

@@ -158,9 +158,9 @@ def parity(
 
 def _variables(runs: Sequence[_ComparedRun], say: Callable[[str], None]) -> Mapping[str, str]:
     """Returns environment variables that make all runs use the CPU, if there are too few GPUs for one of them."""
-    from torch.cuda import device_count
+    from ddpforge.ranks.devices import accelerators
 
-    gpus, most = device_count(), max(run.spec.ranks for run in runs)
+    gpus, most = accelerators(), max(run.spec.ranks for run in runs)
     if not gpus or gpus >= most or runs[0].loaded.recipe.train.device != "auto":
         return {}
     say(f"comparing on the CPU: {most} processes need {most} GPUs, but there {'are' if gpus > 1 else 'is'} {gpus}")

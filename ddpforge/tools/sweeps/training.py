@@ -96,16 +96,24 @@ def devices(recipe: Recipe, *, jobs: int, nproc: int) -> list[str]:
     """
     if jobs == 1 or recipe.train.device == "cpu":
         return []
-    import torch
+    from ddpforge.ranks.devices import accelerators
 
-    count = torch.cuda.device_count()
+    count = accelerators()
     if 0 < count < jobs * nproc:
         raise UsageError(
             f"{jobs} runs at a time with {nproc} GPU each need {jobs * nproc}, but there are {count}",
             hints=[f"--jobs {max(1, count // nproc)}", "or compute on the CPU: train.device=cpu"],
         )
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = os.environ.get(_visible())
     return named.split(",")[:count] if named else [str(number) for number in range(count)]
+
+
+def _visible() -> str:
+    """Returns the environment variable that lists the GPUs of a process."""
+    from ddpforge.ranks.devices import accelerator_kind
+
+    kind = accelerator_kind()
+    return (kind.visible if kind else None) or "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +152,7 @@ class Commands:
         """Returns the environment of the run in one of the `jobs` places."""
         found = {"OMP_NUM_THREADS": str(cores_per_rank(self.jobs * self.nproc)), **os.environ}
         if self.devices:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[slot * self.nproc : (slot + 1) * self.nproc])
+            found[_visible()] = ",".join(self.devices[slot * self.nproc : (slot + 1) * self.nproc])
         return found
 
     def log(self, variant: Variant) -> Path:

@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from ddpforge.data import Batches
 from ddpforge.errors import StoppedBeforeStart
-from ddpforge.interfaces import StepInfo
+from ddpforge.interfaces import StepInfo, device_kind
 from ddpforge.machine import peak_memory
 from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks.backend_flags import restored_backend_flags
@@ -96,8 +94,7 @@ class _Clock:
         self._steps = 0
         self.first = self.others = 0.0
         self.samples = 0  # after the first step
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        device_kind(self._device).reset_peak_memory(self._device)
         self._since, self._spent = self._now(), heartbeat.seconds_by_phase()
 
     def after(self, info: StepInfo) -> StepInfo:
@@ -114,15 +111,13 @@ class _Clock:
         self.spent = [now - before for now, before in zip(heartbeat.seconds_by_phase(), self._spent, strict=True)]
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        device_kind(self._device).synchronize(self._device)
         return time.perf_counter()
 
     def memory(self) -> int:
         """Returns the peak bytes of this process: of the GPU, if it uses one."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_reserved(self._device))
-        return peak_memory()
+        found = device_kind(self._device).peak_memory(self._device, reserved=True)
+        return peak_memory() if found is None else found
 
 
 def _measured(trial: EphemeralRun, clock: _Clock, infos: Sequence[StepInfo]) -> Measured:
