@@ -141,6 +141,8 @@ QUERIES = {
     "object detection": "guides/detection",
     "class weights": "guides/sampling",
     "class imbalance": "guides/sampling",
+    "mixture of datasets": "guides/mixtures",
+    "temperature sampling": "guides/mixtures",
     "streaming parquet": "guides/streaming",
     "webdataset tar": "guides/streaming",
     "num_workers": "guides/data-loading",

@@ -38,7 +38,7 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.strategies.named_state import tensors
 from ddpforge.training.frozen_weights import omits_frozen, verify_frozen
-from ddpforge.training.stages import key_of
+from ddpforge.training.stages import key_of, source_components
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
 
@@ -279,7 +279,7 @@ class TrainedRun:
         The default is the first evaluation set, or the training data if there is none.
         """
         name = name or next((key_of(each) for each in self.recipe.data.evaluations), "train")
-        components = {"train": self.recipe.data.train}
+        components = source_components(self.recipe)
         components |= {key_of(name): component for name, component in self.recipe.data.evaluations.items()}
         if name not in components:
             raise UsageError(f"{self.folder.path} has no data {name!r}", hints=[f"one of {', '.join(components)}"])

@@ -26,6 +26,7 @@ from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.collating import BatchKeys
+from ddpforge.data.sources import Sources, check_source, mixture_of
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
 from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World
@@ -46,7 +47,7 @@ from ddpforge.training.loaders import served
 from ddpforge.training.memory_format import make_dense
 from ddpforge.training.optimizers import shares
 from ddpforge.training.parameter_groups import freeze
-from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of
+from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of, source_components
 from ddpforge.training.task_checks import SMALL
 
 __all__ = [
@@ -76,12 +77,14 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
     `meta`: build a large model on the meta device if its constructor can. It then has shapes, but no values.
     """
     recipe, registry = chosen.recipe, chosen.registry
-    components = {"train": recipe.data.train} if chosen.trains else {}
+    components = source_components(recipe) if chosen.trains else {}
     components |= {key_of(name): component for name, component in chosen.evaluations().items()}
     data: dict[str, Any] = {}
     for key, component in components.items():
         with problems.at("data", *key.split(".")):
             data[key] = build_component(registry, "data", component, seed=recipe.train.seed)
+    if chosen.trains and "" not in recipe.data.sources:
+        _join_sources(chosen, data, problems)
     order, plan = (MISSING, MISSING) if chosen.trains else (None, MISSING)
     if "train" in data:
         order, plan = _plan(chosen, data["train"], problems)
@@ -118,6 +121,17 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         size=size,
         auxiliary=auxiliary,
     )
+
+
+def _join_sources(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:
+    """Replaces the sources of training data in `data` by one dataset; removes them if one is missing or a stream."""
+    sources: dict[str, Any] = {}
+    for name in chosen.recipe.data.sources:
+        with problems.at("data", "train", name):
+            check_source(name, source := data.pop(f"train.{name}", MISSING))
+            sources[name] = source
+    if sources.keys() == chosen.recipe.data.sources.keys():
+        data["train"] = Sources(sources)
 
 
 def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
@@ -234,6 +248,8 @@ def _sampler(chosen: Chosen, data: Any) -> BatchSampler | None:
         if component:
             raise no_sampler_of_streams(type(data))
         return None
+    if isinstance(data, Sources):
+        return mixture_of(chosen.recipe.data, data, seed=train.seed, global_batch=train.global_batch)
     given = {
         "data": data,
         "seed": train.seed,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -100,6 +100,7 @@ class MicroBatch(NamedTuple):
     number: int  # within the shard
     read: int = 0  # for streams: fingerprint of the samples read so far, see `streams.Stream`
     places: NDArray[Any] | None = None  # in evaluation: index of each sample of `data` in the dataset
+    sources: Sequence[int] | None = None  # in training on several sources: number of the source of each sample
     items: Any = None  # number of items that the loss sums over (number or 0-d tensor), if counted
 
 

@@ -45,6 +45,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
         ("", "model.check_savable"),
     ),
     Built: (
+        ("data.train", "sources.check_sources"),
         ("data", "fit.check_batches"),
         ("task", "fit.check_auxiliary"),
         ("task", "fit.check_own_parameters"),

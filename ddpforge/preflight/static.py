@@ -394,6 +394,8 @@ def check_strategy(chosen: Chosen) -> Errors:
 def check_stream(chosen: Chosen) -> Errors:
     """Yields errors for a sampler, and for lengths in epochs, if the class of the training data is a stream."""
     train = chosen.recipe.data.train
+    if not isinstance(train, Component):
+        return  # several sources are checked when they are built
     kind = chosen.registry.load("data", train.use, train.base) if chosen.trains else None
     if not inspect.isclass(kind) or not _are_streams(kind):
         return
