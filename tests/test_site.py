@@ -149,6 +149,7 @@ QUERIES = {
     # training
     "gradient accumulation": "guides/batch-size",
     "batch size": "guides/batch-size",
+    "max tokens per batch": "guides/batch-size",
     "learning rate scheduler": "guides/schedules extend/schedule",
     "learning rate warmup": "guides/schedules extend/schedule",
     "early stopping": "guides/callbacks",

@@ -88,6 +88,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "batch-size": {
         "samples per forward pass": Recipe(),
         "batch_size_warmup": Recipe(sets=("schedule.warmup=10st",)),
+        "max_tokens": "tests/distributed/test_max_tokens.py",
     },
     "callbacks": {
         "callbacks.ema": Recipe(),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,6 +29,7 @@ from ddpforge.data.batch_assignment import Even
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.sources import Sources, check_source, mixture_of
 from ddpforge.data.streams import is_stream
+from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
 from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World
 from ddpforge.preflight import Problems
@@ -36,8 +38,8 @@ from ddpforge.preflight.static import no_sampler_of_streams
 from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.run_plan import RunPlan, plan_batch
-from ddpforge.recipe.schema import Component
+from ddpforge.recipe.run_plan import BatchPlan, RunPlan, plan_batch
+from ddpforge.recipe.schema import Component, TrainSection
 from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import declared
 from ddpforge.training.blocks import find_blocks
@@ -86,8 +88,9 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
     if chosen.trains and "" not in recipe.data.sources:
         _join_sources(chosen, data, problems)
     order, plan = (MISSING, MISSING) if chosen.trains else (None, MISSING)
+    limit = None
     if "train" in data:
-        order, plan = _plan(chosen, data["train"], problems)
+        order, plan, limit = _plan(chosen, data["train"], problems)
     for key in data.keys() - {"train"}:
         with problems.at("data", *key.split(".")):
             open_data(data[key], **_opened(chosen, 1))
@@ -120,6 +123,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         model=model,
         size=size,
         auxiliary=auxiliary,
+        limit=limit,
     )
 
 
@@ -168,9 +172,9 @@ def check_cut(chosen: Chosen, problems: Problems) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- steps and schedules
-def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler | None, RunPlan]:
-    """Builds the order of the training data, and the plan of steps and cadences."""
-    order, plan = MISSING, MISSING
+def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler | None, RunPlan, TokenLimit | None]:
+    """Builds the order of the training data, the plan of steps and cadences, and the limit of tokens."""
+    order, plan, limit = MISSING, MISSING, None
     with problems.at("data", "train"):
         check_data(data)
         with problems.at("data", "sampler"):
@@ -181,7 +185,31 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler |
             # A step that draws several batches may reach into the next epoch: the epoch ends with that step.
             per_epoch = batches and math.ceil(batches / batches_per_step(chosen.updates))
             plan = _plan_steps(chosen, per_epoch, order, problems)
-    return order, plan
+            limit = _token_limit(chosen, data)
+            if limit and order and plan is not MISSING:
+                plan = replace(plan, batch=_by_tokens(plan.batch, order, limit, chosen.recipe.train))
+    return order, plan, limit
+
+
+def _token_limit(chosen: Chosen, data: Any) -> TokenLimit | None:
+    """Returns the limit of tokens that the recipe sets; raises UsageError if the lengths of samples are not known."""
+    recipe = chosen.recipe
+    if recipe.train.max_tokens is None:
+        return None
+    if is_stream(data):
+        raise UsageError(
+            f"train.max_tokens needs the length of every sample in advance, but {type(data).__name__} is an iterable "
+            "dataset",
+            hints=["use a dataset with __len__ and __getitem__", "or set train.micro_batch instead"],
+            key="train.max_tokens",
+        )
+    return TokenLimit.of(data, recipe.data.lengths or "lengths", recipe.train.max_tokens)
+
+
+def _by_tokens(batch: BatchPlan, order: BatchSampler, limit: TokenLimit, train: TrainSection) -> BatchPlan:
+    """Returns the plan with the number of forward passes of a rank in the first step."""
+    share = RankShare(0, batch.data_ranks, batch.micro_batch, train.virtual_ranks)
+    return replace(batch, accumulation=len(share.divide(np.asarray(order(0)), limit)))
 
 
 def _plan_steps(chosen: Chosen, per_epoch: int | None, order: BatchSampler | None, problems: Problems) -> RunPlan:
@@ -291,6 +319,7 @@ def deal(built: Built, world: World) -> Dealt:
             global_batch=built.plan.batch.global_batch,
             share=RankShare(world.dp_ranks.rank, ranks, built.plan.batch.micro_batch, train.virtual_ranks),
             drop_last=train.drop_last,
+            limit=built.limit,
             **fetching,
         )
     batch = train.eval_batch or max(1, train.per_pass(ranks))

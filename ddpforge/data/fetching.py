@@ -20,6 +20,7 @@ from ddpforge.data.rng import seed_all
 from ddpforge.data.shard_reader import ShardedStream
 from ddpforge.data.sources import Sources
 from ddpforge.data.streams import Stream, is_stream, loader_in
+from ddpforge.data.token_limit import TokenLimit
 from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, reporting_context, starting
 from ddpforge.errors import ForgeError, PluginError, SetupError
 from ddpforge.interfaces import BatchSampler, ShardedDataset, mix
@@ -192,9 +193,9 @@ class Batches:
 
         Both are equal if a run of `steps` steps does not reach the end of an epoch, or if the end is not known.
         """
-        sizes = self._dealer().sizes(steps) if self._order else (self._terms.global_batch,) * 2
-        full, last = map(self._terms.share.fewest, sizes)
-        return full, last
+        if self._order:
+            return self._dealer().fewest(steps)
+        return (self._terms.share.fewest(self._terms.global_batch),) * 2
 
     @property
     def source_names(self) -> Sequence[str]:
@@ -295,8 +296,11 @@ def open_data(
     pin: bool,
     patience: float = 0.0,
     keys: BatchKeys = _WHOLE_BATCH,
+    limit: TokenLimit | None = None,
 ) -> Batches:
     """Opens `data` (see `interfaces.Data`) for this rank; without `order`, in dataset order.
+
+    `limit`: the largest number of tokens of a micro-batch, not for streams.
 
     Raises:
         PluginError: `data` is no dataset (see `check_data`), or has fewer samples than one global batch
@@ -315,7 +319,9 @@ def open_data(
             f"{global_batch}",
             hints=["lower train.global_batch, or set train.drop_last = false"],
         )
-    terms = AssignmentTerms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last, keys=keys)
+    terms = AssignmentTerms(
+        global_batch=global_batch, share=share, seed=seed, drop_last=drop_last, keys=keys, limit=limit
+    )
     return Batches(steps, data, terms, order, workers, prefetch, pin, patience)
 
 

@@ -284,6 +284,11 @@ class DataSection(Section):
         default=None,
         description="Key of the targets in a batch that is a dict: the task then gets the pair (inputs, targets).",
     )
+    lengths: Annotated[str | None, Field(min_length=1), Resume.TUNABLE] = Field(
+        default=None,
+        description="Number of tokens of each sample, for `train.max_tokens`: an attribute or method of the dataset, or"
+        ' a file. Absent: "lengths".',
+    )
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.NOT_TRAINING] = Field(
         default="auto",
         description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but on a GPU up to 8,'
@@ -320,6 +325,12 @@ class TrainSection(Section):
     micro_batch: Annotated[Count | None, Resume.TUNABLE] = Field(
         default=None,
         description="Samples per forward pass on one rank; absent: global_batch / ranks, no accumulation.",
+    )
+    max_tokens: Annotated[Count | None, Resume.TUNABLE] = Field(
+        default=None,
+        description="Largest number of tokens per forward pass on one rank, with padding: number of samples times the"
+        " length of the longest. The samples of a step are divided by their lengths, see `data.lengths`; the step has"
+        " the same samples as without it. Absent: no limit but `micro_batch`.",
     )
     virtual_ranks: Annotated[Count | None, Resume.FIXED] = Field(
         default=None,

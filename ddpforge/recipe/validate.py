@@ -291,6 +291,9 @@ def _check_batch(recipe: Recipe, explainer: Explainer) -> None:
         for problem in error.problems:
             explainer.add(("train", "micro_batch"), problem.message, *problem.hints)
 
+    if recipe.data.lengths is not None and recipe.train.max_tokens is None:
+        message = "`data.lengths` has no effect without `train.max_tokens`"
+        explainer.add(("data", "lengths"), message, "set train.max_tokens, or remove it", on_key=True)
     if recipe.train.virtual_ranks and recipe.train.sync_batchnorm:
         message = "`train.sync_batchnorm` computes statistics over all ranks, but `train.virtual_ranks` over none"
         explainer.add(("train", "sync_batchnorm"), message, "remove one of them", on_key=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpforge.data import Batches
+    from ddpforge.data.token_limit import TokenLimit
     from ddpforge.training.contract import ParameterCount
 
 __all__ = ["MISSING", "Built", "Chosen", "Dealt", "NotBuilt", "key_of", "source_components"]
@@ -91,6 +92,7 @@ class Built(Chosen):
     model: nn.Module
     size: ParameterCount
     auxiliary: Mapping[str, AuxiliaryModule]  # the task's auxiliary modules
+    limit: TokenLimit | None = None  # of the tokens of a micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)

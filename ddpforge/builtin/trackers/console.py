@@ -281,6 +281,8 @@ def _samples(run: Mapping[str, Any]) -> list[str]:
 
 def _batch(run: Mapping[str, Any], train: Mapping[str, Any]) -> str:
     batch, passes, micro = train["global_batch"], run["accumulation"], run["micro_batch"]
+    if tokens := train.get("max_tokens"):
+        return f"{batch} per step, at most {tokens:,} tokens per forward pass"
     size = batch // (passes * micro)
     ranks = f"{size} ranks" if size > 1 else "1 rank"
     return f"{batch} per step = {micro} per forward pass × {passes} accumulation × {ranks}"
