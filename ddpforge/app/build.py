@@ -27,7 +27,7 @@ from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.collating import BatchKeys
-from ddpforge.data.sources import Sources, check_source, mixture_of
+from ddpforge.data.sources import JoinedSources, check_source, join_sources, mixture_of
 from ddpforge.data.streams import is_stream
 from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
@@ -128,14 +128,15 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
 
 
 def _join_sources(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:
-    """Replaces the sources of training data in `data` by one dataset; removes them if one is missing or a stream."""
+    """Replaces the sources of training data in `data` by one dataset; removes them if one cannot be used."""
     sources: dict[str, Any] = {}
     for name in chosen.recipe.data.sources:
         with problems.at("data", "train", name):
             check_source(name, source := data.pop(f"train.{name}", MISSING))
             sources[name] = source
     if sources.keys() == chosen.recipe.data.sources.keys():
-        data["train"] = Sources(sources)
+        with problems.at("data", "train"):
+            data["train"] = join_sources(sources)
 
 
 def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
@@ -272,12 +273,12 @@ def _schedule(chosen: Chosen, component: Component, plan: RunPlan, model: nn.Mod
 def _sampler(chosen: Chosen, data: Any) -> BatchSampler | None:
     """Builds the recipe's order of the training data; by default shuffled. None for a stream."""
     train, component = chosen.recipe.train, chosen.recipe.data.sampler
+    if isinstance(data, JoinedSources):
+        return mixture_of(chosen.recipe.data, data, seed=train.seed, global_batch=train.global_batch)
     if is_stream(data):
         if component:
             raise no_sampler_of_streams(type(data))
         return None
-    if isinstance(data, Sources):
-        return mixture_of(chosen.recipe.data, data, seed=train.seed, global_batch=train.global_batch)
     given = {
         "data": data,
         "seed": train.seed,

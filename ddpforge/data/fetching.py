@@ -18,7 +18,7 @@ from ddpforge.data.collating import BatchKeys, collate_of
 from ddpforge.data.pytree import pinned
 from ddpforge.data.rng import seed_all
 from ddpforge.data.shard_reader import ShardedStream
-from ddpforge.data.sources import Sources
+from ddpforge.data.sources import JoinedSources, ShardedSources, Sources
 from ddpforge.data.streams import Stream, is_stream, loader_in
 from ddpforge.data.token_limit import TokenLimit
 from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, reporting_context, starting
@@ -200,7 +200,7 @@ class Batches:
     @property
     def source_names(self) -> Sequence[str]:
         """Returns the names of the sources; empty for data that is a single source."""
-        return self._data.names if isinstance(self._data, Sources) else ()
+        return self._data.names if isinstance(self._data, JoinedSources) else ()
 
     @property
     def shares_of_sources(self) -> dict[str, float]:
@@ -246,9 +246,14 @@ class Batches:
             options |= {"worker_init_fn": leave_stopping_to_the_rank(), "timeout": self._patience}
             options["multiprocessing_context"] = reporting_context()
 
-        in_parts = isinstance(self._data, ShardedDataset)
+        in_parts = isinstance(self._data, ShardedDataset | ShardedSources)
         if in_parts or is_stream(self._data):
-            stream = (ShardedStream if in_parts else Stream)(self._data, self._terms, start, one_epoch)
+            order = self._order if isinstance(self._order, MixtureSampler) else None
+            stream = (
+                ShardedStream(self._data, self._terms, start, one_epoch, order)
+                if in_parts
+                else Stream(self._data, self._terms, start, one_epoch)
+            )
             if self.workers:
                 return self._loaded(_ToldStream(stream), options)
             return DataLoader(stream, **options)

@@ -1,4 +1,4 @@
-"""Several sources of training data as one map-style dataset, and the order of its samples."""
+"""Several sources of training data as one dataset, and the order of its samples."""
 
 from __future__ import annotations
 
@@ -11,31 +11,28 @@ from numpy.typing import NDArray
 from ddpforge.builtin.samplers.mixture import MixtureSampler, Shares, cycle_of, tempered, weights_over_steps
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
-from ddpforge.interfaces import Horizon
+from ddpforge.interfaces import Horizon, ShardedDataset
 from ddpforge.interfaces.durations import Duration
 
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import DataSection
 
-__all__ = ["Sources", "by_name", "check_source", "mixture_of"]
+__all__ = ["JoinedSources", "ShardedSources", "Sources", "by_name", "check_source", "join_sources", "mixture_of"]
 
 
-class Sources:
-    """Map-style dataset of several datasets, one after the other.
+class JoinedSources:
+    """Several datasets as one, one after the other.
 
-    Samples are fetched one by one with `__getitem__`, so that the random numbers of a sample do not depend on the
-    others of its batch. Batches are made by `collate` of the first source that has its own; sources that fetch whole
-    batches have none. Columns such as `lengths` are those of all sources together; any other attribute exists if all
-    sources have the same value. `set_epoch` of a source receives its own epoch.
+    Batches are made by `collate` of the first source that has its own; sources that fetch whole batches have none.
+    Columns such as `lengths` are those of all sources together; any other attribute exists if all sources have the same
+    value.
     """
 
-    def __init__(self, sources: Mapping[str, Any], *, like: Sources | None = None) -> None:
+    def __init__(self, sources: Mapping[str, Any], *, like: JoinedSources | None = None) -> None:
         """Joins the sources; `like` is a mixture with the same `collate`."""
         self.names, self._sources = tuple(sources), list(sources.values())
         self.sizes = [len(source) for source in self._sources]
         self._ends = np.cumsum(self.sizes)
-        self._order: MixtureSampler | None = None
-        self._epochs: dict[int, int] = {}  # that were set, by source
         self.random = any(getattr(source, "random", True) for source in self._sources)
         self.forkable = all(getattr(source, "forkable", False) for source in self._sources)
         own = [one.collate for one in self._sources if hasattr(one, "collate") and not hasattr(one, "__getitems__")]
@@ -44,35 +41,20 @@ class Sources:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Any:
-        source = int(self.source_of([index])[0])
-        return self._sources[source][index - int(self._ends[source] - self.sizes[source])]
-
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yields the name and the dataset of each source."""
         return zip(self.names, self._sources, strict=True)
+
+    @property
+    def begins(self) -> NDArray[np.int64]:
+        """Returns the number of the first sample of each source."""
+        found: NDArray[np.int64] = self._ends - np.array(self.sizes)
+        return found
 
     def source_of(self, ids: Sequence[int]) -> NDArray[np.int64]:
         """Returns the number of the source of each sample."""
         found: NDArray[np.int64] = np.searchsorted(self._ends, ids, side="right")
         return found
-
-    def follow(self, order: MixtureSampler) -> None:
-        """Makes `set_step` set the epochs of the sources in this order."""
-        self._order = order
-
-    def set_epoch(self, epoch: int) -> None:
-        """Does nothing: `set_step` sets the epochs of the sources, which differ from those of the mixture."""
-
-    def set_step(self, step: int) -> None:
-        """Sets the training step in all sources, and the epoch in which each is at the first sample of the step."""
-        epochs = (self._order.samples(step) // self.sizes).tolist() if self._order else [0] * len(self.names)
-        for number, (source, epoch) in enumerate(zip(self._sources, epochs, strict=True)):
-            if hasattr(source, "set_epoch") and self._epochs.get(number) != epoch:
-                source.set_epoch(epoch)
-                self._epochs[number] = epoch
-            if hasattr(source, "set_step"):
-                source.set_step(step)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_sources":  # while the object is unpickled
@@ -91,25 +73,91 @@ class Sources:
         raise AttributeError(f"the sources {', '.join(self.names)} have no common `{name}`")
 
 
+class Sources(JoinedSources):
+    """Map-style dataset of several map-style datasets.
+
+    Samples are fetched one by one with `__getitem__`, so that the random numbers of a sample do not depend on the
+    others of its batch. `set_epoch` of a source receives its own epoch.
+    """
+
+    def __init__(self, sources: Mapping[str, Any], *, like: JoinedSources | None = None) -> None:
+        """Joins the sources; `like` is a mixture with the same `collate`."""
+        super().__init__(sources, like=like)
+        self._order: MixtureSampler | None = None
+        self._epochs: dict[int, int] = {}  # that were set, by source
+
+    def __getitem__(self, index: int) -> Any:
+        source = int(self.source_of([index])[0])
+        return self._sources[source][index - int(self.begins[source])]
+
+    def follow(self, order: MixtureSampler) -> None:
+        """Makes `set_step` set the epochs of the sources in this order."""
+        self._order = order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing: `set_step` sets the epochs of the sources, which differ from those of the mixture."""
+
+    def set_step(self, step: int) -> None:
+        """Sets the training step in all sources, and the epoch in which each is at the first sample of the step."""
+        epochs = (self._order.samples(step) // self.sizes).tolist() if self._order else [0] * len(self.names)
+        for number, (source, epoch) in enumerate(zip(self._sources, epochs, strict=True)):
+            if hasattr(source, "set_epoch") and self._epochs.get(number) != epoch:
+                source.set_epoch(epoch)
+                self._epochs[number] = epoch
+            if hasattr(source, "set_step"):
+                source.set_step(step)
+
+
+class ShardedSources(JoinedSources):
+    """Iterable dataset of several datasets in parts of known length, see `interfaces.ShardedDataset`."""
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """Returns the number of samples in each part of all sources."""
+        return [size for source in self._sources for size in source.shard_sizes]
+
+    def __iter__(self) -> Iterator[Any]:
+        for source in self._sources:
+            yield from source
+
+
 def _is_column(value: Any, samples: int) -> bool:
     return hasattr(value, "__len__") and not isinstance(value, str | bytes) and len(value) == samples
 
 
 def by_name(data: Any) -> dict[str, Any]:
     """Returns the sources of a dataset by name; "" is a dataset that is a single source."""
-    return dict(data.items()) if isinstance(data, Sources) else {"": data}
+    return dict(data.items()) if isinstance(data, JoinedSources) else {"": data}
+
+
+def join_sources(sources: Mapping[str, Any]) -> Sources | ShardedSources:
+    """Joins datasets that `check_source` accepts; raises UsageError if only some of them are in parts."""
+    in_parts = [name for name, source in sources.items() if isinstance(source, ShardedDataset)]
+    if not in_parts:
+        return Sources(sources)
+    if other := next((name for name in sources if name not in in_parts), None):
+        raise UsageError(
+            f"[data.train.{in_parts[0]}] is an iterable dataset in parts and [data.train.{other}] a dataset with "
+            "__getitem__: the sources of a mixture are of one kind",
+            hints=["use datasets of one kind for all sources"],
+            key=f"data.train.{other}",
+        )
+    return ShardedSources(sources)
 
 
 def check_source(name: str, data: Any) -> None:
-    """Raises UsageError for a stream, PluginError for an object that is no dataset or is empty."""
-    if is_stream(data):
+    """Raises UsageError for a stream without known parts, PluginError for an object that is no dataset or is empty."""
+    if is_stream(data) and not isinstance(data, ShardedDataset):
         raise UsageError(
-            f"[data.train.{name}] is one of several sources, whose samples are fetched by number, but "
-            f"{type(data).__name__} is an iterable dataset and yields samples in its own order",
-            hints=["use a dataset with __len__ and __getitem__", "or train on it alone: [data.train]"],
+            f"[data.train.{name}] is one of several sources, but {type(data).__name__} is an iterable dataset without "
+            "parts of known length, so that a resume would have to read it from the beginning",
+            hints=[
+                "use a dataset with __len__ and __getitem__, or in parts: ddpforge.interfaces.ShardedDataset",
+                "or train on it alone: [data.train]",
+            ],
             key=f"data.train.{name}",
         )
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    if not isinstance(data, ShardedDataset) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise PluginError(
             f"{type(data).__name__} is not a dataset: it has neither __len__ and __getitem__ nor __iter__",
             hints=["see `ddpforge.interfaces.Data` for the methods of a dataset"],
@@ -118,7 +166,7 @@ def check_source(name: str, data: Any) -> None:
         raise PluginError(f"{type(data).__name__} is empty: it has no samples")
 
 
-def mixture_of(section: DataSection, data: Sources, *, seed: int, global_batch: int) -> MixtureSampler:
+def mixture_of(section: DataSection, data: JoinedSources, *, seed: int, global_batch: int) -> MixtureSampler:
     """Returns the order of the recipe's sources; raises UsageError for weights that are 0 for all sources."""
     one_stage = MixtureSampler(data.sizes, (), seed=seed, global_batch=global_batch)
     weights = {
@@ -131,7 +179,8 @@ def mixture_of(section: DataSection, data: Sources, *, seed: int, global_batch: 
     else:
         stages = [Shares(start, _cycle(start, of_sources)) for start, of_sources in weights_over_steps(weights)]
     order = MixtureSampler(data.sizes, stages, seed=seed, global_batch=global_batch)
-    data.follow(order)
+    if isinstance(data, Sources):
+        data.follow(order)
     return order
 
 

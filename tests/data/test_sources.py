@@ -1,6 +1,6 @@
 """Several sources as one dataset: the same samples and random numbers on any ranks and after a resume, and columns."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ from torch.utils.data import IterableDataset
 
 from ddpforge.builtin.datasets.digits import Digits
 from ddpforge.data import Batches, RankShare, open_data
-from ddpforge.data.sources import Sources, by_name, check_source, mixture_of
+from ddpforge.data.sources import Sources, by_name, check_source, join_sources, mixture_of
 from ddpforge.errors import PluginError, UsageError
+from ddpforge.interfaces import ShardedDataset
 from ddpforge.recipe.schema import DataSection
 
 SIZES = {"code": 300, "math": 50, "web": 1000}
@@ -214,6 +215,69 @@ def test_set_epoch_of_a_source_receives_its_own_epoch(workers: int) -> None:
             assert steps_seen[mine].tolist() == [step] * 5
 
 
+# ---------------------------------------------------------------------------------------------- data in parts
+class Parts(ShardedDataset):
+    """Data in parts, whose samples are a letter, their number and a random number."""
+
+    shuffle = True
+    interleave = (2, 2)
+
+    def __init__(self, letter: str, parts: Sequence[int], shuffle_buffer: int) -> None:
+        self.letter, self.shard_sizes, self.shuffle_buffer = ord(letter), parts, shuffle_buffer
+
+    def iter_shard(self, part: int, *, epoch: int, skip: int) -> Iterator[int]:
+        begin = sum(self.shard_sizes[:part])
+        yield from range(begin + skip, begin + self.shard_sizes[part])
+
+    def prepare(self, sample: int) -> tuple[int, int, Tensor]:
+        return self.letter, sample, torch.rand(())
+
+
+IN_PARTS = section(a={"0st": 3.0, "40st": 1.0}, b=2.0)
+SIZES_IN_PARTS = {"a": [30, 1, 0, 40, 9], "b": [17, 8]}
+
+
+def opened_in_parts(rank: int = 0, ranks: int = 1, *, micro: int = 0, workers: int = 0, window: int = 1) -> Batches:
+    data = join_sources({name: Parts(name, parts, window) for name, parts in SIZES_IN_PARTS.items()})
+    order = mixture_of(IN_PARTS, data, seed=3, global_batch=10)
+    given: dict[str, Any] = {"seed": 3, "drop_last": False, "workers": workers, "prefetch": 2, "pin": False}
+    return open_data(data, order=order, global_batch=10, share=RankShare(rank, ranks, micro or 10 // ranks), **given)
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_sources_in_parts_have_the_same_samples_on_any_ranks_and_after_a_resume(window: int) -> None:
+    alone = steps(opened_in_parts(window=window), 100)
+    for ranks, micro in ((2, 5), (5, 1)):
+        hands = [steps(opened_in_parts(rank, ranks, micro=micro, window=window), 100) for rank in range(ranks)]
+        assert [sum(parts, []) for parts in zip(*hands, strict=True)] == alone
+    for start in (1, 10, 39, 40, 41, 77):
+        assert steps(opened_in_parts(window=window), 3, start) == alone[start : start + 3]
+    assert steps(opened_in_parts(window=window, workers=2), 5, 38) == alone[38:43]
+
+
+def test_sources_in_parts_have_exact_shares_and_epochs_of_their_own() -> None:
+    batches = opened_in_parts(window=5)
+    assert batches.steps_per_epoch == 11  # 105 samples
+    found = [one for step in steps(batches, 100) for one in step]
+    letters = [letter for letter, *_ in found]
+    assert letters[:400].count(ord("a")) == 240
+    assert letters[400:].count(ord("a")) == 200
+    for number, (name, parts) in enumerate(SIZES_IN_PARTS.items()):
+        mine = [index for letter, index, _, source in found if source == number]
+        assert len(mine) == letters.count(ord(name))
+        epochs = [mine[start : start + sum(parts)] for start in range(0, len(mine), sum(parts))]
+        assert all(sorted(epoch) == list(range(sum(parts))) for epoch in epochs[:-1])
+        assert epochs[0] != epochs[1]
+    assert batches.epochs_of_sources(40) == {"a": 240 / 80, "b": 160 / 25}
+    draws = [draw for _, _, draw, _ in found]
+    assert len(set(draws)) == len(draws)
+
+
+def test_a_source_in_parts_cannot_be_mixed_with_another_kind() -> None:
+    with pytest.raises(UsageError, match=r"\[data.train.b\] is an iterable dataset in parts and"):
+        join_sources({"a": Numbers("a", 3), "b": Parts("b", [3], 1)})
+
+
 def test_a_dataset_alone_is_a_source_without_a_name() -> None:
     data = Numbers("a", 3)
     assert by_name(data) == {"": data}
@@ -223,7 +287,7 @@ def test_a_dataset_alone_is_a_source_without_a_name() -> None:
 @pytest.mark.parametrize(
     ("data", "kind", "message"),
     [
-        (Endless(), UsageError, r"\[data.train.web\] is one of several sources, whose samples are fetched by number"),
+        (Endless(), UsageError, "Endless is an iterable dataset without parts of known length"),
         ([], PluginError, "list is empty: it has no samples"),
         (5, PluginError, "int is not a dataset"),
     ],

@@ -87,6 +87,41 @@ def test_losses_and_epochs_of_sources_do_not_depend_on_ranks(tmp_path: Path) -> 
             assert row["train/loss"] == pytest.approx(whole, rel=1e-6)
 
 
+PARTS = """
+import torch
+from ddpforge.builtin.datasets.digits import Digits
+from ddpforge.interfaces import ShardedDataset
+
+class Parts(ShardedDataset):
+    shuffle, shuffle_buffer, interleave = True, 3, (4, 2)
+    def __init__(self, split: str) -> None:
+        self.digits, self.shard_sizes = Digits(split=split), [100, 60, 70]
+    def iter_shard(self, part, *, epoch, skip):
+        yield from range(part * 100 + skip, part * 100 + self.shard_sizes[part])
+    def prepare(self, number):
+        image, label = self.digits[number]
+        return image + torch.rand(image.shape), label
+"""
+
+
+def test_sources_in_parts_have_one_curve_on_any_ranks(tmp_path: Path) -> None:
+    (tmp_path / "parts_of.py").write_text(PARTS)
+    curves = []
+    for ranks in (1, 2, 4):
+        text = RECIPE.format(name=f"on{ranks}", micro=5).partition("[data.train.plain]")
+        sources = "".join(
+            f'[data.train.{name}]\nuse = "./parts_of.py:Parts"\nsplit = "{name}"\nweight = {weight}\n'
+            for name, weight in (("train", 3), ("test", 1))
+        )
+        recipe = text[0] + sources + "[task]" + text[2].partition("[task]")[2]
+        curves.append(trained(tmp_path, recipe, ranks)[0])
+    for column in ("train/loss", "train/train/loss", "train/test/loss", "train/test/epochs"):
+        assert len(curves[0].column(column)) == 12
+        for curve in curves[1:]:
+            assert curve.column(column) == pytest.approx(curves[0].column(column), rel=1e-5)
+    assert curves[0].column("train/test/epochs")[-1] == 12 * 5 / 230
+
+
 def test_a_launched_mixture_resumes_within_an_epoch_on_other_ranks(
     ddpforge: Callable[..., Any], tmp_path: Path
 ) -> None:

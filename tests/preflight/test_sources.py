@@ -8,6 +8,7 @@ from support.small_recipe import CODE, RECIPE
 from support.stages import Staged, staged
 
 MORE = '''
+from ddpforge.interfaces import ShardedDataset
 class Padded:
     """Texts of different lengths as numbers, padded with `pad`."""
     random = False
@@ -38,6 +39,15 @@ class Unlike(Batched):
     def __getitems__(self, ids):
         x, y = super().__getitems__(ids)
         return x - 1, y
+
+class Part(ShardedDataset):
+    """Samples in two parts."""
+    def __init__(self, width: int = 4) -> None:
+        self.width, self.shard_sizes = width, [9, 7]
+    def iter_shard(self, part, *, epoch, skip):
+        yield from (self.shard_sizes[part] * part + i for i in range(skip, self.shard_sizes[part]))
+    def prepare(self, i):
+        return torch.full((self.width,), float(i)) / 16, i % 3
 
 class Wide(Data):
     def __getitem__(self, i):
@@ -80,6 +90,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stag
         ("Batched", "Noisy", []),
         ("Padded", "Padded", ["data.train.two.pad=0"]),
         ("Data", "Data", ["data.workers=1"]),
+        ("Part", "Part", []),
     ],
 )
 def test_sources_of_one_structure_are_mixed(parts: Callable[..., Staged], one: str, two: str, sets: list[str]) -> None:
@@ -101,19 +112,22 @@ def test_sources_of_one_structure_are_mixed(parts: Callable[..., Staged], one: s
             "Padded",
             "Padded",
             ["data.train.two.pad=9"],
-            "the batch of sample 0 differs from the batch that this source makes alone",
+            "their batch of a sample differs from the batch that this source makes alone",
         ),
         ("Padded", "Padded", ["data.train.two.key=y"], "this fails with samples of this source: KeyError: 'x'"),
         ("Data", "Padded", [], "share one `collate`, and this fails with samples of this source"),
-        ("Data", "Unlike", [], "the batch of sample 0 differs from the batch that this source makes alone"),
-        ("Data", "Stream", [], "Stream is an iterable dataset and yields samples in its own order"),
+        ("Data", "Unlike", [], "their batch of a sample differs from the batch that this source makes alone"),
+        ("Part", "Part", ["data.train.two.width=5"], "(float32 [1, 5], int64 [1]), but one of [data.train.one] is"),
+        ("Part", "Data", [], "the sources of a mixture are of one kind"),
+        ("Part", "Part", ["train.max_tokens=4"], "needs the length of every sample in advance"),
+        ("Data", "Stream", [], "Stream is an iterable dataset without parts of known length"),
     ],
 )
 def test_other_sources_are_refused_by_name(
     parts: Callable[..., Staged], one: str, two: str, sets: list[str], message: str
 ) -> None:
     errors = parts(one, two, *sets).errors()
-    assert [key for key in errors if key.startswith("data.train.")] == list(errors)
+    assert [key for key in errors if key.startswith(("data.train.", "train.max_tokens"))] == list(errors)
     assert message in " ".join(errors.values())
 
 

@@ -86,18 +86,23 @@ class MixtureSampler(EpochBatchSampler):
 
     def at(self, epochs: Places, places: Places) -> NDArray[Any]:
         """Returns the samples at these positions: places in the sources, one after the other."""
-        positions = (epochs * np.uint64(self.places) + places).astype(np.int64)
-        sources, turns = np.empty_like(positions), np.empty_like(positions)
-        stages = np.searchsorted(self._starts, positions // self.global_batch, side="right") - 1
-        for number in np.unique(stages):
-            stage, here = self.stages[number], np.flatnonzero(stages == number)
-            cycles, within = np.divmod(positions[here] - stage.start * self.global_batch, len(stage.sources))
-            sources[here] = source = stage.sources[within]
-            turns[here] = self._before[number][source] + cycles * np.array(stage.cycle)[source] + stage.earlier[within]
+        sources, turns = self.turns(epochs * np.uint64(self.places) + places)
         lengths = self._lengths[sources]
         rounds, turns_of_round = np.divmod(turns.astype(np.uint64), lengths)
         members = permute(turns_of_round, key(rounds, sources.astype(np.uint64)), lengths, mix(self._seed, _SOURCE))
         return self._offsets[sources] + members
+
+    def turns(self, positions: Places) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the source of each position of the run, and the number of earlier positions with this source."""
+        numbers = positions.astype(np.int64)
+        sources, turns = np.empty_like(numbers), np.empty_like(numbers)
+        stages = np.searchsorted(self._starts, numbers // self.global_batch, side="right") - 1
+        for number in np.unique(stages):
+            stage, here = self.stages[number], np.flatnonzero(stages == number)
+            cycles, within = np.divmod(numbers[here] - stage.start * self.global_batch, len(stage.sources))
+            sources[here] = source = stage.sources[within]
+            turns[here] = self._before[number][source] + cycles * np.array(stage.cycle)[source] + stage.earlier[within]
+        return sources, turns
 
     def samples(self, steps: int) -> NDArray[np.int64]:
         """Returns how many samples of each source the first `steps` steps have."""
