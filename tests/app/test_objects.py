@@ -127,6 +127,7 @@ def test_a_dict_of_training_data_has_the_sources_of_a_mixture() -> None:
     assert outcome.status["metrics"]["train/one/loss"] > 0
     trained = ddpforge.load("mine", model=Net(), train_data={"one": DATA, "two": DATA})
     assert trained.data("train.two") is DATA
+    assert len(trained.batch(3)[0]) == 3
     with pytest.raises(UsageError, match="has no data 'train'"):
         trained.data("train")
 

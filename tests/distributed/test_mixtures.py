@@ -122,6 +122,15 @@ def test_sources_in_parts_have_one_curve_on_any_ranks(tmp_path: Path) -> None:
     assert curves[0].column("train/test/epochs")[-1] == 12 * 5 / 230
 
 
+def test_a_source_that_has_changed_since_the_run_began_is_named(ddpforge: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(recipe(tmp_path, "changed", 5))
+    ddpforge("run", "run.toml", "--set", "train.length=3st")
+    (tmp_path / "noisy.py").write_text(NOISY.replace("return len(self.digits)", "return 9"))
+    refused = ddpforge("run", "run.toml", fails=True)
+    assert "data.train.noisy: 360 samples → 9 samples" in refused.stderr
+    assert "--allow-change data.train.noisy" in refused.stderr
+
+
 def test_a_launched_mixture_resumes_within_an_epoch_on_other_ranks(
     ddpforge: Callable[..., Any], tmp_path: Path
 ) -> None:
