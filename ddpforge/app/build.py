@@ -20,6 +20,7 @@ from torch import nn
 
 from ddpforge import preflight
 from ddpforge.app.choose import choose
+from ddpforge.builtin.samplers.mixture import MixtureSampler
 from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.components.errors import where_raised
 from ddpforge.components.registry import Registry
@@ -186,10 +187,20 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler |
             # A step that draws several batches may reach into the next epoch: the epoch ends with that step.
             per_epoch = batches and math.ceil(batches / batches_per_step(chosen.updates))
             plan = _plan_steps(chosen, per_epoch, order, problems)
+            _warn_of_late_weights(chosen, order, plan)
             limit = _token_limit(chosen, data)
             if limit and order and plan is not MISSING:
                 plan = replace(plan, batch=_by_tokens(plan.batch, order, limit, chosen.recipe.train))
     return order, plan, limit
+
+
+def _warn_of_late_weights(chosen: Chosen, order: BatchSampler | None, plan: RunPlan) -> None:
+    """Logs a warning for weights of sources that would change after the end of the run."""
+    if plan is MISSING or plan.horizon.total is None or not isinstance(order, MixtureSampler):
+        return
+    last = order.stages[-1].start // batches_per_step(chosen.updates)
+    if last >= plan.horizon.total > 0 and last:
+        log.warning("data.train: the run ends at step %d, before weights change at step %d", plan.horizon.total, last)
 
 
 def _token_limit(chosen: Chosen, data: Any) -> TokenLimit | None:
@@ -274,7 +285,9 @@ def _sampler(chosen: Chosen, data: Any) -> BatchSampler | None:
     """Builds the recipe's order of the training data; by default shuffled. None for a stream."""
     train, component = chosen.recipe.train, chosen.recipe.data.sampler
     if isinstance(data, JoinedSources):
-        return mixture_of(chosen.recipe.data, data, seed=train.seed, global_batch=train.global_batch)
+        draws = batches_per_step(chosen.updates)
+        options = {"seed": train.seed, "global_batch": train.global_batch, "batches_per_step": draws}
+        return mixture_of(chosen.recipe.data, data, **options)
     if is_stream(data):
         if component:
             raise no_sampler_of_streams(type(data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -166,18 +167,25 @@ def check_source(name: str, data: Any) -> None:
         raise PluginError(f"{type(data).__name__} is empty: it has no samples")
 
 
-def mixture_of(section: DataSection, data: JoinedSources, *, seed: int, global_batch: int) -> MixtureSampler:
-    """Returns the order of the recipe's sources; raises UsageError for weights that are 0 for all sources."""
-    one_stage = MixtureSampler(data.sizes, (), seed=seed, global_batch=global_batch)
+def mixture_of(
+    section: DataSection, data: JoinedSources, *, seed: int, global_batch: int, batches_per_step: int = 1
+) -> MixtureSampler:
+    """Returns the order of the recipe's sources; raises UsageError for weights that are 0 for all sources.
+
+    `batches_per_step`: number of global batches that a step of the run uses, each a step of the order.
+    """
+    batches = MixtureSampler(data.sizes, (), seed=seed, global_batch=global_batch).steps_per_epoch
+    horizon = Horizon(None, math.ceil(batches / batches_per_step))
     weights = {
-        name: _by_step(name, getattr(one, "weight", None), one_stage.steps_per_epoch)
+        name: _by_step(name, getattr(one, "weight", None), horizon, batches_per_step)
         for name, one in section.sources.items()
     }
     if not any(weights.values()):
         of_sizes = tempered(data.sizes, section.temperature or 1.0)
         stages = [Shares(0, cycle_of(of_sizes))]
     else:
-        stages = [Shares(start, _cycle(start, of_sources)) for start, of_sources in weights_over_steps(weights)]
+        changes = weights_over_steps(weights)
+        stages = [Shares(start, _cycle(start // batches_per_step, of_sources)) for start, of_sources in changes]
     order = MixtureSampler(data.sizes, stages, seed=seed, global_batch=global_batch)
     if isinstance(data, Sources):
         data.follow(order)
@@ -194,15 +202,17 @@ def _cycle(start: int, weights: Sequence[float]) -> tuple[int, ...]:
     return cycle_of(weights)
 
 
-def _by_step(name: str, weight: float | Mapping[str, float] | None, steps_per_epoch: int) -> dict[int, float]:
-    """Returns the weight of a source from each step on; empty without a weight."""
+def _by_step(
+    name: str, weight: float | Mapping[str, float] | None, horizon: Horizon, batches_per_step: int
+) -> dict[int, float]:
+    """Returns the weight of a source from each step of the order on; empty without a weight."""
     if not isinstance(weight, Mapping):
         return {} if weight is None else {0: weight}
     found: dict[int, float] = {}
     for text, value in weight.items():
-        step = Horizon(None, steps_per_epoch).steps(Duration.parse(text))
-        if step in found:
+        step = horizon.steps(Duration.parse(text))
+        if step * batches_per_step in found:
             key = f"data.train.{name}.weight"
             raise UsageError(f"`{key}` has two weights from step {step} on", hints=["remove one"], key=key)
-        found[step] = value
+        found[step * batches_per_step] = value
     return found

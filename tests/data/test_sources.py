@@ -159,6 +159,12 @@ def test_weights_that_contradict_each_other_are_refused(weight: dict[str, float]
         mixture_of(weights, sources(), seed=0, global_batch=12)
 
 
+def test_weights_change_at_steps_of_the_run_if_a_step_uses_several_batches() -> None:
+    weights = section(code={"0st": 1.0, "5st": 2.0, "2ep": 3.0}, math=1.0, web=1.0)
+    order = mixture_of(weights, sources(), seed=0, global_batch=12, batches_per_step=3)
+    assert [stage.start for stage in order.stages] == [0, 15, 2 * 38 * 3]  # 113 batches are 38 steps of an epoch
+
+
 # ---------------------------------------------------------------------------------------------- the dataset
 def test_columns_are_joined_and_other_attributes_must_be_equal() -> None:
     data = sources()

@@ -135,6 +135,24 @@ def test_a_sample_that_cannot_be_read_is_left_to_training(parts: Callable[..., S
     assert parts("Data", "Broken").errors() == {}
 
 
+def test_weights_that_cannot_work_are_refused_at_their_key(parts: Callable[..., Staged]) -> None:
+    weights = ["data.train.one.weight={0st=1, 2st=0}", "data.train.two.weight={0st=1, 1ep=0}"]
+    errors = parts("Data", "Data", *weights, "train.length=9st").errors()
+    assert errors == {"data.train": "from step 4 on, all sources have the weight 0"}
+    errors = parts("Data", "Data", weights[0], "data.train.two.weight={0st=1, 4st=2, 1ep=3}").errors()
+    assert errors == {"data.train.two.weight": "`data.train.two.weight` has two weights from step 4 on"}
+
+
+def test_weights_that_change_after_the_end_of_the_run_are_a_warning(
+    parts: Callable[..., Staged], caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = ["data.train.one.weight={0st=1, 3st=2}", "data.train.two.weight={0st=1, 4st=2}"]
+    parts("Data", "Data", *weights, "train.length=5st")
+    assert not caplog.text
+    parts("Data", "Data", *weights, "train.length=4st")
+    assert "data.train: the run ends at step 4, before weights change at step 4" in caplog.text
+
+
 def test_every_source_is_compared_with_the_model(parts: Callable[..., Staged], tmp_path: Path) -> None:
     Path("mine.py").write_text(CODE + MORE)
     built = parts("Data", "Data")
