@@ -19,7 +19,7 @@ from ddpforge.training.contract import contract_of
 from ddpforge.training.stages import Dealt
 from ddpforge.training.totals import items_of, loss_total, suspended_autocast
 
-__all__ = ["SourceLosses", "source_losses"]
+__all__ = ["SourceLosses", "has_loss_from_outputs", "source_losses"]
 
 log = logging.getLogger("ddpforge")
 
@@ -98,14 +98,14 @@ def _unknown(parts: Dealt) -> str:
         return f"{component_name(task)} makes several updates in a step"
     if task.whole_batch:
         return f"the loss of {component_name(task)} compares samples"
-    if not _has_loss_from_outputs(type(task)) or task.loss_in_model:
+    if not has_loss_from_outputs(type(task)) or task.loss_in_model:
         return f"{component_name(task)} has no `loss_from_outputs`"
     if contract_of(parts.strategy).splits_forward:
         return f'strategy.use = "{parts.recipe.strategy.use}" splits forward passes over ranks here'
     return ""
 
 
-def _has_loss_from_outputs(task: type) -> bool:
+def has_loss_from_outputs(task: type) -> bool:
     """True if no class overrides `loss` without `loss_from_outputs`, so that both are of the same loss."""
     order = task.__mro__
     first = {name: next(place for place, one in enumerate(order) if name in vars(one)) for name in _BOTH}
