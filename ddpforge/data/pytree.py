@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["close", "digest", "is_object", "leaves", "may_hold", "pinned", "select", "take", "to_device"]
+__all__ = ["close", "digest", "is_object", "leaves", "may_hold", "merge", "pinned", "select", "take", "to_device"]
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -71,6 +71,25 @@ def select(batch: Any, rows: slice | Sequence[int], samples: int) -> Any:
             return batch[rows] if isinstance(rows, slice) else type(batch)(batch[row] for row in rows)
         return type(batch)(select(value, rows, samples) for value in batch)
     return batch
+
+
+def merge(batches: Sequence[Any], rows: Sequence[Sequence[int]]) -> Any:
+    """Returns one batch of the samples of several batches; `rows` has the places of their samples in the result.
+
+    The batches have one structure, as torch's default_collate makes it: tensors and lists of samples, in dicts and
+    lists.
+    """
+    first, places = batches[0], [row for of_batch in rows for row in of_batch]
+    back = sorted(range(len(places)), key=places.__getitem__)
+    if isinstance(first, Tensor):
+        return torch.cat([*batches])[back]
+    if isinstance(first, Mapping):
+        return _like(first, {key: merge([batch[key] for batch in batches], rows) for key in first})
+    if isinstance(first, list | tuple) and any(isinstance(leaf, Tensor) for leaf in leaves(first)):
+        columns = (merge(parts, rows) for parts in zip(*batches, strict=True))
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    samples = [sample for batch in batches for sample in batch]
+    return [samples[place] for place in back]
 
 
 def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

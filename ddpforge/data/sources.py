@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpforge.builtin.samplers.mixture import MixtureSampler, Shares, cycle_of, tempered, weights_over_steps
+from ddpforge.data.collating import collate_of
+from ddpforge.data.pytree import merge
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Horizon, ShardedDataset
@@ -18,7 +20,16 @@ from ddpforge.interfaces.durations import Duration
 if TYPE_CHECKING:
     from ddpforge.recipe.schema import DataSection
 
-__all__ = ["JoinedSources", "ShardedSources", "Sources", "by_name", "check_source", "join_sources", "mixture_of"]
+__all__ = [
+    "BatchedSources",
+    "JoinedSources",
+    "ShardedSources",
+    "Sources",
+    "by_name",
+    "check_source",
+    "join_sources",
+    "mixture_of",
+]
 
 
 class JoinedSources:
@@ -37,7 +48,7 @@ class JoinedSources:
         self.random = any(getattr(source, "random", True) for source in self._sources)
         self.forkable = all(getattr(source, "forkable", False) for source in self._sources)
         own = [one.collate for one in self._sources if hasattr(one, "collate") and not hasattr(one, "__getitems__")]
-        self.collate: Callable[[Sequence[Any]], Any] | None = like.collate if like else next(iter(own), None)
+        self.collate: Callable[[Any], Any] | None = like.collate if like else next(iter(own), None)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -109,6 +120,42 @@ class Sources(JoinedSources):
                 source.set_step(step)
 
 
+class BatchedSources(Sources):
+    """Sources that all fetch whole batches without random numbers, so that samples need not be fetched one by one."""
+
+    def __init__(self, sources: Mapping[str, Any], *, like: JoinedSources | None = None) -> None:
+        """Joins the sources; `like` has no effect."""
+        super().__init__(sources)
+        self.collate = _unchanged  # of `__getitems__`
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        """Returns a batch: that of each source, as it makes it alone, merged in the order of `ids`."""
+        sources, batches, rows = self.source_of(ids), [], []
+        for number in np.unique(sources).tolist():
+            source, here = self._sources[number], np.flatnonzero(sources == number)
+            fetched = source.__getitems__((np.array(ids)[here] - self.begins[number]).tolist())
+            batches.append(collate_of(source)(fetched))
+            rows.append(here.tolist())
+        if len(batches) == 1:
+            return batches[0]
+        try:
+            return merge(batches, rows)
+        except RuntimeError as error:
+            raise PluginError(
+                f"batches of the sources {', '.join(self.names)} cannot be joined: {error}",
+                hints=["give all sources samples of one shape, or no `__getitems__` and one `collate` that pads"],
+            ) from error
+
+    @classmethod
+    def fits(cls, sources: Mapping[str, Any]) -> bool:
+        """True if all sources fetch whole batches, and none uses random numbers."""
+        return all(hasattr(one, "__getitems__") and not getattr(one, "random", True) for one in sources.values())
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
 class ShardedSources(JoinedSources):
     """Iterable dataset of several datasets in parts of known length, see `interfaces.ShardedDataset`."""
 
@@ -135,7 +182,7 @@ def join_sources(sources: Mapping[str, Any]) -> Sources | ShardedSources:
     """Joins datasets that `check_source` accepts; raises UsageError if only some of them are in parts."""
     in_parts = [name for name, source in sources.items() if isinstance(source, ShardedDataset)]
     if not in_parts:
-        return Sources(sources)
+        return BatchedSources(sources) if BatchedSources.fits(sources) else Sources(sources)
     if other := next((name for name in sources if name not in in_parts), None):
         raise UsageError(
             f"[data.train.{in_parts[0]}] is an iterable dataset in parts and [data.train.{other}] a dataset with "

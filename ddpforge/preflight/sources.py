@@ -14,7 +14,7 @@ from ddpforge.data.collating import collate_of
 from ddpforge.data.pytree import digest
 from ddpforge.data.rng import isolated_rng
 from ddpforge.data.shard_reader import ShardReader
-from ddpforge.data.sources import JoinedSources, ShardedSources, Sources, by_name
+from ddpforge.data.sources import BatchedSources, JoinedSources, ShardedSources, by_name
 from ddpforge.errors import ForgeError, UsageError
 from ddpforge.interfaces import ShardedDataset
 from ddpforge.training.stages import Built
@@ -61,7 +61,7 @@ def _batches(
     places = sorted({0, len(source) // 2, len(source) - 1})
     alone = [batch for _, batch in fetch_some(source, places, **fetching)]
     try:
-        return alone, [batch for _, batch in fetch_some(Sources({name: source}, like=data), places, **fetching)]
+        return alone, [batch for _, batch in fetch_some(type(data)({name: source}, like=data), places, **fetching)]
     except Exception as error:
         return alone, error
 
@@ -89,7 +89,7 @@ def _other_batches(name: str, source: Any, together: list[Any] | Exception) -> U
     elif hasattr(source, "__getitems__"):
         ways.insert(0, "let `__getitem__` and `__getitems__` give the same samples")
     return UsageError(
-        f"[data.train.{name}]: samples of several sources are fetched one by one and share one `collate`, and {why}",
+        f"[data.train.{name}]: several sources share one `collate`, for samples fetched one by one, and {why}",
         hints=["give the sources the same options for batches", *ways],
         key=f"data.train.{name}",
     )
@@ -98,7 +98,8 @@ def _other_batches(name: str, source: Any, together: list[Any] | Exception) -> U
 def _form(batch: Any, data: JoinedSources) -> Any:
     """Returns the structure of a batch with one sample; with the sizes of tensors if these must be equal."""
     if isinstance(batch, Tensor):
-        return batch.dtype, batch.ndim if data.collate else tuple(batch.shape)
+        pads = data.collate and not isinstance(data, BatchedSources)
+        return batch.dtype, batch.ndim if pads else tuple(batch.shape)
     if isinstance(batch, Mapping):
         return {key: _form(value, data) for key, value in batch.items()}
     if isinstance(batch, list | tuple):

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from ddpforge.builtin.datasets.digits import Digits
 from ddpforge.data import Batches, RankShare, open_data
-from ddpforge.data.sources import Sources, by_name, check_source, join_sources, mixture_of
+from ddpforge.data.sources import BatchedSources, Sources, by_name, check_source, join_sources, mixture_of
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import ShardedDataset
 from ddpforge.recipe.schema import DataSection
@@ -205,6 +205,27 @@ class Told(Numbers):
 
     def __getitem__(self, index: int) -> tuple[int, int, Tensor]:
         return self.epoch, self.step, torch.zeros(())
+
+
+class Wide(Digits):
+    """Digits of another size."""
+
+    def __getitems__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        images, labels = super().__getitems__(ids)
+        return images.repeat(1, 1, 1, 2), labels
+
+
+def test_sources_that_fetch_whole_batches_have_the_batches_of_single_samples() -> None:
+    pair = {"a": Digits(split="test"), "b": Digits(split="train")}
+    batched, single = join_sources(pair), Sources(pair)
+    assert type(batched) is BatchedSources
+    for ids in ([3, 400, 5, 1796, 361, 0], [1, 2], [1796, 500]):
+        images, labels = batched.__getitems__(ids)
+        assert torch.equal(images, torch.stack([single[index][0] for index in ids]))
+        assert labels.tolist() == [single[index][1] for index in ids]
+    assert type(join_sources({"a": Digits(split="test"), "b": Numbers("b", 3)})) is Sources
+    with pytest.raises(PluginError, match="batches of the sources a, b cannot be joined: Sizes of tensors must match"):
+        BatchedSources({"a": Digits(split="test"), "b": Wide(split="test")}).__getitems__([1, 400])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

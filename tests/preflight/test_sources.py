@@ -115,7 +115,12 @@ def test_sources_of_one_structure_are_mixed(parts: Callable[..., Staged], one: s
             "their batch of a sample differs from the batch that this source makes alone",
         ),
         ("Padded", "Padded", ["data.train.two.key=y"], "this fails with samples of this source: KeyError: 'x'"),
-        ("Data", "Padded", [], "share one `collate`, and this fails with samples of this source"),
+        (
+            "Data",
+            "Padded",
+            [],
+            "fetched one by one, and this fails with samples of this source",
+        ),
         ("Data", "Unlike", [], "their batch of a sample differs from the batch that this source makes alone"),
         ("Part", "Part", ["data.train.two.width=5"], "(float32 [1, 5], int64 [1]), but one of [data.train.one] is"),
         ("Part", "Data", [], "the sources of a mixture are of one kind"),

@@ -99,7 +99,7 @@ def test_sources_with_other_options_of_their_batches_are_refused(
     recipe = before + MIXTURE + after.partition("[data.eval]")[2]
     (tmp_path / "mixed.toml").write_text(recipe.format(tokenizer=tokenizer, length=4))
     message = ddpforge("check", "mixed.toml", "--build", code=2)
-    assert "[data.train.short]: samples of several sources are fetched one by one and share one `collate`" in message
+    assert "[data.train.short]: several sources share one `collate`" in message
 
 
 @pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
