@@ -25,7 +25,7 @@ from ddpforge.components.registry import Registry
 from ddpforge.recipe.layers import NAMED_SLOTS, SCHEDULES, SETS, SLOTS, VARIATIONS
 from ddpforge.recipe.renamed import Renamed, components, keys, options
 from ddpforge.recipe.report import KeyPath, dotted
-from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe
+from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe, SourceComponent
 from ddpforge.recipe.vocabulary import Vocabulary
 
 DOCS = Path(__file__).parent
@@ -66,8 +66,9 @@ def _slots() -> str:
         if (name,) in SLOTS
     } | {"data.train": "required", "data.eval": "no evaluation", "data.sampler": '`use = "shuffled"`'}
     rows = [(f"`[{dotted(path)}]`", _link(kind), absent[dotted(path)]) for path, kind in SLOTS.items()]
-    several = rows.index(next(row for row in rows if row[0] == f"`[{dotted(SETS)}]`")) + 1
-    rows.insert(several, (f"`[{dotted(SETS)}.NAME]`", _link(SLOTS[SETS]), f"`[{dotted(SETS)}]` is one set"))
+    for path, noun in zip(SETS, ("source", "set"), strict=True):
+        several = rows.index(next(row for row in rows if row[0] == f"`[{dotted(path)}]`")) + 1
+        rows.insert(several, (f"`[{dotted(path)}.NAME]`", _link(SLOTS[path]), f"`[{dotted(path)}]` is one {noun}"))
     place = next(place for place, row in enumerate(rows) if row[0] == "`[schedule]`")
     rows[place:place] = [(f"`[{dotted(path)}.NAME]`", _link("optimizer"), "none") for path in VARIATIONS]
     rows.insert(place, (f"`[{dotted(SCHEDULES)}.NAME]`", _link("schedule"), "the option is constant"))
@@ -206,6 +207,7 @@ def _code(text: str) -> str:
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "recipe": _section,
+    "recipe data.train": partial(_optimizer, SourceComponent),
     "recipe optimizer": _optimizer,
     **{f"recipe {dotted(path)}": partial(_optimizer, section) for path, section in VARIATIONS.items()},
     **{f"recipe {name}": partial(_section, *name.split(".")) for name in _SECTIONS},

@@ -72,6 +72,7 @@ class Page:
 TWO = {"--nproc 8": "--nproc 2", "--nproc-per-node 8": "--nproc-per-node 2"}
 FEW = {f"{option} 4": f"{option} 2" for option in ("--nproc", "--nproc-per-node", "--num_processes")}
 HOUSES = "area,rooms,price\n" + "".join(f"{number},{number % 5},{2 * number}\n" for number in range(80))
+PROSE = "Some words that a language model reads again and again. " * 40
 MINE = "from ddpforge.strategies.ddp import DDP\n\n\nclass Mine(DDP):\n    pass\n"
 
 RUN = {
@@ -124,6 +125,7 @@ RUN = {
     "extend/upgrade": Page(
         files={"recipe.toml": "recipe = 1\ntrain.stall = '5m'\n", "base.toml": "train.timeout = '6m'\n"}
     ),
+    "guides/mixtures": Page(files={f"{name}/{file}.txt": PROSE for name in ("code", "prose") for file in "ab"}),
     "guides/own-dataset": Page(files={"houses.csv": HOUSES}),
     "guides/predict": Page(("digits",)),
     "guides/parallelism": Page(
@@ -224,6 +226,8 @@ def test_the_commands_of_a_page_run(ddpforge: Callable[..., Ranks], tmp_path: Pa
         shutil.copytree(ROOT / "examples", tmp_path / "examples")
     if name in ("extend/strategy", "guides/own-dataset"):
         write_files(path, tmp_path)
+    if name == "guides/mixtures":
+        (tmp_path / "mixture.toml").write_text(blocks(path, "toml")[0])
     if name == "guides/own-dataset":
         (tmp_path / "houses.toml").write_text(blocks(path, "toml")[0])
     if name == "extend/test-a-plugin":

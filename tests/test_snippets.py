@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.launched import Zygote
 from test_docs import PAGES, ROOT, blocks, write_files
-from test_docs_commands import GPT, SHORT, TRAINED
+from test_docs_commands import GPT, PROSE, SHORT, TRAINED
 from test_tutorial import shell
 
 ARTEFACTS = """
@@ -42,6 +42,7 @@ FILES = {
     "lines/a.txt": "abcdefg\n" * 16,
     "notes/a.txt": "A note of some words. " * 100,
     "notes/b.txt": "Another note of some words. " * 100,
+    **{f"{name}/{file}.txt": PROSE for name in ("code", "prose") for file in "ab"},
     "houses.csv": "area,rooms,price\n" + "".join(f"{number},{number % 5},{2 * number}\n" for number in range(80)),
     "measured.jsonl": "".join(f'{{"x": [{number}.5, 1.0], "label": {number % 2}}}\n' for number in range(80)),
 }
@@ -87,6 +88,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
     "batch-size": {
         "samples per forward pass": Recipe(),
         "batch_size_warmup": Recipe(sets=("schedule.warmup=10st",)),
+        "max_tokens": "tests/distributed/test_max_tokens.py",
     },
     "callbacks": {
         "callbacks.ema": Recipe(),
@@ -117,6 +119,7 @@ TOML: dict[str, dict[str, Recipe | str]] = {
         "csv": WHOLE,
     },
     "migrate": {'name = "rings"': MIGRATE},
+    "mixtures": {'name = "mixture"': Recipe()},
     "mixed-precision": {
         "from Ampere on": Recipe(),
         "fp8": "needs a GPU: tests/gpu/test_cuda.py",
@@ -255,6 +258,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "nan": {"Shuffled": ""},
     "interfaces": {"from ddpforge.interfaces": ""},
     "reference/python": {"ddpforge.load": ""},
+    "mixtures": {"two-sources": ""},
     "debugger": {"breakpoint": "tests/test_docs.py"},
     "python": {"print(outcome": "", "trained": "", "objective": "", "in-a-cell": "", "objects": ""},
     "scripts": {"status": "", "losses": "", "read_metrics": ""},
@@ -328,7 +332,7 @@ def test_every_entry_matches_a_snippet() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """Writes the files that pages show, and the runs and files that they require."""
     folder = tmp_path_factory.mktemp("snippets")
-    for name in ("lines", "notes"):
+    for name in ("lines", "notes", "code", "prose"):
         (folder / name).mkdir()
     for page in PAGES:
         write_files(page, folder)

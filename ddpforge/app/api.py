@@ -38,7 +38,7 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.strategies.named_state import tensors
 from ddpforge.training.frozen_weights import omits_frozen, verify_frozen
-from ddpforge.training.stages import key_of
+from ddpforge.training.stages import key_of, source_components
 
 __all__ = ["TrainedRun", "evaluate", "launch", "load", "predict"]
 
@@ -274,13 +274,14 @@ class TrainedRun:
         return found
 
     def data(self, name: str | None = None) -> Any:
-        """Builds a dataset of the recipe: "train", "eval" or "eval.NAME". Raises UsageError for any other name.
+        """Builds a dataset of the recipe: "train", "train.NAME", "eval" or "eval.NAME".
 
-        The default is the first evaluation set, or the training data if there is none.
+        The default is the first evaluation set, or the training data if there is none. Raises UsageError for any other
+        name.
         """
-        name = name or next((key_of(each) for each in self.recipe.data.evaluations), "train")
-        components = {"train": self.recipe.data.train}
-        components |= {key_of(name): component for name, component in self.recipe.data.evaluations.items()}
+        evaluations = {key_of(name): component for name, component in self.recipe.data.evaluations.items()}
+        components = source_components(self.recipe) | evaluations
+        name = name or next(iter(evaluations or components))
         if name not in components:
             raise UsageError(f"{self.folder.path} has no data {name!r}", hints=[f"one of {', '.join(components)}"])
         return build(self.registry, "data", components[name], seed=self.recipe.train.seed)

@@ -269,6 +269,7 @@ class Attempt:
             "trained": parts.size.trainable,
             "held": state_bytes(contract_of(parts.strategy), trainer.replica.weights, parts.size),
             "samples": length_of(parts.data["train"]),
+            "sources": parts.training.shares_of_sources,
             "evaluated": {name: length_of(parts.data[key_of(name)]) for name in parts.evaluation},
         }
         self.tracker.start(

@@ -14,11 +14,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from ddpforge import preflight
 from ddpforge.app.choose import choose
+from ddpforge.builtin.samplers.mixture import MixtureSampler
 from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.components.errors import where_raised
 from ddpforge.components.registry import Registry
@@ -26,7 +28,9 @@ from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.collating import BatchKeys
+from ddpforge.data.sources import JoinedSources, check_source, join_sources, mixture_of
 from ddpforge.data.streams import is_stream
+from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PeerFailed, UsageError, recipe_faults
 from ddpforge.interfaces import AuxiliaryModule, BatchSampler, EpochBatchSampler, Schedule, World, device_kind
 from ddpforge.preflight import Problems
@@ -35,8 +39,8 @@ from ddpforge.preflight.static import no_sampler_of_streams
 from ddpforge.ranks.failures import exit_code_of, phrase
 from ddpforge.ranks.writers import WriterGroup
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.run_plan import RunPlan, plan_batch
-from ddpforge.recipe.schema import Component
+from ddpforge.recipe.run_plan import BatchPlan, RunPlan, plan_batch
+from ddpforge.recipe.schema import Component, TrainSection
 from ddpforge.training.alternating_updates import batches_per_step
 from ddpforge.training.auxiliary import declared
 from ddpforge.training.blocks import find_blocks
@@ -46,7 +50,7 @@ from ddpforge.training.loaders import served
 from ddpforge.training.memory_format import make_dense
 from ddpforge.training.optimizers import shares
 from ddpforge.training.parameter_groups import freeze
-from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of
+from ddpforge.training.stages import MISSING, Built, Chosen, Dealt, key_of, source_components
 from ddpforge.training.task_checks import SMALL
 
 __all__ = [
@@ -76,15 +80,18 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
     `meta`: build a large model on the meta device if its constructor can. It then has shapes, but no values.
     """
     recipe, registry = chosen.recipe, chosen.registry
-    components = {"train": recipe.data.train} if chosen.trains else {}
+    components = source_components(recipe) if chosen.trains else {}
     components |= {key_of(name): component for name, component in chosen.evaluations().items()}
     data: dict[str, Any] = {}
     for key, component in components.items():
         with problems.at("data", *key.split(".")):
             data[key] = build_component(registry, "data", component, seed=recipe.train.seed)
+    if chosen.trains and "" not in recipe.data.sources:
+        _join_sources(chosen, data, problems)
     order, plan = (MISSING, MISSING) if chosen.trains else (None, MISSING)
+    limit = None
     if "train" in data:
-        order, plan = _plan(chosen, data["train"], problems)
+        order, plan, limit = _plan(chosen, data["train"], problems)
     for key in data.keys() - {"train"}:
         with problems.at("data", *key.split(".")):
             open_data(data[key], **_opened(chosen, 1))
@@ -117,7 +124,20 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         model=model,
         size=size,
         auxiliary=auxiliary,
+        limit=limit,
     )
+
+
+def _join_sources(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:
+    """Replaces the sources of training data in `data` by one dataset; removes them if one cannot be used."""
+    sources: dict[str, Any] = {}
+    for name in chosen.recipe.data.sources:
+        with problems.at("data", "train", name):
+            check_source(name, source := data.pop(f"train.{name}", MISSING))
+            sources[name] = source
+    if sources.keys() == chosen.recipe.data.sources.keys():
+        with problems.at("data", "train"):
+            data["train"] = join_sources(sources)
 
 
 def _is_usable(model: nn.Module, problems: Problems, key: str) -> bool:
@@ -154,9 +174,9 @@ def check_cut(chosen: Chosen, problems: Problems) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- steps and schedules
-def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler | None, RunPlan]:
-    """Builds the order of the training data, and the plan of steps and cadences."""
-    order, plan = MISSING, MISSING
+def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler | None, RunPlan, TokenLimit | None]:
+    """Builds the order of the training data, the plan of steps and cadences, and the limit of tokens."""
+    order, plan, limit = MISSING, MISSING, None
     with problems.at("data", "train"):
         check_data(data)
         with problems.at("data", "sampler"):
@@ -167,7 +187,41 @@ def _plan(chosen: Chosen, data: Any, problems: Problems) -> tuple[BatchSampler |
             # A step that draws several batches may reach into the next epoch: the epoch ends with that step.
             per_epoch = batches and math.ceil(batches / batches_per_step(chosen.updates))
             plan = _plan_steps(chosen, per_epoch, order, problems)
-    return order, plan
+            _warn_of_late_weights(chosen, order, plan)
+            limit = _token_limit(chosen, data)
+            if limit and order and plan is not MISSING:
+                plan = replace(plan, batch=_by_tokens(plan.batch, order, limit, chosen.recipe.train))
+    return order, plan, limit
+
+
+def _warn_of_late_weights(chosen: Chosen, order: BatchSampler | None, plan: RunPlan) -> None:
+    """Logs a warning for weights of sources that would change after the end of the run."""
+    if plan is MISSING or plan.horizon.total is None or not isinstance(order, MixtureSampler):
+        return
+    last = order.stages[-1].start // batches_per_step(chosen.updates)
+    if last >= plan.horizon.total > 0 and last:
+        log.warning("data.train: the run ends at step %d, before weights change at step %d", plan.horizon.total, last)
+
+
+def _token_limit(chosen: Chosen, data: Any) -> TokenLimit | None:
+    """Returns the limit of tokens that the recipe sets; raises UsageError if the lengths of samples are not known."""
+    recipe = chosen.recipe
+    if recipe.train.max_tokens is None:
+        return None
+    if is_stream(data):
+        raise UsageError(
+            f"train.max_tokens needs the length of every sample in advance, but {type(data).__name__} is an iterable "
+            "dataset",
+            hints=["use a dataset with __len__ and __getitem__", "or set train.micro_batch instead"],
+            key="train.max_tokens",
+        )
+    return TokenLimit.of(data, recipe.data.lengths or "lengths", recipe.train.max_tokens)
+
+
+def _by_tokens(batch: BatchPlan, order: BatchSampler, limit: TokenLimit, train: TrainSection) -> BatchPlan:
+    """Returns the plan with the number of forward passes of a rank in the first step."""
+    share = RankShare(0, batch.data_ranks, batch.micro_batch, train.virtual_ranks)
+    return replace(batch, accumulation=len(share.divide(np.asarray(order(0)), limit)))
 
 
 def _plan_steps(chosen: Chosen, per_epoch: int | None, order: BatchSampler | None, problems: Problems) -> RunPlan:
@@ -230,6 +284,10 @@ def _schedule(chosen: Chosen, component: Component, plan: RunPlan, model: nn.Mod
 def _sampler(chosen: Chosen, data: Any) -> BatchSampler | None:
     """Builds the recipe's order of the training data; by default shuffled. None for a stream."""
     train, component = chosen.recipe.train, chosen.recipe.data.sampler
+    if isinstance(data, JoinedSources):
+        draws = batches_per_step(chosen.updates)
+        options = {"seed": train.seed, "global_batch": train.global_batch, "batches_per_step": draws}
+        return mixture_of(chosen.recipe.data, data, **options)
     if is_stream(data):
         if component:
             raise no_sampler_of_streams(type(data))
@@ -275,6 +333,7 @@ def deal(built: Built, world: World) -> Dealt:
             global_batch=built.plan.batch.global_batch,
             share=RankShare(world.dp_ranks.rank, ranks, built.plan.batch.micro_batch, train.virtual_ranks),
             drop_last=train.drop_last,
+            limit=built.limit,
             **fetching,
         )
     batch = train.eval_batch or max(1, train.per_pass(ranks))

@@ -37,7 +37,7 @@ from ddpforge.runs.folder import RunFolder
 from ddpforge.training.assemble import assemble_evaluator
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.prediction import INDEX, Predicted, check_single_update, in_order, predictions
-from ddpforge.training.stages import Chosen, Dealt, key_of
+from ddpforge.training.stages import Chosen, Dealt, key_of, source_components
 from ddpforge.watchdog.watchdog import end_startup_watch
 
 __all__ = ["Evaluation", "Prediction", "check_sets", "evaluate", "predict"]
@@ -197,8 +197,8 @@ def _to_predict(
     names, options = ([word for word in data if ("=" in word) == with_value] for with_value in (False, True))
     name = _dataset(_load(folder, sets, registry)[0].recipe, names)
     loaded, registry = _load(folder, (*sets, *(f"data.{name}.{option}" for option in options)), registry)
-    if name == "train":
-        section = loaded.recipe.data.model_copy(update={"eval": loaded.recipe.data.train})
+    if training := source_components(loaded.recipe).get(name):
+        section = loaded.recipe.data.model_copy(update={"eval": training})
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"data": section}))
     return loaded, registry, [name.removeprefix("eval.")] if name.startswith("eval.") else []
 
@@ -235,7 +235,7 @@ def _choose(loaded: LoadedRecipe, registry: Registry, only: Sequence[str]) -> tu
 def _dataset(recipe: Recipe, names: Sequence[str]) -> str:
     """Returns the key of the named dataset, by default of the only evaluation set. Raises UsageError if ambiguous."""
     sets = [key_of(name) for name in recipe.data.evaluations]
-    known = [*sets, "train"]
+    known = [*sets, *source_components(recipe)]
     if not names and len(sets) == 1:
         return sets[0]
     hints = [f"--data {name}" for name in known]

@@ -24,8 +24,8 @@ _RECORDED = (bool, int, float, str)
 class Objects(TypedDict, total=False):
     """Objects that replace components of a recipe: instances, or functions that return them (classes, too).
 
-    A dict as `eval_data` has several evaluation sets by name. `optimizer` is a function of the parameters, `schedule` a
-    function of the step.
+    A dict as `train_data` has several sources by name, a dict as `eval_data` several evaluation sets. `optimizer` is a
+    function of the parameters, `schedule` a function of the step.
     """
 
     model: Any
@@ -70,9 +70,11 @@ class GivenObjects:
         found = cls({}, {}, {})
         for name, (kind, path) in _TABLES.items():
             value = given.get(name)
-            if isinstance(value, dict) and name == "eval_data":
+            if isinstance(value, dict) and value and kind == "data":
+                if name == "train_data":
+                    _reject_splits(value)
                 for key, one in value.items():
-                    found._add(f"eval_data[{key!r}]", kind, (*path, str(key)), one)
+                    found._add(f"{name}[{key!r}]", kind, (*path, str(key)), one)
             elif value is not None:
                 found._add(name, kind, path, value)
         callbacks: Any = given.get("callbacks", ())
@@ -104,7 +106,7 @@ class GivenObjects:
             table = table.setdefault(key, {})
         use = name_of(value)
         # A name never depends on the other objects: an evaluation may get fewer of them than the run.
-        if path[:2] == ("data", "eval") or (kind, use) in self.components:
+        if path[:2] == ("data", "eval") or len(path) == 3 or (kind, use) in self.components:
             use = f"{use} ({'.'.join(path[1:])})"
         table[path[-1]] = {"use": use}
         self.given[path] = argument, value
@@ -243,8 +245,8 @@ def _check(argument: str, kind: str, value: Any) -> None:
         _check_model(value)
     if kind == "data" and isinstance(value, dict):
         raise UsageError(
-            f"{argument} is a dict of datasets" if value else f"{argument} is an empty dict",
-            hints=[f"give one of them: {argument}=datasets[{next(iter(value), 'train')!r}]"],
+            f"{argument} is a dict, not a dataset" if value else f"{argument} is an empty dict",
+            hints=["give a dataset, or a dict of datasets by name"],
         )
     if kind == "task" and isinstance(value, torch.nn.Module) and hasattr(value, "reduction"):
         return
@@ -254,6 +256,18 @@ def _check(argument: str, kind: str, value: Any) -> None:
         f"{argument} is {_described(value)}, not a {noun}",
         hints=[f"give {_EXPECTED.get(kind, f'a {noun}')}, or a function that returns one"],
     )
+
+
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+def _reject_splits(sources: dict[Any, Any]) -> None:
+    """Raises UsageError for the splits of one dataset: as sources, samples for evaluation would be trained on."""
+    if splits := [key for key in sources if key in _SPLITS]:
+        raise UsageError(
+            f"train_data is a dict with the split {splits[0]!r}; a dict has sources that are all trained on",
+            hints=[f"give one split: train_data=datasets[{splits[0]!r}], eval_data=…", "or give sources other names"],
+        )
 
 
 _EXPECTED = {

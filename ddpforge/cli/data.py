@@ -47,8 +47,8 @@ def show(recipe: str, sets: Sequence[str], split: str, batches: int, out: str | 
 
     chosen, problems = choose_and_check(recipe, [*sets, "data.workers=0"], 1, None)
     problems.raise_if_any()
-    micros, read = first_batches(chosen, problems, split, batches)
-    shown = [describe(micro, read) for micro in micros]
+    micros, read, names = first_batches(chosen, problems, split, batches)
+    shown = [describe(micro, read, names) for micro in micros]
     if as_json:
         click.echo(json.dumps({"split": split, "batches": [asdict(one) for one in shown]}))
     for number, one in enumerate([] if as_json else shown, start=1):
@@ -61,7 +61,8 @@ def _lines(split: str, number: int, batch: "BatchSummary") -> Iterator[str]:
     from ddpforge.cli.tables import counted
 
     of = "" if batch.samples == batch.step_samples else f", of {batch.step_samples:,} in the step"
-    yield f"{split}, batch {number}: {counted(batch.samples, 'sample')}{of}"
+    sources = ", ".join(f"{count:,} {name}" for name, count in batch.sources.items())
+    yield f"{split}, batch {number}: {counted(batch.samples, 'sample')}{of}{f' ({sources})' if sources else ''}"
     forms = [(leaf.name, f"{leaf.dtype} {list(leaf.shape)}") for leaf in batch.leaves]
     widths = [max(len(cell) for cell in column) for column in zip(*forms, strict=True)]
     for leaf, (name, form) in zip(batch.leaves, forms, strict=True):

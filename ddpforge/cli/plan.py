@@ -193,9 +193,12 @@ def _print(found: Sequence[Forecast], device: Device | None, *, explain: bool) -
     first = found[0]
     batch = first.batch
     click.echo(f"{first.parameters:,} parameters")
+    passes = f"= {batch['micro_batch']} per forward pass"
+    if batch["max_tokens"]:
+        passes = f"with at most {batch['max_tokens']:,} tokens per forward pass"
     click.echo(
-        f"batch: {batch['global_batch']} per step = {batch['micro_batch']} per forward pass × {batch['accumulation']} "
-        f"accumulation × {counted(batch['data_ranks'], 'rank')}{_length(first)}\n"
+        f"batch: {batch['global_batch']} per step {passes} × {batch['accumulation']} accumulation × "
+        f"{counted(batch['data_ranks'], 'rank')}{_length(first)}\n"
     )
     rows = [
         (

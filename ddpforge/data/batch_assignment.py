@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpforge.data.collating import BatchKeys
+from ddpforge.data.token_limit import TokenLimit
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import BatchSampler, EpochBatchSampler
 
@@ -62,6 +63,13 @@ class RankShare(NamedTuple):
             found += [range(a, b) for a, b in pairwise(cuts)]
         return found
 
+    def divide(self, ids: NDArray[Any], limit: TokenLimit) -> list[tuple[NDArray[Any], int]]:
+        """Returns this rank's micro-batches of a step with the samples `ids`, divided by their lengths.
+
+        Each is an array of places within the step, and the number of its samples: 0 for a padding sample.
+        """
+        return limit.divide(ids, self.shards, self.elastic or self.ranks, most=self.micro_batch)
+
     def fewest(self, samples: int) -> int:
         """Returns the size of the smallest micro-batch of any rank in a step of `samples` samples."""
         return min(len(part) for rank in range(self.ranks) for part in self._replace(rank=rank).deal(samples))
@@ -100,6 +108,7 @@ class MicroBatch(NamedTuple):
     number: int  # within the shard
     read: int = 0  # for streams: fingerprint of the samples read so far, see `streams.Stream`
     places: NDArray[Any] | None = None  # in evaluation: index of each sample of `data` in the dataset
+    sources: Sequence[int] | None = None  # in training on several sources: number of the source of each sample
     items: Any = None  # number of items that the loss sums over (number or 0-d tensor), if counted
 
 
@@ -123,6 +132,7 @@ class AssignmentTerms:
     seed: int
     drop_last: bool
     keys: BatchKeys = field(default_factory=BatchKeys)  # of a batch that is a mapping
+    limit: TokenLimit | None = None  # of the tokens of a micro-batch; not for streams
 
 
 class SampleBlock(Protocol):
@@ -172,6 +182,16 @@ class BatchAssigner:
     samples: int  # length of the dataset
     terms: AssignmentTerms
 
+    def fewest(self, steps: int | None) -> tuple[int, int]:
+        """Returns the smallest micro-batch of any rank, in a full step and in an epoch's last step of a run of `steps`.
+
+        With a limit of tokens it is 1: the lengths decide.
+        """
+        if self.terms.limit:
+            return 1, 1
+        full, last = map(self.terms.share.fewest, self.sizes(steps))
+        return full, last
+
     def sizes(self, steps: int | None) -> tuple[int, int]:
         """Returns the smallest number of samples of a full step, and of an epoch's last step, in a run of `steps`."""
         if not isinstance(self.order, EpochBatchSampler):
@@ -189,7 +209,7 @@ class BatchAssigner:
         first, block = start, 1  # small at first, because short runs need only few
         while stop is None or first < stop:
             end = first + block if stop is None else min(stop, first + block)
-            yield from self._block(placed, range(first, end))
+            yield from (self._by_tokens if self.terms.limit else self._block)(placed, range(first, end))
             first, block = end, min(2 * block, most)
 
     def _placed(self) -> tuple[SampleBlock, int]:
@@ -215,6 +235,17 @@ class BatchAssigner:
         for places, rest in plan:
             yield Request(ids[cursor : cursor + len(places)], *rest)
             cursor += len(places)
+
+    def _by_tokens(self, placed: SampleBlock, steps: range) -> Iterator[Request]:
+        """Yields the requests of several steps, whose samples are divided by their lengths."""
+        assert self.terms.limit
+        for step in steps:
+            epoch, size = self.order.epoch(step), placed.size(step)
+            ids = np.array(self._ids(placed, [range(size)], [step]))
+            micro = self.terms.share.divide(ids, self.terms.limit)
+            for number, (places, samples) in enumerate(micro):
+                whose, last = self.terms.share.whose(number, len(micro)), number + 1 == len(micro)
+                yield Request(ids[places].tolist(), step, epoch, samples, size, last, *whose)
 
     def _ids(self, placed: SampleBlock, places: list[range], steps: list[int]) -> list[int]:
         flat = np.concatenate([np.arange(part.start, part.stop, dtype=np.uint64) for part in places])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Integral
@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ddpforge.builtin.samplers.mixture import MixtureSampler
 from ddpforge.builtin.samplers.plain import Sequential
 from ddpforge.data.batch_assignment import AssignmentTerms, BatchAssigner, MicroBatch, RankShare, Request
 from ddpforge.data.collating import BatchKeys, collate_of
 from ddpforge.data.pytree import pinned
 from ddpforge.data.rng import seed_all
 from ddpforge.data.shard_reader import ShardedStream
+from ddpforge.data.sources import JoinedSources, ShardedSources, Sources
 from ddpforge.data.streams import Stream, is_stream, loader_in
+from ddpforge.data.token_limit import TokenLimit
 from ddpforge.data.workers import explained, lacks_resources, refuse_missing_resources, reporting_context, starting
 from ddpforge.errors import ForgeError, PluginError, SetupError
 from ddpforge.interfaces import BatchSampler, ShardedDataset, mix
@@ -60,7 +63,9 @@ class _Fetcher(Dataset[MicroBatch]):
         fetched = self._batch(turn, request.ids) if self.batched else [self._sample(turn, i) for i in request.ids]
         _, _, _, samples, step_samples, last, shard, number = request
         places = np.array(request.ids) if self._tells_places else None
-        return MicroBatch(self.collate(fetched), samples, step_samples, last, shard, number, places=places)
+        sources = self.data.source_of(request.ids).tolist() if isinstance(self.data, Sources) else None
+        batch = self.collate(fetched)
+        return MicroBatch(batch, samples, step_samples, last, shard, number, places=places, sources=sources)
 
     def _batch(self, turn: int, ids: list[int]) -> Any:
         if self.random:
@@ -188,9 +193,28 @@ class Batches:
 
         Both are equal if a run of `steps` steps does not reach the end of an epoch, or if the end is not known.
         """
-        sizes = self._dealer().sizes(steps) if self._order else (self._terms.global_batch,) * 2
-        full, last = map(self._terms.share.fewest, sizes)
-        return full, last
+        if self._order:
+            return self._dealer().fewest(steps)
+        return (self._terms.share.fewest(self._terms.global_batch),) * 2
+
+    @property
+    def source_names(self) -> Sequence[str]:
+        """Returns the names of the sources; empty for data that is a single source."""
+        return self._data.names if isinstance(self._data, JoinedSources) else ()
+
+    @property
+    def shares_of_sources(self) -> dict[str, float]:
+        """Returns the shares of the sources in the first steps, by name; empty for data that is a single source."""
+        if not isinstance(self._order, MixtureSampler):
+            return {}
+        cycle = self._order.stages[0].cycle
+        return {name: count / sum(cycle) for name, count in zip(self.source_names, cycle, strict=True)}
+
+    def epochs_of_sources(self, steps: int) -> dict[str, float]:
+        """Returns how often the first `steps` steps of training go through each source, by name."""
+        if not isinstance(self._order, MixtureSampler):
+            return {}
+        return dict(zip(self.source_names, self._order.epochs_of_sources(steps).tolist(), strict=True))
 
     def training(self, start: int) -> Iterator[MicroBatch]:
         """Yields the micro-batches from step `start` on, epoch after epoch, without end."""
@@ -222,9 +246,14 @@ class Batches:
             options |= {"worker_init_fn": leave_stopping_to_the_rank(), "timeout": self._patience}
             options["multiprocessing_context"] = reporting_context()
 
-        in_parts = isinstance(self._data, ShardedDataset)
+        in_parts = isinstance(self._data, ShardedDataset | ShardedSources)
         if in_parts or is_stream(self._data):
-            stream = (ShardedStream if in_parts else Stream)(self._data, self._terms, start, one_epoch)
+            order = self._order if isinstance(self._order, MixtureSampler) else None
+            stream = (
+                ShardedStream(self._data, self._terms, start, one_epoch, order)
+                if in_parts
+                else Stream(self._data, self._terms, start, one_epoch)
+            )
             if self.workers:
                 return self._loaded(_ToldStream(stream), options)
             return DataLoader(stream, **options)
@@ -272,8 +301,11 @@ def open_data(
     pin: bool,
     patience: float = 0.0,
     keys: BatchKeys = _WHOLE_BATCH,
+    limit: TokenLimit | None = None,
 ) -> Batches:
     """Opens `data` (see `interfaces.Data`) for this rank; without `order`, in dataset order.
+
+    `limit`: the largest number of tokens of a micro-batch, not for streams.
 
     Raises:
         PluginError: `data` is no dataset (see `check_data`), or has fewer samples than one global batch
@@ -292,7 +324,9 @@ def open_data(
             f"{global_batch}",
             hints=["lower train.global_batch, or set train.drop_last = false"],
         )
-    terms = AssignmentTerms(global_batch=global_batch, share=share, seed=seed, drop_last=drop_last, keys=keys)
+    terms = AssignmentTerms(
+        global_batch=global_batch, share=share, seed=seed, drop_last=drop_last, keys=keys, limit=limit
+    )
     return Batches(steps, data, terms, order, workers, prefetch, pin, patience)
 
 

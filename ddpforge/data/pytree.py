@@ -17,7 +17,7 @@ from torch import Tensor
 from ddpforge.errors import UsageError
 from ddpforge.interfaces import device_kind
 
-__all__ = ["close", "digest", "is_object", "leaves", "may_hold", "pinned", "take", "to_device"]
+__all__ = ["close", "digest", "is_object", "leaves", "may_hold", "merge", "pinned", "select", "take", "to_device"]
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -51,24 +51,48 @@ def _lengths(tree: Any) -> Iterator[int]:
 
 
 def take(batch: Any, start: int, stop: int, samples: int) -> Any:
-    """Returns the samples from `start` to `stop` (exclusive) of a batch of `samples` samples.
+    """Returns the samples from `start` to `stop` (exclusive) of a batch of `samples` samples, as `select` does."""
+    return select(batch, slice(start, stop), samples)
+
+
+def select(batch: Any, rows: slice | Sequence[int], samples: int) -> Any:
+    """Returns the samples at the places `rows` of a batch of `samples` samples.
 
     Tensors of another length are not cut. A list is cut if it has `samples` items of one form, e.g. images of
     different sizes. Raises ValueError for an object that contains samples, such as a batch of graphs.
     """
     if isinstance(batch, Tensor):
-        return batch[start:stop] if _runs_over(batch, samples) else batch
+        return batch[rows] if _runs_over(batch, samples) else batch
     if is_object(batch):
         raise ValueError(f"a {type(batch).__name__} cannot be cut into samples")
     if isinstance(batch, Mapping):
-        return _like(batch, {key: take(value, start, stop, samples) for key, value in batch.items()})
+        return _like(batch, {key: select(value, rows, samples) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(take(value, start, stop, samples) for value in batch))
+        return type(batch)(*(select(value, rows, samples) for value in batch))
     if isinstance(batch, list | tuple):
         if len(batch) == samples and _has_samples(batch):
-            return batch[start:stop]
-        return type(batch)(take(value, start, stop, samples) for value in batch)
+            return batch[rows] if isinstance(rows, slice) else type(batch)(batch[row] for row in rows)
+        return type(batch)(select(value, rows, samples) for value in batch)
     return batch
+
+
+def merge(batches: Sequence[Any], rows: Sequence[Sequence[int]]) -> Any:
+    """Returns one batch of the samples of several batches; `rows` has the places of their samples in the result.
+
+    The batches have one structure, as torch's default_collate makes it: tensors and lists of samples, in dicts and
+    lists.
+    """
+    first, places = batches[0], [row for of_batch in rows for row in of_batch]
+    back = sorted(range(len(places)), key=places.__getitem__)
+    if isinstance(first, Tensor):
+        return torch.cat([*batches])[back]
+    if isinstance(first, Mapping):
+        return _like(first, {key: merge([batch[key] for batch in batches], rows) for key in first})
+    if isinstance(first, list | tuple) and any(isinstance(leaf, Tensor) for leaf in leaves(first)):
+        columns = (merge(parts, rows) for parts in zip(*batches, strict=True))
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    samples = [sample for batch in batches for sample in batch]
+    return [samples[place] for place in back]
 
 
 def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

@@ -9,7 +9,7 @@ last step. The places of a step are divided among ranks as for any other dataset
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -19,17 +19,19 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpforge import compat
+from ddpforge.builtin.samplers.mixture import MixtureSampler
 from ddpforge.builtin.samplers.permutation import key, permute
 from ddpforge.data.batch_assignment import AssignmentTerms, MicroBatch
 from ddpforge.data.collating import collate_of
 from ddpforge.data.pytree import digest
 from ddpforge.data.rng import seed_all
+from ddpforge.data.sources import ShardedSources
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import ShardedDataset, mix
 
-__all__ = ["ShardOrder", "ShardReader", "ShardedStream"]
+__all__ = ["MixedReader", "ShardOrder", "ShardReader", "ShardedStream"]
 
-_PARTS, _WINDOW, _SAMPLE = 0x9A27, 0x31D0, 0x5A3E  # different seeds for different uses
+_PARTS, _WINDOW, _SAMPLE, _MIXED = 0x9A27, 0x31D0, 0x5A3E, 0x3171  # different seeds for different uses
 
 Numbers = NDArray[np.uint64]
 _Read = tuple[int, int, Any]  # a part, a place in there, the sample
@@ -45,7 +47,7 @@ class ShardOrder:
     lanes: tuple[int, int]
 
     @cached_property
-    def steps(self) -> int:
+    def steps_per_epoch(self) -> int:
         """Returns the steps of the epoch, including an incomplete last one unless it is dropped."""
         full, rest = divmod(self.samples, self.global_batch)
         return full + (rest > 0 and not self.drop_last)
@@ -187,11 +189,65 @@ class _Cursor:
             )
 
 
-class ShardedStream(IterableDataset[MicroBatch]):
-    """Micro-batches of a rank from data in parts; every rank and every loader process reads only its own samples."""
+class MixedReader:
+    """Reader of the samples of one process from several sources in parts, in the order of a mixture.
 
-    def __init__(self, data: ShardedDataset, terms: AssignmentTerms, start: int, stop_after_epoch: bool) -> None:
-        self.data, self.terms = data, terms
+    A source is read in epochs of its own, as if each of its steps had the mean number of its samples in a step.
+    """
+
+    def __init__(self, data: ShardedSources, terms: AssignmentTerms, order: MixtureSampler) -> None:
+        self.layout, self._order, self._data = order, order, data
+        cycle = order.stages[0].cycle
+        self._readers = [
+            ShardReader(
+                source,
+                replace(
+                    terms,
+                    global_batch=max(1, round(terms.global_batch * count / sum(cycle))),
+                    seed=mix(terms.seed, _MIXED, number),
+                    drop_last=False,
+                ),
+            )
+            for number, ((_, source), count) in enumerate(zip(data.items(), cycle, strict=True))
+        ]
+
+    def read(self, epoch: int, step: int, places: range) -> list[tuple[int, Any]]:
+        """Returns the samples at these places of a step of an epoch, each with its place in all sources."""
+        first = (epoch * self.layout.steps_per_epoch + step) * self.layout.global_batch
+        sources, turns = self._order.turns(np.arange(first + places.start, first + places.stop, dtype=np.uint64))
+        found: list[Any] = [None] * len(places)
+        for number in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == number)
+            for place, sample in zip(here.tolist(), self._read(number, turns[here]), strict=True):
+                found[place] = sample
+        return found
+
+    def _read(self, number: int, turns: NDArray[np.int64]) -> Iterator[tuple[int, Any]]:
+        """Yields the samples of a source at successive `turns`."""
+        reader, begin = self._readers[number], int(self._data.begins[number])
+        layout = reader.layout
+        for turn in turns.tolist():
+            epoch, within = divmod(turn, layout.samples)
+            step, place = divmod(within, layout.global_batch)
+            for index, sample in reader.read(epoch, step, range(place, place + 1)):
+                yield begin + index, sample
+
+
+class ShardedStream(IterableDataset[MicroBatch]):
+    """Micro-batches of a rank from data in parts; every rank and every loader process reads only its own samples.
+
+    `order` is that of several sources.
+    """
+
+    def __init__(
+        self,
+        data: ShardedDataset | ShardedSources,
+        terms: AssignmentTerms,
+        start: int,
+        stop_after_epoch: bool,
+        order: MixtureSampler | None = None,
+    ) -> None:
+        self.data, self.terms, self.order = data, terms, order
         self.start, self.stop_after_epoch = start, stop_after_epoch
         self.collate = collate_of(data, terms.keys)
         self.random: bool = getattr(data, "random", True)
@@ -204,11 +260,11 @@ class ShardedStream(IterableDataset[MicroBatch]):
 
     def batches(self, mine: int, workers: int) -> Iterator[MicroBatch]:
         """Yields the micro-batches of loader process `mine` of `workers`: every `workers`-th one."""
-        reader, turn, share = ShardReader(self.data, self.terms), count(), self.terms.share
+        reader, turn, share = self._reader(), count(), self.terms.share
         read = int(digest([*map(int, self.data.shard_sizes)])[:5], 16) or 1  # detects ranks with different parts
         kept: list[tuple[int, Any]] = []
         for step in count(self.start):
-            epoch, within = divmod(step, reader.layout.steps)
+            epoch, within = divmod(step, reader.layout.steps_per_epoch)
             if self.stop_after_epoch and epoch:
                 return
             size = reader.layout.size(within)
@@ -222,4 +278,12 @@ class ShardedStream(IterableDataset[MicroBatch]):
                     whose, last = share.whose(number, len(micro)), number + 1 == len(micro)
                     numbers, samples = zip(*kept, strict=True)
                     places = np.array(numbers) if self.stop_after_epoch else None
-                    yield MicroBatch(self.collate(list(samples)), len(part), size, last, *whose, read, places)
+                    batch = self.collate(list(samples))
+                    sources = None if isinstance(self.data, ShardedDataset) else self.data.source_of(numbers).tolist()
+                    yield MicroBatch(batch, len(part), size, last, *whose, read, places, sources)
+
+    def _reader(self) -> ShardReader | MixedReader:
+        if isinstance(self.data, ShardedDataset):
+            return ShardReader(self.data, self.terms)
+        assert self.order
+        return MixedReader(self.data, self.terms, self.order)

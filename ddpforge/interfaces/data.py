@@ -31,7 +31,7 @@ class Data(Protocol):
     - `encode(text: str) -> list[int]` and `decode(tokens: list[int]) -> str`, in text for language models: used by
       `ddpforge generate` and to display samples.
     - Columns that a sampler reads by name, e.g. `labels` or `lengths`: an attribute or a method with an array of one
-      value per sample.
+      value per sample. `train.max_tokens` reads the number of tokens of each sample from `lengths`.
 
     An iterable dataset is a `torch.utils.data.IterableDataset`, or has `__iter__` and no `__getitem__`. It must yield
     the same samples in the same order on every rank and in every loader process. ddpforge distributes them so that each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from ddpforge.interfaces.optimizer import MultiPassOptimizer
@@ -28,6 +28,7 @@ __all__ = [
     "ForwardSplit",
     "Pass",
     "Replica",
+    "SamplesOfSource",
     "Sharded",
     "Simulation",
     "Strategy",
@@ -197,6 +198,13 @@ class Strategy(ABC):
 
 
 # ---------------------------------------------------------------------------------------------- replicas
+class SamplesOfSource(NamedTuple):
+    """Samples of one source in a batch: their places, and the number of items that their loss sums over."""
+
+    rows: Sequence[int]
+    items: Tensor | int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
     """Forward (and backward) pass of one micro-batch on this rank.
@@ -211,6 +219,9 @@ class Pass:
     last: bool = True  # of its step
     needs_outputs: bool = True  # the outputs of `compute` are used for metrics
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # enter it for the whole pass, or for each part
+    sources: Mapping[str, SamplesOfSource] = field(
+        default_factory=dict
+    )  # if the losses of sources are measured, by source
 
 
 Compute = Callable[["nn.Module", Pass], "tuple[Tensor, Any]"]

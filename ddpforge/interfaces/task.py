@@ -129,6 +129,15 @@ class Task(ABC):
         """
         return {}
 
+    def loss_from_outputs(self, outputs: Any, batch: Any) -> Tensor:
+        """Returns the summed loss (0-d) of samples from the outputs of `loss`, without calling the model.
+
+        `outputs` and `batch` have only the samples of one source. Called at steps that log, without gradients, for the
+        losses of the sources [data.train.NAME]. Without this method these are not reported. A class that overrides
+        `loss` must override it too.
+        """
+        raise NotImplementedError
+
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns the metrics to report, e.g. with an added perplexity; keys have no `train/` prefix yet."""
         return metrics

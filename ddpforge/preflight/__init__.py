@@ -29,6 +29,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
         ("task", "static.check_evaluation_loss"),
         ("task", "static.check_whole_batch"),
         ("task", "static.check_fused_loss"),
+        ("train.max_tokens", "static.check_max_tokens"),
         ("callbacks", "static.check_callbacks"),
         ("train", "static.check_device"),
         ("train.compile", "static.check_compile"),
@@ -45,6 +46,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
         ("", "model.check_savable"),
     ),
     Built: (
+        ("data.train", "sources.check_sources"),
         ("data", "fit.check_batches"),
         ("task", "fit.check_auxiliary"),
         ("task", "fit.check_own_parameters"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ddpforge.data.batch_assignment import Even
+from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
 from ddpforge.interfaces import EpochBatchSampler
 from ddpforge.interop.initial import find_initial
@@ -101,7 +103,7 @@ def check_own_parameters(built: Built) -> None:
 
 def check_task(built: Built) -> None:
     """Raises UsageError for a dataset or a model that the task cannot use."""
-    for data in built.data.values():
+    for data in _datasets(built):
         try:
             with recipe_faults():
                 built.task.check(built.model, data)
@@ -123,8 +125,14 @@ def _name_option(built: Built, data: object, error: UsageError) -> None:
 
 def check_strategy_data(built: Built) -> None:
     """Raises UsageError for a dataset that the strategy cannot use."""
-    for data in built.data.values():
+    for data in _datasets(built):
         built.strategy.check_data(data)
+
+
+def _datasets(built: Built) -> Iterator[Any]:
+    """Yields every dataset, and the sources of training data one by one."""
+    for data in built.data.values():
+        yield from by_name(data).values()
 
 
 def check_blocks(built: Built) -> None:

@@ -23,6 +23,7 @@ from ddpforge.data import MicroBatch, RankShare, open_data, to_device
 from ddpforge.data.collating import BatchKeys
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
+from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, PluginError, UsageError
 from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
 from ddpforge.preflight.problems import Problems
@@ -69,7 +70,7 @@ def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSampl
     """
     found: dict[str, FirstSamples] = {}
     first: dict[str, Any] = {"seed": built.recipe.train.seed, "keys": BatchKeys.of(built.recipe.data)}
-    for key, data in built.data.items():
+    for key, data in _sets(built):
         if hasattr(data, "__len__") and not len(data):
             continue  # counting the steps has made this a problem already
         most, path = _samples(built, key), ("data", *key.split("."))
@@ -84,6 +85,12 @@ def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSampl
     if evaluated.keys() == built.evaluations().keys() and _is_builtin(built.task):
         _check_chosen_metrics(built, evaluated, problems)
     return found
+
+
+def _sets(built: Built) -> Iterator[tuple[str, Any]]:
+    """Yields every dataset with its key, and each source of training data as one."""
+    for key, data in built.data.items():
+        yield from ((f"{key}.{name}" if name else key, one) for name, one in by_name(data).items())
 
 
 def check_first_batch(stage: Built, problems: Problems) -> bool:
@@ -134,7 +141,8 @@ def _has_loaders(stage: Built) -> bool:
 
 def _first_of(built: Built) -> MicroBatch:
     keys = BatchKeys.of(built.recipe.data)
-    return first_batch(built.data["train"], most=_samples(built, "train"), seed=built.recipe.train.seed, keys=keys)
+    first = next(iter(by_name(built.data["train"]).values()))
+    return first_batch(first, most=_samples(built, "train"), seed=built.recipe.train.seed, keys=keys)
 
 
 def _fails_in_training(stage: Built, error: Exception, batch: MicroBatch | None) -> bool:
@@ -184,7 +192,7 @@ def _samples(built: Built, key: str) -> int:
     """Returns the number of samples in a forward pass on the dataset `key`."""
     train = built.recipe.train
     micro = train.global_batch if built.batch is MISSING else built.batch.micro_batch
-    return (train.eval_batch if key != "train" else None) or micro
+    return (train.eval_batch if key.startswith("eval") else None) or micro
 
 
 def _check_chosen_metrics(built: Built, sets: Mapping[str, Mapping[str, float]], problems: Problems) -> None:
@@ -272,7 +280,7 @@ def _evaluate(
         built.model,
         built.task,
         batch,
-        use="training" if key == "train" else "evaluation",
+        use="evaluation" if key.startswith("eval") else "training",
         precision=built.recipe.train.precision,
         device=device,
         beside=[one.module for one in built.auxiliary.values()],

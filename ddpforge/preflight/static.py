@@ -396,6 +396,41 @@ def check_whole_batch(chosen: Chosen) -> Errors:
         )
 
 
+def check_max_tokens(chosen: Chosen) -> Errors:
+    """Yields errors for a limit of tokens with a loss, a strategy or a compiler mode that needs fixed micro-batches."""
+    train, recipe = chosen.recipe.train, chosen.recipe
+    if train.max_tokens is None or not chosen.trains:
+        return
+    if chosen.task.whole_batch:
+        yield UsageError(
+            f"{component_name(chosen.task)} compares all samples of a step with each other, but `train.max_tokens` "
+            "would cut it into several forward passes",
+            hints=["remove it"],
+            key="train.max_tokens",
+        )
+    if "steps" in contract_of(chosen.strategy).splits_forward:
+        yield UsageError(
+            f'strategy.use = "{recipe.strategy.use}" sends micro-batches of one shape between ranks, but those of '
+            "`train.max_tokens` differ in the number of samples and in length",
+            hints=["set train.micro_batch instead", 'or set strategy.use = "fsdp"'],
+            key="train.max_tokens",
+        )
+    if train.uses_cuda_graphs:
+        yield UsageError(
+            f'train.compile = "{train.compile}" replays CUDA graphs of one shape, but micro-batches of '
+            "`train.max_tokens` differ in the number of samples and in length",
+            hints=['set train.compile = "default"'],
+            key="train.compile",
+        )
+    if recipe.data.evaluations and train.eval_batch is None and train.micro_batch is None:
+        yield UsageError(
+            "`train.max_tokens` limits only training, and without `train.eval_batch` or `train.micro_batch` a forward "
+            f"pass of an evaluation has {max(1, train.per_pass(chosen.data_ranks))} samples",
+            hints=["set train.eval_batch, the samples of a forward pass at evaluation"],
+            key="train.max_tokens",
+        )
+
+
 # ---------------------------------------------------------------------------------------------- [callbacks]
 def check_callbacks(chosen: Chosen) -> Errors:
     """Yields errors for callbacks of an older contract or that the strategy cannot serve, and for missing metrics."""
@@ -434,6 +469,8 @@ def check_strategy(chosen: Chosen) -> Errors:
 def check_stream(chosen: Chosen) -> Errors:
     """Yields errors for a sampler, and for lengths in epochs, if the class of the training data is a stream."""
     train = chosen.recipe.data.train
+    if not isinstance(train, Component):
+        return  # several sources are checked when they are built
     kind = chosen.registry.load("data", train.use, train.base) if chosen.trains else None
     if not inspect.isclass(kind) or not _are_streams(kind):
         return

@@ -13,7 +13,7 @@ from ddpforge.components.errors import located
 from ddpforge.components.registry import Registry
 from ddpforge.errors import Diagnostic, PluginError, SourceSpan
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import NAMED_SLOTS, SETS, Layers, inside, kind_at, used_name
+from ddpforge.recipe.layers import NAMED_SLOTS, SETS, SOURCES, Layers, inside, kind_at, used_name
 from ddpforge.recipe.renamed import new_component, now_called, renamed_value
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, shown
 from ddpforge.recipe.toml import Table, Value
@@ -118,10 +118,11 @@ class Explainer:
         section = isinstance(value, dict) and self._kind_at(path[:-1]) is None
         hints, meant = self.vocabulary.suggest(path, value, section=section)
         hints += self._share(path, value) if "ratio" in str(path[-1]) else []
-        if path[:-1] == SETS and isinstance(value, dict) and "use" in value:
-            one = dotted(SETS)
+        if path[:-1] in SETS and isinstance(value, dict) and "use" in value:
+            one, noun = dotted(path[:-1]), "source" if path[:-1] == SOURCES else "set"
             hints = [
-                f"[{one}] with `use` is one set; for several sets write tables [{one}.NAME], and no `use` in [{one}]",
+                f"[{one}] with `use` is one {noun}; for several {noun}s write tables [{one}.NAME], and no `use` in "
+                f"[{one}]",
                 f'if `use` comes from a recipe that this one extends, remove it: unset = ["{one}"]',
             ]
         self._meant |= meant

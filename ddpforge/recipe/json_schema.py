@@ -11,12 +11,13 @@ from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import Registry
 from ddpforge.errors import PluginError
 from ddpforge.interfaces.durations import Duration
-from ddpforge.recipe.layers import NAMED_SLOTS, SCHEDULES, SETS, SLOTS, VARIATIONS, framework_keys
+from ddpforge.recipe.layers import NAMED_SLOTS, SCHEDULES, SLOTS, SOURCES, VARIATIONS, framework_keys
 from ddpforge.recipe.schema import (
     CheckpointSection,
     DataSection,
     KeepSection,
     Recipe,
+    SourceComponent,
     TrackSection,
     TrainSection,
 )
@@ -46,9 +47,11 @@ def recipe_schema(registry: Registry) -> Schema:
     """
     # `if` and `then` select the options of a component by its `use`: so editors mark a wrong option, not the table.
     slot = {path: {"$ref": f"#/$defs/{kind}"} for path, kind in SLOTS.items()}
-    data = {str(path[1]): slot.pop(path) for path in SLOTS if path[0] == SETS[0]}
+    data = {str(path[1]): slot.pop(path) for path in SLOTS if path[0] == "data"}
+    nouns = {"train": "sources of training data", "eval": "evaluation sets"}
+    data |= {key: _sets(data[key], noun) for key, noun in nouns.items()}
     sections = {
-        "data": _table(DataSection, **data | {SETS[1]: _sets(data[SETS[1]])}),
+        "data": _table(DataSection, **data),
         "train": _table(TrainSection, device=_devices(registry)),
         "checkpoint": _table(CheckpointSection, keep=_table(KeepSection)),
         "track": _named_slots("tracker", registry, _table(TrackSection)),
@@ -81,11 +84,11 @@ def _devices(registry: Registry) -> Schema:
     return {"anyOf": [names, _REFERENCE], **{key: about[key] for key in ("description", "default")}}
 
 
-def _sets(component: Schema) -> Schema:
+def _sets(component: Schema, nouns: str) -> Schema:
     """Returns the schema of [data.eval]: a component's table, or without `use` a table of several, or only options."""
     uses = {"type": "object", "required": ["use"]}
     inner = {"if": uses, "then": component}
-    several = {"description": "Several evaluation sets by name, or the options of one.", "additionalProperties": inner}
+    several = {"description": f"Several {nouns} by name, or the options of one.", "additionalProperties": inner}
     return {"type": "object", "allOf": [inner, {"if": {"not": uses}, "then": several}]}
 
 
@@ -127,6 +130,9 @@ def _options(kind: str, name: str, registry: Registry) -> Schema:
         own = {key: _schema(table, "")["properties"][key] for key in keys} | _variations(kind)
         if SCHEDULES[0] == kind:
             own[SCHEDULES[1]] = {"type": "object", "additionalProperties": {"$ref": "#/$defs/schedule"}}
+    if kind == SLOTS[SOURCES]:  # also allowed in other tables of datasets, which have no schema of their own
+        properties = _schema(SourceComponent, "")["properties"]
+        own = {key: properties[key] for key in framework_keys((*SOURCES, ""))}
     return {**schema, "properties": {"use": {}, **own, **schema["properties"]}}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.recipe.report import KeyPath
-from ddpforge.recipe.schema import Component, GroupComponent, UpdateComponent
+from ddpforge.recipe.schema import Component, GroupComponent, SourceComponent, UpdateComponent
 from ddpforge.recipe.toml import Origin, Source, Table, Value
 
 SLOTS: dict[KeyPath, str] = {path: kind for kind, spec in KINDS.items() for path in spec.tables}
@@ -16,8 +16,9 @@ SLOTS: dict[KeyPath, str] = {path: kind for kind, spec in KINDS.items() for path
 NAMED_SLOTS = {spec.named_in: kind for kind, spec in KINDS.items() if spec.named_in}
 """Tables with inner tables that name components. The key of an inner table is its default for `use`."""
 
-SETS = ("data", "eval")
-"""Table that names a component; without `use` it may hold several named tables that do."""
+SOURCES = ("data", "train")
+SETS = (SOURCES, ("data", "eval"))
+"""Tables that name a component; without `use` they may hold several named tables that do."""
 
 VARIATIONS: dict[tuple[str, ...], type[Component]] = {
     ("optimizer", "groups"): GroupComponent,
@@ -35,8 +36,8 @@ def kind_at(path: KeyPath, tables: Table) -> str | None:
     """Returns the kind of component at `path` of `tables`, e.g. "tracker" for ("track", "wandb"), or None."""
     if len(path) == 2 and path[0] in NAMED_SLOTS:
         return NAMED_SLOTS[str(path[0])]
-    if path[: len(SETS)] == SETS and holds_sets(tables):
-        return SLOTS[SETS] if len(path) == len(SETS) + 1 else None
+    if path[:2] in SETS and holds_sets(tables, path[:2]):
+        return SLOTS[path[:2]] if len(path) == 3 else None
     if path[:2] == SCHEDULES:
         return "schedule" if len(path) == 3 else None
     if path[:2] in VARIATIONS and len(path) > 2:
@@ -49,14 +50,16 @@ def framework_keys(path: KeyPath) -> tuple[str, ...]:
     """Returns the keys of a component's table that ddpforge itself reads; other keys except `use` are its options."""
     if path in SLOTS:
         return KINDS[SLOTS[path]].framework_keys
-    varied = next((model for table, model in VARIATIONS.items() if table == path[:-1]), Component)
+    if path[:-1] == SOURCES:
+        varied: type[Component] = SourceComponent
+    else:
+        varied = next((model for table, model in VARIATIONS.items() if table == path[:-1]), Component)
     return tuple(key for key in varied.model_fields if key not in Component.model_fields)
 
 
-def holds_sets(tables: Table) -> bool:
-    """True if [data.eval] holds several components; False if it has `use`, because then it is one itself."""
-    data = tables.get(SETS[0])
-    table = data.get(SETS[1]) if isinstance(data, dict) else None
+def holds_sets(tables: Table, sets: KeyPath) -> bool:
+    """True if [data.train] or [data.eval] holds several components; False if it has `use`: then it is one itself."""
+    table = find(tables, sets)
     if not isinstance(table, dict) or "use" in table:
         return False
     inner = [value for value in table.values() if isinstance(value, dict)]

@@ -19,14 +19,21 @@ __all__ = ["RunPlan", "StepWindow", "in_steps"]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """One optimizer step, in samples: global_batch = micro_batch × accumulation × data_ranks."""
+    """One optimizer step, in samples: global_batch = micro_batch × accumulation × data_ranks.
+
+    With `max_tokens`, `micro_batch` is the largest number of samples, and `accumulation` that of the first step.
+    """
 
     global_batch: int
     micro_batch: int
     accumulation: int
     data_ranks: int
+    max_tokens: int | None = None
 
     def __str__(self) -> str:
+        if self.max_tokens:
+            most = f"at most {self.max_tokens:,} tokens per forward pass"
+            return f"{self.global_batch} per step, {most} × {_ranks(self.data_ranks)}"
         passes = f"{self.micro_batch} per forward pass × {self.accumulation} accumulation"
         return f"{self.global_batch} per step = {passes} × {_ranks(self.data_ranks)}"
 
@@ -48,7 +55,13 @@ def plan_batch(train: TrainSection, data_ranks: int, *, origin: Origin | None = 
         problem = Diagnostic(_indivisible(train, shards), "train.global_batch", place, tuple(_ways_out(train, shards)))
         raise RecipeError([problem])
     accumulation = batch // (micro * data_ranks)
-    return BatchPlan(global_batch=batch, micro_batch=micro, accumulation=accumulation, data_ranks=data_ranks)
+    return BatchPlan(
+        global_batch=batch,
+        micro_batch=micro,
+        accumulation=accumulation,
+        data_ranks=data_ranks,
+        max_tokens=train.max_tokens,
+    )
 
 
 def _indivisible(train: TrainSection, data_ranks: int) -> str:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
@@ -229,6 +229,44 @@ class OptimizerComponent(Component):
     )
 
 
+def _from_steps(value: float | dict[str, float]) -> float | dict[str, float]:
+    if not isinstance(value, dict):
+        if value <= 0:
+            raise ValueError("must be more than 0; remove a source that is not used")
+        return value
+    starts = [Duration.parse(key) for key in value]
+    if wrong := [start for start in starts if start.unit not in ("st", "ep")]:
+        raise ValueError(f'"{wrong[0]}" is no number of steps or epochs, e.g. 1000st')
+    if not any(start.value == 0 for start in starts):
+        raise ValueError("must have a weight from the start, 0st")
+    if not any(value.values()):
+        raise ValueError("must be more than 0 from some step on; remove a source that is not used")
+    return value
+
+
+_Weight = Annotated[float, Field(ge=0, le=1e9)]
+_Weights = Annotated[_Weight | dict[str, _Weight], AfterValidator(_from_steps)]
+
+
+class SourceComponent(Component):
+    """One of several sources of training data, with its weight."""
+
+    use: Annotated[str, Resume.FIXED]
+    weight: Annotated[_Weights | None, Resume.FIXED] = Field(
+        default=None,
+        description="Weight of the source: its share is the weight divided by the sum of all weights. A table has the"
+        " weight from each step on: { 0st = 0.8, 1000st = 0.5 }. Absent for all sources: by size, see"
+        " `data.temperature`.",
+    )
+
+
+# With `use` it is one source. The tag makes errors about the table that was meant.
+_Sources = Annotated[
+    Annotated[Component, Tag("one")] | Annotated[dict[str, SourceComponent], Tag("several")],
+    Discriminator(lambda table: "several" if isinstance(table, dict) and "use" not in table else "one"),
+]
+
+
 def settings_of(group: Component, component: Component) -> dict[str, Any]:
     """Returns the options of a group that differ from those of the optimizer around it."""
     return {key: value for key, value in group.options.items() if value != component.options.get(key)}
@@ -237,11 +275,16 @@ def settings_of(group: Component, component: Component) -> dict[str, Any]:
 class DataSection(Section):
     """Source of the samples, and settings for fetching them."""
 
-    train: Annotated[Component, Resume.FIXED]
+    train: Annotated[_Sources, Resume.FIXED]
     eval: Annotated[Component | dict[str, Component] | None, Resume.FIXED] = (
         None  # with `use` one set, otherwise several
     )
     sampler: Annotated[Component | None, Resume.FIXED] = None  # of training data; absent: shuffled
+    temperature: Annotated[float | None, Field(gt=0, le=1e6), Resume.FIXED] = Field(
+        default=None,
+        description="Weight of a source [data.train.NAME] with n samples: n^(1 / temperature). 1 is by size; more gives"
+        " small sources a larger share. Absent: 1, unless the sources have a `weight`.",
+    )
     inputs: Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | None, Resume.FIXED] = Field(
         default=None,
         description="Keys of the model's inputs in a batch that is a dict; absent: the whole batch, or all keys but"
@@ -251,6 +294,11 @@ class DataSection(Section):
         default=None,
         description="Key of the targets in a batch that is a dict: the task then gets the pair (inputs, targets).",
     )
+    lengths: Annotated[str | None, Field(min_length=1), Resume.TUNABLE] = Field(
+        default=None,
+        description="Number of tokens of each sample, for `train.max_tokens`: an attribute or method of the dataset, or"
+        ' a file. Absent: "lengths".',
+    )
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Resume.NOT_TRAINING] = Field(
         default="auto",
         description='Loader processes per rank; 0 fetches in the training process. "auto": 0, but on a GPU up to 8,'
@@ -259,6 +307,13 @@ class DataSection(Section):
     prefetch: Annotated[int, Resume.NOT_TRAINING] = Field(
         default=2, ge=1, le=1024, description="Batches that each loader process keeps ready."
     )
+
+    @property
+    def sources(self) -> dict[str, Component]:
+        """Returns the sources of training data by name, in alphabetical order; "" is a single source without a name."""
+        if isinstance(self.train, Component):
+            return {"": self.train}
+        return dict(sorted(self.train.items()))  # the order of tables in a file must not matter
 
     @property
     def evaluations(self) -> dict[str, Component]:
@@ -280,6 +335,12 @@ class TrainSection(Section):
     micro_batch: Annotated[Count | None, Resume.TUNABLE] = Field(
         default=None,
         description="Samples per forward pass on one rank; absent: global_batch / ranks, no accumulation.",
+    )
+    max_tokens: Annotated[Count | None, Resume.TUNABLE] = Field(
+        default=None,
+        description="Largest number of tokens per forward pass on one rank, with padding: number of samples times the"
+        " length of the longest. The samples of a step are divided by their lengths, see `data.lengths`; the step has"
+        " the same samples as without it. Absent: no limit but `micro_batch`.",
     )
     virtual_ranks: Annotated[Count | None, Resume.FIXED] = Field(
         default=None,
@@ -506,13 +567,14 @@ class Recipe(Section):
         """Returns every component of the run by the path of its table, e.g. ("data", "train")."""
         found: dict[tuple[str, ...], Component | None] = {}
         for spec in KINDS.values():
-            found |= {path: attrgetter(".".join(path))(self) for path in spec.tables if path != ("data", "eval")}
+            found |= {path: attrgetter(".".join(path))(self) for path in spec.tables if path[:1] != ("data",)}
             if spec.named_in:
                 table = getattr(self, spec.named_in)
                 named = table.trackers if isinstance(table, TrackSection) else table
                 found |= {(spec.named_in, key): component for key, component in named.items()}
-        evaluations = self.data.evaluations
-        found |= {("data", "eval", *filter(None, [name])): component for name, component in evaluations.items()}
+        for key, sets in (("train", self.data.sources), ("eval", self.data.evaluations)):
+            found |= {("data", key, *filter(None, [name])): component for name, component in sets.items()}
+        found["data", "sampler"] = self.data.sampler
         for name, update in self.optimizer.updates.items():
             found |= {
                 ("optimizer", "updates", name): update,

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -21,6 +21,7 @@ from ddpforge.recipe.layers import (
     SCHEDULES,
     SETS,
     SLOTS,
+    SOURCES,
     VARIATIONS,
     Layers,
     framework_keys,
@@ -33,7 +34,7 @@ from ddpforge.recipe.layers import (
 from ddpforge.recipe.renamed import new_component
 from ddpforge.recipe.report import KeyPath, dotted, shown
 from ddpforge.recipe.run_plan import plan_batch
-from ddpforge.recipe.schema import VERSION, Recipe, TrackSection, TrainSection, on_one_line, written
+from ddpforge.recipe.schema import VERSION, Recipe, SourceComponent, TrackSection, TrainSection, on_one_line, written
 from ddpforge.recipe.toml import Table, Value
 
 _LOCAL_CODE = re.compile(r"([^:]*\.py):[A-Za-z_][\w.]*")
@@ -96,9 +97,8 @@ class _Validation:
     def _slots(self) -> Iterator[tuple[KeyPath, Value]]:
         """Yields the paths at which a component's table belongs, with the values there."""
         tables = self.layers.tables
-        sets = holds_sets(tables)
         for path in SLOTS:
-            if path == SETS and sets:
+            if path in SETS and holds_sets(tables, path):
                 yield from (((*path, name), table) for name, table in inside(tables, path).items())
                 continue
             outer = inside(tables, path[:-1]) if path[0] in tables else None
@@ -146,11 +146,14 @@ class _Validation:
     def _not_a_table(self, path: KeyPath, value: object) -> None:
         if path[0] == "track" and path[-1] not in self.registry.names(self._kind(path)):
             self.explainer.unknown(path, value)  # rather a key of [track] than a tracker
-        elif path[:-1] == SETS:
-            section = dotted(SETS)
-            hints = f'if it is an option of one set, add `use = "…"` to [{section}]', f"or write [{section}.{path[-1]}]"
+        elif path[:-1] in SETS:
+            section, kind = dotted(path[:-1]), "sources" if path[:-1] == SOURCES else "sets"
+            hints = (
+                f'if it is an option of one {kind[:-1]}, add `use = "…"` to [{section}]',
+                f"or write [{section}.{path[-1]}]",
+            )
             self.explainer.add(
-                path, f"[{section}] contains several sets, but `{path[-1]}` is not a table", *hints, on_key=True
+                path, f"[{section}] contains several {kind}, but `{path[-1]}` is not a table", *hints, on_key=True
             )
         else:
             self.explainer.wrong_type(path, value, ["a table"])
@@ -252,6 +255,7 @@ _NEEDS_NO_TOTAL = ("constant", "step", "exponential", "cosine_restarts", "invers
 def _cross_check(recipe: Recipe, explainer: Explainer) -> None:
     """Reports contradictions between keys, as far as they do not depend on the machine or the number of ranks."""
     _check_batch(recipe, explainer)
+    _check_sources(recipe, explainer)
     _check_evaluation(recipe, explainer)
     _check_best(recipe, explainer)
     _check_initial(recipe, explainer)
@@ -287,6 +291,9 @@ def _check_batch(recipe: Recipe, explainer: Explainer) -> None:
         for problem in error.problems:
             explainer.add(("train", "micro_batch"), problem.message, *problem.hints)
 
+    if recipe.data.lengths is not None and recipe.train.max_tokens is None:
+        message = "`data.lengths` has no effect without `train.max_tokens`"
+        explainer.add(("data", "lengths"), message, "set train.max_tokens, or remove it", on_key=True)
     if recipe.train.virtual_ranks and recipe.train.sync_batchnorm:
         message = "`train.sync_batchnorm` computes statistics over all ranks, but `train.virtual_ranks` over none"
         explainer.add(("train", "sync_batchnorm"), message, "remove one of them", on_key=True)
@@ -299,17 +306,41 @@ def _check_initial(recipe: Recipe, explainer: Explainer) -> None:
 
 
 def _check_evaluation(recipe: Recipe, explainer: Explainer) -> None:
-    for name in filter(None, recipe.data.evaluations):
-        at = f"[{dotted((*SETS, name))}]"
-        if not _SET.fullmatch(name):
-            message = f"{at}: the name of a set may contain only letters, digits, `_` and `-`: it is in eval/NAME/…"
-            explainer.add((*SETS, name), message, on_key=True)
-        elif lower_is_better(name) is not None:
-            message = f"{at}: a set cannot have the name of a metric: `eval/{name}/loss` would be ambiguous"
-            explainer.add((*SETS, name), message, "name it after its samples", on_key=True)
+    _check_names("eval", "set", recipe.data.evaluations, explainer)
     for key in ("eval_batch", "eval_every"):
         if not recipe.data.evaluations and ("train", key) in explainer.layers.origins:
             explainer.add(("train", key), f"`train.{key}` has no effect without a section [data.eval]", on_key=True)
+
+
+def _check_sources(recipe: Recipe, explainer: Explainer) -> None:
+    data, sources = recipe.data, recipe.data.sources
+    _check_names("train", "source", sources, explainer)
+    weighted = [name for name, one in sources.items() if isinstance(one, SourceComponent) and one.weight is not None]
+    for name in [name for name, one in sources.items() if weighted and one.use and name not in weighted]:
+        message = f"[{dotted((*SOURCES, name))}] has no weight, but [{dotted((*SOURCES, weighted[0]))}] has one"
+        explainer.add((*SOURCES, name), message, "set a weight for each source, or for none", on_key=True)
+    if data.temperature is not None and "" in sources:
+        message = "`data.temperature` has no effect with a single source [data.train]"
+        explainer.add(("data", "temperature"), message, "name several sources: [data.train.NAME]", on_key=True)
+    elif data.temperature is not None and weighted:
+        message = f"`data.temperature` makes weights of the sizes, but [{dotted((*SOURCES, weighted[0]))}] has a weight"
+        explainer.add(("data", "temperature"), message, "remove `temperature`, or all weights", on_key=True)
+    if data.sampler and "" not in sources:
+        message = "the sources [data.train.NAME] have an order of their own, so [data.sampler] has no effect"
+        explainer.add(("data", "sampler"), message, "remove it; `weight` sets the shares of the sources", on_key=True)
+
+
+def _check_names(key: str, noun: str, names: Iterable[str], explainer: Explainer) -> None:
+    """Reports names of evaluation sets or sources that cannot be a part of the name of a metric."""
+    for name in filter(None, names):
+        path = ("data", key, name)
+        at = f"[{dotted(path)}]"
+        if not _SET.fullmatch(name):
+            message = f"{at}: the name of a {noun} may contain only letters, digits, `_` and `-`: it is in {key}/NAME/…"
+            explainer.add(path, message, on_key=True)
+        elif lower_is_better(name) is not None or (key, name) == ("train", "time"):
+            message = f"{at}: a {noun} cannot have the name of a metric: `{key}/{name}/loss` would be ambiguous"
+            explainer.add(path, message, "name it after its samples", on_key=True)
 
 
 def _check_best(recipe: Recipe, explainer: Explainer) -> None:

@@ -249,8 +249,8 @@ def leading(metrics: Iterable[str], most: int | None = 6) -> list[str]:
 def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
     """Returns for each run the recipe keys that differ between the runs of its kind, with its values.
 
-    Runs are of one kind if they have the same `model.use` and `data.train.use`. Keys that a finished run may change,
-    as its name and folder, are ignored.
+    Runs are of one kind if they have the same `model.use` and the same `use` of their training data. Keys that a
+    finished run may change, as its name and folder, are ignored.
     """
     kinds: dict[tuple[str, str], list[RunSummary]] = {}
     for run in runs:
@@ -260,7 +260,9 @@ def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 
 
 def _kind(run: RunSummary) -> tuple[str, str]:
-    return str(run.recipe.get("model.use")), str(run.recipe.get("data.train.use"))
+    # Without `use` there are several sources, each with its own.
+    own = [str(value) for key, value in run.recipe.items() if fnmatch.fnmatchcase(key, "data.train.*.use")]
+    return str(run.recipe.get("model.use")), str(run.recipe.get("data.train.use", sorted(own)))
 
 
 def _varied(recipes: Sequence[Mapping[str, Any]]) -> list[str]:

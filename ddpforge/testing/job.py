@@ -110,7 +110,8 @@ def train(site: Site) -> dict[str, Any]:
 def data(site: Site) -> dict[str, Any]:
     """Returns the digests of the first samples, as each rank reads them."""
     recipe = site.loaded.recipe
-    built = site.registry.build("data", recipe.data.train, seed=recipe.train.seed)
+    (train,) = recipe.data.sources.values()
+    built = site.registry.build("data", train, seed=recipe.train.seed)
     mine = list(map(digest, batches(built, micro=1)))
     return {"digests": site.gather(mine)}
 
@@ -271,7 +272,7 @@ def _failure(error: BaseException, world: World, site: Site, kind: str) -> dict[
         recipe = site.loaded.recipe
         components = {
             "model": recipe.model,
-            "data": recipe.data.train,
+            "data": next(iter(recipe.data.sources.values())),
             "callback": next(iter(recipe.callbacks.values()), None),
         }
         if component := components.get(kind):

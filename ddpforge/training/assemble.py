@@ -35,6 +35,7 @@ from ddpforge.training.optimizers import build_optimizer
 from ddpforge.training.parameter_groups import freeze_batchnorm_statistics, local_groups, parameter_groups
 from ddpforge.training.reference_check import prepare_reference_check
 from ddpforge.training.restoring import restore_callbacks, restore_kept, restore_weights
+from ddpforge.training.source_losses import source_losses
 from ddpforge.training.stages import Built, Dealt
 from ddpforge.training.task_checks import SMALL
 from ddpforge.training.task_state import NAME, TaskState, Unsaved, check_no_parameters, has_state
@@ -107,6 +108,7 @@ def assemble(
         tracker=tracker,
         shows=shows,
         whole=whole,
+        sources=source_losses(parts),
     )
 
 

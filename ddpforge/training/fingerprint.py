@@ -19,6 +19,7 @@ from ddpforge.components.registry import OBJECT
 from ddpforge.data import MicroBatch, fetch_some
 from ddpforge.data.pytree import digest, leaves
 from ddpforge.data.rng import isolated_rng
+from ddpforge.data.sources import by_name
 from ddpforge.data.streams import is_stream
 from ddpforge.errors import PluginError, UsageError
 from ddpforge.interfaces import Ranks, World
@@ -92,7 +93,11 @@ def compare_built(parts: Built, world: World) -> dict[str, DataPrint]:
         check_same_weights(world.global_ranks, parts.model)
     workers = parts.recipe.data.workers
     fetching = {"seed": parts.recipe.train.seed, "workers": 0 if workers == "auto" else workers}
-    prints = {key: DataPrint(data, **fetching) for key, data in parts.data.items()}
+    prints = {
+        f"{key}.{name}" if name else key: DataPrint(one, **fetching)
+        for key, data in parts.data.items()
+        for name, one in by_name(data).items()
+    }
     check_same_data(world.global_ranks, prints)
     return prints
 

@@ -52,6 +52,7 @@ from ddpforge.training.progress import Progress
 from ddpforge.training.reference_check import ReferenceCheck
 from ddpforge.training.restoring import is_another, restore_callbacks
 from ddpforge.training.rows import RowBuilder
+from ddpforge.training.source_losses import SourceLosses
 from ddpforge.training.step import KeepsBuffers, Stepper, check_first_loss, update_of
 from ddpforge.training.task_state import Unsaved
 
@@ -105,11 +106,12 @@ class Trainer:
         shows: MediaLogger | None = None,
         unsaved: Unsaved | None = None,
         whole: ReferenceCheck | None = None,
+        sources: SourceLosses | None = None,
     ) -> None:
         # parts of the run
         self.world, self.replica, self.task, self.optimizer = world, replica, task, optimizer
         self.plan, self.training, self.evaluator = plan, training, evaluator
-        self._workers = training.workers
+        self._workers, self._epochs_of_sources = training.workers, training.epochs_of_sources
         self.callbacks, self.tracker = callbacks, tracker
         self.saving = CheckpointSaver(
             checkpoints, recipe.checkpoint, replica, lambda: self.callbacks, tracker, world.global_ranks
@@ -154,7 +156,7 @@ class Trainer:
         starts = {name: plan.horizon.steps(group.start) for name, group in groups if group.start}
         self._rates = Rates(optimizer, schedules, value_schedules, starts)
         self._factor = 1.0  # product of the callbacks' `lr_factor`
-        self._steppers = self._steppers_by_update(compares=compares, whole=whole)
+        self._steppers = self._steppers_by_update(compares=compares, whole=whole, sources=sources)
         updates = {update: recipe.optimizer.updates[update] for update in task.updates}
         self._train_step, self._draws = (
             step_function(replica, self._update_functions(), updates),
@@ -162,7 +164,9 @@ class Trainer:
         )
         self.rows = RowBuilder(world, task, plan, self._rates, len(update_schedule(updates)))
 
-    def _steppers_by_update(self, *, compares: bool, whole: ReferenceCheck | None) -> dict[str, Stepper]:
+    def _steppers_by_update(
+        self, *, compares: bool, whole: ReferenceCheck | None, sources: SourceLosses | None
+    ) -> dict[str, Stepper]:
         """Returns the stepper of each update by name; without updates, one stepper as ""."""
         recipe, world, replica, optimizer = self._recipe, self.world, self.replica, self.optimizer
         self._stateful = stateful = modules_with_buffers(replica.unwrapped, self.callbacks.values())
@@ -178,6 +182,7 @@ class Trainer:
                 seed=recipe.train.seed,
                 stateful=stateful,
                 statistics=statistics,
+                sources=sources,
                 first_checks=[
                     *compare_whole,
                     *([partial(check_first_loss, world, replica, one, stateful)] if compares else []),
@@ -453,6 +458,9 @@ class Trainer:
         """Returns the description of the current step, for callbacks and for the caller of `steps`."""
         lr, watch, norm = self.optimizer.param_groups[0]["lr"], self.rows.stopwatch, self.nonfinite.norms.newest
         row = self.rows.row(means, self.progress, lr=lr, grad_norm=norm) if means else {}
+        if row:
+            epochs = self._epochs_of_sources(self.progress.step * self._draws)
+            row |= {f"train/{name}/epochs": count for name, count in epochs.items()}
         seconds = watch.seconds / max(1, watch.steps)
         return StepInfo(step=self.progress.step, samples=self.progress.samples, lr=lr, seconds=seconds, metrics=row)
 

@@ -44,6 +44,8 @@ def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:
     micro, unit = train.per_pass(data_ranks), train.global_batch // (train.virtual_ranks or data_ranks)
     if smaller := next((size for size in range(micro // 2, 0, -1) if unit % size == 0), 0):
         yield f"set train.micro_batch = {smaller}: the global batch, and so the result, stays the same"
+    if train.max_tokens and train.max_tokens > 1:
+        yield f"set train.max_tokens = {train.max_tokens // 2}, if no sample is longer: the result stays the same"
     if train.eval_batch and train.eval_batch > 1:
         yield f"if memory was full in an evaluation, set train.eval_batch = {train.eval_batch // 2}"
     if train.activation_checkpointing is not True:

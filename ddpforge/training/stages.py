@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpforge.data import Batches
+    from ddpforge.data.token_limit import TokenLimit
     from ddpforge.training.contract import ParameterCount
 
-__all__ = ["MISSING", "Built", "Chosen", "Dealt", "NotBuilt", "key_of"]
+__all__ = ["MISSING", "Built", "Chosen", "Dealt", "NotBuilt", "key_of", "source_components"]
 
 
 class NotBuilt(Exception):
@@ -91,6 +92,7 @@ class Built(Chosen):
     model: nn.Module
     size: ParameterCount
     auxiliary: Mapping[str, AuxiliaryModule]  # the task's auxiliary modules
+    limit: TokenLimit | None = None  # of the tokens of a micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +110,8 @@ class Dealt(Built):
 def key_of(name: str) -> str:
     """Returns the recipe's key of an evaluation set, below `data`."""
     return f"eval.{name}" if name else "eval"
+
+
+def source_components(recipe: Recipe) -> dict[str, Component]:
+    """Returns the training data by the recipe's key below `data`: "train", or "train.NAME" for each source."""
+    return {f"train.{name}" if name else "train": component for name, component in recipe.data.sources.items()}

@@ -19,6 +19,7 @@ from ddpforge.interfaces import MultiPassOptimizer, Pass, Replica, SampleColumns
 from ddpforge.ranks import heartbeat
 from ddpforge.training.alternating_updates import component_name
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
+from ddpforge.training.source_losses import SourceLosses
 from ddpforge.training.task_checks import CheckedTask, check_sum_reduction, check_whole, checked_quantity
 from ddpforge.training.totals import add, exact, items_of, loss_total, suspended_autocast
 
@@ -46,6 +47,7 @@ class Stepper:
         seed: int,
         stateful: nn.Module | None = None,
         statistics: BatchNormAverager | None = None,
+        sources: SourceLosses | None = None,
         first_checks: Iterable[Callable[[MicroBatch], None]] = (),
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
@@ -56,12 +58,13 @@ class Stepper:
                 gradients of the same micro-batches. None is one `replica.step()`.
             stateful: the module that changes its buffers in forward passes; None is the model.
             statistics: averages BatchNorm statistics over virtual ranks.
+            sources: measures the losses of the sources of a mixture.
             first_checks: functions that are called once, with the very first micro-batch.
             before_update: function that is called before the weights change.
         """
         self._world, self._replica, self._task = world, replica, CheckedTask(task, "training")
         self._stateful = replica.unwrapped if stateful is None else stateful
-        self._update, self._statistics = update, statistics
+        self._update, self._statistics, self._sources = update, statistics, sources
         self._seed, self._first_checks, self._before_update = seed, list(first_checks), before_update
         self.counts = False  # whether the task counts items that are not samples; known after the first step
         self._empty: Tensor | float = 0.0
@@ -133,6 +136,7 @@ class Stepper:
                     needs_outputs=measure and micro.samples > 0,
                     # Padding samples are no data: statistics must not count them.
                     context=nullcontext if micro.samples else partial(unchanged, self._stateful),
+                    sources=self._sources.samples(micro) if self._sources and measure else {},
                 )
 
         for result in self._replica.run_microbatches(passes(), self.compute, trains=True):
@@ -153,6 +157,8 @@ class Stepper:
         one.seed()
         loss, outputs = self._task.loss(module, one.batch)
         measured = self._measure(outputs, one.batch) if one.needs_outputs else {}
+        if self._sources and one.sources:
+            measured |= self._sources.totals(loss.detach(), outputs, one.batch, one.sources)
         heartbeat.beat(heartbeat.BACKWARD)
         return loss, measured
 

@@ -116,6 +116,22 @@ def test_every_component_may_be_an_object() -> None:
     assert list(resolved.callbacks) == ["counting", "counting_2"]
 
 
+def test_a_dict_of_training_data_has_the_sources_of_a_mixture() -> None:
+    recipe = RECIPE | {
+        "data.train": {"one": {"weight": 0.25}, "two": {"weight": 0.75}},
+        "train": {"global_batch": 16, "length": "8st"},
+    }
+    outcome = ddpforge.train(recipe, model=Net(), train_data={"one": DATA, "two": DATA})
+    assert outcome.status["metrics"]["train/one/epochs"] == 8 * 4 / 64
+    assert outcome.status["metrics"]["train/two/epochs"] == 8 * 12 / 64
+    assert outcome.status["metrics"]["train/one/loss"] > 0
+    trained = ddpforge.load("mine", model=Net(), train_data={"one": DATA, "two": DATA})
+    assert trained.data("train.two") is DATA
+    assert len(trained.batch(3)[0]) == 3
+    with pytest.raises(UsageError, match="has no data 'train'"):
+        trained.data("train")
+
+
 def test_an_optimizer_may_be_any_function_of_the_parameters() -> None:
     recipe = {name: table for name, table in RECIPE.items() if name != "optimizer"}
     ddpforge.train(recipe, model=Net(), train_data=DATA, optimizer=lambda them: torch.optim.SGD(them, lr=0.1))
@@ -236,7 +252,13 @@ def test_losses_of_torch_are_tasks(task: Any) -> None:
         ({"schedule": 0.5}, "schedule is a float, not a schedule", "or a function that returns one"),
         ({"callbacks": Counting()}, "callbacks is a Counting, not a list", "callbacks=[…]"),
         ({"callbacks": [object()]}, "callbacks is an object, not a callback", "give a callback"),
-        ({"train_data": {"train": DATA}}, "train_data is a dict of datasets", "train_data=datasets['train']"),
+        (
+            {"train_data": {"train": DATA}},
+            "train_data is a dict with the split 'train'",
+            "train_data=datasets['train']",
+        ),
+        ({"train_data": {}}, "train_data is an empty dict", "give a dataset, or a dict of datasets by name"),
+        ({"train_data": {"a": {}}}, r"train_data\['a'\] is an empty dict", "give a dataset"),
         ({"dataset": DATA}, "`dataset` is no object of a run", "train_data, eval_data"),
     ],
 )

@@ -78,7 +78,8 @@ def test_json_has_the_sizes_in_bytes(recipe: str) -> None:
     assert one["state"]["gradients"] == pytest.approx(weights, abs=64)
     assert one["state"]["optimizer state"] == pytest.approx(2 * weights, abs=64)  # and the step counts
     assert one["wire"] == {"all_reduce over 2": weights}
-    assert one["batch"] == {"global_batch": 256, "micro_batch": 128, "accumulation": 1, "data_ranks": 2}
+    sizes = {"global_batch": 256, "micro_batch": 128, "accumulation": 1, "data_ranks": 2, "max_tokens": None}
+    assert one["batch"] == sizes
     assert sum(one["kinds"].values()) == one["peak"] == one["needs"]
 
 

@@ -165,6 +165,8 @@ def test_the_dataset_and_a_limit_can_be_chosen() -> None:
     seen = predicted(data=["eval.seen"], limit=100)
     assert [row["index"] for row in seen] == [*range(100)]
     assert predicted(data=["train"], limit=100) == seen
+    mixture = ["~data.train", "data.train.one={use='digits', split='train'}"]
+    assert predicted(data=["train.one"], sets=mixture, limit=100) == seen
     again = predicted(2, data=["eval.test", "split=train"], limit=100, sets=["train.eval_batch=3"])
     assert [row | {"probability": pytest.approx(row["probability"])} for row in again] == seen
 

@@ -87,7 +87,8 @@ def test_json_has_recipe_origins_batch_and_contract(recipe: str) -> None:
     shown = json.loads(_show(recipe, "--ranks", "2", "--json").stdout)
     assert shown["recipe"]["train"]["global_batch"] == 64
     assert shown["origins"]["train.global_batch"] == "small.toml:7"
-    assert shown["batch"] == {"global_batch": 64, "micro_batch": 8, "accumulation": 4, "data_ranks": 2}
+    sizes = {"global_batch": 64, "micro_batch": 8, "accumulation": 4, "data_ranks": 2, "max_tokens": None}
+    assert shown["batch"] == sizes
     assert shown["contract"]["shards"] == []
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from ddpforge.data import pytree
-from ddpforge.data.pytree import close, digest, leaves, may_hold, take, to_device
+from ddpforge.data.pytree import close, digest, leaves, may_hold, merge, take, to_device
 
 
 class Pair(NamedTuple):
@@ -362,3 +362,15 @@ def test_a_copy_to_the_device_is_asynchronous(monkeypatch: pytest.MonkeyPatch) -
     device = torch.device("cpu")
     to_device([torch.ones(1)], device)
     assert asked == [((device,), {"non_blocking": True})]
+
+
+def test_batches_of_one_structure_are_merged_in_any_order() -> None:
+    def batch(*numbers: int) -> Any:
+        x = torch.tensor(numbers)
+        return {"x": [x, x.float() / 2], "names": [str(number) for number in numbers]}
+
+    merged = merge([batch(0, 3, 4), batch(1), batch(5, 2)], [[0, 3, 4], [1], [5, 2]])
+    assert merged["x"][0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert merged["x"][1].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert merged["names"] == list("012345")
+    assert merge([(batch(1)["x"][0],), (batch(0)["x"][0],)], [[1], [0]])[0].tolist() == [0, 1]

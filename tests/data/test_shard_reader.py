@@ -92,9 +92,9 @@ def test_every_sample_is_read_once_over_all_ranks_and_loader_processes(ranks: in
 @pytest.mark.parametrize("batch", [1, 10, 16, 143, 200])
 def test_lanes_contain_every_place_once(lanes: tuple[int, int], drop: bool, batch: int) -> None:
     layout = ShardOrder(143, batch, drop, lanes)
-    assert layout.steps == (143 // batch if drop else -(-143 // batch))
+    assert layout.steps_per_epoch == (143 // batch if drop else -(-143 // batch))
     found = []
-    for step in range(layout.steps):
+    for step in range(layout.steps_per_epoch):
         lane, along = layout.find(step, range(layout.size(step)))
         assert (along < layout.lengths[lane].astype(np.int64)).all()
         found += (layout.begins[lane].astype(np.int64) + along).tolist()

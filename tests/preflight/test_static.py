@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.forked import train
@@ -10,8 +12,9 @@ from support.small_recipe import CALLBACKS, CODE, told
 from support.stages import Staged, chosen_with, staged
 
 from ddpforge.errors import RecipeError
+from ddpforge.interfaces import Contract
 from ddpforge.preflight import CHECKS, function_of
-from ddpforge.preflight.static import check_device
+from ddpforge.preflight.static import check_device, check_max_tokens
 
 
 @pytest.mark.parametrize("key", ["tf32", "cudnn_benchmark"])
@@ -34,6 +37,46 @@ def test_sync_batchnorm_needs_a_gpu(ranks: int, asked: bool, device: str, count:
     assert [each.key for each in found] == ["train.sync_batchnorm"] * count
     message = "train.sync_batchnorm needs CUDA or XPU, but this run is on cpu"
     assert [each.message for each in found] == [message] * count
+
+
+RAGGED = """
+class Ragged(Data):
+    lengths = [5, 3] * 8
+
+class Steps(Net):
+    pipeline = ("layer",)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "message"),
+    [
+        ([], "", ""),
+        (["data.eval={use='./mine.py:Ragged'}", "train.eval_batch=2"], "", ""),
+        (["data.eval={use='./mine.py:Ragged'}"], "train.max_tokens", "a forward pass of an evaluation has 8 samples"),
+        (["task={use='contrastive'}"], "train.max_tokens", "compares all samples of a step with each other"),
+        (["data.train.use=./mine.py:Data"], "data", "data.lengths: Data has no attribute or method `lengths`"),
+        (["train.max_tokens=4"], "train.max_tokens", "sample 0 has 5 tokens; samples that are too long: 8 of 16"),
+        (["data.train.use=./mine.py:Stream"], "train.max_tokens", "needs the length of every sample in advance"),
+        (["strategy.use=pipeline"], "train.max_tokens", "sends micro-batches of one shape between ranks"),
+    ],
+)
+def test_a_limit_of_tokens_is_refused_where_it_cannot_work(
+    parts: Callable[..., Staged], sets: list[str], key: str, message: str
+) -> None:
+    parts()
+    Path("mine.py").write_text(CODE + RAGGED)
+    found = told(parts("train.max_tokens=10", "data.train.use=./mine.py:Ragged", *sets))
+    assert message in found.get(key, "") if message else found == {}
+
+
+def test_cuda_graphs_refuse_a_limit_of_tokens() -> None:
+    plain = SimpleNamespace(whole_batch=False)
+    strategy = SimpleNamespace(contract=Contract(clipping="", accumulation=""))
+    data: Any = {"data": SimpleNamespace(evaluations={})}
+    options = train(max_tokens=8, compile="reduce-overhead")
+    (found,) = check_max_tokens(chosen_with(options, recipe=data, task=plain, strategy=strategy, device="cuda"))
+    assert "replays CUDA graphs of one shape" in found.message
 
 
 def test_a_stream_without_a_length_refuses_all_durations_in_epochs(parts: Callable[..., Staged]) -> None:

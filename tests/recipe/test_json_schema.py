@@ -80,6 +80,8 @@ def test_valid_recipes_and_partial_recipes_pass(registry: Registry, load: Load, 
     assert _marked(registry, load(text).dumps()) == set()
     assert _marked(registry, 'extends = ["a.toml"]\nvars.n = 3\ntrain.global_batch = "${vars.n}"\n') == set()
     assert _marked(registry, 'data.eval = { a = { use = "digits" }, b = { use = "folder", root = "." } }\n') == set()
+    sources = 'a = { use = "digits", weight = 0.5 }, b = { use = "folder", weight = { 0st = 1, 3ep = 0 } }'
+    assert _marked(registry, f"data.train = {{ {sources} }}\n") == set()
     assert _marked(registry, 'data.eval = { use = "folder", labels = { cat = 0 } }\ndata.workers = 1\n') == set()
     assert _marked(registry, 'data.eval.split = "test"\n') == set()
     assert _marked(registry, 'model.use = "./my.py:Net"\nmodel.anything = 3\nstrategy.use = "pkg:X"\n') == set()
@@ -100,6 +102,9 @@ def test_valid_recipes_and_partial_recipes_pass(registry: Registry, load: Load, 
         ("data.eval.a = { use = 'digits', split = 'tset' }", "data.eval.a.split"),
         ("data.eval = { use = 'digits', a = { use = 'digits' } }", "data.eval.a"),
         ("data.eval = 'digits'", "data.eval"),
+        ("data.train.a = { use = 'digits', weight = 'much' }", "data.train.a.weight"),
+        ("data.train.a = { use = 'digits', weigth = 1 }", "data.train.a.weigth"),
+        ("data.temperature = 'high'", "data.temperature"),
         ("track.wandb.projct = 'p'", "track.wandb.projct"),
         ("callbacks.slow = { use = 'ema', decay = 2 }", "callbacks.slow.decay"),
         ("checkpoint.keep.lst = 3", "checkpoint.keep.lst"),

@@ -261,6 +261,17 @@ class CountsOnes(Task):
         return torch.tensor(1)
 
 
+class HasTwoLosses(Task):
+    """Computes another loss from its outputs."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        return self.loss_from_outputs(outputs, batch) * len(outputs), outputs
+
+    def loss_from_outputs(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch[1])
+
+
 class SeesItsOwn(Task):
     """Compares samples with the mean of this rank's samples only."""
 

@@ -68,6 +68,7 @@ def line_of(text: str) -> int:
         ("NoisyAverage", "loss-is-a-sum", "it averages within a batch"),
         ("SeesItsOwn", "loss-is-a-sum", "with half of the batch each\nfound     a loss of "),
         ("LosesGradients", "loss-is-a-sum", "another gradient of `"),
+        ("HasTwoLosses", "loss-from-outputs", "`loss_from_outputs` of pieces of a batch to add up to `loss`"),
         ("CountsOnes", "count-is-additive", "1 instead of 6"),
         ("AveragesMetrics", "metrics-are-additive", "the sum of size is"),
         ("LosesState", "state-comes-back", "another `seen`"),

@@ -16,50 +16,54 @@ __all__ = ["column", "numbers"]
 _FILES = (".npy", ".txt", ".csv")
 
 
-def column(data: Any, by: str) -> NDArray[Any]:
+def column(data: Any, by: str, *, option: str = "by") -> NDArray[Any]:
     """Reads one value per sample: from the attribute or method `by` of `data`, or from the file `by`.
+
+    Errors name the `option` of the recipe that has the value `by`.
 
     Raises:
         UsageError: `data` has no such attribute, or the values do not fit the data.
         SetupError: The file does not exist.
     """
-    values = np.asarray(_file(Path(by)) if by.endswith(_FILES) else _attribute(data, by))
+    values = np.asarray(_file(Path(by), option) if by.endswith(_FILES) else _attribute(data, by, option))
     if values.ndim != 1 or values.dtype.kind not in "biufUS":
-        raise UsageError(f"by: `{by}` must contain one number or string per sample, not {_form(values)}")
+        raise UsageError(f"{option}: `{by}` must contain one number or string per sample, not {_form(values)}")
     if len(values) != len(data):
-        raise UsageError(f"by: `{by}` has {len(values)} values, but {type(data).__name__} has {len(data)} samples")
+        raise UsageError(
+            f"{option}: `{by}` has {len(values)} values, but {type(data).__name__} has {len(data)} samples"
+        )
     return values
 
 
-def numbers(data: Any, by: str, *, least: float = -inf) -> NDArray[np.float64]:
+def numbers(data: Any, by: str, *, least: float = -inf, option: str = "by") -> NDArray[np.float64]:
     """Reads a column as `column` does; raises UsageError unless all values are finite and at least `least`."""
-    values = column(data, by)
+    values = column(data, by, option=option)
     if values.dtype.kind in "US":
-        raise UsageError(f"by: `{by}` must contain numbers, not strings")
+        raise UsageError(f"{option}: `{by}` must contain numbers, not strings")
     found = values.astype(np.float64)
     bad = np.flatnonzero(~np.isfinite(found) | (found < least))
     if bad.size:
         limit = "" if least == -np.inf else f" of at least {least:g}"
-        raise UsageError(f"by: `{by}` must contain finite numbers{limit}; sample {bad[0]} has {found[bad[0]]:g}")
+        raise UsageError(f"{option}: `{by}` must contain finite numbers{limit}; sample {bad[0]} has {found[bad[0]]:g}")
     return found
 
 
-def _attribute(data: Any, by: str) -> Any:
+def _attribute(data: Any, by: str, option: str) -> Any:
     found = getattr(data, by, None)
     if found is None:
         raise UsageError(
-            f"by: {type(data).__name__} has no attribute or method `{by}`",
+            f"{option}: {type(data).__name__} has no attribute or method `{by}`",
             hints=[
                 f"give the dataset an attribute or a method `{by}`: an array with one value per sample",
-                'or name a file with one value per sample: by = "path/to/values.npy", .txt or .csv (one per line)',
+                f'or name a file with one value per sample: {option} = "values.npy"; or .txt or .csv, one per line',
             ],
         )
     return found() if callable(found) else found
 
 
-def _file(path: Path) -> NDArray[Any]:
+def _file(path: Path, option: str) -> NDArray[Any]:
     if not path.is_file():
-        raise SetupError(f"by: there is no file {path}", hints=[f"looked in {Path.cwd()}"])
+        raise SetupError(f"{option}: there is no file {path}", hints=[f"looked in {Path.cwd()}"])
     try:
         if path.suffix == ".npy":
             return np.asarray(np.load(path, allow_pickle=False))
@@ -69,7 +73,7 @@ def _file(path: Path) -> NDArray[Any]:
         except ValueError:
             return np.array(lines)
     except (OSError, ValueError) as error:
-        raise UsageError(f"by: {path} cannot be read: {error}") from error
+        raise UsageError(f"{option}: {path} cannot be read: {error}") from error
 
 
 def _form(values: NDArray[Any]) -> str:

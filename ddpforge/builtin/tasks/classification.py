@@ -72,6 +72,10 @@ class Classification(Task):
         logits = one_tensor(model(inputs), "classification")
         return self.cross_entropy(logits, classes), logits
 
+    def loss_from_outputs(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Returns the summed cross-entropy."""
+        return self.cross_entropy(outputs, self.classes_of(batch))
+
     def cross_entropy(self, logits: Tensor, classes: Tensor) -> Tensor:
         """Returns the summed cross-entropy; raises UsageError for classes that the logits do not have."""
         try:

@@ -84,6 +84,10 @@ class LanguageModeling(Task):
         logits = one_tensor(model(tokens), "language_modeling")
         return self.cross_entropy(logits, targets), logits
 
+    def loss_from_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Returns the summed cross-entropy."""
+        return self.cross_entropy(outputs, batch[1])
+
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the summed cross-entropy; raises UsageError for targets that the logits do not have."""
         try:

@@ -40,10 +40,17 @@ class LossFunction(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss as a sum over the batch, and the outputs; raises UsageError if it is no tensor."""
-        from torch import Tensor
-
         inputs, targets = pair(batch, "of a loss function", "(inputs, targets)")
         outputs = model(inputs)
+        return self._sum(outputs, targets), outputs
+
+    def loss_from_outputs(self, outputs: Any, batch: Any) -> Tensor:
+        """Returns the loss as a sum over the batch."""
+        return self._sum(outputs, batch[1])
+
+    def _sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        from torch import Tensor
+
         loss = self.function(outputs, targets)
         if not isinstance(loss, Tensor) or (loss.ndim and len(loss) != len(targets)):
             raise UsageError(
@@ -52,8 +59,8 @@ class LossFunction(Task):
                 key="task.use",
             )
         if loss.ndim:
-            return loss.float().reshape(len(loss), -1).mean(dim=1).sum(), outputs
-        return loss.float() * len(targets) if self.reduction == "mean" else loss.float(), outputs
+            return loss.float().reshape(len(loss), -1).mean(dim=1).sum()
+        return loss.float() * len(targets) if self.reduction == "mean" else loss.float()
 
     def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Total | SampleColumns]:
         """Returns the recipe's metrics."""

@@ -37,14 +37,18 @@ class Multilabel(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the summed cross-entropy, and the logits; raises ValueError if their shape is not that of labels."""
-        import torch.nn.functional as F
-
         inputs, labels = pair(batch, "multilabel", "(inputs, labels)")
         logits = one_tensor(model(inputs), "multilabel")
         if logits.shape != labels.shape:
             raise ValueError(f"the model returns logits {list(logits.shape)}, but the labels are {list(labels.shape)}")
-        losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
-        return losses.mean(dim=1).sum(), logits
+        return self.loss_from_outputs(logits, batch), logits
+
+    def loss_from_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Returns the summed cross-entropy."""
+        import torch.nn.functional as F
+
+        losses = F.binary_cross_entropy_with_logits(outputs.float(), batch[1].float(), reduction="none")
+        return losses.mean(dim=1).sum()
 
     def count(self, batch: Batch) -> None:
         """Returns None, one item per sample; raises UsageError for labels below 0 or above 1."""

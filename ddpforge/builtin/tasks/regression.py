@@ -59,8 +59,13 @@ class Regression(Task):
                 f" {list(targets.shape)}: the shapes may differ only in dimensions of size 1"
             )
         predictions = predictions.reshape(targets.shape)
-        errors = self._errors(predictions.float(), targets.float())
-        return errors.reshape(len(errors), -1).mean(dim=1).sum(), predictions
+        return self.loss_from_outputs(predictions, batch), predictions
+
+    def loss_from_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Returns the summed error."""
+        errors = self._errors(outputs.float(), batch[1].float())
+        error: Tensor = errors.reshape(len(errors), -1).mean(dim=1).sum()
+        return error
 
     def metrics(self, outputs: Tensor, batch: Batch) -> Mapping[str, Total | SampleColumns]:
         """Returns the recipe's metrics."""

@@ -61,6 +61,10 @@ class Segmentation(Task):
             reject_targets(error, "segmentation", logits, classes)
         return loss, logits
 
+    def loss_from_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Returns the cross-entropy summed over pixels."""
+        return self.sum_of_losses(outputs, batch[1])
+
     def sum_of_losses(self, logits: Tensor, classes: Tensor) -> Tensor:
         """Returns the summed cross-entropy, in float32."""
         return cross_entropy(logits, classes, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing)

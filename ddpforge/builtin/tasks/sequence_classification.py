@@ -27,6 +27,10 @@ class SequenceClassification(Classification):
         logits = logits_of(model, *tokens_of(batch, "sequence_classification"), "sequence_classification")
         return self.cross_entropy(logits, self.classes_of(batch)), logits
 
+    def loss_from_outputs(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Returns the summed cross-entropy."""
+        return self.cross_entropy(outputs, self.classes_of(batch))
+
     def classes_of(self, batch: Any) -> Tensor:
         """Returns the classes of a batch; in a mapping they are called `labels`."""
         if isinstance(batch, Mapping):

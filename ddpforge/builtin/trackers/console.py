@@ -33,7 +33,7 @@ class ConsoleTracker(Tracker):
 
     It first prints a summary of model, data and device. It reads `config["run"]` (`total_steps`, `strategy`,
     `micro_batch`, `accumulation`) and `config["train"]`. Optional: the components of the recipe, and `parameters`,
-    `trained`, `samples`, `evaluated`, `steps_per_epoch`, `device` and `device_name` of the run.
+    `trained`, `samples`, `sources`, `evaluated`, `steps_per_epoch`, `device` and `device_name` of the run.
     """
 
     where: Callable[[], tuple[str, int]] | None = None
@@ -272,6 +272,8 @@ def _parameters(run: Mapping[str, Any]) -> str:
 def _samples(run: Mapping[str, Any]) -> list[str]:
     samples, epoch = run.get("samples"), run.get("steps_per_epoch")
     found = [f"{samples:,} samples" if samples else "", f"{epoch:,} steps per epoch" if epoch else ""]
+    if shares := run.get("sources"):
+        found.insert(1, " + ".join(f"{100 * share:.3g}% {name}" for name, share in shares.items()))
     for name, count in (run.get("evaluated") or {}).items():
         found.append(f"{count:,} samples to evaluate{f' {name}' if name else ''} on" if count else "")
     return found
@@ -279,6 +281,8 @@ def _samples(run: Mapping[str, Any]) -> list[str]:
 
 def _batch(run: Mapping[str, Any], train: Mapping[str, Any]) -> str:
     batch, passes, micro = train["global_batch"], run["accumulation"], run["micro_batch"]
+    if tokens := train.get("max_tokens"):
+        return f"{batch} per step, at most {tokens:,} tokens per forward pass"
     size = batch // (passes * micro)
     ranks = f"{size} ranks" if size > 1 else "1 rank"
     return f"{batch} per step = {micro} per forward pass × {passes} accumulation × {ranks}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddpforge.checkpoint.state import RankState, flatten
-from ddpforge.data.pytree import digest, take
+from ddpforge.data.pytree import digest, select, take
 from ddpforge.errors import PluginError
 from ddpforge.interfaces import Metric, Ranks, SampleColumns, Total, World
 from ddpforge.ranks.collectives import SingleRank
@@ -23,6 +23,7 @@ from ddpforge.testing.multi_rank_runs import MultiRankRuns
 from ddpforge.testing.registered_checks import check
 from ddpforge.testing.report import Breach, blame, source_of
 from ddpforge.testing.trial import ComponentTrial, trial_of
+from ddpforge.training.source_losses import has_loss_from_outputs
 from ddpforge.training.task_state import NAME, has_state
 
 _SIZES = (1, 2)  # of pieces of a batch, in samples
@@ -99,6 +100,29 @@ def _same_on_two_ranks(case: Case, trial: ComponentTrial) -> None:
                 "gradients must flow back to the ranks of the samples: use `world.dp_ranks.all_gather`, which does this"
             )
             raise Breach(expected, f"another gradient of `{name}` on two", where=where, hints=[hint])
+
+
+@check("loss-from-outputs", "task")
+def loss_from_outputs(case: Case, worlds: MultiRankRuns) -> None:
+    """Checks that the losses of pieces of a batch, from the outputs of the whole batch, add up to its loss."""
+    trial = _trial(case)
+    if not has_loss_from_outputs(type(trial.task)) or trial.task.loss_in_model or trial.task.whole_batch:
+        return
+    with torch.no_grad():
+        loss, outputs = _loss(case, trial, trial.batch)
+        places = [slice(start, start + 2) for start in range(0, trial.samples, 2)]
+        try:
+            cut = [(select(outputs, one, trial.samples), select(trial.batch, one, trial.samples)) for one in places]
+        except ValueError:  # an object that cannot be cut; training reports no losses of sources then
+            return
+        pieces = sum(float(trial.task.loss_from_outputs(*one)) for one in cut)
+    if not abs(float(loss) - pieces) <= 1e-4 * abs(float(loss)) + 1e-6:
+        raise Breach(
+            "`loss_from_outputs` of pieces of a batch to add up to `loss` of the batch",
+            f"{pieces:.6g} instead of {float(loss):.6g}",
+            where=_method(case, "loss_from_outputs"),
+            hints=["return the same sum as `loss`, computed from outputs and batch; or do not override it"],
+        )
 
 
 @check("count-is-additive", "task")

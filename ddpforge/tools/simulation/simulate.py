@@ -125,6 +125,7 @@ def _batches(parts: Built, world: World, most: int | None) -> tuple[MicroBatch, 
         prefetch=2,
         pin=False,
         keys=BatchKeys.of(parts.recipe.data),
+        limit=parts.limit,
     )
     if parts.strategy.simulation.micro_batches(world.global_ranks.size) is None:
         most = _MICRO_BATCHES

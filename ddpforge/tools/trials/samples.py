@@ -52,6 +52,7 @@ class BatchSummary:
     samples: int
     step_samples: int  # of the whole step
     leaves: Sequence[Leaf]
+    sources: Mapping[str, int] = field(default_factory=dict)  # samples of each source, if there are several
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,13 @@ class BatchImages:
     labels: Sequence[str]
 
 
-def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> tuple[list[MicroBatch], Read | None]:
+def first_batches(
+    chosen: Chosen, problems: Problems, split: str, most: int
+) -> tuple[list[MicroBatch], Read | None, Sequence[str]]:
     """Returns the first batches of training, or of an evaluation set ("eval", "eval.NAME"), in one process.
 
-    Also returns the function that decodes their tokens, if there is one. Raises UsageError for a set that the recipe
-    lacks, and every error of data and model.
+    Also returns the function that decodes their tokens, if there is one, and the names of the sources. Raises
+    UsageError for a set that the recipe lacks, and every error of data and model.
     """
     known = ["train", *(f"eval.{name}" if name else "eval" for name in chosen.recipe.data.evaluations)]
     if split not in known:
@@ -79,14 +82,15 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
     )
     name = split.removeprefix("eval").removeprefix(".")
     source = dealt.training.training(0) if split == "train" else dealt.evaluation[name].evaluation()
-    return list(islice(source, most)), getattr(dealt.data[split], "decode", None)
+    names = dealt.training.source_names if split == "train" else ()
+    return list(islice(source, most)), getattr(dealt.data[split], "decode", None), names
 
 
-def describe(micro: MicroBatch, read: Read | None) -> BatchSummary:
-    """Returns the shapes and the values of a batch."""
-    return BatchSummary(
-        micro.samples, micro.step_samples, [_leaf(name, leaf, read) for name, leaf in _named(micro.data)]
-    )
+def describe(micro: MicroBatch, read: Read | None, names: Sequence[str] = ()) -> BatchSummary:
+    """Returns the shapes and the values of a batch, and how many samples come from each of the sources `names`."""
+    leaves = [_leaf(name, leaf, read) for name, leaf in _named(micro.data)]
+    sources = {name: (micro.sources or ()).count(number) for number, name in enumerate(names)}
+    return BatchSummary(micro.samples, micro.step_samples, leaves, sources)
 
 
 def _named(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

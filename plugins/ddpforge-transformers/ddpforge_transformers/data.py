@@ -141,6 +141,10 @@ class TokenizedJSONL(_Tokenized):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._rows[index]
 
+    def lengths(self) -> NDArray[np.int64]:
+        """Returns the number of tokens of each sample, for `train.max_tokens` and samplers; tokenizes all samples."""
+        return np.array([self.collate([row])["input_ids"].shape[1] for row in self._rows])
+
     def collate(self, rows: Sequence[dict[str, Any]]) -> Batch:
         """Returns a batch of tokens, padded on the right."""
         if self.classes is not None:

@@ -38,8 +38,12 @@ class CausalLM(Task):
         """Returns the loss summed over tokens, and the logits [B, T - 1, V] of all positions with a next token."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits = model(**inputs, use_cache=False).logits[:, :-1]
+        return self.loss_from_outputs(logits, batch), logits
+
+    def loss_from_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Returns the loss summed over tokens, from the logits."""
         targets = batch["labels"][:, 1:]
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=self._smoothing), logits
+        return cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=self._smoothing)
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Returns per sample: mean `loss`, number of counted `tokens`, and their `losses` [T - 1] (0 for others)."""

@@ -36,6 +36,7 @@ def test_padding_is_masked_and_ignored_by_the_loss(samples: Path, tokenizer: Pat
         assert torch.equal(batch["labels"][row, : lengths[row]], tokens)
         assert (batch["labels"][row, lengths[row] :] == -100).all()
         assert (batch["input_ids"][row, lengths[row] :] == data.tokenizer.pad_token_id).all()
+    assert data.lengths()[[0, 5]].tolist() == lengths.tolist()
 
 
 def test_prompts_are_ignored_by_the_loss_and_long_samples_are_cut(samples: Path, tokenizer: Path) -> None:

@@ -59,6 +59,49 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+MIXTURE = """
+[data.train.asked]
+use = "tokenized_jsonl"
+path = "samples.jsonl"
+tokenizer = "{tokenizer}"
+max_length = 64
+prompt = "ask"
+weight = 3
+[data.train.short]
+use = "tokenized_jsonl"
+path = "samples.jsonl"
+tokenizer = "{tokenizer}"
+max_length = {length}
+prompt = "ask"
+weight = 1
+[data.eval]"""
+
+
+def test_a_mixture_with_a_limit_of_tokens_has_the_same_curve(
+    ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    before, _, after = RECIPE.partition("[data.train]")
+    recipe = before + MIXTURE + after.partition("[data.eval]")[2]
+    (tmp_path / "mixed.toml").write_text(recipe.format(tokenizer=tokenizer, length=64))
+    curves = []
+    for name, *sets in (("plain",), ("limited", "train.max_tokens=70")):
+        ddpforge("run", "mixed.toml", *(f"--set={one}" for one in (f"name={name}", *sets)), ranks=2)
+        found = [row for row in rows(tmp_path / "runs" / name) if "train/asked/loss" in row]
+        curves.append([row[f"train/{key}"] for row in found for key in ("loss", "asked/loss", "short/loss")])
+    assert len(curves[0]) == 36
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_sources_with_other_options_of_their_batches_are_refused(
+    ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    before, _, after = RECIPE.partition("[data.train]")
+    recipe = before + MIXTURE + after.partition("[data.eval]")[2]
+    (tmp_path / "mixed.toml").write_text(recipe.format(tokenizer=tokenizer, length=4))
+    message = ddpforge("check", "mixed.toml", "--build", code=2)
+    assert "[data.train.short]: several sources share one `collate`" in message
+
+
 @pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_strategies_train_the_same_curve_and_transformers_loads_the_export(
     ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path, launcher: bool

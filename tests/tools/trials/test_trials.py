@@ -155,6 +155,18 @@ def test_data_show_prints_micro_batches() -> None:
     assert found["leaves"][1]["shape"] == [16]
 
 
+def test_data_show_prints_the_number_of_samples_of_each_source() -> None:
+    sets = [
+        "~data.train",
+        "data.train.many={use='digits', split='train', weight=3}",
+        "data.train.few={use='digits', split='test', weight=1}",
+    ]
+    result = shown("--batches", "2", "train.micro_batch=16", *sets)
+    assert result.stdout.startswith("train, batch 1: 16 samples, of 64 in the step (4 few, 12 many)\n")
+    found = json.loads(shown("--batches", "1", "--json", *sets).stdout)["batches"][0]
+    assert found["sources"] == {"few": 16, "many": 48}
+
+
 def test_data_show_prints_the_tensors_of_custom_batch_objects() -> None:
     shutil.copy(SUPPORT / "odd_batches.py", ".")
     graphs = ["model={use='./odd_batches.py:GraphNet'}", "task={use='./odd_batches.py:GraphTask'}"]
