@@ -483,7 +483,7 @@ def alarm(name: str, found: float, limit: float, unit: str = "") -> Row:
 def utilisation(case: Case, seconds: float) -> float:
     """Returns the model FLOPs utilization of a GPT (Chowdhery et al., "PaLM", 2022) of the device's peak in bf16.
 
-    It counts the whole matrix of attention weights, of which a causal kernel computes half.
+    It counts all attention weights, though a causal kernel computes only half of them.
     """
     from ddpforge.tools.simulation.devices import DEVICES
 
