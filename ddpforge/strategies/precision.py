@@ -29,6 +29,7 @@ class Precision:
         self.device = device
         self.dtype = dtype
         self._momenta = _Momenta()
+        self._one: Tensor | None = None  # 1.0 on the device, in the dtype of the norm
 
     def forward(self) -> AbstractContextManager[Any]:
         """Wraps a forward pass and its loss in autocast; weights stay fp32 and are cast on use."""
@@ -74,13 +75,21 @@ class Precision:
         kind = device_kind(self.device)
         on_device = kind.fuses_optimizers and not kind.is_host
         if on_device and not beginning and compat.decides_on_device(optimizer):
-            # x - x is NaN if x is NaN or infinite, else 0. These are two launches; `~isfinite` and a cast are six.
-            fused.found_inf = (norm - norm).float().nan_to_num(nan=1.0)
+            fused.found_inf = self._is_nonfinite(norm)
             optimizer.step()
             fused.found_inf = None  # of this step only
         elif math.isfinite(norm.item()):
             with _unfused(beginning) if beginning else nullcontext():
                 optimizer.step()
+
+    def _is_nonfinite(self, norm: Tensor) -> Tensor:
+        """Returns 1.0 if a norm is NaN or infinite, else 0.0 (float32, 0-d, on its device)."""
+        if self._one is None or self._one.dtype != norm.dtype:
+            self._one = torch.ones_like(norm)
+        # The gradient of a threshold: 0 up to the largest finite number, else 1, also for NaN. It is one launch;
+        # `~isfinite` and a cast are six.
+        found: Tensor = torch.ops.aten.threshold_backward(self._one, norm, torch.finfo(norm.dtype).max)
+        return found.float()
 
     def leave(self) -> None:
         """Ends a pass if its gradients were only read; called instead of `update`."""

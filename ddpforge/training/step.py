@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,17 @@ __all__ = ["KeepsBuffers", "MultiPassUpdate", "Stepper", "check_first_loss", "up
 
 _FORWARD = 0xF03A  # separates the seeds of forward passes from those of the data
 
-_Items = int | Callable[[], Tensor]  # items of a step: a number, or a function that waits for the sum over ranks
 _ForwardBackward = Callable[[], Any]
+
+
+class _SummedItems(NamedTuple):
+    """Items of a step that only the batches show, summed over all ranks."""
+
+    total: Callable[[], Tensor]  # waits for the sum: 0-d, float64, on the device
+    some: bool  # True if this rank has items, so that the sum is not zero
+
+
+_Items = int | _SummedItems
 
 
 class Stepper:
@@ -50,6 +59,7 @@ class Stepper:
         sources: SourceLosses | None = None,
         first_checks: Iterable[Callable[[MicroBatch], None]] = (),
         before_update: Callable[[], None] = lambda: None,
+        copies_losses: bool = True,
     ) -> None:
         """Prepares the steps of `replica` with the losses of `task`.
 
@@ -61,6 +71,8 @@ class Stepper:
             sources: measures the losses of the sources of a mixture.
             first_checks: functions that are called once, with the very first micro-batch.
             before_update: function that is called before the weights change.
+            copies_losses: copies each loss as soon as it is computed. If False, the first one of a step is kept: it
+                must not change until the step ends.
         """
         self._world, self._replica, self._task = world, replica, CheckedTask(task, "training")
         self._stateful = replica.unwrapped if stateful is None else stateful
@@ -68,6 +80,8 @@ class Stepper:
         self._seed, self._first_checks, self._before_update = seed, list(first_checks), before_update
         self.counts = False  # whether the task counts items that are not samples; known after the first step
         self._empty: Tensor | float = 0.0
+        self._copies_losses = copies_losses
+        self._ranks = torch.tensor(float(world.dp_ranks.size), dtype=torch.float64)
 
     def train_step(
         self, step: int, first: MicroBatch, micro_batches: Iterable[MicroBatch], *, measure: bool, update: int = 0
@@ -83,8 +97,8 @@ class Stepper:
         if self._update:  # which may use them again
             micro_batches = list(micro_batches)
         totals = self.forward_backward(step, update, micro_batches, items, measure=measure)
-        if not isinstance(items, int):
-            self._empty = self._empty + (items() <= 0)  # on the device of the number: nothing waits for it
+        if not isinstance(items, int) and not items.some:
+            self._empty = self._empty + (items.total() <= 0)  # on the device of the number: nothing waits for it
         heartbeat.beat(heartbeat.STEP)
         self._before_update()
         if self._update is None:
@@ -106,12 +120,14 @@ class Stepper:
         self.counts = True
         batches = [micro._replace(items=items_of(task, micro)) for micro in micro_batches]
         mine = torch.as_tensor(sum(torch.as_tensor(micro.items, dtype=torch.float64) for micro in batches))
-        if mine.device.type == "cpu" and not 0 <= mine.item() < math.inf:
+        on_host = mine.device.type == "cpu"
+        if on_host and not 0 <= mine.item() < math.inf:
             raise PluginError(
                 f"{component_name(task)}.count returned {mine.item():g} for a step",
                 hints=["return the number of items that the loss sums over, or the sum of their weights: 0 or more"],
             )
-        return batches, cache(self._world.dp_ranks.all_reduce_sum_async(mine))
+        some = on_host and mine.item() > 0
+        return batches, _SummedItems(cache(self._world.dp_ranks.all_reduce_sum_async(mine)), some)
 
     def forward_backward(
         self, step: int, update: int, micro_batches: Iterable[MicroBatch], items: _Items, *, measure: bool
@@ -144,7 +160,9 @@ class Stepper:
             if result is not None:  # otherwise another rank has the loss, and counts it
                 loss, measured = result
                 counted = items_of(self._task.task, micro) if self.counts else micro.samples
-                add(totals, {"loss": loss_total(loss, counted), **(measured or {})})
+                keeps = not (totals or self._copies_losses)  # a copy is a kernel of its own
+                total = Total(loss.detach(), counted) if keeps else loss_total(loss, counted)
+                add(totals, {"loss": total, **(measured or {})})
         if self._statistics:
             self._statistics.leave()
         return totals
@@ -171,9 +189,10 @@ class Stepper:
         """Returns the factor from the mean of gradients over data-parallel ranks to the mean over the step's items."""
         if isinstance(items, int):
             return self._world.dp_ranks.size / items
-        total = items()
-        counted = torch.where(total > 0, total, 1.0)  # without items the gradient is zero, not 0 / 0
-        return (self._world.dp_ranks.size / counted).float()
+        total = items.total()
+        if not items.some:
+            total = torch.maximum(total, total <= 0)  # without items the gradient is zero, not 0 / 0
+        return torch.div(self._ranks, total).float()  # of a Python number it were a reciprocal and a product
 
     def take_empty(self) -> Tensor | float:
         """Returns the number of updates without an item on any rank since the last call (0-d, on the device)."""

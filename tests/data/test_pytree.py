@@ -322,8 +322,9 @@ def test_objects_are_moved_asynchronously_if_supported(monkeypatch: pytest.Monke
     assert asked == [{}, {"non_blocking": True}]
 
 
-def test_copies_to_a_gpu_use_a_side_stream_that_computation_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records the order of CUDA calls; CUDA itself is replaced."""
+def test_copies_of_large_batches_use_a_side_stream_that_computation_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records the order of CUDA calls; CUDA itself is replaced. Large is above 256 KiB."""
+    small, large = torch.ones(1 << 16), torch.ones((1 << 16) + 1)
     said: list[str] = []
 
     class Stream:
@@ -344,15 +345,24 @@ def test_copies_to_a_gpu_use_a_side_stream_that_computation_waits_for(monkeypatc
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: said.append("copy") or self)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: said.append(f"kept for {stream.name}"))
-    to_device({"x": torch.ones(1), "text": "t"}, torch.device("cuda"))
+    to_device({"x": large, "text": "t"}, torch.device("cuda"))
     assert said == ["onto aside", "copy", "off aside", "here waits for aside", "kept for here"]
 
+    said.clear()
+    to_device({"x": small, "text": "t"}, torch.device("cuda"))
+    assert said == ["copy"]
+
     said.clear()  # the tensors of an object are unknown: they are copied on the stream that reads them
-    to_device(Graphs(torch.ones(1)), torch.device("cuda"))
-    assert said == ["onto aside", "onto here", "copy", "off here", "off aside", "here waits for aside"]
+    to_device(Graphs(large), torch.device("cuda"))
+    assert said == ["copy"]
 
     said.clear()
-    to_device(Columns(x=torch.ones(1)), torch.device("cuda"))
+    to_device((large, Graphs(large)), torch.device("cuda"))
+    aside = ["onto aside", "copy", "onto here", "copy", "off here", "off aside"]
+    assert said == [*aside, "here waits for aside", "kept for here"]
+
+    said.clear()
+    to_device(Columns(x=large), torch.device("cuda"))
     assert said == ["onto aside", "copy", "off aside", "here waits for aside", "kept for here"]
 
 

@@ -98,7 +98,8 @@ def build(out: Path) -> None:
     torch = _torch()
     include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     link = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
-    _compile(out / "cpu_kernels.so", HERE / "cpu_kernels.cpp", flags=[*include, *link])
+    for name in ("cpu_kernels", "collectives"):
+        _compile(out / f"{name}.so", HERE / f"{name}.cpp", flags=[*include, *link])
     mark.write_text(_mark())
 
 

@@ -9,44 +9,72 @@ from shutil import copy
 
 import pytest
 from support import SUPPORT
-from support.counted import per_step
+from support.counted import per_step, recipe
+from support.launched import free_port
 from support.pretended import environment, with_changes
 
 Counts = dict[str, float]
 
+# Model, precision and strategy. `make test` runs the first ones: small and large models run the same code of ddpforge.
+CASES = [
+    *("mlp fp32 single", "mlp fp32 ddp", "gpt bf16 single"),
+    *("mlp bf16 single", "mlp fp32 fsdp", "gpt bf16 fsdp"),
+    *("gpt-124m fp32 single", "gpt-124m fp32 ddp", "gpt-124m bf16 single", "gpt-124m bf16 ddp", "gpt-124m bf16 fsdp"),
+    *("resnet50 fp32 single", "resnet50 bf16 single", "resnet50 bf16 ddp", "resnet50 fp32 fsdp"),
+]
+IN_MAKE_TEST = 3
 
-def measured(folder: Path, name: str) -> tuple[Counts, Counts]:
+
+def measured(folder: Path, case: str) -> tuple[Counts, Counts]:
     """Returns the counts of the loop by hand and of ddpforge; of the second also `plan`, the planned peak in MiB."""
     for file in ("counted.py", "pretended_counts.py"):
         copy(SUPPORT / file, folder)
-    env = with_changes(environment(1, computes=False))
-    env["PYTHONPATH"] += f":{SUPPORT.parent}"
-    # cuBLAS's workspaces of 64 MiB would hide differences of such small models.
-    env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}
-    command = [sys.executable, "counted.py", name]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    plan = [sys.executable, "-m", "ddpforge", "plan", "ours.toml", "--device", "h100", "--json"]
-    env = with_changes({"PYTHONPATH": str(SUPPORT.parent)})
-    found = subprocess.run(plan, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=True)
-    ours = per_step(folder / "ours.json") | {"plan": json.loads(found.stdout)[0]["peak"] / 2**20}
+    (folder / "ours.toml").write_text(recipe(*case.split()))
+    number = 1 if case.endswith("single") else 2
+    shared: dict[str, str | None] = {"PYTHONPATH": str(SUPPORT.parent)}
+    plan = [sys.executable, "-m", "ddpforge", "plan", "ours.toml", "--device", "h100", "--json", "--ranks", str(number)]
+    planned = subprocess.run(plan, cwd=folder, env=with_changes(shared), capture_output=True, text=True, timeout=300)
+    assert planned.returncode == 0, planned.stderr
+    _count(folder, case, number)
+    ours = per_step(folder / "ours.json") | {"plan": json.loads(planned.stdout)[0]["peak"] / 2**20}
     return per_step(folder / "hand.json"), ours
 
 
-@pytest.fixture(scope="module")
-def mlp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Counts, Counts]:
-    return measured(tmp_path_factory.mktemp("mlp"), "mlp")
+def _count(folder: Path, case: str, number: int) -> None:
+    """Runs the loop by hand and ddpforge on `number` ranks."""
+    env = with_changes(environment(number, computes=False))
+    env["PYTHONPATH"] += f":{SUPPORT.parent}"
+    # cuBLAS's workspaces of 64 MiB would hide differences of small models.
+    env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PORT_OF_OURS": str(free_port())}
+    world |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    command = [sys.executable, "counted.py", *case.split()]
+    started = []
+    for rank in range(number):
+        of_rank = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if number > 1 else {}
+        with (folder / f"output-{rank}").open("w") as output:
+            started.append(
+                subprocess.Popen(command, cwd=folder, env=env | of_rank, stdout=output, stderr=subprocess.STDOUT)
+            )
+    try:
+        codes = [process.wait(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert not any(codes), "\n".join((folder / f"output-{rank}").read_text() for rank in range(number))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=[pytest.mark.full] * (at >= IN_MAKE_TEST)) for at, case in enumerate(CASES)],
+)
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Counts, Counts]:
-    return measured(tmp_path_factory.mktemp("gpt"), "gpt")
-
-
-@pytest.fixture(params=["mlp", "gpt"])
-def counts(request: pytest.FixtureRequest) -> tuple[Counts, Counts]:
-    found: tuple[Counts, Counts] = request.getfixturevalue(request.param)
-    return found
+def counts(case: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Counts, Counts]:
+    return measured(tmp_path_factory.mktemp("counted"), case)
 
 
 def test_the_host_waits_for_nothing_between_rows(counts: tuple[Counts, Counts]) -> None:
@@ -70,26 +98,40 @@ def test_peak_memory_is_that_of_the_loop_by_hand(counts: tuple[Counts, Counts]) 
     assert ours["peak"] <= 1.01 * hand["peak"]
 
 
-def test_the_plan_is_the_peak_of_the_allocator(counts: tuple[Counts, Counts]) -> None:
+def test_the_plan_is_the_peak_of_the_allocator(case: str, counts: tuple[Counts, Counts]) -> None:
+    """Allows 2 % for convolutions: without cuDNN, torch copies weights and unfolds images in each of them."""
     _, ours = counts
-    assert ours["plan"] == pytest.approx(ours["peak"], rel=0.01)
+    convolves = case.startswith("resnet50") and "fsdp" not in case  # FSDP's peak is elsewhere
+    assert ours["plan"] == pytest.approx(ours["peak"], rel=0.02 if convolves else 0.01)
 
 
-def test_a_step_launches_four_kernels_more(counts: tuple[Counts, Counts]) -> None:
-    """Allows two launches that look for a norm that is not finite, one for Adam's steps, one for the loss in float64.
+def test_a_step_launches_at_most_three_kernels_more(case: str, counts: tuple[Counts, Counts]) -> None:
+    """Allows one launch that looks for a norm that is not finite, and one that keeps Adam's steps back if it is not.
 
-    The number of targets of a GPT is the host's: a kernel takes the factor of the gradient as an argument.
+    On several ranks, the third divides by the number of targets on all ranks, which only the device has. On one rank it
+    is a number of the host: a kernel takes the factor of the gradient as an argument.
     """
     hand, ours = counts
-    assert ours["launches"] == hand["launches"] + 4
+    more = 3 if case.startswith("gpt") and "single" not in case else 2
+    assert ours["launches"] <= hand["launches"] + more
 
 
-def test_copies_and_events_of_a_step(counts: tuple[Counts, Counts]) -> None:
-    """Allows three events more: two for the side stream that copies the batch, one for the memory of the batch."""
+def test_copies_and_events_of_a_step(case: str, counts: tuple[Counts, Counts]) -> None:
+    """Allows a copy, with its event, for the number of targets of this rank.
+
+    A batch above 256 KiB has three events more: one for the side stream that copies it, and one for the memory of each
+    of its two tensors.
+    """
     hand, ours = counts
     assert ours["to_device"] <= hand["to_device"] + 1
-    assert ours["events"] <= hand["events"] + 3
-    assert ours["on_device"] == hand["on_device"]
+    assert ours["events"] <= hand["events"] + (3 if case.startswith("resnet50") else 1)
+    assert ours["on_device"] <= hand["on_device"]
+
+
+def test_ranks_exchange_only_the_number_of_targets_more(case: str, counts: tuple[Counts, Counts]) -> None:
+    hand, ours = counts
+    assert ours["collectives"] <= hand["collectives"] + case.startswith("gpt")
+    assert (ours["collectives"] > 0) == ("single" not in case)
 
 
 def test_an_unknown_call_of_the_device_ends_the_process_with_its_name(tmp_path: Path) -> None:

@@ -1,20 +1,24 @@
-"""A loop by hand and ddpforge, with the same model and data, on a pretended CUDA device that counts.
+"""A loop by hand and ddpforge, with the same model and data, on pretended CUDA devices that count.
 
-    python counted.py mlp    writes hand.json and ours.json: counts after each step, and the peak of the allocator
+    python counted.py mlp fp32 single    writes hand.json and ours.json: counts after each step, and the peak
 
-Steps between two logged rows are counted: rows are written at steps 1, 20 and 40.
+It trains ours.toml, the `recipe` of the same arguments. Under ddp and fsdp it is one of two ranks, with a launcher's
+variables, and rank 0 writes; PORT_OF_OURS is the port of the second process group. Steps between two logged rows are
+counted: rows are written at steps 1, 20 and 40.
 """
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
@@ -22,6 +26,7 @@ from torch.utils.data import default_collate
 from support.pretended_counts import COUNTS, counts
 
 FIRST, LAST, STEPS = 23, 38, 40
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Features:
@@ -36,6 +41,18 @@ class Features:
         return torch.full((64,), index / 512), index % 10
 
 
+class Images:
+    """Pairs of an image of 224 x 224 pixels and one of 1000 classes."""
+
+    random = False
+
+    def __len__(self) -> int:
+        return 128
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((3, 224, 224), index / 128), index
+
+
 class Words:
     """Sequences of 128 tokens over an alphabet of 8,192, and the tokens after them."""
 
@@ -46,10 +63,33 @@ class Words:
         return 512
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        tokens = (torch.arange(129) * (index + 1)) % self.vocab_size
+        tokens = (torch.arange(self.block_size + 1) * (index + 1)) % self.vocab_size
         return tokens[:-1], tokens[1:]
 
 
+class ManyWords(Words):
+    """Sequences of 1,024 tokens over an alphabet of 50,304."""
+
+    vocab_size, block_size = 50_304, 1024
+
+
+class Work(NamedTuple):
+    """A model as a table of a recipe, its data and task, and the samples of a rank's batch."""
+
+    model: str
+    data: type
+    task: str
+    batch: int
+    channels_last: bool = False
+
+
+_GPT = 'use = "gpt"\nvocab_size = {}\nblock_size = {}\nlayers = {}\nheads = {}\nwidth = {}'
+WORKS = {
+    "mlp": Work('use = "mlp"\ninputs = 64\noutputs = 10\nhidden = [2048, 2048]', Features, "classification", 64),
+    "gpt": Work(_GPT.format(8192, 128, 3, 4, 256), Words, "language_modeling", 8),
+    "gpt-124m": Work(_GPT.format(50_304, 1024, 12, 12, 768), ManyWords, "language_modeling", 16),
+    "resnet50": Work('use = "torchvision"\narch = "resnet50"\nclasses = 1000', Images, "classification", 16, True),
+}
 RECIPE = """
 recipe = 2
 name = "ours"
@@ -63,33 +103,57 @@ use = "{task}"
 use = "adamw"
 lr = 1e-3
 [strategy]
-use = "single"
+use = "{strategy}"
+{options}
 [train]
 length = "40st"
 global_batch = {batch}
 clip_norm = 1.0
 precision = "{precision}"
+channels_last = {channels_last}
 [track]
 every = "20st"
+[checkpoint]
+every = "1000st"
 [callbacks.each]
 use = "./pretended_counts.py:EachStep"
 file = "ours.json"
+steps = 40
 """
-MLP = {"data": "Features", "task": "classification", "batch": 64, "precision": "fp32"} | {
-    "model": 'use = "mlp"\ninputs = 64\noutputs = 10\nhidden = [2048, 2048]'
-}
-GPT = {"data": "Words", "task": "language_modeling", "batch": 8, "precision": "bf16"} | {
-    "model": 'use = "gpt"\nvocab_size = 8192\nblock_size = 128\nlayers = 3\nheads = 4\nwidth = 256'
-}
-WORKS = {"mlp": MLP, "gpt": GPT}
+
+
+def recipe(name: str, precision: str, strategy: str) -> str:
+    """Returns the recipe of ddpforge's side."""
+    work = WORKS[name]
+    sharded = strategy == "fsdp"
+    gathers = 'all_gather_dtype = "compute"' if sharded and lowers(name, precision) else ""
+    return RECIPE.format(
+        model=work.model,
+        data=work.data.__name__,
+        task=work.task,
+        strategy=strategy,
+        options=gathers,
+        batch=work.batch * (1 if strategy == "single" else 2),
+        precision=precision,
+        channels_last=str(work.channels_last and not sharded).lower(),
+    )
+
+
+def lowers(name: str, precision: str) -> bool:
+    """True if FSDP gathers blocks in the compute dtype: BatchNorm needs its weights in float32."""
+    return precision == "bf16" and name != "resnet50"
 
 
 def model_of(name: str) -> nn.Module:
-    from ddpforge.builtin.models.builders import gpt, mlp
+    import tomllib
 
-    if name == "mlp":
-        return mlp(inputs=64, outputs=10, hidden=[2048, 2048])
-    return gpt(vocab_size=8192, block_size=128, layers=3, heads=4, width=256)
+    from ddpforge.builtin.models import builders, vision
+
+    options = tomllib.loads(WORKS[name].model)
+    use = options.pop("use")
+    maker: Any = vision.torchvision_model if use == "torchvision" else getattr(builders, use)
+    model: nn.Module = maker(**options)
+    return model
 
 
 def batches(data: Any, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -100,20 +164,50 @@ def batches(data: Any, size: int) -> Iterator[tuple[Tensor, Tensor]]:
             yield x.pin_memory(), y.pin_memory()
 
 
-def by_hand(name: str) -> dict[str, Any]:
+def spread(model: nn.Module, strategy: str, *, low: bool) -> nn.Module:
+    """Returns the model in DDP, or sharded by FSDP. With `low`, blocks are gathered in bf16, and the rest in fp32."""
+    if strategy == "ddp":
+        return nn.parallel.DistributedDataParallel(model, device_ids=[RANK], gradient_as_bucket_view=True)
+    if strategy == "fsdp":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32)
+        for block in units(model):
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    return model
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks that FSDP gathers one by one."""
+    lists = ("layer1", "layer2", "layer3", "layer4") if hasattr(model, "layer4") else ("blocks",)
+    return [block for name in lists for block in getattr(model, name, [])]
+
+
+def by_hand(name: str, precision: str, strategy: str) -> dict[str, Any]:
     """Trains in a loop as a careful user writes it; returns counts of each step and the allocator's peak."""
     work = WORKS[name]
-    model = model_of(name).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    source = batches({"mlp": Features, "gpt": Words}[name](), work["batch"])
+    place = torch.device("cuda", RANK)
+    torch.cuda.set_device(place)
+    if RANKS > 1:
+        dist.init_process_group("nccl")
+    model = model_of(name).to(place)
+    channels_last = work.channels_last and strategy != "fsdp"  # its shards are flat
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    wrapped = spread(model, strategy, low=lowers(name, precision))
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3, fused=True)
+    source = batches(work.data(), work.batch)
     rows = []
     for step in range(1, STEPS + 1):
-        x, y = (part.to("cuda", non_blocking=True) for part in next(source))
-        with torch.autocast("cuda", torch.bfloat16, enabled=work["precision"] == "bf16"):
-            logits = model(x)
+        x, y = (part.to(place, non_blocking=True) for part in next(source))
+        if channels_last:
+            x = x.to(memory_format=torch.channels_last)
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            logits = wrapped(x)
             loss = cross_entropy(logits.flatten(0, -2), y.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step in (1, 20, 40):
@@ -121,15 +215,10 @@ def by_hand(name: str) -> dict[str, Any]:
         rows.append(counts() | {"step": step})
         if step == 2:
             torch.cuda.reset_peak_memory_stats()
-    return {"rows": rows, "peak": torch.cuda.max_memory_allocated()}
-
-
-def ours(name: str) -> None:
-    """Trains the recipe, whose callback writes the same. Ends the process."""
-    from ddpforge.cli import main
-
-    Path("ours.toml").write_text(RECIPE.format(**WORKS[name]))
-    main(["run", "ours.toml"], prog_name="ddpforge")
+    peak = torch.cuda.max_memory_allocated()
+    if RANKS > 1:
+        dist.destroy_process_group()
+    return {"rows": rows, "peak": peak}
 
 
 def per_step(file: Path) -> dict[str, float]:
@@ -144,7 +233,14 @@ def per_step(file: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    Path("hand.json").write_text(json.dumps(by_hand(sys.argv[1])))
+    found = by_hand(*sys.argv[1:])
+    if RANK == 0:
+        Path("hand.json").write_text(json.dumps(found))
     gc.collect()
     torch.cuda.empty_cache()
-    ours(sys.argv[1])
+    if RANKS > 1:
+        os.environ["MASTER_PORT"] = os.environ["PORT_OF_OURS"]
+
+    from ddpforge.cli import main
+
+    main(["run", "ours.toml"], prog_name="ddpforge")  # its callback writes the same

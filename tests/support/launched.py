@@ -144,7 +144,7 @@ def _start(
 ) -> dict[str, Any]:
     if restarts is not None:
         return _start_launcher(arguments, nproc, cwd, env, timeout, restarts)
-    port = _free_port()
+    port = free_port()
     output = Path(cwd) / ".ranks"
     output.mkdir(exist_ok=True)
     children = []
@@ -165,7 +165,7 @@ def _start(
     return {"codes": codes, **texts}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Returns a free port outside of the range for connections: one of them could take it before rank 0 does."""
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):

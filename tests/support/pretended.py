@@ -53,6 +53,7 @@ def environment(devices: int, *, computes: bool) -> dict[str, str | None]:
         "PYTHONPATH": str(FOLDER / "site"),
         "PRETEND_CUDA_DEVICES": str(devices),
         "PRETEND_CUDA_KERNELS": str(folder / "cpu_kernels.so") if computes else None,
+        "PRETEND_CUDA_COLLECTIVES": None if computes else str(folder / "collectives.so"),
         "CUDA_VISIBLE_DEVICES": None,
         "OMP_NUM_THREADS": "1",
     }

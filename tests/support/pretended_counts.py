@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from ddpforge.interfaces import Callback, RunContext, StepInfo
 
 COUNTS = (
     *("launches", "products", "to_device", "to_host", "on_device", "unpinned"),
-    *("fills", "waits", "events", "stream_waits", "segments", "pinned"),
+    *("fills", "waits", "events", "stream_waits", "segments", "pinned", "collectives"),
 )
 
 
@@ -39,17 +40,24 @@ class OnGPU(Callback):
 
 
 class EachStep(Callback):
-    """Writes the counts after each step and the peak of the allocator, in bytes, of all steps but the first two."""
+    """Writes the counts of rank 0 after each step and the allocator's peak, in bytes, in all steps but the first two.
 
-    def __init__(self, *, file: str) -> None:
-        self.file = file
+    Ends the process with the last step, whose checkpoint would fail: kernels compute nothing, so that the memory of
+    ranks that must be equal is not.
+    """
+
+    def __init__(self, *, file: str, steps: int) -> None:
+        self.file, self.steps = file, steps
         self.rows: list[dict[str, int]] = []
 
     def on_step(self, info: StepInfo) -> None:
         self.rows.append(counts() | {"step": info.step})
         if info.step == 2:
             torch.cuda.reset_peak_memory_stats()
-
-    def on_end(self, info: object) -> None:
-        peak = torch.cuda.max_memory_allocated()
-        Path(self.file).write_text(json.dumps({"rows": self.rows, "peak": peak}))
+        if info.step == self.steps:
+            peak = torch.cuda.max_memory_allocated()
+            if os.environ.get("RANK", "0") == "0":
+                Path(self.file).write_text(json.dumps({"rows": self.rows, "peak": peak}))
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(torch.zeros(1))  # over gloo: no rank ends before the others are here
+            os._exit(0)

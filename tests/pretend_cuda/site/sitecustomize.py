@@ -1,6 +1,7 @@
 """Prepares torch for the pretended CUDA device, in every Python process that has this folder on PYTHONPATH.
 
-PRETEND_CUDA_KERNELS names the library with CPU kernels; it is absent if kernels are only counted.
+PRETEND_CUDA_KERNELS names the library with CPU kernels. If kernels are only counted, it is absent, and
+PRETEND_CUDA_COLLECTIVES names the library with collectives that are counted, too.
 """
 
 import ctypes
@@ -23,6 +24,8 @@ def _prepare_torch(torch: ModuleType) -> None:
         torch.backends.cuda.enable_flash_sdp(False)  # these two have no kernels for the CPU
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         ctypes.CDLL(kernels).use_cpu_kernels()
+    elif collectives := os.environ.get("PRETEND_CUDA_COLLECTIVES"):
+        ctypes.CDLL(collectives).count_collectives()
     _gloo_for_nccl(torch)
 
 
@@ -60,9 +63,21 @@ def _prepare_reduction(reduction: Any) -> None:
     reduction._joined = joined
 
 
+def _prepare_collectives(collectives: Any) -> None:
+    """Sends that row over gloo: ranks need each other's numbers, and collectives on the device send nothing."""
+    collectives.ProcessGroup._add_up = collectives.ProcessGroup._add_up_on_host
+
+
+def _prepare_probe(probe: Any) -> None:
+    """Leaves out the comparison of an optimizer's steps on a shard and on the whole: kernels compute nothing."""
+    probe.check_same_update = lambda *_, **__: None
+
+
 _PREPARED: dict[str, Callable[[Any], None]] = {"torch": _prepare_torch}
 if "PRETEND_CUDA_KERNELS" not in os.environ:
     _PREPARED["ddpforge.ranks.metric_reduction"] = _prepare_reduction
+    _PREPARED["ddpforge.ranks.collectives"] = _prepare_collectives
+    _PREPARED["ddpforge.strategies.optimizer_probe"] = _prepare_probe
 
 
 class _Prepared(importlib.abc.MetaPathFinder):
