@@ -44,7 +44,7 @@ LabelSmoothing = Annotated[
 ]
 Metrics = Annotated[Sequence[Metric], Field(description="Metrics to report in addition to the loss.")]
 
-_LARGE = 2**24  # logits: 32 MiB in bf16, of which autograd would keep 192 MiB in float32
+_LARGE = 2**24  # logits. Autograd would keep them three times in float32 at its peak: 192 MiB.
 _MOST = 6  # parts of a batch that are described
 _OWN = "or write a task of your own: `ddpforge plugins new`"
 

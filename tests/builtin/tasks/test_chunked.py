@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.forked import refused
 from support.small_gpt import DDP, RECIPE, train
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.lora import lora
 from ddpforge.builtin.models.moe import MoEGPT
+from ddpforge.builtin.tasks import chunked, forms
 from ddpforge.builtin.tasks.chunked import chunked_cross_entropy
 from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.errors import UsageError
@@ -210,3 +212,49 @@ def test_tensor_parallelism_is_refused(strategy: str, ranks: int) -> None:
 def test_pipeline_is_refused() -> None:
     with pytest.raises(AssertionError, match="computes its loss within the model's forward"):
         curve('use = "pipeline"\nstages = 2', 2)
+
+
+# ---------------------------------------------------------------------------------------------- large bf16 logits
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treats all bf16 logits as large, and computes seven rows of 11 classes at a time."""
+    monkeypatch.setattr(forms, "_LARGE", 1)
+    monkeypatch.setattr(chunked, "_CHUNK", 80)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_cross_entropy_of_large_bf16_logits_is_that_of_float32() -> None:
+    logits = (torch.randn(20, 11) * 5).bfloat16().requires_grad_()
+    targets = torch.randint(11, (20,)).index_fill(0, torch.tensor([3, 19]), -100)
+    wide = logits.detach().float().requires_grad_()
+
+    found = forms.cross_entropy(logits, targets)
+    expected = F.cross_entropy(wide, targets, reduction="sum")
+    for loss in (found, expected):
+        loss.backward(torch.tensor(0.3), retain_graph=True)
+        loss.backward(torch.tensor(0.3))
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert logits.grad is not None
+    assert wide.grad is not None
+    assert not logits.grad[[3, 19]].any()
+    torch.testing.assert_close(logits.grad.float(), wide.grad, rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_nearly_certain_target_of_large_bf16_logits_keeps_its_gradient() -> None:
+    """In bf16, 0.9995 - 1 is 0."""
+    logits = torch.tensor([[7.6, 0.0]]).bfloat16().requires_grad_()
+    forms.cross_entropy(logits, torch.tensor([0])).backward()
+    assert logits.grad is not None
+    assert logits.grad[0, 0].item() == pytest.approx(-logits.grad[0, 1].item(), rel=0.01)
+    assert logits.grad[0, 0].item() < 0
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_large_bf16_logits_need_no_gradient_in_evaluations() -> None:
+    logits, targets = torch.randn(9, 11).bfloat16(), torch.full((9,), -100)
+    assert forms.cross_entropy(logits, targets).item() == 0
+    with torch.no_grad():
+        found = forms.cross_entropy(logits.requires_grad_(), targets.fill_(4))
+    assert not found.requires_grad
