@@ -114,9 +114,13 @@ class LossScaling(Precision):
     measure the norm, clip, step, update the scale.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, gradients_on: torch.device | None = None) -> None:
         super().__init__(device, torch.float16)
         self.scaler = torch.amp.GradScaler(device.type)
+        if gradients_on is not None and gradients_on.type == "cpu" != device.type:
+            # GradScaler keeps its scale on the device of the first loss, and copies it to the gradients without
+            # waiting: gradients on the host would be divided before the copy has arrived.
+            self.scaler.scale(torch.zeros((), device=gradients_on))
 
     def backward(self, loss: Tensor, scale: Tensor | float = 1.0) -> None:
         super().backward(self.scaler.scale(loss), scale)
@@ -142,10 +146,18 @@ class LossScaling(Precision):
             compat.set_scale(self.scaler, state["loss_scale"], int(state["loss_scale_growth_tracker"]))
 
 
-def precision_for(name: Literal["fp32", "bf16", "fp16"], device: torch.device) -> Precision:
-    """Returns the precision for the recipe's `train.precision`."""
+def precision_for(
+    name: Literal["fp32", "bf16", "fp16"], device: torch.device, gradients_on: torch.device | None = None
+) -> Precision:
+    """Returns the precision for the recipe's `train.precision`.
+
+    Args:
+        name: Precision of the forward passes.
+        device: Device of the forward passes.
+        gradients_on: Device of the gradients that the optimizer reads; None: the same.
+    """
     if name == "fp16":
-        return LossScaling(device)
+        return LossScaling(device, gradients_on)
     return Precision(device, torch.bfloat16 if name == "bf16" else None)
 
 

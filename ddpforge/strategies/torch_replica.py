@@ -67,7 +67,9 @@ class TorchReplica(Replica):
         self.unwrapped, self.module, self.optimizer = bare, module or bare, optimizer
         self.weights = weights
         self.world, self.train = strategy.world, strategy.train
-        self.precision = precision_for(self.train.precision, self.world.device)
+        updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        gradients_on = next((parameter.device for parameter in updated), None)
+        self.precision = precision_for(self.train.precision, self.world.device, gradients_on)
         self.clip_norm = self.train.clip_norm
         self.gradients = Gradients(
             bare, self.world.global_ranks, may_be_unused=may_be_unused, hints=unused_hints, missing=missing

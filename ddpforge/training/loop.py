@@ -188,8 +188,6 @@ class Trainer:
                     *([partial(check_first_loss, world, replica, one, stateful)] if compares else []),
                 ],
                 before_update=lambda: self.saving.before_update(),  # looked up late: a trial replaces `saving`
-                # CUDA graphs write into the same memory again; losses of several updates are added up.
-                copies_losses=recipe.train.uses_cuda_graphs or bool(self.task.updates),
             )
             for update, one in tasks_by_update(self.task).items()
         }

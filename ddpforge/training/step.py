@@ -59,7 +59,6 @@ class Stepper:
         sources: SourceLosses | None = None,
         first_checks: Iterable[Callable[[MicroBatch], None]] = (),
         before_update: Callable[[], None] = lambda: None,
-        copies_losses: bool = True,
     ) -> None:
         """Prepares the steps of `replica` with the losses of `task`.
 
@@ -71,8 +70,6 @@ class Stepper:
             sources: measures the losses of the sources of a mixture.
             first_checks: functions that are called once, with the very first micro-batch.
             before_update: function that is called before the weights change.
-            copies_losses: copies each loss as soon as it is computed. If False, the first one of a step is kept: it
-                must not change until the step ends.
         """
         self._world, self._replica, self._task = world, replica, CheckedTask(task, "training")
         self._stateful = replica.unwrapped if stateful is None else stateful
@@ -80,7 +77,6 @@ class Stepper:
         self._seed, self._first_checks, self._before_update = seed, list(first_checks), before_update
         self.counts = False  # whether the task counts items that are not samples; known after the first step
         self._empty: Tensor | float = 0.0
-        self._copies_losses = copies_losses
         self._ranks = torch.tensor(float(world.dp_ranks.size), dtype=torch.float64)
 
     def train_step(
@@ -160,9 +156,7 @@ class Stepper:
             if result is not None:  # otherwise another rank has the loss, and counts it
                 loss, measured = result
                 counted = items_of(self._task.task, micro) if self.counts else micro.samples
-                keeps = not (totals or self._copies_losses)  # a copy is a kernel of its own
-                total = Total(loss.detach(), counted) if keeps else loss_total(loss, counted)
-                add(totals, {"loss": total, **(measured or {})})
+                add(totals, {"loss": loss_total(loss, counted), **(measured or {})})
         if self._statistics:
             self._statistics.leave()
         return totals

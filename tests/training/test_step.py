@@ -176,19 +176,6 @@ def test_totals_are_accumulated_in_float64() -> None:
     assert totals["loss"].sum.dtype == torch.float64
 
 
-@pytest.mark.parametrize("passes", [1, 600])
-def test_the_first_loss_of_a_step_need_not_be_copied(passes: int) -> None:
-    """In float32, 2**24 + 1 is 2**24."""
-    replica = Plain().holding(Line(), IDLE)
-    stepper = Stepper(replica.world, replica, Plainly(), seed=0, copies_losses=False)
-    batches = [micro([2.0**24], step=passes), *[micro([1.0], step=passes)] * (passes - 1)]
-    totals, _ = stepper.train_step(1, batches[0], batches, measure=False)
-    loss = totals["loss"].sum
-    assert loss.dtype == (torch.float32 if passes == 1 else torch.float64)
-    assert loss.item() == 2**24 + passes - 1
-    assert not loss.requires_grad
-
-
 def test_totals_of_different_shapes_are_refused() -> None:
     """Shapes [1] and [3]: torch would broadcast them."""
     growing = Plainly(lambda outputs: Total(torch.zeros(len(outputs)), 1))
