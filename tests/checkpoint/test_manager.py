@@ -94,7 +94,7 @@ def ddpforge_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPat
 
 
 # ---------------------------------------------------------------------------------------------- in the background
-def test_the_state_may_change_as_soon_as_save_has_returned(folder: Path, stalled: threading.Event) -> None:
+def test_the_state_may_change_before_it_is_written(folder: Path, stalled: threading.Event) -> None:
     live: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in tensors_of_every_kind().items()}
     live["parameter"] = torch.nn.Parameter(live["parameter"])
     live["transposed"] = torch.randn(4, 3).t()
@@ -107,6 +107,7 @@ def test_the_state_may_change_as_soon_as_save_has_returned(folder: Path, stalled
 
     saving.save(facts, RankState.of(CanonicalState(live, {"nan": {"step": step, "m": live["nan"]}}), callbacks))
     assert (saving.pending, saving.ready()) == (True, False)
+    saving.before_update()  # a thread copies weights that an optimizer updates, and their state
     with torch.no_grad():
         for tensor in (*live.values(), step, callbacks["ema"]["w"]):
             tensor.zero_()
