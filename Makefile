@@ -101,7 +101,7 @@ $(VENV)/installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml) | $(BIN)/python
 	touch $@
 
 $(VENV)/installed-gpu: pyproject.toml | $(BIN)/python    ## what the tests that need a GPU import
-	$(BIN)/python -m pip install --quiet --editable '.[gpu-tests]' --editable plugins/ddpforge-teaching
+	$(BIN)/python -m pip install --quiet --editable '.[gputests]' --editable plugins/ddpforge-teaching
 	touch $@
 
 $(BIN)/ddpforge: pyproject.toml | $(BIN)/python    ## the package alone, without what its tests need

@@ -8,7 +8,7 @@
 // The order is that of COUNTS in tests/support/pretended_counts.py.
 enum Count {
     LAUNCHES, PRODUCTS, TO_DEVICE, TO_HOST, ON_DEVICE, UNPINNED, FILLS, WAITS, EVENTS, STREAM_WAITS, SEGMENTS, PINNED,
-    COLLECTIVES,
+    COLLECTIVES, REGISTERED,
     NUMBER_OF_COUNTS
 };
 extern std::atomic<long long> counts[NUMBER_OF_COUNTS];

@@ -230,6 +230,7 @@ EXPORT cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
 EXPORT cudaError_t cudaFreeHost(void* address) { unmap(address); return cudaSuccess; }
 EXPORT cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
     counts[PINNED]++;
+    counts[REGISTERED]++;
     std::lock_guard<std::mutex> guard(lock);
     return pieces.insert({(char*)address, {bytes, HOST, false}}).second ? cudaSuccess
                                                                         : cudaErrorHostMemoryAlreadyRegistered;

@@ -59,17 +59,17 @@ def test_ema_and_its_checkpoint_are_those_of_the_cpu(bench: Bench) -> None:
 
 @pytest.mark.parametrize("strategy", [SINGLE, FSDP], ids=["single", "fsdp"])
 def test_background_saves_are_staged_in_pinned_memory_and_equal_blocking_ones(bench: Bench, strategy: str) -> None:
-    pinned = {}
+    registered = {}  # pieces of memory that exists; batches take pinned memory of torch's allocator
     for name, background in (("waits", "false"), ("trains_on", "true")):
         more = f'[checkpoint]\nevery = "2st"\nasync_save = {background}\n[checkpoint.keep]\nlast = 30\n'
         bench(name, strategy, nproc=1, more=f'{more}{ON_GPU}file = "{name}.json"\n')
-        pinned[name] = json.loads((bench.folder / f"{name}.json").read_text())["pinned"]
+        registered[name] = json.loads((bench.folder / f"{name}.json").read_text())["registered"]
     saved = [sorted((bench.folder / f"runs/{name}/checkpoints").glob("step-*")) for name in ("waits", "trains_on")]
     assert len(saved[0]) == len(saved[1]) == 5
     for blocking, other in zip(*saved, strict=True):
         found, expected = weights_in(other), weights_in(blocking)
         assert all((found[name] == expected[name]).all() for name in expected)
-    assert pinned["trains_on"] > pinned["waits"]
+    assert registered["trains_on"] > registered["waits"]
 
 
 def test_batches_of_every_form_are_pinned(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ddpforge.interfaces import Callback, RunContext, StepInfo
 
 COUNTS = (
     *("launches", "products", "to_device", "to_host", "on_device", "unpinned"),
-    *("fills", "waits", "events", "stream_waits", "segments", "pinned", "collectives"),
+    *("fills", "waits", "events", "stream_waits", "segments", "pinned", "collectives", "registered"),
 )
 
 
