@@ -125,7 +125,7 @@ def cross_entropy(
         return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index, **options)
     large = logits.dtype == torch.bfloat16 and logits.ndim == 2 and logits.numel() >= _LARGE
     if large and reduction == "sum" and not torch.compiler.is_compiling():  # the compiler fuses the lines below
-        from ddpforge.builtin.tasks.chunked import low_memory_cross_entropy
+        from ddpforge.builtin.tasks.large_logits import low_memory_cross_entropy
 
         return low_memory_cross_entropy(logits, targets, ignore_index)
     probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.lora import lora
 from ddpforge.builtin.models.moe import MoEGPT
-from ddpforge.builtin.tasks import chunked, forms
+from ddpforge.builtin.tasks import forms, large_logits
 from ddpforge.builtin.tasks.chunked import chunked_cross_entropy
 from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.errors import UsageError
@@ -219,7 +219,7 @@ def test_pipeline_is_refused() -> None:
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treats all bf16 logits as large, and computes seven rows of 11 classes at a time."""
     monkeypatch.setattr(forms, "_LARGE", 1)
-    monkeypatch.setattr(chunked, "_CHUNK", 80)
+    monkeypatch.setattr(large_logits, "_CHUNK", 80)
 
 
 @pytest.mark.usefixtures("in_parts")

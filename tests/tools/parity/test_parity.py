@@ -382,7 +382,7 @@ def test_all_runs_use_the_cpu_if_there_are_too_few_gpus(
             "tiny.toml", ["single@1", "ddp@2"], ranks=1, steps=1, out=Path("out"), sets=[f"train.device={device}"],
             say=told.append,
         )  # fmt: skip
-    assert told[-1] == ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
+    assert told[-1] == ({"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} if hidden else {})
     assert ("comparing on the CPU: 2 processes need 2 GPUs, but there is 1" in told) is hidden
 
 
