@@ -1,4 +1,4 @@
-"""Implementations of `LaunchSpec`: over torch.distributed, and for a single process."""
+"""Implementations of `Ranks`: over torch.distributed, and for a single process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 
 class CollectiveRanks(Ranks):
-    """Base of `LaunchSpec` that builds means and gathered rows from sums and from small objects.
+    """Base of `Ranks` that builds means and gathered rows from sums and from small objects.
 
     A subclass implements the sum of tensors, the broadcast of bytes, and the all-gather of small objects.
     """

@@ -208,6 +208,15 @@ def test_the_loss_scale_is_loaded_only_if_the_state_has_one() -> None:
     assert scaling.state() == {"loss_scale": 8.0, "loss_scale_growth_tracker": 5}
 
 
+def test_the_loss_scale_is_on_the_host_if_gradients_are() -> None:
+    """The forward passes are on the meta device, from which no number can be copied."""
+    scaling = LossScaling(torch.device("meta"), CPU)
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), 2.0**16)
+    scaling.unscale(torch.optim.SGD([weight], lr=1.0))
+    assert weight.grad.tolist() == [1, 1, 1]
+
+
 def test_an_overflow_without_an_update_lowers_the_loss_scale() -> None:
     training = Training(LossScaling(CPU), OPTIMIZERS["no momentum"])
     for gradient, scale in ((torch.inf, 2.0**15), (1.0, 2.0**15), (torch.inf, 2.0**14)):
