@@ -209,7 +209,7 @@ def test_the_loss_scale_is_loaded_only_if_the_state_has_one() -> None:
 
 
 def test_the_loss_scale_is_on_the_host_if_gradients_are() -> None:
-    """The forward passes are on the meta device, from which no number can be copied."""
+    """Reads no number of the device of the forward passes: a meta tensor has none."""
     scaling = LossScaling(torch.device("meta"), CPU)
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 2.0**16)
