@@ -16,6 +16,7 @@ from ddpforge.checkpoint.state import OPTIMIZER, SHARED, Held
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import DeviceKind, device_kind
 from ddpforge.interfaces.regions import TensorShard
+from ddpforge.machine import map_without_forks
 
 log = logging.getLogger(__name__)
 
@@ -197,8 +198,11 @@ class _Memory:
         # Only CUDA locks memory that exists. `pin_memory=True` takes up to twice the size: a power of two.
         registers = locked is not None and locked.type == "cuda"
         try:
-            self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=locked is not None and not registers)
-        except RuntimeError as error:
+            if registers and size:
+                self.bytes = torch.frombuffer(map_without_forks(size), dtype=torch.uint8)
+            else:
+                self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=locked is not None and not registers)
+        except (RuntimeError, OSError) as error:
             raise CheckpointError(f"not enough host memory for a copy of {size:,} bytes", hints=[_HINT]) from error
         self.locked = locked
         if registers and size:

@@ -2,6 +2,8 @@
 checkpoint."""
 
 import logging
+import mmap
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -707,6 +709,23 @@ def test_memory_is_page_locked_for_gpu_tensors_and_unlocked_when_it_is_freed(
     staging.Staging()._bytes(0, locked=CUDA)
     assert len(calls) == 4, "empty memory is not locked"
     assert "page-locked" not in ddpforge_log.text
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="the system copies all memory at a fork")
+def test_forked_processes_do_not_have_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the cost of loader processes after a save: Linux copies page-locked memory at each fork."""
+    nothing = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: None)
+    monkeypatch.setattr(staging, "_cuda", lambda: nothing)
+    memory = staging.Staging()
+    locked = memory._bytes(100_000, locked=CUDA).fill_(7)
+    flags, here = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(found[1], 16) <= locked.data_ptr() < int(found[2], 16)
+        if here and line.startswith("VmFlags:"):
+            flags = line
+    assert "dc" in flags.split(), "proc_pid_smaps(5): do not copy area on fork"
+    assert int(locked.long().sum()) == 700_000
 
 
 @pytest.mark.gpu

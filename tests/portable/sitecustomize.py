@@ -7,6 +7,7 @@ alone, because psutil reads /proc itself.
 import builtins
 import functools
 import io
+import mmap
 import os
 import select
 import signal
@@ -52,5 +53,6 @@ for name in _CALLS:
 for name in ("SIGRTMIN", "SIGRTMAX"):
     delattr(signal, name)
 del select.epoll
+del mmap.MADV_DONTFORK
 io.open = builtins.open = _hiding(open)  # type: ignore[assignment]
 os.listdir, os.stat = _hiding(os.listdir), _hiding(os.stat)
