@@ -586,8 +586,7 @@ def measures(cases: dict[str, Case], ranks: int) -> Iterable[tuple[str, Callable
         yield "copies", copied
         yield "stall", partial(stall, cases["gpt-350m"], 1)
         return
-    # torch's LayerNorm accepts weights in lower precision on a GPU, but not on a CPU.
-    sharded = replace(cases["gpt-1.3b"], strategy="fsdp:compute" if torch.cuda.is_available() else "fsdp")
+    sharded = cases["gpt-1.3b"]
     yield "reductions", partial(reduced, ranks)
     yield "gpt-124m", partial(beside, "gpt-124m", cases["gpt-124m"], ranks, 1.02)
     yield "scaling", partial(growth, cases["gpt-124m"], ranks)

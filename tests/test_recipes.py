@@ -144,7 +144,6 @@ def test_gpt_recipes_of_one_and_two_nodes_train_the_same_curve(tmp_path: Path, d
         "model.heads=2",
         "model.width=16",
         "train.precision=fp32",
-        "strategy.all_gather_dtype=fp32",
     )
     sizes = ("model.block_size=32", "data.train.block_size=32", "data.eval.block_size=32")
     length = ("train.global_batch=8", "train.micro_batch=2", "train.length=6st", "track.every=1st")

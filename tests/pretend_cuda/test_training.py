@@ -38,6 +38,14 @@ def test_fsdp_in_low_precision_stays_close_to_one_gpu(bench: Bench, precision: s
     assert bench.column("two") == pytest.approx(bench.column("one"), rel=0.02)
 
 
+def test_model_with_layers_shared_by_ranks_is_compared_in_bf16_before_training(bench: Bench) -> None:
+    """Blocks are gathered in bf16 by default, so the comparison with the whole model computes in bf16, too."""
+    train = 'precision = "bf16"'
+    bench("one", SINGLE, nproc=1, train=train, more=ON_GPU)
+    bench("two", f"{FSDP}\ntensor = 2", train=train, more=ON_GPU)
+    bench.alike("two", "one", rel=0.02)
+
+
 def test_checkpoint_of_two_gpus_resumes_on_one_and_on_the_cpu(bench: Bench) -> None:
     bench("whole", FSDP, length="20st")
     for name, strategy, env in (("gpu", DDP, {}), ("cpu", SINGLE, CPU)):

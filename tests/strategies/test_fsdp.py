@@ -1,6 +1,7 @@
 """Results, shards, state and refusals of FSDP, with values that can be checked by hand."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,6 +241,30 @@ def test_blocks_are_gathered_in_the_dtype_of_the_recipe_and_other_weights_in_fp3
         return bare.block.seen, bare.seen, {str(weight.dtype) for weight in bare.parameters()}
 
     assert in_ranks(2, rank) == [([(dtype, "torch.float32")], ["torch.float32"], {"torch.float32"})] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "gather"),
+    [("cuda", "bf16", torch.bfloat16), ("cuda", "fp32", None), ("cuda", "fp16", None), ("cpu", "bf16", None)],
+)
+def test_accelerators_gather_blocks_in_bf16_by_default(kind: str, precision: str, gather: torch.dtype | None) -> None:
+    strategy = FSDP()
+    world: Any = SimpleNamespace(device=torch.device(kind))
+    strategy.train, strategy.world = train(precision=precision), world
+    assert strategy._gather_dtype(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))) is gather
+    assert strategy._gather_dtype(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) is None
+    assert strategy.gathers_exactly == (gather is None)
+
+
+def test_replicas_clip_by_the_same_norm() -> None:
+    """Checks groups that add in another order: the second norm would differ in its last bits."""
+
+    def rank(number: int) -> float:
+        training = Training(FSDP(replicas=2), Dot)
+        return float(training.replica.norm([torch.tensor([1.0 + (number > 1) * 2**-20])]))
+
+    norms = in_ranks(4, rank)
+    assert norms == [norms[0]] * 4 == [pytest.approx(2**0.5)] * 4
 
 
 def test_rounding_weights_of_norms_is_refused_on_a_cpu() -> None:

@@ -104,7 +104,6 @@ use = "adamw"
 lr = 1e-3
 [strategy]
 use = "{strategy}"
-{options}
 [train]
 length = "40st"
 global_batch = {batch}
@@ -126,13 +125,11 @@ def recipe(name: str, precision: str, strategy: str) -> str:
     """Returns the recipe of ddpforge's side."""
     work = WORKS[name]
     sharded = strategy == "fsdp"
-    gathers = 'all_gather_dtype = "compute"' if sharded and lowers(name, precision) else ""
     return RECIPE.format(
         model=work.model,
         data=work.data.__name__,
         task=work.task,
         strategy=strategy,
-        options=gathers,
         batch=work.batch * (1 if strategy == "single" else 2),
         precision=precision,
         channels_last=str(work.channels_last and not sharded).lower(),

@@ -63,9 +63,12 @@ class FSDPReplica(TorchReplica):
 
     @contextmanager
     def exact(self) -> Iterator[bool]:
-        """Also yields False if weights are gathered in lower precision."""
+        """Yields False, and keeps the run's precision, if weights are gathered in it: float32 does not take them."""
+        if not self._strategy.gathers_exactly:
+            yield False
+            return
         with super().exact() as exact:
-            yield exact and self._strategy.all_gather_dtype == "fp32"
+            yield exact
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -92,7 +95,10 @@ class FSDPReplica(TorchReplica):
         self._used.clear()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Returns the norm over all shards: one all-reduce of a number, and another with tensor parallelism."""
+        """Returns the norm over all shards, the same bits on every rank.
+
+        It costs an all-reduce of a number, another with tensor parallelism, and a broadcast with replicas.
+        """
         if self._shared is None:
             square = torch.nn.utils.get_total_norm(local(gradients)).square()
         else:
@@ -101,7 +107,11 @@ class FSDPReplica(TorchReplica):
             self._shared.add_up(mine)
             square = self._shared.square(mine) + 0  # the addition waits for the all-reduce
         square = square.to(self.world.device)
-        dist.all_reduce(square, group=self._strategy.mesh.get_group(-1))
+        mesh = self._strategy.mesh
+        dist.all_reduce(square, group=mesh.get_group(-1))
+        if mesh.ndim > 1:
+            # Groups may add in another order. A norm with another last bit would move the replicas' weights apart.
+            dist.broadcast(square, group=mesh.get_group(0), group_src=0)
         # An optimizer on the host must not read the number before its copy to the host has ended.
         return square.sqrt().cpu() if self._strategy.cpu_offload else square.sqrt()
 

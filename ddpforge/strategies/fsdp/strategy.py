@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import Field
 
 from ddpforge.errors import StrategyError
-from ddpforge.interfaces import Contract, ForwardSplit, Replica, Strategy, Task, Unsupported, Weights, World
+from ddpforge.interfaces import (
+    Contract,
+    ForwardSplit,
+    Replica,
+    Strategy,
+    Task,
+    Unsupported,
+    Weights,
+    World,
+    device_kind,
+)
 from ddpforge.strategies.fsdp.mesh import ParallelDims
 from ddpforge.strategies.tensor.options import LossParallel, Sequenced, Styles, Tensored, TensorParallelOptions
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, OffloadPolicy
@@ -91,13 +102,14 @@ class FSDP(Strategy):
             ),
         ] = False,
         all_gather_dtype: Annotated[
-            Literal["fp32", "compute"],
+            Literal["fp32", "compute"] | None,
             Field(
                 description='Dtype in which a block\'s weights are gathered: "fp32", or "compute", the dtype of'
                 " train.precision, which halves the traffic and also rounds weights that autocast leaves in fp32"
-                " (norms)."
+                ' (norms). Absent: "compute" under bf16 on accelerators, but "fp32" for blocks with BatchNorm, and'
+                " on CPUs."
             ),
-        ] = "fp32",
+        ] = None,
         cpu_offload: Annotated[
             bool, Field(description="Keep shards and optimizer state in host memory, and update them there.")
         ] = False,
@@ -341,20 +353,33 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import fully_shard
 
         from ddpforge.strategies.fsdp.wrap_units import mixed_precision_policy, reduce_dtype
-        from ddpforge.strategies.precision import precision_for
 
         return fully_shard(
             block,
             mesh=mesh,
             reshard_after_forward=self.reshard_after_forward,
-            mp_policy=mixed_precision_policy(
-                precision_for(self.train.precision, self.world.device).dtype
-                if self.all_gather_dtype == "compute"
-                else None,
-                reduce_dtype(block),
-            ),
+            mp_policy=mixed_precision_policy(self._gather_dtype(block), reduce_dtype(block)),
             offload_policy=self._offload(),
         )
+
+    @property
+    def gathers_exactly(self) -> bool:
+        """True if all weights are gathered in their own dtype."""
+        if self.all_gather_dtype is None:
+            return self.train.precision != "bf16" or device_kind(self.world.device).is_host
+        return self.all_gather_dtype == "fp32"
+
+    def _gather_dtype(self, block: nn.Module) -> torch.dtype | None:
+        """Returns the dtype in which a block's weights are gathered; None for their own."""
+        from ddpforge.strategies.precision import precision_for
+
+        if self.gathers_exactly:
+            return None
+        # The kernels of BatchNorm take weights only in the dtype of their running statistics.
+        tracks = any(getattr(module, "running_mean", None) is not None for module in block.modules())
+        if self.all_gather_dtype is None and tracks:
+            return None
+        return precision_for(self.train.precision, self.world.device).dtype
 
     def _cut(self, model: nn.Module, part: nn.Module) -> None:
         if self.shares:
