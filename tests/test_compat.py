@@ -152,27 +152,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("expected")
 
 
+# `make test` takes one name from each run; the functions that use the others have tests of their own below.
 @pytest.mark.parametrize(
     ("take", "run"),
     [
         (foreach, "ddp"),
-        (foreach, "norms"),
-        (foreach, "pipeline"),
+        pytest.param(foreach, "norms", marks=pytest.mark.full),
+        pytest.param(foreach, "pipeline", marks=pytest.mark.full),
         (pytree, "pipeline"),
-        (pytree, "context"),
-        (version, "ddp"),
-        (version, "selective"),
-        (is_view, "pipeline"),
+        pytest.param(pytree, "context", marks=pytest.mark.full),
+        pytest.param(version, "ddp", marks=pytest.mark.full),
+        pytest.param(version, "selective", marks=pytest.mark.full),
+        pytest.param(is_view, "pipeline", marks=pytest.mark.full),
         (batch_norms, "norms"),
-        (modes, "selective"),
+        pytest.param(modes, "selective", marks=pytest.mark.full),
         (attention, "selective"),
-        (wrappers, "selective"),
-        (without_modes, "context"),
+        pytest.param(wrappers, "selective", marks=pytest.mark.full),
+        pytest.param(without_modes, "context", marks=pytest.mark.full),
         (collectives, "context"),
-        (reducer, "ddp"),
-        (timeout, "context"),
-        (broadcast_buffers, "norms"),
-        (finds_shapes, "pipeline"),
+        pytest.param(reducer, "ddp", marks=pytest.mark.full),
+        pytest.param(timeout, "context", marks=pytest.mark.full),
+        pytest.param(broadcast_buffers, "norms", marks=pytest.mark.full),
+        pytest.param(finds_shapes, "pipeline", marks=pytest.mark.full),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

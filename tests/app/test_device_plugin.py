@@ -99,6 +99,7 @@ def test_run_on_a_device_without_float64_pinning_and_streams_is_that_on_the_cpu(
     assert json.loads(environment.read_text())["devices"] == [{"name": "Toy 1", "memory": 8 << 30}]
 
 
+@pytest.mark.full  # tests/pretend_cuda resumes on the CPU, and tests/distributed/test_anywhere.py on all layouts
 def test_run_resumes_on_the_cpu_and_back(site: Path) -> None:
     whole = train(site, "whole", "train.device=toy", "train.length=12st")
     train(site, "parts", "train.device=toy", "train.length=6st")
@@ -167,19 +168,22 @@ def test_step_reads_only_the_norm_from_a_device_without_fused_optimizers(backend
             ["run", "digits", "--set", "train.precision=fp16"],
             'train.precision = "fp16" does not work on a toy (train.device = "toy")',
         ),
-        (
+        pytest.param(
             ["run", "digits", "--set", "strategy.use=fsdp"],
             'strategy.use = "fsdp" cannot train on a toy (train.device = "toy"): torch has no collectives for it',
+            marks=pytest.mark.full,
         ),
-        (["check", "digits", "--ranks", "2"], "2 ranks cannot train on a toy"),
+        pytest.param(["check", "digits", "--ranks", "2"], "2 ranks cannot train on a toy", marks=pytest.mark.full),
         (["launch", "digits", "--nproc", "2"], "2 ranks cannot train on a toy"),
-        (
+        pytest.param(
             ["run", "digits", "--set", "train.tf32=true"],
             "train.tf32 multiplies in TF32, which needs CUDA, but this run is on toy",
+            marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             ["run", "digits", "--set", "train.sync_batchnorm=true"],
             "train.sync_batchnorm needs CUDA or XPU, but this run is on toy",
+            marks=pytest.mark.full,
         ),
         (
             ["run", "digits", "--set", 'model={ use = "./own.py:Wide" }'],

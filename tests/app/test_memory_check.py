@@ -118,6 +118,7 @@ def test_difference_of_more_than_a_tenth_is_logged(recipe: Path, ddpforge: Run) 
     assert re.search(r"memory: the plan has a peak of .* per rank, but step 2 had", said.stderr)
 
 
+@pytest.mark.full  # tests/tools/simulation has the models that cannot be simulated
 def test_model_that_cannot_be_simulated_is_not_compared(recipe: Path, ddpforge: Run) -> None:
     copy(SUPPORT / "odd_models.py", recipe.parent)
     text = re.sub(r'use = "gpt".*?\[data', 'use = "./odd_models.py:Unforeseen"\n[data', RECIPE, flags=re.DOTALL)

@@ -14,8 +14,17 @@ SINGLE = 'use = "single"'
 ON_GPU = '[callbacks.on_gpu]\nuse = "./pretended_counts.py:OnGPU"\n'
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 0.02), ("fp16", 0.02)])
-@pytest.mark.parametrize("parts", [CNN, GPT], ids=["cnn", "gpt"])
+@pytest.mark.parametrize(
+    ("parts", "precision", "tolerance"),
+    [
+        pytest.param(CNN, "fp32", 1e-6, id="cnn-fp32"),
+        pytest.param(GPT, "fp32", 1e-6, id="gpt-fp32", marks=pytest.mark.full),
+        pytest.param(CNN, "bf16", 0.02, id="cnn-bf16", marks=pytest.mark.full),
+        pytest.param(GPT, "bf16", 0.02, id="gpt-bf16"),
+        pytest.param(CNN, "fp16", 0.02, id="cnn-fp16"),
+        pytest.param(GPT, "fp16", 0.02, id="gpt-fp16", marks=pytest.mark.full),
+    ],
+)
 def test_losses_are_those_of_the_cpu(bench: Bench, parts: str, precision: str, tolerance: float) -> None:
     train = f'precision = "{precision}"'
     bench("cuda", SINGLE, nproc=1, parts=parts, train=train, more=ON_GPU)
@@ -30,7 +39,7 @@ def test_two_gpus_train_like_two_ranks_on_the_cpu(bench: Bench, strategy: str) -
     bench.alike("cuda", "cpu", rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 def test_fsdp_in_low_precision_stays_close_to_one_gpu(bench: Bench, precision: str) -> None:
     train = f'precision = "{precision}"'
     bench("one", SINGLE, nproc=1, train=train, more=ON_GPU)
@@ -132,8 +141,7 @@ class Poisoned(LanguageModeling):
 """
 
 
-@pytest.mark.parametrize("factor", ["nan", "inf"])
-@pytest.mark.parametrize("strategy", [SINGLE, FSDP], ids=["single", "fsdp"])
+@pytest.mark.parametrize(("strategy", "factor"), [(SINGLE, "nan"), (FSDP, "inf")], ids=["single-nan", "fsdp-inf"])
 def test_step_without_a_finite_gradient_is_skipped_on_the_device(bench: Bench, strategy: str, factor: str) -> None:
     """Compares weights with the CPU, which decides on the host; the fused AdamW reads a flag on the device."""
     (bench.folder / "poisoned.py").write_text(POISONED)

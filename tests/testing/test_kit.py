@@ -160,7 +160,7 @@ def test_kit_stops_if_its_ranks_are_stopped(monkeypatch: pytest.MonkeyPatch, cod
     assert "stopped; not all checks were made" in result.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_signal_to_the_kit_stops_its_ranks(folder: Path, number: signal.Signals) -> None:
     ranks, before = folder / "ranks", signal.getsignal(signal.SIGTERM)
     ranks.mkdir()

@@ -136,8 +136,7 @@ def opened(browser: Browser, folder: Path, runs: list[RunFolder], **options: Any
     return seen
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_page_of_two_runs_is_readable_and_accessible(
     browser: Browser, tmp_path: Path, run: RunFolder, width: int, scheme: Any
 ) -> None:
@@ -363,7 +362,7 @@ def test_page_of_200_runs_is_usable(browser: Browser, tmp_path: Path) -> None:
     assert seen.page.locator("#table tbody tr").first.locator("th").inner_text() == "run-199"
 
 
-@pytest.mark.slow
+@pytest.mark.full  # a page of 200 runs has as many points
 def test_page_of_100000_rows_is_small(browser: Browser, tmp_path: Path) -> None:
     run = filled(tmp_path / "runs" / "long", 100_000)
     seen = opened(browser, tmp_path, [run])

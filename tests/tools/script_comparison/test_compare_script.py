@@ -189,13 +189,19 @@ def compare(tmp_path: Path, zygote: Zygote) -> Compare:
 
 
 # ---------------------------------------------------------------------------------------------- the same
+# Wrapped loaders and optimizers of Accelerate and of the Trainer, whose import takes seconds, are `full`.
 @pytest.mark.parametrize(
     ("script", "sets"),
     [
         pytest.param(LOOP, [], id="loop"),
         pytest.param(DDP, ["--torchrun"], id="ddp"),
-        pytest.param(NO_LOADER, ["-s", "task.use=model_loss", "-s", "model.use=./parts.py:WithLoss"], id="no loader"),
-        pytest.param(ACCELERATE, ["-s", "train.micro_batch=4"], id="accelerate"),
+        pytest.param(
+            NO_LOADER,
+            ["-s", "task.use=model_loss", "-s", "model.use=./parts.py:WithLoss"],
+            id="no loader",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(ACCELERATE, ["-s", "train.micro_batch=4"], id="accelerate", marks=pytest.mark.full),
         pytest.param(
             TRAINER,
             [
@@ -203,7 +209,7 @@ def compare(tmp_path: Path, zygote: Zygote) -> Compare:
                 *("-s", "optimizer.weight_decay=0"),
             ],
             id="trainer",
-            marks=pytest.mark.full,  # its import takes seconds; `accelerate` shows wrapped loaders and optimizers
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -222,9 +228,9 @@ def test_a_script_and_its_recipe_have_the_same_losses(compare: Compare, script: 
 @pytest.mark.parametrize(
     ("change", "step", "part"),
     [
-        ("optimizer.lr=0.03", 1, "lr: 0.02 in the script, 0.03 in the recipe"),
+        pytest.param("optimizer.lr=0.03", 1, "lr: 0.02 in the script, 0.03 in the recipe", marks=pytest.mark.full),
         ("data.train.shift=4", 1, "batch: the inputs of the models differ"),
-        ("model.dropout=0.5", 1, "loss: "),
+        pytest.param("model.dropout=0.5", 1, "loss: ", marks=pytest.mark.full),
         ("optimizer.weight_decay=0.5", 2, "loss: "),
     ],
 )
@@ -272,15 +278,16 @@ APART = LOOP.replace("model = Net()", "body, head = torch.nn.Linear(4, 4), torch
     [
         pytest.param("print('hello')", [], "ended without an optimizer step in its process", id="never-steps"),
         pytest.param("raise ValueError('my own fault')", [], "ValueError: my own fault", id="raises"),
-        pytest.param(TWO, [], "it steps two optimizers, AdamW and SGD", id="two-optimizers"),
+        pytest.param(TWO, [], "it steps two optimizers, AdamW and SGD", id="two-optimizers", marks=pytest.mark.full),
         pytest.param(APART.replace("model(x)", "head(body(x))"), [], "no module that it called holds all", id="apart"),
         pytest.param(LOOP.replace("in loader", "in [next(iter(Points())), ] and [(Points().x, Points().y)]"), [],
                      "the script has no DataLoader: the recipe gets the inputs", id="no-loader"),
         pytest.param(LOOP, ["-s", "model.width=8"], "`body.0.bias` has the shape [8], in the script [16]",
                      id="other-shape"),
         pytest.param(LOOP, ["-s", "model={use='mlp', inputs=4, outputs=2}"], "only the script has `body.0.bias`",
-                     id="other-names"),
-        pytest.param(LOOP, ["-s", "data.train.samples=20"], "but [data.train] has only 20 samples", id="fewer-samples"),
+                     id="other-names", marks=pytest.mark.full),
+        pytest.param(LOOP, ["-s", "data.train.samples=20"], "but [data.train] has only 20 samples", id="fewer-samples",
+                     marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_a_comparison_that_cannot_work_is_an_error(
