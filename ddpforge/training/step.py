@@ -216,7 +216,7 @@ class KeepsBuffers:
         """Takes a step, and restores the buffers if the norm is not finite."""
         before = Buffers(self._stateful)
         totals, norm = self._stepper.train_step(step, first, micro_batches, measure=measure, update=update)
-        before.restore_unless(torch.isfinite(norm))
+        before.restore_unless_finite(norm)
         return totals, norm
 
 
