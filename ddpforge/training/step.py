@@ -172,6 +172,8 @@ class Stepper:
         if self._sources and one.sources:
             measured |= self._sources.totals(loss.detach(), outputs, one.batch, one.sources)
         heartbeat.beat(heartbeat.BACKWARD)
+        if one.last:
+            heartbeat.finish_forward()
         return loss, measured
 
     def _measure(self, outputs: Any, batch: Any) -> dict[str, Total]:
