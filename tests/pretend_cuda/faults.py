@@ -203,8 +203,8 @@ FAULTS = (
     Fault(
         "outputs are kept during the backward pass",
         "training/step.py",
-        "        heartbeat.beat(heartbeat.BACKWARD)\n        return loss, measured",
-        "        self._outputs = outputs\n        return loss, measured",
+        "        heartbeat.beat(heartbeat.BACKWARD)\n",
+        "        heartbeat.beat(heartbeat.BACKWARD)\n        self._outputs = outputs\n",
         (_peak("gpt bf16 single"),),
     ),
     Fault(
