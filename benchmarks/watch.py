@@ -36,7 +36,7 @@ def nanoseconds(statement: str) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "logs").mkdir()
-        with Watchdog(Path(name), "bench", 0, 2, strategy="ddp", stall=600.0, compiles=False):
+        with Watchdog(Path(name), "bench", 0, 2, strategy="ddp", hang_timeout=600.0, compiles=False):
             mark, call = nanoseconds("heartbeat.beat(heartbeat.FORWARD)"), nanoseconds("nothing(heartbeat.FORWARD)")
             print(f"heartbeat: {mark:.0f} ns (an empty call: {call:.0f} ns)")
             print(f"{MARKS} heartbeats per step: {MARKS * mark / 1e6:.3%} of a step of 1 ms")

@@ -21,6 +21,7 @@ from ddpforge.interfaces import Tracker, World
 from ddpforge.launchers.exit_record import is_launched
 from ddpforge.ranks import heartbeat, process_exit
 from ddpforge.ranks.backend_flags import explain_determinism_error
+from ddpforge.ranks.device_progress import DeviceProgress
 from ddpforge.ranks.devices import name_of_device
 from ddpforge.ranks.failures import FailureRecord, Failures, exit_code_of, phrase
 from ddpforge.ranks.join import leave
@@ -425,6 +426,7 @@ def _watch(folder: RunFolder, token: str, recipe: Recipe, world: World) -> NullW
         strategy=recipe.strategy.use,
         hang_timeout=0.0 if train.hang_timeout == "off" else train.hang_timeout.seconds,
         compiles=train.compile != "off",
+        progress=DeviceProgress(world.device),
     )
 
 

@@ -168,7 +168,7 @@ class DeviceKind:
         return found
 
     def new_event(self) -> Any:
-        """Returns an event that a stream records. A thread that waits for it should sleep."""
+        """Returns an event that a stream records. A thread that waits for it should sleep; `query` must not wait."""
         return self.module.Event()
 
     # -- random numbers

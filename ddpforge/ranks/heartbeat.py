@@ -14,7 +14,10 @@ __all__ = [
     "beat",
     "current",
     "enter_step",
+    "finish_forward",
+    "finish_on_device",
     "follow",
+    "follow_forward",
     "mark_exited",
     "reset_beats",
     "seconds_by_phase",
@@ -26,14 +29,16 @@ __all__ += ["BACKWARD", "CALLBACKS", "DATA", "EVAL", "FORWARD", "NAMES", "REDUCE
 NAMES = ("start", "data", "forward", "backward", "optimizer", "reduce", "callbacks", "eval", "save", "end")
 START, DATA, FORWARD, BACKWARD, STEP, REDUCE, CALLBACKS, EVAL, SAVE, END = range(len(NAMES))
 # Words of 8 bytes: number of marks and the phase; the step; the attempt's first step; 1 if the rank has reported its
-# end; the maximum milliseconds without progress, or 0 if not known yet.
-WORDS = 5
+# end; the maximum milliseconds without progress, or 0 if not known yet; the newest step whose forward passes the device
+# has finished, or 0 if not known.
+WORDS = 6
 
 _words: memoryview[int] = memoryview(bytearray(8 * WORDS)).cast("q")
 _count = itertools.count(16, 16).__next__
 _phase, _since = START, perf_counter()
 _seconds = [0.0] * len(NAMES)
 _follower: Callable[[int], None] | None = None
+_follower_of_forward: Callable[[int], None] | None = None
 
 
 class Heartbeat(NamedTuple):
@@ -45,11 +50,12 @@ class Heartbeat(NamedTuple):
     first: int  # the first step of the attempt; 0 if not known yet
     left: bool  # the rank has reported its end: the watchdog need not do it
     hang_timeout: float = 0.0  # maximum seconds without progress; 0 if not known yet
+    on_device: int = 0  # the newest step whose forward passes the device has finished; 0 if not known
 
     @classmethod
     def of(cls, words: memoryview[int]) -> Heartbeat:
         """Decodes the place from `words`."""
-        return cls(words[0] & 15, words[1], words[0] >> 4, words[2], bool(words[3]), words[4] / 1000)
+        return cls(words[0] & 15, words[1], words[0] >> 4, words[2], bool(words[3]), words[4] / 1000, words[5])
 
 
 def beat(phase: int) -> None:
@@ -77,6 +83,23 @@ def follow(follower: Callable[[int], None] | None) -> None:
     """Calls `follower` with the phase at every further mark; None ends that."""
     global _follower
     _follower = follower
+
+
+def follow_forward(follower: Callable[[int], None] | None) -> None:
+    """Calls `follower` with the step at every further `finish_forward`; None ends that."""
+    global _follower_of_forward
+    _follower_of_forward = follower
+
+
+def finish_forward() -> None:
+    """Records that the forward passes of the current step are queued on the device."""
+    if _follower_of_forward is not None:
+        _follower_of_forward(_words[1])
+
+
+def finish_on_device(step: int) -> None:
+    """Records that the device has finished the forward passes of `step`."""
+    _words[5] = step
 
 
 def reset_beats(marks: int) -> None:
@@ -110,5 +133,5 @@ def current() -> Heartbeat:
 def use_shared_memory(words: memoryview[int]) -> None:
     """Starts an attempt: clears `words`, writes further marks to it, and counts them from the beginning."""
     global _words, _count
-    words[0], words[1], words[2], words[3], words[4] = START, 0, 0, 0, 0
+    words[0], words[1], words[2], words[3], words[4], words[5] = START, 0, 0, 0, 0, 0
     _words, _count = words, itertools.count(16, 16).__next__

@@ -33,8 +33,11 @@ class Buffers:
             # By name: some modules replace a buffer in forward. `data`: autograd does not count this as a change.
             module.get_buffer(name).data.copy_(value)
 
-    def restore_unless(self, kept: Tensor) -> None:
-        """Restores all buffers unless `kept` (bool, 0-d, on any device) is true; does not wait for the device."""
+    def restore_unless_finite(self, norm: Tensor) -> None:
+        """Restores all buffers unless `norm` (0-d, on any device) is finite; does not wait for the device."""
+        if not self._values:  # the check is two launches
+            return
+        kept = torch.isfinite(norm)
         for module, name, value in self._values:
             buffer = module.get_buffer(name)
             buffer.data.copy_(torch.where(kept.to(buffer.device, non_blocking=True), buffer, value))

@@ -172,6 +172,8 @@ class Stepper:
         if self._sources and one.sources:
             measured |= self._sources.totals(loss.detach(), outputs, one.batch, one.sources)
         heartbeat.beat(heartbeat.BACKWARD)
+        if one.last:
+            heartbeat.finish_forward()
         return loss, measured
 
     def _measure(self, outputs: Any, batch: Any) -> dict[str, Total]:
@@ -216,7 +218,7 @@ class KeepsBuffers:
         """Takes a step, and restores the buffers if the norm is not finite."""
         before = Buffers(self._stateful)
         totals, norm = self._stepper.train_step(step, first, micro_batches, measure=measure, update=update)
-        before.restore_unless(torch.isfinite(norm))
+        before.restore_unless_finite(norm)
         return totals, norm
 
 

@@ -38,7 +38,8 @@ def find_culprit(rows: Mapping[int, RankStatus], size: int) -> Culprit:
 
     `rows` has the newest row of each rank, `size` is the number of ranks. All ranks make the same heartbeats, so the
     ranks with the fewest heartbeats are behind. Of these, ranks that only wait in a collective are skipped. If all of
-    them wait, it is a rank further ahead that does not: in a pipeline the first rank is some micro-batches ahead.
+    them wait, it is a rank further ahead that does not: in a pipeline the first rank is some micro-batches ahead. If
+    all ranks wait, or are in one place, it is the one whose device is behind: the host of a GPU runs ahead of it.
     """
     known = [rows[rank] for rank in sorted(rows)]
     if silent := [rank for rank in range(size) if rank not in rows or not rows[rank].answers]:
@@ -54,6 +55,8 @@ def find_culprit(rows: Mapping[int, RankStatus], size: int) -> Culprit:
     behind = [row for row in known if (row.step, row.beats) == least]
     busy = [row for row in behind if not _waits(row)] or [row for row in known if not _waits(row)]
     behind = busy or behind
+    if (not busy or len(behind) == size) and (late := _with_late_devices(known)):
+        return Culprit(_ranks(late), _late_device(late, known))
     if len(behind) == size:
         return Culprit(_ranks(behind), f"and all others made no progress in {_stay(behind[0])}: none is behind")
     others = "the others waited for it" if len(behind) == 1 else f"as did {_and(behind[1:])}; the others waited"
@@ -62,6 +65,21 @@ def find_culprit(rows: Mapping[int, RankStatus], size: int) -> Culprit:
 
 def _ranks(rows: Sequence[RankStatus]) -> list[int]:
     return [row.rank for row in rows]
+
+
+def _with_late_devices(rows: Sequence[RankStatus]) -> list[RankStatus]:
+    """Returns the rows whose devices have finished fewer steps than others; empty if one is not known."""
+    steps = [row.on_device for row in rows]
+    return [row for row in rows if row.on_device == min(steps)] if 0 < min(steps) < max(steps) else []
+
+
+def _late_device(late: Sequence[RankStatus], known: Sequence[RankStatus]) -> str:
+    also = f", as did {_and(late[1:])}" if len(late) > 1 else ""
+    ahead = max(row.on_device for row in known)
+    return (
+        f"made no progress in {_stay(late[0])}{also}: its device has finished the forward passes of step "
+        f"{late[0].on_device}, others those of step {ahead}, and wait for it"
+    )
 
 
 def _and(rows: Sequence[RankStatus]) -> str:

@@ -163,6 +163,7 @@ class Monitor:
             answers=answers,
             left=place.left,
             time=time.time(),
+            on_device=place.on_device,
         )
 
     def _is_late(self) -> bool:

@@ -39,6 +39,7 @@ class RankStatus(NamedTuple):
     answers: the row was written after a call for status.
     left: the rank has reported its own end, and needs no watchdog.
     time: when the row was written, in seconds since 1970.
+    on_device: the newest step whose forward passes its device has finished; 0 if not known.
     """
 
     rank: int
@@ -54,13 +55,15 @@ class RankStatus(NamedTuple):
     answers: bool = False
     left: bool = False
     time: float = 0.0
+    on_device: int = 0
 
     @classmethod
     def read(cls, found: Any) -> RankStatus:
         """Returns the row in an object from JSON. Raises TypeError or ValueError if it is not a row."""
         row = cls(**found)
         if not all(
-            isinstance(number, int | float) for number in (row.rank, row.step, row.beats, row.seconds, row.time)
+            isinstance(number, int | float)
+            for number in (row.rank, row.step, row.beats, row.seconds, row.time, row.on_device)
         ):
             raise ValueError("not a row")
         return row
@@ -76,9 +79,9 @@ class RankStatus(NamedTuple):
     def __str__(self) -> str:
         at = f", at {self.at}" if self.at else ""
         frozen = ", frozen" if self.frozen else ""
-        return (
-            f"rank {self.rank} on {self.host} (pid {self.pid}): {self.location()} for {self.seconds:.0f} s{frozen}{at}"
-        )
+        device = f", its device has finished forward of step {self.on_device}" if self.on_device else ""
+        place = f"rank {self.rank} on {self.host} (pid {self.pid}): {self.location()}"
+        return f"{place} for {self.seconds:.0f} s{frozen}{at}{device}"
 
 
 def here(rank: int) -> RankStatus:

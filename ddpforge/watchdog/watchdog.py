@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -79,11 +79,22 @@ class Watchdog(NullWatchdog):
         strategy: the name of the strategy, for status.json.
         hang_timeout: maximum seconds between two heartbeats; 0 for no limit.
         compiles: True if the first step has to compile.
+        progress: reports the progress of the rank's device while the watchdog runs.
     """
 
     def __init__(
-        self, folder: Path, attempt: str, rank: int, size: int, *, strategy: str, hang_timeout: float, compiles: bool
+        self,
+        folder: Path,
+        attempt: str,
+        rank: int,
+        size: int,
+        *,
+        strategy: str,
+        hang_timeout: float,
+        compiles: bool,
+        progress: AbstractContextManager[Any] | None = None,
     ) -> None:
+        self._progress = progress or nullcontext()
         self._settings = {
             "folder": str(folder.absolute()),
             "logs": f"{folder.absolute()}/logs",
@@ -100,6 +111,7 @@ class Watchdog(NullWatchdog):
     def __enter__(self) -> Self:
         end_startup_watch()
         self._beside = _Agent(self._settings)
+        self._progress.__enter__()
         return self
 
     def __exit__(
@@ -107,6 +119,7 @@ class Watchdog(NullWatchdog):
     ) -> None:
         """Ends the watchdog; the attempt has reported its own end."""
         heartbeat.mark_exited()
+        self._progress.__exit__(None, None, None)
         self._beside.end()
 
     def call(self) -> None:

@@ -39,14 +39,24 @@ at::Tensor on_host(const at::Tensor& given) {
     return shared;
 }
 
+// Operators of CUDA that take indices on the host too.
+bool takes_from_host(const std::string& name) { return name.find("index") != std::string::npos; }
+
 // A call in progress: the given tensors, and their twins on the CPU.
 struct Call {
     std::vector<at::Tensor> given, twins;
     c10::optional<c10::Device> device;
+    const std::string& name;
 
     at::Tensor twin(const at::Tensor& tensor) {
-        if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+        if (!tensor.defined()) return tensor;
+        if (!tensor.is_cuda()) {  // CUDA's kernels take numbers of the host
+            TORCH_CHECK(tensor.dim() == 0 || tensor.numel() == 0 || takes_from_host(name), name,
+                        " mixes tensors of ", tensor.device(), " and a GPU");
+            return tensor;
+        }
         if (!device) device = tensor.device();
+        TORCH_CHECK(*device == tensor.device(), name, " mixes tensors of ", *device, " and ", tensor.device());
         given.push_back(tensor);
         twins.push_back(on_host(tensor));
         return twins.back();
@@ -101,7 +111,7 @@ bool converts_back(const std::string& name) {
 
 void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     const auto& schema = op.schema();
-    Call call;
+    Call call{.name = schema.name()};
     size_t first = stack->size() - schema.arguments().size();
     for (size_t i = first; i < stack->size(); i++) (*stack)[i] = call.argument((*stack)[i]);
     c10::optional<at::ScalarType> dtype;

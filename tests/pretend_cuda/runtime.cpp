@@ -7,6 +7,7 @@
 
 #include <dlfcn.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "counts.h"
 
@@ -100,8 +102,22 @@ cudaError_t launched(const void* kernel) {
     return cudaSuccess;
 }
 
+// A device that hangs: events that are recorded from now on stay unfinished, and a wait for the whole device has no end.
+// Other waits end, because gloo in the place of NCCL makes the host wait where NCCL does not.
+std::atomic<bool> hung{false};
+std::set<cudaEvent_t> unfinished;
+
 cudaError_t waited() {
     counts[WAITS]++;
+    return cudaSuccess;
+}
+
+cudaError_t recorded(cudaEvent_t event) {
+    counts[EVENTS]++;
+    if (hung) {
+        std::lock_guard<std::mutex> guard(lock);
+        unfinished.insert(event);
+    }
     return cudaSuccess;
 }
 
@@ -132,6 +148,9 @@ EXPORT void pretend_cuda_counts(long long* out) {
 
 // Adds one to the collectives: NCCL's calls are replaced by collectives.cpp, another library.
 EXPORT void pretend_cuda_collective() { counts[COLLECTIVES]++; }
+
+// Makes the devices of this process hang.
+EXPORT void pretend_cuda_hang() { hung = true; }
 
 // Devices
 EXPORT cudaError_t cudaGetDeviceCount(int* number) {
@@ -194,7 +213,10 @@ EXPORT cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
     snprintf(text, size, "0000:%02x:00.0", device + 1);
     return cudaSuccess;
 }
-EXPORT cudaError_t cudaDeviceSynchronize() { return waited(); }
+EXPORT cudaError_t cudaDeviceSynchronize() {
+    while (hung) sleep(1);
+    return waited();
+}
 EXPORT cudaError_t cudaGetLastError() { return cudaSuccess; }
 EXPORT cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 EXPORT const char* cudaGetErrorString(cudaError_t error) {
@@ -308,9 +330,12 @@ EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return make(event); }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return make(event); }
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-EXPORT cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { counts[EVENTS]++; return cudaSuccess; }
-EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { counts[EVENTS]++; return cudaSuccess; }
-EXPORT cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) { return recorded(event); }
+EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t, unsigned) { return recorded(event); }
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+    std::lock_guard<std::mutex> guard(lock);
+    return unfinished.count(event) ? cudaErrorNotReady : cudaSuccess;
+}
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t) { return waited(); }
 EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { *ms = 0; return cudaSuccess; }
 

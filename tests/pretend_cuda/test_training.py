@@ -32,6 +32,13 @@ def test_losses_are_those_of_the_cpu(bench: Bench, parts: str, precision: str, t
     bench.alike("cuda", "cpu", rel=tolerance)
 
 
+def test_gradients_of_fp16_are_read_without_their_loss_scale(bench: Bench) -> None:
+    for precision in ("fp32", "fp16"):
+        bench(precision, SINGLE, nproc=1, parts=CNN, train=f'precision = "{precision}"')
+    norms = [bench.column(precision, "train/grad_norm") for precision in ("fp32", "fp16")]
+    assert norms[1] == pytest.approx(norms[0], rel=0.2)  # the scale is 2¹⁶
+
+
 @pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_two_gpus_train_like_two_ranks_on_the_cpu(bench: Bench, strategy: str) -> None:
     bench("cuda", strategy, more=ON_GPU)

@@ -194,18 +194,22 @@ def by_hand(name: str, precision: str, strategy: str) -> dict[str, Any]:
         model = model.to(memory_format=torch.channels_last)
     wrapped = spread(model, strategy, low=lowers(name, precision))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3, fused=True)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
     source = batches(work.data(), work.batch)
     rows = []
     for step in range(1, STEPS + 1):
         x, y = (part.to(place, non_blocking=True) for part in next(source))
         if channels_last:
             x = x.to(memory_format=torch.channels_last)
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
             logits = wrapped(x)
             loss = cross_entropy(logits.flatten(0, -2), y.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         if step in (1, 20, 40):
             loss.item()

@@ -41,6 +41,11 @@ def built() -> Path:
     return BUILT
 
 
+def on_path(*folders: Path) -> str:
+    """Returns PYTHONPATH with `folders` before the ones of this process: these may hold a changed ddpforge."""
+    return ":".join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def environment(devices: int, *, computes: bool) -> dict[str, str | None]:
     """Returns the variables of a process that sees `devices` GPUs; None for one that must be absent.
 
@@ -50,7 +55,7 @@ def environment(devices: int, *, computes: bool) -> dict[str, str | None]:
     return {
         "LD_PRELOAD": str(folder / "libpretend_cuda.so"),
         "LD_LIBRARY_PATH": f"{folder / 'lib'}:{folder}",
-        "PYTHONPATH": str(FOLDER / "site"),
+        "PYTHONPATH": on_path(FOLDER / "site"),
         "PRETEND_CUDA_DEVICES": str(devices),
         "PRETEND_CUDA_KERNELS": str(folder / "cpu_kernels.so") if computes else None,
         "PRETEND_CUDA_COLLECTIVES": None if computes else str(folder / "collectives.so"),

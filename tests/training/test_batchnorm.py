@@ -133,24 +133,24 @@ def test_buffers_are_restored_even_if_the_module_replaced_the_tensor() -> None:
     assert holds.values() == values
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_buffers_are_restored_unless_a_flag_tensor_is_true(kept: bool) -> None:
+@pytest.mark.parametrize(("norm", "kept"), [(3.0, True), (torch.inf, False), (torch.nan, False)])
+def test_buffers_are_restored_unless_the_norm_is_finite(norm: float, kept: bool) -> None:
     model, holds = held()
     before, old = Buffers(model), holds.values()
     holds.change()
     new = holds.values()
-    before.restore_unless(torch.tensor(kept))
+    before.restore_unless_finite(torch.tensor(norm))
     assert new != old
     assert holds.values() == (new if kept else old)
     assert holds.left_out.dtype == torch.int64
 
 
-@pytest.mark.parametrize("unless", [None, torch.tensor(True), torch.tensor(False)])
+@pytest.mark.parametrize("unless", [None, torch.tensor(1.0), torch.tensor(torch.inf)])
 def test_backward_works_after_a_saved_buffer_is_restored(unless: Tensor | None) -> None:
     model, holds = held()
     before = Buffers(model)
     loss = (holds.weight * holds.kept).sum()
-    before.restore() if unless is None else before.restore_unless(unless)
+    before.restore() if unless is None else before.restore_unless_finite(unless)
     loss.backward()  # raises if the saved tensor was changed
     assert holds.weight.grad is not None
     assert holds.weight.grad.tolist() == [0, 1, 2]

@@ -64,6 +64,27 @@ def test_rank_ahead_is_the_culprit_if_the_ranks_behind_only_wait() -> None:
     assert found(row(0, "forward", 53, at="model.py:7 in forward"), row(1, marks=50, at=waits)).ranks == [0]
 
 
+@pytest.mark.parametrize("at", [ENGINE, "callbacks.py:7 in on_step"])
+def test_rank_whose_device_is_behind_is_the_culprit_if_the_hosts_are_not(at: str) -> None:
+    """Covers hosts that have queued the same work and wait, also in a line of the user that reads a number."""
+    rows = [row(rank, at=at, on_device=step) for rank, step in enumerate((15, 14, 15, 14))]
+    assert found(*rows) == (
+        [1, 3],
+        f"made no progress in backward of step 15 for 9 s at {at}, as did rank 3: its device has finished the forward "
+        "passes of step 14, others those of step 15, and wait for it",
+    )
+
+
+@pytest.mark.parametrize("steps", [(15, 15), (15, 0), (0, 0)])
+def test_equal_or_unknown_progress_of_devices_names_no_rank(steps: tuple[int, int]) -> None:
+    assert "none is behind" in found(*(row(rank, on_device=step) for rank, step in enumerate(steps))).sentence
+
+
+def test_rank_that_runs_its_own_code_is_the_culprit_though_its_device_is_not_behind() -> None:
+    rows = row(0, on_device=14), row(1, at="model.py:7 in forward", on_device=15)
+    assert found(*rows).ranks == [1]
+
+
 def test_rank_that_has_left_is_not_the_culprit() -> None:
     assert found(row(0, at="", left=True), row(1, at="model.py:7 in forward")).ranks == [1]
 

@@ -203,6 +203,16 @@ def test_rank_behind_is_reported_and_all_ranks_are_killed() -> None:
     assert sorted(job.late) == [0, 1, 2]
 
 
+def test_rank_whose_device_is_behind_is_reported_if_all_hosts_wait() -> None:
+    job = Job(3)
+    for rank in job.ranks:
+        rank.go(BACKWARD, step=9)
+        rank.at = rank.at._replace(on_device=7 if rank.rank == 2 else 8)
+    job.run(85)
+    assert [found.ranks for _, found in job.told] == [[2]]
+    assert "its device has finished the forward passes of step 7, others those of step 8" in job.told[0][1].sentence
+
+
 def test_limit_of_a_slower_phase_on_another_rank_applies() -> None:
     job = Job()
     job.ranks[0].go(BACKWARD, step=5)

@@ -61,7 +61,10 @@ def copies(case: Case, worlds: MultiRankRuns) -> None:
     batch: Any = {"x": torch.arange(_ELEMENTS, dtype=torch.float32)}
     there = to_device(pinned(batch) if kind.pins else batch, device)["x"]
     doubled = (there * 2).cpu()
+    event = kind.current_stream(device).record_event(kind.new_event()) if kind.has_streams else None
     kind.synchronize(device)
+    if event is not None and event.query() is not True:
+        raise Breach("an event whose `query()` is True after `synchronize`", f"{event.query()!r}")
     if there.device.type != device.type or not torch.equal(doubled, batch["x"] * 2):
         raise Breach("a batch on the device with its numbers", f"a tensor on {there.device} with other numbers")
 
