@@ -24,11 +24,13 @@ Batch = dict[str, Tensor]
 IGNORED = -100  # label that the loss ignores, as in transformers
 _AT_ONCE = 1000  # documents per call of the tokenizer
 
-_Tokenizer = Annotated[str, Field(description="Folder in which transformers saved a tokenizer, or a name on the hub.")]
-_Length = Annotated[int, Field(ge=1, le=2**24)]
+TokenizerName = Annotated[
+    str, Field(description="Folder in which transformers saved a tokenizer, or a name on the hub.")
+]
+Length = Annotated[int, Field(ge=1, le=2**24)]
 
 
-class _Tokenized:
+class Tokenized:
     """Encoding and decoding of text, for `ddpforge generate`."""
 
     tokenizer: Any
@@ -44,7 +46,7 @@ class _Tokenized:
         return text
 
 
-class TokenizedText(_Tokenized):
+class TokenizedText(Tokenized):
     """Dataset of the documents of text files, joined by end-of-text tokens and cut into blocks of `block_size` tokens.
 
     A document is a file; in a .jsonl file, the text under `field` of each line. The files of a folder are read
@@ -58,8 +60,8 @@ class TokenizedText(_Tokenized):
         self,
         *,
         path: Annotated[Path, Field(description="Text file, .jsonl file or folder of such files, in UTF-8.")],
-        tokenizer: _Tokenizer,
-        block_size: Annotated[_Length, Field(description="Tokens per sample.")] = 512,
+        tokenizer: TokenizerName,
+        block_size: Annotated[Length, Field(description="Tokens per sample.")] = 512,
         field: Annotated[str, Field(description="Key of the text in a line of a .jsonl file.")] = "text",
     ) -> None:
         self.tokenizer = load_tokenizer(tokenizer)
@@ -94,7 +96,7 @@ class TokenizedText(_Tokenized):
         return batch
 
 
-class TokenizedJSONL(_Tokenized):
+class TokenizedJSONL(Tokenized):
     """Dataset of a file with one JSON object, i.e. one sample, per line. Batches are padded to their longest sample.
 
     With `classes`, a line has a text and a class under `label`, and a batch is {input_ids, attention_mask, labels [B]}.
@@ -109,8 +111,8 @@ class TokenizedJSONL(_Tokenized):
         self,
         *,
         path: Annotated[Path, Field(description="A .jsonl file, in UTF-8.")],
-        tokenizer: _Tokenizer,
-        max_length: Annotated[_Length, Field(description="Longer samples are cut.")] = 512,
+        tokenizer: TokenizerName,
+        max_length: Annotated[Length, Field(description="Longer samples are cut.")] = 512,
         field: Annotated[str, Field(description="Key of the text.")] = "text",
         prompt: Annotated[str | None, Field(description="Key of a text before it that is not learned.")] = None,
         classes: Annotated[int | None, Field(ge=2, le=2**20, description="Number of classes; absent: none.")] = None,
@@ -123,10 +125,7 @@ class TokenizedJSONL(_Tokenized):
         self.tokenizer = load_tokenizer(tokenizer)
         self.vocab_size, self.max_length, self.classes = len(self.tokenizer), max_length, classes
         self._field, self._prompt, self._label = field, prompt, label
-        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-        self._pad = end if pad is None else pad
-        if self._pad is None:
-            raise ValueError(f"the tokenizer {tokenizer} has neither a padding nor an end-of-text token")
+        self._pad = padding_of(self.tokenizer)
         wanted: dict[str, type] = {field: str} | ({prompt: str} if prompt else {}) | ({label: int} if classes else {})
         self._rows = list(read_jsonl(path, wanted))
         if not self._rows:
@@ -154,9 +153,9 @@ class TokenizedJSONL(_Tokenized):
         else:
             pairs = [self._sample(row) for row in rows]
             tokens = [mine for mine, _ in pairs]
-            batch = {"labels": _padded([labels for _, labels in pairs], IGNORED)}
-        mask = _padded([[1] * len(mine) for mine in tokens], 0)
-        return {"input_ids": _padded(tokens, self._pad), "attention_mask": mask, **batch}
+            batch = {"labels": padded([labels for _, labels in pairs], IGNORED)}
+        mask = padded([[1] * len(mine) for mine in tokens], 0)
+        return {"input_ids": padded(tokens, self._pad), "attention_mask": mask, **batch}
 
     def _sample(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Returns tokens and labels, with the tokenizer's special tokens only at the beginning of the sample."""
@@ -242,6 +241,14 @@ def load_tokenizer(name: str) -> Any:
         raise ValueError(f"no tokenizer could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
 
 
+def padding_of(tokenizer: Any) -> int:
+    """Returns the token for padding, or else the end-of-text token; raises ValueError if there is neither."""
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if pad is None and end is None:
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path} has neither a padding nor an end-of-text token")
+    return int(end if pad is None else pad)
+
+
 def read_jsonl(file: Path, wanted: dict[str, type]) -> Iterator[dict[str, Any]]:
     """Yields the object of each line; raises ValueError if it does not have the `wanted` keys and types."""
     for number, line in enumerate(_read(file).split("\n"), 1):
@@ -279,6 +286,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """Returns the rows as int64 [B, T], with `value` after the shorter ones."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *([value] * (longest - len(row)))] for row in rows], dtype=torch.int64)

@@ -83,7 +83,7 @@ def masked_lm(
 
 def sequence_classification(
     *,
-    classes: Annotated[int, Field(ge=2, le=2**20, description="Number of classes.")],
+    classes: Annotated[int, Field(ge=1, le=2**20, description="Number of classes.")],
     model_type: _ModelType = None,
     pretrained: _Pretrained = None,
     weights: _Weights = True,

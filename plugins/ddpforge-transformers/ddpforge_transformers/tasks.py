@@ -10,7 +10,7 @@ from ddpforge.interfaces import Metric, SampleColumns, Task, Total
 from pydantic import Field
 from torch import Tensor, nn
 
-__all__ = ["CausalLM"]
+__all__ = ["CausalLM", "check_fit"]
 
 ddpforge_plugin_api = 3
 
@@ -75,15 +75,18 @@ class CausalLM(Task):
         """Raises ValueError if vocabulary or sample length exceed the model's, or if the data has classes."""
         if getattr(data, "classes", None) is not None:
             raise ValueError("the data has classes, but this task predicts tokens; remove data.*.classes")
-        config: Any = getattr(model, "config", None)
-        if config is None:
-            raise ValueError(f"this task needs a model of transformers, not a {type(model).__name__}")
-        longest = getattr(data, "block_size", None) or getattr(data, "max_length", None)
-        for noun, has, takes, key in (
-            ("different tokens", getattr(data, "vocab_size", None), getattr(config, "vocab_size", None), "vocab_size"),
-            ("tokens per sample", longest, getattr(config, "max_position_embeddings", None), "max_position_embeddings"),
-        ):
-            if has is not None and takes is not None and has > takes:
-                raise ValueError(
-                    f"the data has {has} {noun}, but the model takes {takes}; set model.options.{key} = {has}"
-                )
+        check_fit(model, data)
+
+
+def check_fit(model: nn.Module, data: Any) -> None:
+    """Raises ValueError if vocabulary or sample length exceed the model's."""
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"this task needs a model of transformers, not a {type(model).__name__}")
+    longest = getattr(data, "block_size", None) or getattr(data, "max_length", None)
+    for noun, has, takes, key in (
+        ("different tokens", getattr(data, "vocab_size", None), getattr(config, "vocab_size", None), "vocab_size"),
+        ("tokens per sample", longest, getattr(config, "max_position_embeddings", None), "max_position_embeddings"),
+    ):
+        if has is not None and takes is not None and has > takes:
+            raise ValueError(f"the data has {has} {noun}, but the model takes {takes}; set model.options.{key} = {has}")

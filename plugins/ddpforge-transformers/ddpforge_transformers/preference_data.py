@@ -1,0 +1,324 @@
+"""Datasets of answers that people compared or judged: pairs for `dpo`, `orpo` and `reward`, single ones for `kto`."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from ddpforge_transformers.chat_forms import Message, parse_messages
+from ddpforge_transformers.chat_rendering import ChatRenderer, Rendered, tokens_of_text
+from ddpforge_transformers.data import IGNORED, Length, Tokenized, TokenizerName, load_tokenizer, padded, padding_of
+
+__all__ = ["FeedbackData", "PreferenceData"]
+
+ddpforge_plugin_api = 3
+
+log = logging.getLogger("ddpforge")
+
+Row = dict[str, Any]
+Batch = dict[str, Tensor]
+
+_Path = Annotated[Path, Field(description="A .jsonl file in UTF-8.")]
+_Template = Annotated[
+    Path | None, Field(description="File with a chat template (Jinja); absent: that of the tokenizer.")
+]
+_TemplateOptions = Annotated[
+    Mapping[str, Any], Field(description="Variables for the template, e.g. { enable_thinking = false }.")
+]
+_MaxLength = Annotated[Length, Field(description="Maximum number of tokens of a prompt with an answer.")]
+_Truncation = Annotated[
+    Literal["drop", "right", "error"],
+    Field(
+        description='Longer samples: "drop" leaves them out, "right" cuts the end of the answer, "error" refuses them.'
+    ),
+]
+_Reference = Annotated[
+    Path | None,
+    Field(
+        description="File of log-probabilities under the reference model, which `python -m"
+        " ddpforge_transformers.reference` writes; absent: the task computes them."
+    ),
+]
+
+
+class Answer(NamedTuple):
+    """Tokens of a prompt with an answer, and labels: -100 for the prompt, the tokens of the answer."""
+
+    tokens: list[int]
+    labels: list[int]
+
+
+class _Answers(Tokenized):
+    """Two answers per sample: [chosen, rejected], or for feedback [answer, another sample's answer]."""
+
+    random = False
+    forkable = True
+    _columns: Mapping[str, torch.dtype] = {}  # further columns of a batch
+
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: str,
+        template: Path | None,
+        template_options: Mapping[str, Any],
+        max_length: int,
+        truncation: Literal["drop", "right", "error"],
+        reference: Path | None,
+    ) -> None:
+        self.tokenizer, self.max_length, self._truncation = load_tokenizer(tokenizer), max_length, truncation
+        self.vocab_size = len(self.tokenizer)
+        self.pad_token = padding_of(self.tokenizer)
+        text = template.read_text(encoding="utf-8") if template else None
+        self._render = ChatRenderer(self.tokenizer, text, options=template_options)
+        self._samples: list[tuple[Answer, Answer]] = []
+        self._more: dict[str, list[Any]] = {name: [] for name in self._columns}
+        rows = list(_rows(path))
+        if not rows:
+            raise ValueError(f"{path} is empty: expected one JSON object per line")
+        self._take(rows)
+        if not self._samples:
+            raise ValueError(
+                f"{path}: no sample is left: all {len(rows)} are longer than max_length = {max_length}; raise it"
+            )
+        if left := len(rows) - len(self._samples):
+            log.warning("%s: %d of %d samples are longer than max_length = %d", path, left, len(rows), max_length)
+        self._reference = None if reference is None else _reference_of(reference, len(self._samples))
+        self.has_reference = reference is not None
+
+    def _take(self, rows: Sequence[tuple[str, Row]]) -> None:
+        """Fills `_samples` and `_more`; raises ValueError with the place for an invalid row."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"answers": self._samples[index]}
+        found |= {name: values[index] for name, values in self._more.items()}
+        if self._reference is not None:
+            found["reference_logps"] = self._reference[index]
+        return found
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Returns the number of tokens of the longer answer of each sample, for `train.max_tokens`."""
+        return np.array([max(len(one.tokens) for one in answers) for answers in self._samples])
+
+    def collate(self, samples: Sequence[dict[str, Any]]) -> Batch:
+        """Returns {input_ids, attention_mask, labels}, int64 [B, 2, T], padded on the right, and further columns [B].
+
+        Labels of the prompt and of padding are -100. With a reference file, `reference_logps` is float32 [B, 2].
+        """
+        answers = [answer for sample in samples for answer in sample["answers"]]
+        columns = {
+            "input_ids": padded([one.tokens for one in answers], self.pad_token),
+            "attention_mask": padded([[1] * len(one.tokens) for one in answers], 0),
+            "labels": padded([one.labels for one in answers], IGNORED),
+        }
+        batch = {name: tensor.view(len(samples), 2, -1) for name, tensor in columns.items()}
+        for name, dtype in self._columns.items():
+            batch[name] = torch.tensor([sample[name] for sample in samples], dtype=dtype)
+        if self._reference is not None:
+            batch["reference_logps"] = torch.tensor([sample["reference_logps"] for sample in samples])
+        return batch
+
+    # ------------------------------------------------------------------------------------------ while it is built
+    def _encode(self, where: str, prompt: str | list[Message], answer: str | list[Message]) -> Answer | None:
+        """Returns the tokens of a prompt with an answer; None if it is left out.
+
+        Raises ValueError with the place for an answer that is too long and must not be.
+        """
+        try:
+            if isinstance(prompt, str):
+                assert isinstance(answer, str)
+                text = prompt + answer
+                tokens, learnt = tokens_of_text(
+                    self.tokenizer, [Rendered(text, [(len(prompt), len(text))])], special=True
+                )[0]
+                if self.tokenizer.eos_token_id is not None and tokens[-1:] != [self.tokenizer.eos_token_id]:
+                    tokens, learnt = [*tokens, self.tokenizer.eos_token_id], [*learnt, True]
+            else:
+                given = [message | {"weight": 0} for message in prompt]
+                tokens, learnt = self._render.encode([*given, *answer])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        first = learnt.index(True) if True in learnt else len(tokens)
+        if first == 0:
+            raise ValueError(f"{where}: there is no token before the answer to predict it")
+        labels = [token if mine else IGNORED for token, mine in zip(tokens, learnt, strict=True)]
+        if len(tokens) <= self.max_length and first < len(tokens):
+            return Answer(tokens, labels)
+        if self._truncation == "error":
+            raise ValueError(
+                f"{where} has {len(tokens)} tokens, more than max_length = {self.max_length}; raise it, or set"
+                ' truncation = "right" or "drop"'
+            )
+        if self._truncation == "right" and first < self.max_length:
+            return Answer(tokens[: self.max_length], labels[: self.max_length])
+        return None
+
+
+class PreferenceData(_Answers):
+    """Dataset of a .jsonl file with a chosen and a rejected answer per line.
+
+    A line has `chosen` and `rejected`, and usually `prompt`. All are texts, which are used without a chat template and
+    end with an end-of-text token; or all are lists of messages {role, content}, as in the dataset `chat`. Without
+    `prompt`, the messages at the begin of both lists that are equal are the prompt. A number `margin` is kept for the
+    task `reward`, if all lines have it.
+
+    A sample is left out if one of its two answers is. Raises ValueError for invalid lines, with file and line.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: _Path,
+        tokenizer: TokenizerName,
+        template: _Template = None,
+        template_options: _TemplateOptions = {},
+        max_length: _MaxLength = 2048,
+        truncation: _Truncation = "drop",
+        reference: _Reference = None,
+    ) -> None:
+        super().__init__(path, tokenizer, template, template_options, max_length, truncation, reference)
+
+    def _take(self, rows: Sequence[tuple[str, Row]]) -> None:
+        if has_margin := "margin" in rows[0][1]:
+            self._columns, self._more = {"margin": torch.float32}, {"margin": []}
+        for where, row in rows:
+            _check_keys(row, where, ("chosen", "rejected"), ("prompt", "margin"))
+            if ("margin" in row) != has_margin or type(row.get("margin", 0)) not in (int, float):
+                raise ValueError(f'{where}: expected a number "margin" in all lines or in none')
+            prompt, chosen, rejected = _pair(row, where)
+            answers = [self._encode(where, prompt, answer) for answer in (chosen, rejected)]
+            if answers[0] is None or answers[1] is None:
+                continue
+            self._samples.append((answers[0], answers[1]))
+            if has_margin:
+                self._more["margin"].append(float(row["margin"]))
+
+
+class FeedbackData(_Answers):
+    """Dataset of a .jsonl file with one answer per line, and whether it is desirable; for the task `kto`.
+
+    A line has `prompt`, `completion` and `label` (true or false). Prompt and completion are two texts or two lists of
+    messages, as in the dataset `preferences`. The task also needs answers that do not belong to their prompts: the
+    second answer of a sample is its prompt with the completion of the sample before it.
+    """
+
+    _columns: Mapping[str, torch.dtype] = {"desirable": torch.bool}
+
+    def __init__(
+        self,
+        *,
+        path: _Path,
+        tokenizer: TokenizerName,
+        template: _Template = None,
+        template_options: _TemplateOptions = {},
+        max_length: _MaxLength = 2048,
+        truncation: _Truncation = "drop",
+        reference: _Reference = None,
+    ) -> None:
+        super().__init__(path, tokenizer, template, template_options, max_length, truncation, reference)
+
+    def _take(self, rows: Sequence[tuple[str, Row]]) -> None:
+        if len(rows) < 2:
+            raise ValueError(f"{rows[0][0]} is the only one: expected at least two samples")
+        parsed = []
+        for where, row in rows:
+            _check_keys(row, where, ("prompt", "completion", "label"), ())
+            if not isinstance(row["label"], bool):
+                raise ValueError(f'{where}: "label" is {row["label"]!r}: expected true or false')
+            prompt, completion, _ = _pair({**row, "chosen": row["completion"], "rejected": row["completion"]}, where)
+            parsed.append((where, prompt, completion, row["label"]))
+        if len({type(prompt) for _, prompt, _, _ in parsed}) > 1:
+            raise ValueError(f"{parsed[0][0]} and later lines: some are texts and some messages; expected one form")
+        for number, (where, prompt, completion, label) in enumerate(parsed):
+            answers = [self._encode(where, prompt, one) for one in (completion, parsed[number - 1][2])]
+            if answers[0] is None or answers[1] is None:
+                continue
+            self._samples.append((answers[0], answers[1]))
+            self._more["desirable"].append(label)
+
+
+# ---------------------------------------------------------------------------------------------- lines
+def _rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yields the place ("FILE, line N") and the object of each line."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{where} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected a JSON object")
+        yield where, row
+
+
+def _check_keys(row: Row, where: str, needed: tuple[str, ...], others: tuple[str, ...]) -> None:
+    missing = [key for key in needed if key not in row]
+    if missing:
+        has = ", ".join(f'"{key}"' for key in row) or "none"
+        hint = '; pairs with "chosen" and "rejected" are for the dataset preferences' if "chosen" in row else ""
+        raise ValueError(f'{where} lacks "{missing[0]}"; it has the keys {has}{hint}')
+    if "images" in row or "image" in row:
+        raise ValueError(f"{where} has images: this dataset has only text")
+
+
+def _pair(row: Row, where: str) -> tuple[Any, Any, Any]:
+    """Returns prompt, chosen and rejected, all texts or all messages."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    try:
+        if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(row.get("prompt"), str):
+            for key, text in (("chosen", chosen), ("rejected", rejected)):
+                if not text:
+                    raise ValueError(f'"{key}" is empty')
+            return row["prompt"], chosen, rejected
+        if isinstance(chosen, list) and isinstance(rejected, list) and isinstance(row.get("prompt", []), list):
+            return _messages(row, chosen, rejected)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    kinds = ", ".join(f'"{key}" is a {type(row.get(key)).__name__}' for key in ("prompt", "chosen", "rejected"))
+    raise ValueError(f"{where}: {kinds}; expected three texts, or lists of messages")
+
+
+def _messages(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[Any, Any, Any]:
+    better, worse = parse_messages(chosen, "chosen"), parse_messages(rejected, "rejected")
+    if "prompt" in row:
+        prompt = parse_messages(row["prompt"], "prompt")
+    else:
+        alike = 0
+        while alike < min(len(better), len(worse)) - 1 and better[alike] == worse[alike]:
+            alike += 1
+        if not alike:
+            raise ValueError('"chosen" and "rejected" begin with different messages, and there is no "prompt"')
+        prompt, better, worse = better[:alike], better[alike:], worse[alike:]
+    for key, answer in (("chosen", better), ("rejected", worse)):
+        if not any(message["role"] == "assistant" for message in answer):
+            raise ValueError(f'"{key}" has no message of the role assistant')
+    return prompt, better, worse
+
+
+def _reference_of(file: Path, samples: int) -> list[list[float]]:
+    """Returns the log-probabilities [samples, 2] of a file; raises ValueError if it is of other data."""
+    rows = [row for _, row in _rows(file)]
+    found = [row.get("logps") for row in rows]
+    good = [one for one in found if isinstance(one, list) and [type(each) for each in one] == [float, float]]
+    if len(good) != samples or len(rows) != samples:
+        raise ValueError(
+            f"{file} has {len(rows)} rows, but the data has {samples} samples; write it again with"
+            " `python -m ddpforge_transformers.reference`"
+        )
+    return good

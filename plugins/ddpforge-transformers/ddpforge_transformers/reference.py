@@ -1,0 +1,91 @@
+"""Writes the log-probabilities of answers under the reference model of a recipe, once for a whole training.
+
+    python -m ddpforge_transformers.reference dpo.toml -o reference.jsonl
+
+The reference is the recipe's model as it is built, with its adapters switched off. The file has a line {"logps": [a,
+b]} for each sample of [data.train], in its order. Training then reads it, and needs neither memory nor time for a
+reference model: set `reference = "reference.jsonl"` under [data.train], and `reference = "data"` under [task].
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from ddpforge.app.build import build
+from ddpforge.app.choose import choose
+from ddpforge.components.registry import Registry
+from ddpforge.errors import ForgeError, UsageError
+from ddpforge.preflight import Problems
+from ddpforge.recipe import load_recipe
+from torch import nn
+
+from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
+from ddpforge_transformers.preferences import log_probabilities, without_adapters
+
+
+def write_reference(recipe: str, out: Path, sets: Sequence[str] = (), batch: int = 8) -> int:
+    """Writes the file for a recipe, and returns its number of lines. Raises ForgeError."""
+    registry = Registry.installed()
+    loaded = load_recipe(recipe, sets=sets, registry=registry)
+    if loaded.recipe.checkpoint.init_from is not None:
+        raise UsageError(
+            "checkpoint.init_from would load other weights at the start of the training",
+            hints=["export that run to a folder, and set model.pretrained to it"],
+            key="checkpoint.init_from",
+        )
+    reads = [f"~{key}" for key in ("data.train.reference", "task.reference") if _has(loaded.recipe, key)]
+    loaded = load_recipe(recipe, sets=[*sets, *reads], registry=registry)
+    problems = Problems(loaded)
+    built = build(choose(loaded, registry, problems, ranks=1), problems)
+    problems.raise_if_any()
+    data = built.data.get("train")
+    if not isinstance(data, PreferenceData | FeedbackData):
+        raise UsageError("[data.train] has no answers to compare", hints=['set data.train.use = "preferences"'])
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    low = loaded.recipe.train.precision == "bf16"
+    context = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+    part = out.with_name(f".{out.name}.part")
+    with part.open("w", encoding="utf-8") as file, context:
+        for logps in _log_probabilities(built.model.to(device), data, batch, device):
+            file.write(json.dumps({"logps": logps}) + "\n")
+    os.replace(part, out)
+    return len(data)
+
+
+def _has(recipe: Any, key: str) -> bool:
+    component = recipe.task if key.startswith("task") else recipe.data.train
+    return component.options.get("reference") is not None
+
+
+@torch.no_grad()
+def _log_probabilities(model: nn.Module, data: Any, batch: int, device: torch.device) -> Iterator[list[float]]:
+    model.eval()
+    with without_adapters(model):
+        for start in range(0, len(data), batch):
+            rows = data.collate([data[number] for number in range(start, min(start + batch, len(data)))])
+            yield from log_probabilities(model, {name: x.to(device) for name, x in rows.items()})[0].tolist()
+
+
+@click.command()
+@click.argument("recipe")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The .jsonl file to write.")
+@click.option("-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a value of the recipe; repeatable.")
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Samples of a forward pass.")
+def main(recipe: str, out: Path, sets: tuple[str, ...], batch: int) -> None:
+    """Write the log-probabilities of RECIPE's answers under its reference model."""
+    try:
+        lines = write_reference(recipe, out, sets, batch)
+    except ForgeError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    click.echo(f"{out}: {lines} samples")
+
+
+if __name__ == "__main__":
+    main()
