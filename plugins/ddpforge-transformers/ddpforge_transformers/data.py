@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +45,32 @@ class Tokenized:
         """Returns the text of tokens, without special tokens."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
+
+    def text_parts(self, batch: Batch) -> list[list[tuple[str, str]]]:
+        """Returns the text of each sample in parts (kind, text), for `ddpforge data show`; without padding.
+
+        Kinds are "learnt", and for tokens that are not learnt "special", if they are special tokens, or "given".
+        """
+        tokens, labels = batch["input_ids"], batch["labels"]
+        if labels.ndim != tokens.ndim:  # classes
+            return []
+        return [self._parts(ids, mine) for ids, mine in zip(tokens.tolist(), labels.tolist(), strict=True)]
+
+    def _parts(self, tokens: list[int], labels: list[int]) -> list[tuple[str, str]]:
+        special = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        end = len(tokens)
+        while end and tokens[end - 1] == self.tokenizer.pad_token_id and labels[end - 1] == IGNORED:
+            end -= 1
+
+        def kind(number: int) -> str:
+            if labels[number] != IGNORED:
+                return "learnt"
+            return "special" if tokens[number] in special else "given"
+
+        return [
+            (name, self.tokenizer.decode([tokens[number] for number in numbers], skip_special_tokens=False))
+            for name, numbers in groupby(range(end), kind)
+        ]
 
 
 class TokenizedText(Tokenized):
