@@ -370,6 +370,56 @@ def test_a_packed_run_has_the_same_curve_on_any_ranks_and_strategy(
     assert curve(tmp_path / "runs" / name) == pytest.approx(single, abs=1e-5)
 
 
+MIXED = """
+[data.train.first]
+use = "chat"
+path = "{folder}/chats.jsonl"
+tokenizer = "{folder}/tokenizer"
+weight = 3
+[data.train.again]
+use = "chat"
+path = "{folder}/chats.jsonl"
+tokenizer = "{folder}/tokenizer"
+last_turn_only = true
+weight = 1
+[data.eval]
+use = "packed"
+block_size = 80
+of = {{ use = "chat", path = "{folder}/chats.jsonl", tokenizer = "{folder}/tokenizer" }}
+"""
+
+
+def test_chats_are_sources_of_a_mixture_with_a_limit_of_tokens(ddpforge: Callable[..., str], tmp_path: Path) -> None:
+    many_chats(tmp_path)
+    before, _, after = RECIPE.partition("[data.train]")
+    recipe = before + MIXED + "[task]" + after.partition("[task]")[2]
+    (tmp_path / "mixed.toml").write_text(recipe.format(folder=tmp_path))
+    ddpforge("run", "mixed.toml")
+    ddpforge("run", "mixed.toml", "--set=name=limited", "--set=train.max_tokens=90", ranks=2)
+    plain = curve(tmp_path / "runs/packed")
+    assert len(plain) == 6
+    assert curve(tmp_path / "runs/limited") == pytest.approx(plain, abs=1e-5)
+    rows = [json.loads(line) for line in (tmp_path / "runs/limited/metrics.jsonl").read_text().splitlines()]
+    whole = [row["eval/loss"] for row in rows if "eval/loss" in row][-1]
+
+    padded = ["~data.eval", 'data.eval={use="chat",path="chats.jsonl",tokenizer="tokenizer"}']
+    ddpforge("run", "mixed.toml", "--set=name=padded", *padded)
+    rows = [json.loads(line) for line in (tmp_path / "runs/padded/metrics.jsonl").read_text().splitlines()]
+    assert [row["eval/loss"] for row in rows if "eval/loss" in row][-1] == pytest.approx(whole, abs=1e-5)
+
+
+def test_packed_and_padded_sources_are_not_mixed(ddpforge: Callable[..., str], tmp_path: Path) -> None:
+    many_chats(tmp_path)
+    before, _, after = RECIPE.partition("[data.train]")
+    recipe = before + MIXED + "[task]" + after.partition("[task]")[2]
+    (tmp_path / "mixed.toml").write_text(recipe.format(folder=tmp_path))
+    of = '{use="chat",path="chats.jsonl",tokenizer="tokenizer"}'
+    sets = ["~data.train.first", f'data.train.first={{use="packed",weight=3,of={of}}}']
+    message = ddpforge("check", "mixed.toml", "--build", *sets, code=2)
+    assert "a sample of [data.train.first] is a dict with input_ids int64 [1, 2048]" in message
+    assert "of one structure" in message
+
+
 def test_a_packed_run_resumes_with_the_same_curve(ddpforge: Callable[..., str], tmp_path: Path) -> None:
     many_chats(tmp_path)
     (tmp_path / "packed.toml").write_text(RECIPE.format(folder=tmp_path))
