@@ -201,11 +201,12 @@ def check_document_mask(model: nn.Module, data: Any) -> None:
     if not getattr(data, "document_mask", False):
         return
     config: Any = model.config
-    other = "use tokenized_text with document_mask = false" if not isinstance(data, PackedData) else "do not pack"
+    packed = isinstance(data, PackedData)
+    other = "use the samples without packing" if packed else "set document_mask = false, so that they see each other"
     if config.model_type not in MODEL_TYPES:
         raise ValueError(
             f"documents in a block must not see each other, which is not shown for models of the type"
-            f" {config.model_type}; it is for {', '.join(MODEL_TYPES)}; {other}"
+            f" {config.model_type}; {other}, or take a model of the types {', '.join(MODEL_TYPES)}"
         )
     attention = getattr(config, "_attn_implementation", None)  # transformers has no public name for it
     if attention not in _ATTENTION:
@@ -214,9 +215,9 @@ def check_document_mask(model: nn.Module, data: Any) -> None:
             f" of {', '.join(_ATTENTION)}, or {other}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
-    if kind in _OTHER_ROPE:
+    ropes = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # of all layers, or by kind of layer
+    if kinds := [one["rope_type"] for one in ropes if one.get("rope_type") in _OTHER_ROPE]:
         raise ValueError(
-            f"the rotary embeddings of the model (rope_type {kind!r}) depend on the longest document of a batch, so"
+            f"the rotary embeddings of the model (rope_type {kinds[0]!r}) depend on the longest document of a batch, so"
             f" that documents in one batch change each other; {other}"
         )
