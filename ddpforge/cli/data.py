@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,9 +11,12 @@ from ddpforge.cli.options import json_option, recipe_argument, sets_options
 
 if TYPE_CHECKING:
     from ddpforge.data import MicroBatch
-    from ddpforge.tools.trials.samples import BatchSummary, Leaf
+    from ddpforge.tools.trials.samples import BatchSummary, Leaf, TextParts
 
 _LONGEST = 300  # characters; a longer text is truncated
+_MOST = 3000  # of a text in parts
+_STYLES: dict[str, dict[str, Any]] = {"learnt": {"fg": "green"}, "given": {}, "special": {"fg": "cyan", "dim": True}}
+_MARKS = {"learnt": "«»", "given": ("", ""), "special": "[]"}  # without colours
 
 
 @click.group()
@@ -40,21 +43,23 @@ def show(recipe: str, sets: Sequence[str], split: str, batches: int, out: str | 
     """Print the first batches of RECIPE's data as one process trains on them: in order, transformed and collated.
 
     A batch is the input of one forward pass. For each tensor the output has its name, dtype, shape and range of values,
-    the count of each label, and tokens as text if the dataset can decode them. Nothing is trained.
+    the count of each label, and tokens as text if the dataset can decode them. In the text of a chat the
+    learnt, given and special parts have colours; without a terminal, learnt parts are in «…» and special ones in […].
+    Nothing is trained.
     """
     from ddpforge.cli.check import choose_and_check
     from ddpforge.tools.trials.samples import describe, first_batches
 
     chosen, problems = choose_and_check(recipe, [*sets, "data.workers=0"], 1, None)
     problems.raise_if_any()
-    micros, read, names = first_batches(chosen, problems, split, batches)
-    shown = [describe(micro, read, names) for micro in micros]
+    found = first_batches(chosen, problems, split, batches)
+    shown = [describe(micro, found) for micro in found.micros]
     if as_json:
         click.echo(json.dumps({"split": split, "batches": [asdict(one) for one in shown]}))
     for number, one in enumerate([] if as_json else shown, start=1):
         click.echo("\n".join(_lines(split, number, one)))
     if out:
-        _draw(out, micros[0])
+        _draw(out, found.micros[0])
 
 
 def _lines(split: str, number: int, batch: "BatchSummary") -> Iterator[str]:
@@ -68,6 +73,33 @@ def _lines(split: str, number: int, batch: "BatchSummary") -> Iterator[str]:
     for leaf, (name, form) in zip(batch.leaves, forms, strict=True):
         yield f"  {name:<{widths[0]}}  {form:<{widths[1]}}  {_values(leaf)}".rstrip()
         yield from _texts(leaf)
+    if batch.texts:
+        yield f"  text of {counted(len(batch.texts), 'sample')}: {' '.join(_part(kind, kind) for kind in _STYLES)}"
+    for parts in batch.texts:
+        yield f"    {''.join(_shortened(parts))}"
+
+
+def _shortened(parts: "TextParts") -> Iterator[str]:
+    """Yields the parts of a text with their colours or marks, up to `_MOST` characters of text."""
+    left = _MOST
+    for kind, text in parts:
+        yield _part(kind, text[:left])
+        left -= len(text)
+        if left < 0:
+            yield "…"
+            return
+
+
+def _part(kind: str, text: str) -> str:
+    """Returns a part of a text in its colour, or between marks if the output has no colours."""
+    import sys
+
+    from ddpforge.cli.tables import printable
+
+    if click.get_current_context().color is not False and sys.stdout.isatty():
+        return click.style(printable(text), **_STYLES[kind])
+    begin, end = _MARKS[kind]
+    return f"{begin}{printable(text)}{end}"
 
 
 def _values(leaf: "Leaf") -> str:

@@ -20,7 +20,7 @@ from ddpforge.preflight import Problems
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.training.stages import Chosen
 
-__all__ = ["BatchImages", "BatchSummary", "Leaf", "describe", "first_batches", "pictures_of"]
+__all__ = ["BatchImages", "BatchSummary", "FirstBatches", "Leaf", "describe", "first_batches", "pictures_of"]
 
 _LABELS = 20  # labels are counted if they have at most this number of different values
 _TEXTS = 3  # samples that are shown as text
@@ -28,6 +28,7 @@ _PICTURES = 64  # pictures in a sheet
 _SMALLEST = 4  # a picture has at least this width and height in pixels
 
 Read = Callable[[Sequence[int]], str]
+TextParts = Sequence[tuple[str, str]]  # kind ("learnt", "given" or "special") and text of each part of a sample
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,17 @@ class BatchSummary:
     step_samples: int  # of the whole step
     leaves: Sequence[Leaf]
     sources: Mapping[str, int] = field(default_factory=dict)  # samples of each source, if there are several
+    texts: Sequence[TextParts] = ()  # of the first samples, if the dataset has `text_parts`
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """The first batches of a set, and the functions of its dataset that read them, each None if it has none."""
+
+    micros: Sequence[MicroBatch]
+    read: Read | None  # text of tokens
+    text_parts: Callable[[Any], Sequence[TextParts]] | None  # of each sample of a batch
+    names: Sequence[str]  # of the sources
 
 
 @dataclass(frozen=True)
@@ -63,13 +75,10 @@ class BatchImages:
     labels: Sequence[str]
 
 
-def first_batches(
-    chosen: Chosen, problems: Problems, split: str, most: int
-) -> tuple[list[MicroBatch], Read | None, Sequence[str]]:
+def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> FirstBatches:
     """Returns the first batches of training, or of an evaluation set ("eval", "eval.NAME"), in one process.
 
-    Also returns the function that decodes their tokens, if there is one, and the names of the sources. Raises
-    UsageError for a set that the recipe lacks, and every error of data and model.
+    Raises UsageError for a set that the recipe lacks, and every error of data and model.
     """
     known = ["train", *(f"eval.{name}" if name else "eval" for name in chosen.recipe.data.evaluations)]
     if split not in known:
@@ -83,14 +92,17 @@ def first_batches(
     name = split.removeprefix("eval").removeprefix(".")
     source = dealt.training.training(0) if split == "train" else dealt.evaluation[name].evaluation()
     names = dealt.training.source_names if split == "train" else ()
-    return list(islice(source, most)), getattr(dealt.data[split], "decode", None), names
+    data = dealt.data[split]
+    hooks = getattr(data, "decode", None), getattr(data, "text_parts", None)
+    return FirstBatches(list(islice(source, most)), *hooks, names)
 
 
-def describe(micro: MicroBatch, read: Read | None, names: Sequence[str] = ()) -> BatchSummary:
-    """Returns the shapes and the values of a batch, and how many samples come from each of the sources `names`."""
-    leaves = [_leaf(name, leaf, read) for name, leaf in _named(micro.data)]
-    sources = {name: (micro.sources or ()).count(number) for number, name in enumerate(names)}
-    return BatchSummary(micro.samples, micro.step_samples, leaves, sources)
+def describe(micro: MicroBatch, found: FirstBatches) -> BatchSummary:
+    """Returns the shapes, values and texts of a batch, and how many of its samples come from each source."""
+    texts = found.text_parts(micro.data)[:_TEXTS] if found.text_parts else ()
+    leaves = [_leaf(name, leaf, None if texts else found.read) for name, leaf in _named(micro.data)]
+    sources = {name: (micro.sources or ()).count(number) for number, name in enumerate(found.names)}
+    return BatchSummary(micro.samples, micro.step_samples, leaves, sources, texts)
 
 
 def _named(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

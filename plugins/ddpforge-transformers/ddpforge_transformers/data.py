@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,13 +46,43 @@ class Tokenized:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
+    def text_parts(self, batch: Batch) -> list[list[tuple[str, str]]]:
+        """Returns the text of each sample in parts (kind, text), for `ddpforge data show`; without padding.
+
+        Kinds are "learnt", and for tokens that are not learnt "special", if they are special tokens, or "given".
+        """
+        tokens, labels = batch["input_ids"], batch["labels"]
+        if labels.ndim != tokens.ndim:  # classes
+            return []
+        return [self._parts(ids, mine) for ids, mine in zip(tokens.tolist(), labels.tolist(), strict=True)]
+
+    def _parts(self, tokens: list[int], labels: list[int]) -> list[tuple[str, str]]:
+        special = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        end = len(tokens)
+        while end and tokens[end - 1] == self.tokenizer.pad_token_id and labels[end - 1] == IGNORED:
+            end -= 1
+
+        def kind(number: int) -> str:
+            if labels[number] != IGNORED:
+                return "learnt"
+            return "special" if tokens[number] in special else "given"
+
+        return [
+            (name, self.tokenizer.decode([tokens[number] for number in numbers], skip_special_tokens=False))
+            for name, numbers in groupby(range(end), kind)
+        ]
+
 
 class TokenizedText(Tokenized):
     """Dataset of the documents of text files, joined by end-of-text tokens and cut into blocks of `block_size` tokens.
 
     A document is a file; in a .jsonl file, the text under `field` of each line. The files of a folder are read
-    recursively in the order of their paths. A batch is {input_ids, labels}, int64 [B, block_size]; both are equal,
-    because the task shifts them. The incomplete block at the end is dropped.
+    recursively in the order of their paths. A batch is {input_ids, labels, position_ids}, int64 [B, block_size]; labels
+    equal the tokens, because the task shifts them. The incomplete block at the end is dropped.
+
+    Documents in a block do not see each other: positions start at 0 in each document, and models of transformers then
+    mask attention to other documents. The label of a document's first token is -100. With `document_mask = false` a
+    batch is {input_ids, labels}, and a token sees all tokens before it in the block.
     """
 
     random = False
@@ -63,22 +94,33 @@ class TokenizedText(Tokenized):
         tokenizer: TokenizerName,
         block_size: Annotated[Length, Field(description="Tokens per sample.")] = 512,
         field: Annotated[str, Field(description="Key of the text in a line of a .jsonl file.")] = "text",
+        document_mask: Annotated[bool, Field(description="Documents in a block do not see each other.")] = True,
     ) -> None:
+        self.document_mask = document_mask
         self.tokenizer = load_tokenizer(tokenizer)
         self.vocab_size, self.block_size = len(self.tokenizer), block_size
         if self.tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer {tokenizer} has no end-of-text token to separate documents")
         documents = list(_documents(_files(path), field))
-        tokens = np.concatenate([self._tokens(documents[n : n + _AT_ONCE]) for n in range(0, len(documents), _AT_ONCE)])
+        parts = [self._tokens(documents[n : n + _AT_ONCE]) for n in range(0, len(documents), _AT_ONCE)]
+        tokens = np.concatenate([part for part, _ in parts])
         samples = len(tokens) // block_size
         if not samples:
             raise ValueError(f"{path} has {len(tokens)} tokens, fewer than one block of {block_size}")
         self._blocks = torch.from_numpy(tokens[: samples * block_size]).view(samples, block_size)
+        self._starts: Tensor | None = None
+        if document_mask:
+            sizes = np.concatenate([sizes for _, sizes in parts])
+            starts = torch.zeros(len(tokens), dtype=torch.bool)
+            starts[np.cumsum(sizes) - sizes] = True
+            self._starts = starts[: samples * block_size].view(samples, block_size)
 
-    def _tokens(self, documents: list[str]) -> NDArray[np.int32]:
+    def _tokens(self, documents: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Returns the tokens of all documents, each with an end-of-text token, and the length of each."""
         rows = self.tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
-        return np.array([token for row in rows for token in (*row, end)], dtype=np.int32)
+        tokens = np.array([token for row in rows for token in (*row, end)], dtype=np.int32)
+        return tokens, np.array([len(row) + 1 for row in rows])
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -88,8 +130,16 @@ class TokenizedText(Tokenized):
 
     def __getitems__(self, ids: list[int]) -> Batch:
         """Returns the whole batch at once."""
-        tokens = self._blocks[torch.tensor(ids)].long()
-        return {"input_ids": tokens, "labels": tokens.clone()}
+        rows = torch.tensor(ids)
+        tokens = self._blocks[rows].long()
+        if self._starts is None:
+            return {"input_ids": tokens, "labels": tokens.clone()}
+        positions = positions_of(self._starts[rows])
+        return {
+            "input_ids": tokens,
+            "labels": tokens.masked_fill(positions == 0, IGNORED),  # the token before is in another document
+            "position_ids": positions,
+        }
 
     def collate(self, batch: Batch) -> Batch:
         """Returns `batch` unchanged: `__getitems__` returns a batch already."""
@@ -229,6 +279,16 @@ def _collator(name: str, tokenizer: Any, options: dict[str, Any]) -> Any:
         return kind(**({"tokenizer": tokenizer} if needs else {}), **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} refuses its options {options}: {error}") from error
+
+
+def positions_of(starts: Tensor) -> Tensor:
+    """Returns the position of each token in its document, int64; `starts` [..., T] is True for first tokens.
+
+    The first token of a row begins a document in any case.
+    """
+    places = torch.arange(starts.shape[-1])
+    begins = torch.where(starts, places, 0).cummax(dim=-1).values
+    return places - begins
 
 
 def load_tokenizer(name: str) -> Any:

@@ -252,6 +252,40 @@ def test_the_cache_has_the_same_samples_and_a_changed_option_does_not_use_it(cha
         assert (learnt(data) == learnt(plain)) == (not options)
 
 
+# ---------------------------------------------------------------------------------------------- shown
+def test_data_show_marks_learnt_and_special_parts(
+    chats: Build, tmp_path: Path, words: Path, ddpforge: Callable[..., str]
+) -> None:
+    data = chats({"messages": CHAT[1:]}, TURN)
+    shown = data.text_parts(data.collate([data[0], data[1]]))
+    assert shown[1] == [
+        ("special", "<|im_start|>"),
+        ("given", "user\nWhat does the cat see?"),
+        ("special", "<|im_end|>"),
+        ("given", "\n"),
+        ("special", "<|im_start|>"),
+        ("given", "assistant\n"),
+        ("learnt", "a dog<|im_end|>"),
+        ("given", "\n"),
+    ]
+    (tmp_path / "chat.toml").write_text(
+        f"""
+recipe = 2
+name = "chat"
+model = {{ use = "causal_lm", model_type = "llama", options = {{ hidden_size = 16, intermediate_size = 24, \
+num_hidden_layers = 1, num_attention_heads = 2, vocab_size = 400 }} }}
+data.train = {{ use = "packed", block_size = 64, of = {{ use = "chat", path = "chats.jsonl", tokenizer = "{words}" }} }}
+task.use = "causal_lm"
+optimizer = {{ use = "sgd", lr = 0.1 }}
+train = {{ length = "1st", global_batch = 1 }}
+"""
+    )
+    output = ddpforge("data", "show", "chat.toml", "--batches", "2")
+    assert "text of 1 sample: «learnt» given [special]" in output
+    assert r"[<|im_start|>]assistant\n«a dog<|im_end|>»\n" in output
+    assert "<|pad|>" not in output
+
+
 # ---------------------------------------------------------------------------------------------- wrong inputs
 USER, ANSWER = CHAT[1], CHAT[2]
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -183,6 +183,41 @@ def test_data_show_accepts_the_name_of_an_evaluation_set() -> None:
     assert "the recipe has no [data.eval.hard]\n  = help: it has train, eval" in refused.stderr
 
 
+CHATTY = """
+import torch
+
+from ddpforge.interfaces import Task
+
+class Chats:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"tokens": torch.tensor([1, 2, 3]), "number": torch.tensor(index)}
+
+    def text_parts(self, batch):
+        numbers = batch["number"].tolist()
+        return [[("special", "<s>"), ("given", "a\\x1b[31m"), ("learnt", f"b{number}" * 2000)] for number in numbers]
+
+class Odd(Task):
+    def loss(self, model, batch):
+        return next(model.parameters()).sum() * 0, None
+
+    def count(self, batch):
+        return torch.tensor(len(batch["number"]))
+"""
+
+
+def test_data_show_marks_the_parts_of_texts_that_a_dataset_returns() -> None:
+    Path("chats.py").write_text(CHATTY)
+    sets = ["~data.train", "data.train.use=./chats.py:Chats", "train.global_batch=4", "task={use='./chats.py:Odd'}"]
+    lines = shown("--batches", "1", *sets).stdout.splitlines()
+    assert lines[3] == "  text of 3 samples: «learnt» given [special]"
+    assert [line[:17] for line in lines[4:]] == [r"    [<s>]a\x1b[31m"[:17]] * 3
+    assert lines[4].endswith("b»…")
+    assert all("\x1b" not in line for line in lines)
+
+
 def test_data_show_decodes_tokens(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     (tmp_path / "tiny.toml").write_text(
