@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from ddpforge.builtin.models.frozen_layers import frozen_linear
 from ddpforge.builtin.models.lora import Adapters
 from pydantic import Field
 from torch import nn
@@ -18,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
+from transformers.pytorch_utils import Conv1D
 
 from ddpforge_transformers.stages import say_steps
 
@@ -128,18 +130,50 @@ def _config(model_type: str | None, pretrained: str | None, options: Mapping[str
 
 
 def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attention: str | None) -> nn.Module:
-    """Builds the model with float32 weights, which strategies expect, whatever the precision of training."""
-    how: dict[str, Any] = {"dtype": torch.float32} | ({"attn_implementation": attention} if attention else {})
+    """Builds the model with weights of the saved dtype, see `train.frozen_dtype`, or with new ones in float32."""
+    how: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
         if pretrained is not None:
-            model: nn.Module = _saved(auto, pretrained, config=config, ignore_mismatched_sizes=True, **how)
+            model: nn.Module = _saved_model(auto, pretrained, config=config, ignore_mismatched_sizes=True, **how)
         else:
-            model = auto.from_config(config, **how)
+            model = auto.from_config(config, dtype=torch.float32, **how)
     except (ValueError, ImportError) as error:
         raise ValueError(f"transformers cannot build this {config.model_type}: {error}") from error
     if lists := list(_lists_of_blocks(model)):  # if transformers lists none, ddpforge looks for blocks itself
         model.repeated = lists  # type: ignore[assignment]
     return model
+
+
+def _saved_model(auto: Any, name: str, **options: Any) -> nn.Module:
+    """Loads a model with its saved dtypes, and marks it and its layers for `train.frozen_dtype`."""
+    model: nn.Module = _saved(auto, name, dtype="auto", **options)
+    if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers()):
+        # Constants that are no weights were rounded, e.g. the scale of Gemma's embeddings.
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        del model
+        model = _saved(auto, name, dtype=torch.float32, **options)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])
+    model.keeps_saved_dtype = True  # type: ignore[assignment]
+    for module in model.modules():
+        kind: Any = type(module)
+        if isinstance(module, Conv1D):
+            module.any_dtype_forward = _conv1d
+        elif isinstance(module, nn.Embedding) and isinstance(getattr(module, "embed_scale", None), torch.Tensor):
+            module.any_dtype_forward = _scaled_embedding
+        elif kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:
+            module.any_dtype_forward = kind.forward  # it multiplies, and torch promotes
+    return model
+
+
+def _conv1d(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Computes the linear layer of GPT-2, whose weight is [inputs, outputs], with a frozen weight of any dtype."""
+    return frozen_linear(x, module.weight.T, module.bias)
+
+
+def _scaled_embedding(module: Any, indices: torch.Tensor) -> torch.Tensor:
+    """Computes the embedding of Gemma, which is scaled in float32, with a frozen weight of any dtype."""
+    return nn.Embedding.forward(module, indices).float() * module.embed_scale
 
 
 def _adapted(model: nn.Module, lora: Adapters | None) -> nn.Module:
