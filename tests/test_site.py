@@ -159,6 +159,7 @@ QUERIES = {
     "mixed precision": "guides/mixed-precision",
     "bf16": "guides/mixed-precision",
     "lora": "guides/fine-tuning",
+    "qlora 4-bit": "guides/fine-tuning",
     "freeze layers": "guides/fine-tuning",
     "pretrained weights": "guides/fine-tuning",
     "distillation": "guides/teachers",

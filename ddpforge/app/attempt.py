@@ -268,6 +268,7 @@ class Attempt:
             "device_name": name_of_device(self.world.device),
             "parameters": parts.size.all,
             "trained": parts.size.trainable,
+            "frozen": parts.size.frozen,
             "held": state_bytes(contract_of(parts.strategy), trainer.replica.weights, parts.size),
             "samples": length_of(parts.data["train"]),
             "sources": parts.training.shares_of_sources,

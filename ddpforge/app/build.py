@@ -46,6 +46,7 @@ from ddpforge.training.auxiliary import declared
 from ddpforge.training.blocks import find_blocks
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.fingerprint import DataPrint, compare_built
+from ddpforge.training.frozen_dtype import cast_weights
 from ddpforge.training.loaders import served
 from ddpforge.training.memory_format import make_dense
 from ddpforge.training.optimizers import shares
@@ -106,6 +107,8 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
             make_dense(candidate)
             with problems.at("train", "freeze"), recipe_faults():
                 freeze(candidate, recipe.train.freeze)
+            with problems.at("train", "frozen_dtype"), recipe_faults():
+                cast_weights(candidate, recipe.train.frozen_dtype)
             model, size = candidate, count_parameters(candidate)
     with problems.at("task"):
         found = declared(chosen.task, model)

@@ -7,14 +7,17 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ddpforge.builtin.models.quantized import PACKED, unpacked
 from ddpforge.checkpoint.safetensors_writer import LazyTensor
 from ddpforge.errors import UsageError
 
 __all__ = ["adapter_config", "adapter_tensors", "merged"]
 
 _A, _B = "lora_A.default.weight", "lora_B.default.weight"
+_MAGNITUDE = "lora_magnitude_vector.default.weight"  # of DoRA
 _SCALING, _TRANSPOSED, _BASE = "lora_scaling", "lora_transposed", "base_layer."
 _PEFT = "base_model.model."  # prefix of the names in a folder of peft
 
@@ -23,8 +26,10 @@ def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple
     """Returns a model's tensors with all adapters folded in, and the other names of tied tensors.
 
     The weight of an adapted linear layer becomes W + s·B A and gets the layer's own name again. The model `lora` saves
-    the scaling s. Raises UsageError if there are no adapters, or if an adapter cannot be folded.
+    the scaling s. With DoRA each row is scaled to its trained length. Quantized weights become bfloat16. Raises
+    UsageError if there are no adapters, or if an adapter cannot be folded.
     """
+    model, quantized = _dequantized(model)
     layers = [name.removesuffix(_A) for name in model if name.endswith(_A)]
     if not layers:
         raise UsageError("--merge: the checkpoint contains no adapters", hints=["omit --merge"])
@@ -42,6 +47,8 @@ def merged(model: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> tuple
         if "lora_" in name:
             raise UsageError(f"--merge: `{name}` is an adapter that cannot be folded into a weight")
     names = {old: new for layer in layers for old, new in _renamed(layer, model)}
+    for name in (names.get(each, each) for each in quantized):
+        found[name] = LazyTensor("bfloat16", found[name].shape, partial(_rounded, found[name]))
     return found, {names.get(alias, alias): names.get(name, name) for alias, name in aliases.items()}
 
 
@@ -65,6 +72,7 @@ def _renamed(layer: str, model: Mapping[str, LazyTensor]) -> Iterator[tuple[str,
 
 def _folded(layer: str, model: Mapping[str, LazyTensor]) -> LazyTensor:
     """Returns a layer's weight with its adapter folded in; it is computed when it is fetched."""
+    magnitude = model.get(layer + _MAGNITUDE)
     needed = {part: model.get(layer + part) for part in (f"{_BASE}weight", _A, _B, _SCALING)}
     for part, tensor in needed.items():
         if tensor is None:
@@ -75,14 +83,53 @@ def _folded(layer: str, model: Mapping[str, LazyTensor]) -> LazyTensor:
                 else ["only adapters of the model `lora` can be folded in"],
             )
     base, a, b, scaling = (tensor for tensor in needed.values() if tensor is not None)
-    fold = partial(_fold, base, a, b, scaling, transposed=layer + _TRANSPOSED in model)
+    fold = partial(_fold, base, a, b, scaling, magnitude, transposed=layer + _TRANSPOSED in model)
     return LazyTensor(base.dtype, base.shape, fold)
 
 
-def _fold(base: LazyTensor, a: LazyTensor, b: LazyTensor, scaling: LazyTensor, *, transposed: bool) -> Tensor:
+def _fold(
+    base: LazyTensor,
+    a: LazyTensor,
+    b: LazyTensor,
+    scaling: LazyTensor,
+    magnitude: LazyTensor | None,
+    *,
+    transposed: bool,
+) -> Tensor:
     weight = base.fetch()
     update = (b.fetch().float() @ a.fetch().float()) * scaling.fetch().float()
-    return (weight.float() + (update.T if transposed else update)).to(weight.dtype)
+    found = (weight.float().T if transposed else weight.float()) + update
+    if magnitude is not None:
+        found *= (magnitude.fetch().float() / found.norm(dim=1))[:, None]
+    return (found.T if transposed else found).to(getattr(torch, base.dtype)).contiguous()
+
+
+def _dequantized(model: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
+    """Returns the tensors with the weights of quantized layers in float32 under the name `weight`, and these names."""
+    layers = [name.removesuffix(PACKED) for name in model if _is_quantized(name, model)]
+    found = {}
+    for name, tensor in model.items():
+        layer = name.rpartition(".")[0] + "."
+        if layer not in layers or name == f"{layer}bias":
+            found[name] = tensor
+        elif name == layer + PACKED:
+            parts = {each.removeprefix(layer): model[each] for each in model if each.startswith(layer)}
+            rows, columns = tensor.shape
+            shape = (rows, columns if tensor.dtype == "int8" else 2 * columns)
+            found[f"{layer}weight"] = LazyTensor("float32", shape, partial(_unpack, parts))
+    return found, [f"{layer}weight" for layer in layers]
+
+
+def _is_quantized(name: str, model: Mapping[str, LazyTensor]) -> bool:
+    return name.endswith(f".{PACKED}") and name.removesuffix(PACKED) + "absmax" in model
+
+
+def _unpack(parts: Mapping[str, LazyTensor]) -> Tensor:
+    return unpacked({name: part.fetch() for name, part in parts.items()})
+
+
+def _rounded(tensor: LazyTensor) -> Tensor:
+    return tensor.fetch().to(torch.bfloat16)
 
 
 # ---------------------------------------------------------------------------------------------- a folder of peft
@@ -98,7 +145,8 @@ def adapter_config(model: nn.Module) -> Any:
             hints=["--format peft is for models with `lora`; omit it to write all weights"],
         )
     config = copy(known["default"])
-    trained = [name for name, x in model.named_parameters() if x.requires_grad and not name.endswith((_A, _B))]
+    parts = (_A, _B, _MAGNITUDE)
+    trained = [name for name, x in model.named_parameters() if x.requires_grad and not name.endswith(parts)]
     for name in trained:
         if "." not in name or _BASE in name:
             raise UsageError(
@@ -121,6 +169,8 @@ def adapter_tensors(model: Mapping[str, LazyTensor], config: Any) -> dict[str, L
     for name, tensor in model.items():
         if name.endswith((_A, _B)):
             found[_PEFT + name.replace(".default.", ".")] = tensor
+        elif name.endswith(_MAGNITUDE):
+            found[_PEFT + name.removesuffix(".default.weight")] = tensor
         elif any(path.endswith(modules) for path in _owners(name)):
             found[_PEFT + name] = tensor
     if not any(name.endswith("lora_A.weight") for name in found):

@@ -435,6 +435,11 @@ class TrainSection(Section):
         ' parameters: ["*", "!head.*"] trains only the head. If all parameters'
         " of a BatchNorm are frozen, it also keeps its statistics, and normalizes by them.",
     )
+    frozen_dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, Resume.TUNABLE] = Field(
+        default=None,
+        description="Dtype of weights that are not trained; absent: the dtype in which they were saved. It is that of"
+        " memory: results equal those with the same values in fp32. Trained weights are always fp32.",
+    )
     sync_batchnorm: Annotated[bool, Resume.TUNABLE] = Field(
         default=False, description="Compute BatchNorm statistics over all ranks (CUDA only)."
     )

@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import Contract, Strategy, Weights, World
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 __all__ = ["ParameterCount", "contract_of", "count_parameters", "verify_contract"]
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of elements in a model's parameters; tied parameters count once."""
+    """Number of elements in a model's parameters; tied parameters count once.
+
+    `frozen` has the number of frozen elements by dtype, e.g. "bf16", and `frozen_bytes` their size.
+    """
 
     all: int
     trainable: int
+    frozen: Mapping[str, int] = field(default_factory=dict)
+    frozen_bytes: int = 0
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """Counts the parameters of a bare model."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
+    """Counts the parameters of a bare model.
+
+    A module that packs a frozen weight into other tensors has the attribute `packs`, a mapping from the name of the
+    format to the number of elements of the weight. These count, and its parameters that are not floats do not.
+    """
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen: Counter[str] = Counter()
+    size = 0
+    seen: set[int] = set()
+    for module in model.modules():
+        packs = getattr(module, "packs", None) or {}
+        frozen.update(packs)
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            size += parameter.numel() * parameter.element_size()
+            if not packs or id(parameter) == id(getattr(module, "bias", None)):
+                frozen[_short(parameter)] += parameter.numel()
+    return ParameterCount(trained + sum(frozen.values()), trained, dict(frozen), size)
+
+
+def _short(tensor: Tensor) -> str:
+    """Returns the dtype as recipes spell it, e.g. "bf16"."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 
 
 def contract_of(strategy: Strategy) -> Contract:

@@ -1,4 +1,4 @@
-"""Frozen weights that checkpoints omit, because every start loads them from elsewhere; checksums verify them."""
+"""Frozen weights in checkpoints: omitted if every start loads them from elsewhere, and read in any dtype."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ddpforge.interfaces import CanonicalState, Ranks, Region, Replica, SavedTen
 __all__ = [
     "checksum",
     "checksums_match",
+    "convert_frozen",
     "fill_frozen",
     "omits_frozen",
     "verify_frozen",
@@ -77,6 +78,21 @@ def fill_frozen(state: CanonicalState[SavedTensor], replica: Replica, ranks: Ran
     return replace(state, model={**stay, **state.model})
 
 
+def convert_frozen(state: CanonicalState[SavedTensor], replica: Replica) -> CanonicalState[SavedTensor]:
+    """Returns the state of a checkpoint with the dtypes of the model's weights; they are converted when they are read.
+
+    `train.frozen_dtype` or `train.freeze` may have changed. Reading raises CheckpointError for a value that a weight
+    with a smaller dtype cannot hold.
+    """
+    weights = {**replica.weights.frozen(), **replica.weights.shards()}
+    converted: dict[str, SavedTensor] = {
+        name: _Converted(name, saved, part.tensor.dtype)
+        for name, part in weights.items()
+        if (saved := state.model.get(name)) is not None and {saved.dtype, part.tensor.dtype} in _CONVERTIBLE
+    }
+    return replace(state, model={**state.model, **converted}) if converted else state
+
+
 def without_state_of_frozen(state: CanonicalState[SavedTensor], replica: Replica) -> CanonicalState[SavedTensor]:
     """Returns the state of a checkpoint without the optimizer state of weights that are frozen now."""
     frozen = replica.weights.frozen()
@@ -92,6 +108,42 @@ def verify_frozen(numbers: Mapping[str, Any], absent: Mapping[str, Tensor | Tens
             "training",
             hints=["load the original weights again, in the model's constructor or with checkpoint.init_from"],
         )
+
+
+_CONVERTIBLE = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16})
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """Saved tensor that is converted without rounding when it is read."""
+
+    name: str
+    saved: SavedTensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.saved.shape)
+
+    def read(self) -> Tensor:
+        """Returns the whole tensor; raises CheckpointError if it cannot be converted without rounding."""
+        return self._convert(self.saved.read())
+
+    def read_into(self, region: Region, target: Tensor) -> None:
+        """Reads a region; raises CheckpointError if it cannot be converted without rounding."""
+        raw = torch.empty_like(target, dtype=self.saved.dtype)
+        self.saved.read_into(region, raw)
+        target.detach().copy_(self._convert(raw))
+
+    def _convert(self, raw: Tensor) -> Tensor:
+        found = raw.to(self.dtype)
+        if not torch.equal(found.to(raw.dtype), raw):
+            now, then = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, raw.dtype))
+            raise CheckpointError(
+                f"`{self.name}` is {now} and frozen, but the checkpoint has {then} values that {now} cannot hold",
+                hints=['set train.frozen_dtype = "fp32"'],
+            )
+        return found
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from ddpforge.training.checkpoint_saver import CheckpointSaver
 from ddpforge.training.consensus import Consensus, EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.evaluation import Evaluator
 from ddpforge.training.fingerprint import Fingerprint
-from ddpforge.training.frozen_weights import fill_frozen, without_state_of_frozen
+from ddpforge.training.frozen_weights import convert_frozen, fill_frozen, without_state_of_frozen
 from ddpforge.training.learning_rates import Rates
 from ddpforge.training.media import MediaLogger
 from ddpforge.training.nonfinite import NonfinitePolicy, RollBack
@@ -212,6 +212,7 @@ class Trainer:
         if any(is_another(facts, use, *path, world=self.world) for path, use in optimizers):
             state = replace(state, optimizer={}, extra_state={})
         state = without_state_of_frozen(state, self.replica)
+        state = convert_frozen(state, self.replica)
         self.replica.load_state(fill_frozen(state, self.replica, self.world.global_ranks))
         restore_callbacks(self._recipe, self.callbacks, checkpoint, self.world)
         checkpoint.finish()

@@ -31,11 +31,16 @@ def explain_oom(error: BaseException, recipe: Recipe, data_ranks: int) -> BaseEx
 def state_bytes(contract: Contract, weights: Weights, size: ParameterCount) -> dict[str, int]:
     """Returns the bytes of weights and gradients that a rank always holds, by the strategy's contract.
 
-    Both have the dtype of the master weights. Optimizer state is not included: it comes with the first step.
+    Trained weights and gradients have the dtype of the master weights, and frozen weights their own. Optimizer state is
+    not included: it comes with the first step.
     """
-    mine = sum(part.tensor.numel() * part.tensor.element_size() for part in weights.shards().values())
-    whole = {"weights": size.all * _FP32, "gradients": size.trainable * _FP32}
-    return {kind: mine if kind in contract.shards else bytes for kind, bytes in whole.items()}
+    trained, frozen = (
+        sum(part.tensor.numel() * part.tensor.element_size() for part in parts.values())
+        for parts in (weights.shards(), weights.frozen())
+    )
+    mine = {"weights": trained + frozen, "gradients": trained}
+    whole = {"weights": size.trainable * _FP32 + size.frozen_bytes, "gradients": size.trainable * _FP32}
+    return {kind: mine[kind] if kind in contract.shards else bytes for kind, bytes in whole.items()}
 
 
 def _hints(recipe: Recipe, data_ranks: int) -> Iterator[str]:

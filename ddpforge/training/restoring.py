@@ -15,7 +15,7 @@ from ddpforge.interop.initial import in_dtype
 from ddpforge.recipe.schema import Recipe
 from ddpforge.recipe.upgrade import upgrade_tables
 from ddpforge.training.auxiliary import HOOKS, PlacedAuxiliary
-from ddpforge.training.frozen_weights import fill_frozen
+from ddpforge.training.frozen_weights import convert_frozen, fill_frozen
 from ddpforge.training.task_state import TaskState
 
 __all__ = ["is_another", "restore_callbacks", "restore_kept", "restore_weights"]
@@ -28,7 +28,7 @@ def restore_weights(replica: Replica, checkpoint: CheckpointReader, ranks: Ranks
 
     Raises CheckpointError if the checkpoint is of another model.
     """
-    saved = fill_frozen(checkpoint.state(), replica, ranks)
+    saved = fill_frozen(convert_frozen(checkpoint.state(), replica), replica, ranks)
     if missing := sorted(replica.state().model.keys() - saved.model.keys()):
         more = " …" if len(missing) > 5 else ""
         raise CheckpointError(

@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 def test_tied_parameters_are_counted_once() -> None:
-    assert count_parameters(Net()) == ParameterCount(all=8, trainable=6)
+    assert count_parameters(Net()) == ParameterCount(all=8, trainable=6, frozen={"fp32": 2}, frozen_bytes=8)
 
 
 def test_a_strategy_without_a_contract_is_refused() -> None:

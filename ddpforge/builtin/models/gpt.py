@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddpforge.builtin.models.frozen_layers import frozen_linear
 from ddpforge.interfaces import AttentionContext
 
 _STD = 0.02  # of all initial weights, as in GPT-2
@@ -124,7 +125,7 @@ class _Tied(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Maps [..., width] → [..., vocab_size]."""
-        return F.linear(x, weight)
+        return F.linear(x, weight) if weight.requires_grad else frozen_linear(x, weight, None)
 
 
 class Block(nn.Module):

@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA) in any model, with peft."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Annotated, Any
@@ -22,6 +23,14 @@ _Train = Annotated[
     Sequence[str], Field(description='Globs of parameters to train without adapters, e.g. a new head: ["score.*"].')
 ]
 
+_DoRA = Annotated[
+    bool | None, Field(description="Also train the length of each row of the weight (DoRA: Liu et al., 2024).")
+]
+_RsLoRA = Annotated[
+    bool | None,
+    Field(description="Multiply by alpha / sqrt(r) instead of alpha / r (rsLoRA: Kalajdzievski, 2023)."),
+]
+
 
 class Adapters(BaseModel):
     """Options of `lora` without the base model, for models that have adapters as an option."""
@@ -33,6 +42,8 @@ class Adapters(BaseModel):
     alpha: _Alpha = 16
     dropout: _Dropout = 0.0
     train: _Train = ()
+    dora: _DoRA = None
+    rslora: _RsLoRA = None
 
     def put_into(self, base: nn.Module) -> nn.Module:
         """Freezes `base` and inserts the adapters, as `lora` does; raises the same errors."""
@@ -51,6 +62,8 @@ def lora(
     dropout: _Dropout = 0.0,
     targets: _Targets,
     train: _Train = (),
+    dora: _DoRA = None,
+    rslora: _RsLoRA = None,
 ) -> nn.Module:
     """Returns the frozen base model with adapters: a linear layer W x becomes W x + alpha / r * B A x, A and B trained.
 
@@ -65,9 +78,17 @@ def lora(
     peft = _peft()
     if any(parameter.is_meta for parameter in base.parameters()):
         raise _OnMeta("the model `lora` cannot be built on the meta device", hints=["set strategy.meta = false"])
-    config = peft.LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets))
+    config = peft.LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        use_dora=bool(dora),
+        use_rslora=bool(rslora),
+    )
     try:
-        model: nn.Module = peft.inject_adapter_in_model(config, base)
+        with _in_float32(base):
+            model: nn.Module = peft.inject_adapter_in_model(config, base)
     except ValueError as error:
         raise ValueError(f"peft cannot adapt {', '.join(targets)}: {error}") from error
     for name, module in model.named_modules():
@@ -80,6 +101,24 @@ def lora(
         for parameter in named:
             parameter.requires_grad_(True)
     return model
+
+
+@contextmanager
+def _in_float32(base: nn.Module) -> Iterator[None]:
+    """Makes peft initialize the adapters of 16-bit layers in float32 within the block."""
+    # peft gives adapters the dtype of a layer's weight, or `compute_dtype` if the layer has this attribute.
+    layers: list[Any] = [module for module in base.modules() if _is_small(module._parameters.get("weight"))]
+    for layer in layers:
+        layer.compute_dtype = torch.float32
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.compute_dtype
+
+
+def _is_small(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 def _note_scaling(name: str, layer: Any) -> None:

@@ -228,6 +228,7 @@ def _summary(folder: Path, config: Mapping[str, Any]) -> list[str]:
     run, train = config["run"], config["train"]
     said = {
         "model": [_used(config.get("model")), _parameters(run)],
+        "weights": [_weights(run)],
         "data": [_used((config.get("data") or {}).get("train")), *_samples(run)],
         "batch": [_batch(run, train)],
         "length": [f"{run['total_steps']:,} steps" if run["total_steps"] else "", f"{train['length']}"],
@@ -267,6 +268,19 @@ def _parameters(run: Mapping[str, Any]) -> str:
     held = run.get("held") or {}
     of_each = " and ".join(f"{bytes / 1e6:,.1f} MB of {kind}" for kind, bytes in held.items())
     return f"{count:,} parameters{frozen}{f', {of_each} a rank' if of_each else ''}"
+
+
+def _weights(run: Mapping[str, Any]) -> str:
+    """Returns the numbers of frozen and trained parameters with their dtypes; "" if all are trained."""
+    frozen = run.get("frozen") or {}
+    if not frozen:
+        return ""
+    each = " and ".join(f"{_millions(count)} in {dtype}" for dtype, count in frozen.items())
+    return f"frozen: {each}, trained: {_millions(run['trained'])} in fp32"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f} M parameters" if count >= 50_000 else f"{count:,} parameters"
 
 
 def _samples(run: Mapping[str, Any]) -> list[str]:

@@ -4,10 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from ddpforge.builtin.models.frozen_layers import frozen_linear
 from ddpforge.builtin.models.lora import Adapters
+from ddpforge.builtin.models.quantized import Quantization
+from ddpforge.builtin.models.quantized import quantize as quantize_layers
 from pydantic import Field
 from torch import nn
 from transformers import (
@@ -18,6 +21,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
+from transformers.pytorch_utils import Conv1D
 
 from ddpforge_transformers.stages import say_steps
 
@@ -42,6 +46,13 @@ _LoRA = Annotated[
     Adapters | None,
     Field(description='Train only adapters: options of ddpforge\'s `lora`, e.g. { targets = ["q_proj"] }.'),
 ]
+_Quantize = Annotated[
+    Quantization | None,
+    Field(description="Format of the frozen linear layers in blocks, under `lora` (QLoRA); needs `pretrained`."),
+]
+_DoubleQuant = Annotated[
+    bool | None, Field(description='Quantize the scales of "nf4", too, which saves 0.4 bits of each weight.')
+]
 _OWNED = {"model_type", "num_labels", "id2label", "label2id", "dtype", "torch_dtype", "architectures"}
 
 
@@ -53,14 +64,20 @@ def causal_lm(
     options: _Options = {},
     attention: _Attention = None,
     lora: _LoRA = None,
+    quantize: _Quantize = None,
+    double_quant: _DoubleQuant = None,
 ) -> nn.Module:
     """Builds a causal language model, for this package's task and data.
 
-    Raises ValueError for unknown types and keys, if there is no saved model, and for adapters that do not fit.
+    Raises ValueError for unknown types and keys, if there is no saved model, and for adapters or a quantization that
+    do not fit.
     """
+    _check_quantize(quantize, double_quant, lora, saved=pretrained is not None and weights)
     config = _config(model_type, pretrained, options)
     model = _model(AutoModelForCausalLM, config, pretrained if weights else None, attention)
     say_steps(model)
+    if quantize:
+        _quantize(model, quantize, double=bool(double_quant))
     return _adapted(model, lora)
 
 
@@ -128,18 +145,84 @@ def _config(model_type: str | None, pretrained: str | None, options: Mapping[str
 
 
 def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attention: str | None) -> nn.Module:
-    """Builds the model with float32 weights, which strategies expect, whatever the precision of training."""
-    how: dict[str, Any] = {"dtype": torch.float32} | ({"attn_implementation": attention} if attention else {})
+    """Builds the model with weights of the saved dtype, see `train.frozen_dtype`, or with new ones in float32."""
+    how: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
         if pretrained is not None:
-            model: nn.Module = _saved(auto, pretrained, config=config, ignore_mismatched_sizes=True, **how)
+            model: nn.Module = _saved_model(auto, pretrained, config=config, ignore_mismatched_sizes=True, **how)
         else:
-            model = auto.from_config(config, **how)
+            model = auto.from_config(config, dtype=torch.float32, **how)
     except (ValueError, ImportError) as error:
         raise ValueError(f"transformers cannot build this {config.model_type}: {error}") from error
     if lists := list(_lists_of_blocks(model)):  # if transformers lists none, ddpforge looks for blocks itself
         model.repeated = lists  # type: ignore[assignment]
     return model
+
+
+def _saved_model(auto: Any, name: str, **options: Any) -> nn.Module:
+    """Loads a model with its saved dtypes, and marks it and its layers for `train.frozen_dtype`."""
+    model: nn.Module = _saved(auto, name, dtype="auto", **options)
+    if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers()):
+        # Constants that are no weights were rounded, e.g. the scale of Gemma's embeddings.
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        del model
+        model = _saved(auto, name, dtype=torch.float32, **options)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])
+    model.keeps_saved_dtype = True  # type: ignore[assignment]
+    for module in model.modules():
+        kind, layer = cast(tuple[Any, Any], (type(module), module))
+        if isinstance(module, Conv1D):
+            layer.any_dtype_forward = _conv1d
+        elif isinstance(module, nn.Embedding) and isinstance(getattr(module, "embed_scale", None), torch.Tensor):
+            layer.any_dtype_forward = _scaled_embedding
+        elif kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:
+            layer.any_dtype_forward = kind.forward  # it multiplies, and torch promotes
+    return model
+
+
+def _conv1d(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Computes the linear layer of GPT-2, whose weight is [inputs, outputs], with a frozen weight of any dtype."""
+    return frozen_linear(x, module.weight.T, module.bias)
+
+
+def _scaled_embedding(module: Any, indices: torch.Tensor) -> torch.Tensor:
+    """Computes the embedding of Gemma, which is scaled in float32, with a frozen weight of any dtype."""
+    found: torch.Tensor = nn.Embedding.forward(module, indices).float() * module.embed_scale
+    return found
+
+
+def _check_quantize(form: str | None, double: bool | None, lora: Adapters | None, *, saved: bool) -> None:
+    """Raises ValueError for options that do not fit together."""
+    if double is not None and form != "nf4":
+        raise ValueError('double_quant is for quantize = "nf4"')
+    if form is None:
+        return
+    if lora is None:
+        raise ValueError(f'quantize = "{form}" needs `lora`: quantized weights cannot be trained, only adapters can')
+    if not saved:
+        raise ValueError(
+            f'quantize = "{form}" needs the saved weights of `pretrained`: random weights stay frozen and learn nothing'
+        )
+
+
+def _quantize(model: nn.Module, form: Quantization, *, double: bool) -> None:
+    """Quantizes the linear layers in the model's blocks; raises ValueError if there are none."""
+    blocks = [f"{path}." for path in _lists_of_blocks(model)]
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and any(name.startswith(block) for block in blocks)
+    ]
+    if not layers:
+        kinds = sorted(
+            {type(module).__name__ for module in model.modules() if not any(True for _ in module.children())}
+        )
+        raise ValueError(
+            f'quantize = "{form}" finds no nn.Linear in the blocks of {type(model).__name__}, which has '
+            f"{', '.join(kinds)}"
+        )
+    quantize_layers(model, layers, form, double=double)
 
 
 def _adapted(model: nn.Module, lora: Adapters | None) -> nn.Module:

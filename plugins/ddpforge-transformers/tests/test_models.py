@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ddpforge.builtin.models.lora import Adapters
+from ddpforge.training.frozen_dtype import cast_weights
 from tiny import TINY
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, GPT2LMHeadModel, GPT2Model
@@ -43,11 +44,13 @@ def test_model_without_no_split_modules_sets_no_blocks(monkeypatch: pytest.Monke
     assert not hasattr(causal_lm(model_type="gpt2", options=TINY["gpt2"]), "repeated")
 
 
-def test_saved_weights_are_loaded_in_float32(tmp_path: Path) -> None:
+def test_saved_weights_are_loaded_in_their_own_dtype_and_trained_in_float32(tmp_path: Path) -> None:
     saved = GPT2LMHeadModel(GPT2Config(**TINY["gpt2"])).to(torch.bfloat16)
     saved.save_pretrained(tmp_path)
     loaded = causal_lm(pretrained=str(tmp_path), options={"resid_pdrop": 0.3})
     assert loaded.config.resid_pdrop == 0.3
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    cast_weights(loaded, None)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     for name, value in saved.state_dict().items():
