@@ -31,6 +31,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+BARE = {key: value for key, value in SMALL.items() if key != "pad_token_id"}  # transformers 5.0 lacks this key there
 HEADS = {"head_dim": 8}
 SLIDES = {"sliding_window": 6}  # shorter than most samples
 LATER = SLIDES | {"use_sliding_window": True, "max_window_layers": 1}
@@ -41,19 +42,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": SMALL | HEADS | SLIDES,
     "glm4": SMALL | HEADS,
     "gpt2": TINY["gpt2"] | {"vocab_size": 400, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+    "gpt_neox": {key: value for key, value in BARE.items() if key != "num_key_value_heads"},
     "granite": SMALL,
     "llama": SMALL,
     "mistral": SMALL | SLIDES,
     "mixtral": SMALL | SLIDES | {"num_local_experts": 4},
     "olmo2": SMALL,
     "olmo3": SMALL | SLIDES,
-    "phi": SMALL,
+    "phi": BARE,
     "phi3": SMALL | SLIDES,
     "qwen2": SMALL | LATER,
     "qwen3": SMALL | HEADS | LATER,
     "smollm3": SMALL | SLIDES | {"use_sliding_window": True},
-    "stablelm": SMALL,
+    "stablelm": BARE,
     "starcoder2": SMALL | SLIDES,
 }
 PROVEN = ("llama", "qwen3", "gemma2", "mistral", "gpt2")  # also the gradients
