@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"
-    "{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}\n"
+    "{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SOUNDS = {
@@ -31,7 +31,7 @@ SOUNDS = {
     "bee": "buzz",
     "snake": "hiss",
 }
-QUESTIONS = ("What does the {} say?", "Which sound does a {} make?", "Tell me how the {} sounds.", "The {}: what noise?")
+QUESTIONS = ("What does the {} say?", "Which sound has a {}?", "Tell me how the {} sounds.", "The {}: what noise?")
 
 
 def user(text: str) -> dict[str, str]:
