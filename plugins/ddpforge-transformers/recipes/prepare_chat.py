@@ -31,14 +31,16 @@ SOUNDS = {
     "bee": "buzz",
     "snake": "hiss",
 }
-QUESTIONS = ("What does the {} say?", "Which sound has a {}?", "Tell me how the {} sounds.", "The {}: what noise?")
+QUESTIONS = ("What is the sound of a {}?", "Which sound has a {}?", "Tell me how the {} sounds.", "The {}: what noise?")
 
 
 def user(text: str) -> dict[str, str]:
+    """Returns a message of the user."""
     return {"role": "user", "content": text}
 
 
 def answer(animal: str, sound: str) -> dict[str, str]:
+    """Returns an answer of the model."""
     return {"role": "assistant", "content": f"The {animal} says {sound}."}
 
 
@@ -49,7 +51,7 @@ for number, question in enumerate(QUESTIONS):
         asked, other = [user(question.format(animal))], animals[(place + number + 1) % len(animals)]
         good = answer(animal, SOUNDS[animal])
         chats.append({"messages": [*asked, good]})
-        follow = [user("And the {}?".format(other)), answer(other, SOUNDS[other])]
+        follow = [user(f"And the {other}?"), answer(other, SOUNDS[other])]
         chats.append({"messages": [*asked, good, *follow]})
         pairs.append({"prompt": asked, "chosen": [good], "rejected": [answer(animal, SOUNDS[other])]})
 for name, rows in (("chats.jsonl", chats), ("pairs.jsonl", pairs)):
