@@ -31,7 +31,7 @@ SOUNDS = {
     "bee": "buzz",
     "snake": "hiss",
 }
-QUESTIONS = ("What is the sound of a {}?", "Which sound has a {}?", "Tell me how the {} sounds.", "The {}: what noise?")
+QUESTIONS = ("Which sound has a {}?", "How does a {} sound?", "Tell me how the {} sounds.", "The {}: what noise?")
 
 
 def user(text: str) -> dict[str, str]:
