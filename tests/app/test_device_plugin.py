@@ -155,8 +155,8 @@ def test_step_reads_only_the_norm_from_a_device_without_fused_optimizers(backend
         words = ("train.device=toyacc", f"train.length={steps}st", "track.every=100st", "checkpoint.every=100st")
         train(backend, f"of-{steps}", *words, "train.eval_every=100st", PRIVATE_READS=str(account))
         reads[steps] = account.read_text().split()
-    # A second read a step would be 20. A run reads all norms once more after a time, which depends on the machine.
-    assert 9 <= reads[20].count("read") - reads[10].count("read") <= 11
+    # A second read a step would be 20. A run reads the norms once more a second, which depends on the machine.
+    assert 9 <= reads[20].count("read") - reads[10].count("read") < 18
     assert "synchronize" not in reads[20]
 
 
