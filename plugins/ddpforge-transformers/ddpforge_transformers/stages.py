@@ -101,7 +101,7 @@ def _layer_gpt2(model: Any, number: int, x: Tensor, given: Tensor | None = None)
     mask, places = _received(x, given)
     seen = _seen(model, x, mask, places, slides=False)
     block = model.get_submodule(f"transformer.h.{number}")
-    found = block(x, None, seen, use_cache=False, position_ids=places)
+    found = block(x, attention_mask=seen, use_cache=False, position_ids=places)
     x = found[0] if isinstance(found, tuple) else found  # a tuple in transformers 5.0
     return x if given is None else (x, given)
 
