@@ -1,6 +1,8 @@
 """Segments of transformers' language models, for pipelines. They pass on activations, and a mask or positions."""
 
-from functools import partial
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,7 +101,8 @@ def _layer_gpt2(model: Any, number: int, x: Tensor, given: Tensor | None = None)
     mask, places = _received(x, given)
     seen = _seen(model, x, mask, places, slides=False)
     block = model.get_submodule(f"transformer.h.{number}")
-    x = block(x, None, seen, use_cache=False, position_ids=places)
+    found = block(x, None, seen, use_cache=False, position_ids=places)
+    x = found[0] if isinstance(found, tuple) else found  # a tuple in transformers 5.0
     return x if given is None else (x, given)
 
 
@@ -110,4 +113,15 @@ def _leave_gpt2(model: Any, x: Tensor, given: Tensor | None = None) -> CausalLMO
 # ---------------------------------------------------------------------------------------------- inputs of all layers
 def _seen(model: Any, x: Tensor, mask: Tensor | None, places: Tensor, *, slides: bool) -> Any:
     make = create_sliding_window_causal_mask if slides else create_causal_mask
-    return make(config=model.config, inputs_embeds=x, attention_mask=mask, past_key_values=None, position_ids=places)
+    names = _names_of(make)
+    other: dict[str, Any] = {"past_key_values" if "past_key_values" in names else "cache": None}
+    other["inputs_embeds" if "inputs_embeds" in names else "input_embeds"] = x
+    if "cache_position" in names:
+        other["cache_position"] = torch.arange(x.shape[1], device=x.device)
+    return make(config=model.config, attention_mask=mask, position_ids=places, **other)
+
+
+@cache
+def _names_of(make: Callable[..., Any]) -> frozenset[str]:
+    """Returns the names of a function's arguments, which transformers has changed since 5.0."""
+    return frozenset(inspect.signature(make).parameters)
