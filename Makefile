@@ -18,7 +18,7 @@ endif
 # Tests start hundreds of Pythons: where no bytecode may be kept, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run package test test-package test-all test-fast test-portable test-versions test-gpu test-gpus gpu gpu-wheels pretend-cuda test-plugins $(PLUGIN_TESTS) bench lint docs clean
+.PHONY: run package test test-package test-all test-fast test-portable test-versions test-gpu test-gpus test-pretended gpu gpu-wheels pretend-cuda test-plugins $(PLUGIN_TESTS) bench lint docs clean
 
 run: $(BIN)/ddpforge    ## train the digits recipe in 2 processes, on the CPU: a GPU holds one
 	$(BIN)/ddpforge launch digits --nproc 2 --fresh --set train.device=cpu
@@ -39,12 +39,15 @@ $(PLUGIN_TESTS): test-%: $(VENV)/installed
 test-all: lint            ## also all strategy pairs, faults on two hosts, 320 random kills: three quarters of an hour more
 	$(PYTEST) -m "not alone"
 	$(BIN)/python -m pytest -m alone
-	$(MAKE) test-plugins
+	$(MAKE) test-plugins test-pretended
 
 test-gpu: MARK = gpu
 test-gpu: RANKS = 1
 test-gpu: AT_ONCE = --numprocesses=auto --maxprocesses=12 --dist=worksteal
 test-gpu: gpu    ## what needs a CUDA device, and speed and memory beside loops by hand on one: a report in build/gpu
+
+test-pretended: pretend-cuda    ## the tests of test-gpu that run on a pretended device, on CPUs
+	PYTHONPATH=tests $(BIN)/python tests/support/pretended.py 1 $(BIN)/python -m pytest tests/gpu -m gpu
 
 test-gpus: MARK = gpus
 test-gpus: RANKS = 0

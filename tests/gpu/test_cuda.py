@@ -79,6 +79,7 @@ def test_low_precision_and_compilation_stay_close_to_fp32(
     assert found == pytest.approx(losses("fp32"), rel=0.02)
 
 
+@pytest.mark.real("float8 kernels")
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs compute capability 8.9"
 )
@@ -91,6 +92,7 @@ def test_float8_stays_close_to_bf16(losses: Callable[..., list[float]], fp8: str
     assert found != bf16
 
 
+@pytest.mark.real("the speed of a GPU")
 @pytest.mark.parametrize("compile", [False, True])
 def test_chunked_loss_saves_memory_and_keeps_gradients(compile: bool) -> None:
     tokens = torch.randint(32_768, (2, 2048), device="cuda")

@@ -57,6 +57,7 @@ def test_recipe_can_select_cpu(bench: Bench) -> None:
     assert json.loads((bench.folder / "runs/cpu/env.json").read_text())["cuda"] is None
 
 
+@pytest.mark.real("a driver")
 def test_env_json_names_the_gpu(bench: Bench) -> None:
     bench("run", nproc=1)
     found = json.loads((bench.folder / "runs/run/env.json").read_text())["cuda"]
@@ -101,6 +102,7 @@ def test_recomputed_block_with_keyword_arguments_repeats_dropout(bench: Bench) -
         torch.testing.assert_close(recomputed, kept)
 
 
+@pytest.mark.real("the speed of a GPU")
 def test_batches_copied_during_long_kernels_arrive_intact() -> None:
     """Starts each copy while the device is busy, into memory of an earlier batch."""
     device = torch.device("cuda", torch.cuda.current_device())

@@ -57,6 +57,7 @@ def bench(tmp_path: Path, ddpforge: Callable[..., Ranks]) -> Bench:
     return Bench(tmp_path, ddpforge)
 
 
+@pytest.mark.real("Triton")
 @each_strategy
 def test_compiled_bf16_gives_the_curve_of_one_process(bench: Bench, strategy: str) -> None:
     skip_refused(strategy)
@@ -72,6 +73,7 @@ def test_fp32_trains_like_one_process_on_the_cpu(bench: Bench, strategy: str) ->
     bench.alike("cuda", "cpu", rel=1e-4)
 
 
+@pytest.mark.real("NCCL")
 @share_one_gpu
 @each_strategy
 def test_ranks_that_share_one_gpu_train_like_one_process(bench: Bench, strategy: str) -> None:
@@ -81,6 +83,7 @@ def test_ranks_that_share_one_gpu_train_like_one_process(bench: Bench, strategy:
     bench.alike("two", "one", rel=1e-4)
 
 
+@pytest.mark.real("NCCL")
 @share_one_gpu
 def test_checkpoint_of_two_ranks_on_one_gpu_resumes_in_one_process(bench: Bench) -> None:
     bench.recipe = bench.recipe.replace(
@@ -92,6 +95,7 @@ def test_checkpoint_of_two_ranks_on_one_gpu_resumes_in_one_process(bench: Bench)
     assert bench.column("parts") == pytest.approx(bench.column("whole"), rel=1e-4)
 
 
+@pytest.mark.real("Triton")
 @pytest.mark.parametrize("strategy", [DDP, FSDP, ZERO[3]], ids=["ddp", "fsdp", "zero3"])
 def test_blocks_compiled_one_by_one_train_like_eager_ones(bench: Bench, strategy: str) -> None:
     skip_refused(strategy)
