@@ -23,7 +23,7 @@ from ddpforge.components.kinds import KINDS
 from ddpforge.components.options_table import OptionRow, options_table
 from ddpforge.components.registry import Registry
 from ddpforge.recipe.layers import NAMED_SLOTS, SCHEDULES, SETS, SLOTS, VARIATIONS
-from ddpforge.recipe.renamed import Renamed, components, keys, options
+from ddpforge.recipe.renamed import Renamed, components, earlier_defaults, keys, options
 from ddpforge.recipe.report import KeyPath, dotted
 from ddpforge.recipe.schema import Component, OptimizerComponent, Recipe, SourceComponent
 from ddpforge.recipe.vocabulary import Vocabulary
@@ -89,6 +89,11 @@ def _renamed_names() -> str:
         for row in (*keys(), *options())
         for old, new in row.values.items()
         if old != new
+    ]
+    rows += [
+        (f"{use}: without `{option}`", f"`{option} = {_toml(before)}`, which is no longer the default")
+        for use, options_of_it in earlier_defaults().items()
+        for option, before in options_of_it.items()
     ]
     return _table(("Version 1", "Version 2"), rows)
 

@@ -80,6 +80,11 @@ class Task(ABC):
     computed from the tokens up to that position. `ddpforge generate` requires it.
     """
 
+    separates_documents: bool = False
+    """Set to True if `loss` keeps the documents of a sample apart, and `check` refuses models that do not. Other tasks
+    cannot use data with several documents in a sample (`document_mask = True`).
+    """
+
     evaluates: bool = False
     """True while an evaluation or prediction calls `loss`, e.g. for another loss there. ddpforge sets it."""
 

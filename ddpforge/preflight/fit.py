@@ -8,7 +8,7 @@ from typing import Any
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.sources import by_name
 from ddpforge.errors import ForgeError, UsageError, recipe_faults
-from ddpforge.interfaces import EpochBatchSampler
+from ddpforge.interfaces import EpochBatchSampler, Task
 from ddpforge.interop.initial import find_initial
 from ddpforge.preflight.static import kind_of
 from ddpforge.training.alternating_updates import batches_per_step, component_name
@@ -104,12 +104,24 @@ def check_own_parameters(built: Built) -> None:
 def check_task(built: Built) -> None:
     """Raises UsageError for a dataset or a model that the task cannot use."""
     for data in _datasets(built):
+        _check_documents(built.task, data)
         try:
             with recipe_faults():
                 built.task.check(built.model, data)
         except UsageError as error:
             _name_option(built, data, error)
             raise
+
+
+def _check_documents(task: Task, data: Any) -> None:
+    """Raises UsageError for samples of several documents if the task would let these see each other."""
+    if getattr(data, "document_mask", False) and not getattr(task, "separates_documents", False):
+        raise UsageError(
+            f"samples of {component_name(data)} have several documents that must not see each other, but the task "
+            f"{component_name(task)} does not keep them apart",
+            hints=["set document_mask = false, or do not pack the samples", "or use a task that does, e.g. causal_lm"],
+            key="task.use",
+        )
 
 
 def _name_option(built: Built, data: object, error: UsageError) -> None:

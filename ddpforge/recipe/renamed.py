@@ -83,6 +83,12 @@ def components() -> dict[tuple[str, str], str]:
     return {(row["kind"], row["old"]): row["new"] for row in _table()["components"]}
 
 
+@cache
+def earlier_defaults() -> dict[str, dict[str, Value]]:
+    """Returns by component the options that have another default since version 2, each with the one before."""
+    return {name: {row["option"]: row["before"]} for row in _table()["defaults"] for name in row["of"]}
+
+
 def new_component(kind: str | None, use: str) -> str:
     """Returns the new name of a component that `use` names; without a `kind`, of any kind."""
     own = _OWN if use.startswith(_OWN) else ""

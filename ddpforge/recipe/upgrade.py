@@ -1,4 +1,4 @@
-"""Upgrades the text of a recipe of version 1 to version 2; all but the renamed words stays as it is, byte for byte."""
+"""Upgrades the text of a recipe of version 1 to version 2: renames words, writes defaults of before, keeps the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpforge import disk
 from ddpforge.errors import Diagnostic, RecipeError, SourceSpan
 from ddpforge.recipe.bundled import bundled
 from ddpforge.recipe.layers import NAMED_SLOTS, find
-from ddpforge.recipe.renamed import Names
+from ddpforge.recipe.renamed import Names, earlier_defaults
 from ddpforge.recipe.report import KeyPath, dotted, shown
 from ddpforge.recipe.schema import VERSION, Recipe
 from ddpforge.recipe.toml import Source, Table, Value, loads, parse, read
@@ -125,6 +125,7 @@ def upgrade_text(source: Source, seen: tuple[Path, ...] = ()) -> Upgraded:
     upgrade = _Upgrade(source, tables, seen)
     upgrade.keys()
     upgrade.values()
+    upgrade.defaults()
     if upgrade.problems:
         raise RecipeError(upgrade.problems)
     return upgrade.result()
@@ -217,6 +218,28 @@ class _Upgrade:
             path = (*path, key)
         new = self._names.path(path)
         return text if new == path else dotted(new)
+
+    # -- defaults
+    def defaults(self) -> None:
+        """Writes the default before of each option that has another one now, in front of the component's `use`."""
+        starts = {path: start for path, start, _ in self.source.parts() if path[-1] == "use"}
+        for path, start in starts.items():
+            use = find(self.tables, path)
+            if path[0] == "vars" or not isinstance(use, str):
+                continue
+            for option, before in earlier_defaults().get(use.rpartition(":")[2], {}).items():
+                if find(self.tables, (*path[:-1], option)) is None:
+                    name = dotted((*path[:-1], option))
+                    self._insert(start, f"{option} = {json.dumps(before)}")
+                    self._note(start, f"{name}, which is absent", f"{name} = {json.dumps(before)}")
+
+    def _insert(self, start: int, text: str) -> None:
+        """Inserts a key with its value before the key at `start`, into the same table."""
+        head = self.source.text[self.source.text.rfind("\n", 0, start) + 1 : start]
+        if "{" in head:  # an inline table; `head` may have the first part of a dotted key
+            self._edits[start, start] = f"{text}, {re.split('[{,]', head)[-1].strip()}"
+        else:
+            self._edits[start, start] = f"{text}\n{head}"
 
     # -- components
     def _use(self, path: KeyPath) -> str | None:

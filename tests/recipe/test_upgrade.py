@@ -221,6 +221,40 @@ def test_a_recipe_of_version_2_is_not_changed() -> None:
     assert upgraded(text) == text
 
 
+# ---------------------------------------------------------------------------------------------- changed defaults
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('[data.train]\nuse = "tokenized_text" # x\n', '[data.train]\n{}\nuse = "tokenized_text" # x\n'),
+        (
+            "[data]\n  train.use = 'ddpforge-transformers:tokenized_text'\n",
+            "[data]\n  train.{}\n  train.use = 'ddpforge-",
+        ),
+        ('data.eval = { block_size = 8, use = "tokenized_text" }\n', "data.eval = { block_size = 8, {}, use = "),
+        ('[data.train]\nuse = "collated"\nof = {use = "tokenized_text"}\n', 'of = {{}, use = "tokenized_text"}\n'),
+        ('data = { train.use = "tokenized_text" }\n', 'data = { train.{}, train.use = "tokenized_text" }\n'),
+    ],
+)
+def test_an_option_with_another_default_gets_the_default_of_before(before: str, after: str) -> None:
+    found = upgraded(f"recipe = 1\n{before}")
+    assert after.replace("{}", "document_mask = false") in found
+    assert upgraded(found) == found
+    tables = tomllib.loads(found)["data"]
+    assert upgrade_tables(f"recipe = 1\n{before}")["data"] == tables  # of a run folder, which then resumes
+    assert str(tables).count("'document_mask': False") == 1
+
+
+def test_an_option_that_is_set_and_one_of_another_component_stay() -> None:
+    for text in (
+        '[data.train]\nuse = "tokenized_text"\ndocument_mask = true\n',
+        '[data.train]\nuse = "tokenized_jsonl"\n',
+        '[vars]\nuse = "tokenized_text"\n',
+    ):
+        assert upgraded(f"recipe = 1\n{text}") == f"recipe = 2\n{text}"
+    change = upgrade_text(Source("recipe.toml", 'recipe = 1\n[data.train]\nuse = "tokenized_text"\n')).changes[-1]
+    assert str(change) == "line 3: data.train.document_mask, which is absent → data.train.document_mask = false"
+
+
 # ---------------------------------------------------------------------------------------------- extends
 def test_the_component_of_an_option_is_found_in_base_files(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('[schedule]\nuse = "cosine"\n[task]\nuse = "./mine.py:Task"\n')

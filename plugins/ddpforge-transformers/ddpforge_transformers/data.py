@@ -24,11 +24,13 @@ Batch = dict[str, Tensor]
 IGNORED = -100  # label that the loss ignores, as in transformers
 _AT_ONCE = 1000  # documents per call of the tokenizer
 
-_Tokenizer = Annotated[str, Field(description="Folder in which transformers saved a tokenizer, or a name on the hub.")]
-_Length = Annotated[int, Field(ge=1, le=2**24)]
+TokenizerName = Annotated[
+    str, Field(description="Folder in which transformers saved a tokenizer, or a name on the hub.")
+]
+Length = Annotated[int, Field(ge=1, le=2**24)]
 
 
-class _Tokenized:
+class Tokenized:
     """Encoding and decoding of text, for `ddpforge generate`."""
 
     tokenizer: Any
@@ -44,12 +46,16 @@ class _Tokenized:
         return text
 
 
-class TokenizedText(_Tokenized):
+class TokenizedText(Tokenized):
     """Dataset of the documents of text files, joined by end-of-text tokens and cut into blocks of `block_size` tokens.
 
     A document is a file; in a .jsonl file, the text under `field` of each line. The files of a folder are read
-    recursively in the order of their paths. A batch is {input_ids, labels}, int64 [B, block_size]; both are equal,
-    because the task shifts them. The incomplete block at the end is dropped.
+    recursively in the order of their paths. A batch is {input_ids, labels, position_ids}, int64 [B, block_size]; labels
+    equal the tokens, because the task shifts them. The incomplete block at the end is dropped.
+
+    Documents in a block do not see each other: positions start at 0 in each document, and models of transformers then
+    mask attention to other documents. The label of a document's first token is -100. With `document_mask = false` a
+    batch is {input_ids, labels}, and a token sees all tokens before it in the block.
     """
 
     random = False
@@ -58,25 +64,36 @@ class TokenizedText(_Tokenized):
         self,
         *,
         path: Annotated[Path, Field(description="Text file, .jsonl file or folder of such files, in UTF-8.")],
-        tokenizer: _Tokenizer,
-        block_size: Annotated[_Length, Field(description="Tokens per sample.")] = 512,
+        tokenizer: TokenizerName,
+        block_size: Annotated[Length, Field(description="Tokens per sample.")] = 512,
         field: Annotated[str, Field(description="Key of the text in a line of a .jsonl file.")] = "text",
+        document_mask: Annotated[bool, Field(description="Documents in a block do not see each other.")] = True,
     ) -> None:
+        self.document_mask = document_mask
         self.tokenizer = load_tokenizer(tokenizer)
         self.vocab_size, self.block_size = len(self.tokenizer), block_size
         if self.tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer {tokenizer} has no end-of-text token to separate documents")
         documents = list(_documents(_files(path), field))
-        tokens = np.concatenate([self._tokens(documents[n : n + _AT_ONCE]) for n in range(0, len(documents), _AT_ONCE)])
+        parts = [self._tokens(documents[n : n + _AT_ONCE]) for n in range(0, len(documents), _AT_ONCE)]
+        tokens = np.concatenate([part for part, _ in parts])
         samples = len(tokens) // block_size
         if not samples:
             raise ValueError(f"{path} has {len(tokens)} tokens, fewer than one block of {block_size}")
         self._blocks = torch.from_numpy(tokens[: samples * block_size]).view(samples, block_size)
+        self._starts: Tensor | None = None
+        if document_mask:
+            sizes = np.concatenate([sizes for _, sizes in parts])
+            starts = torch.zeros(len(tokens), dtype=torch.bool)
+            starts[np.cumsum(sizes) - sizes] = True
+            self._starts = starts[: samples * block_size].view(samples, block_size)
 
-    def _tokens(self, documents: list[str]) -> NDArray[np.int32]:
+    def _tokens(self, documents: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Returns the tokens of all documents, each with an end-of-text token, and the length of each."""
         rows = self.tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
-        return np.array([token for row in rows for token in (*row, end)], dtype=np.int32)
+        tokens = np.array([token for row in rows for token in (*row, end)], dtype=np.int32)
+        return tokens, np.array([len(row) + 1 for row in rows])
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -86,15 +103,23 @@ class TokenizedText(_Tokenized):
 
     def __getitems__(self, ids: list[int]) -> Batch:
         """Returns the whole batch at once."""
-        tokens = self._blocks[torch.tensor(ids)].long()
-        return {"input_ids": tokens, "labels": tokens.clone()}
+        rows = torch.tensor(ids)
+        tokens = self._blocks[rows].long()
+        if self._starts is None:
+            return {"input_ids": tokens, "labels": tokens.clone()}
+        positions = positions_of(self._starts[rows])
+        return {
+            "input_ids": tokens,
+            "labels": tokens.masked_fill(positions == 0, IGNORED),  # the token before is in another document
+            "position_ids": positions,
+        }
 
     def collate(self, batch: Batch) -> Batch:
         """Returns `batch` unchanged: `__getitems__` returns a batch already."""
         return batch
 
 
-class TokenizedJSONL(_Tokenized):
+class TokenizedJSONL(Tokenized):
     """Dataset of a file with one JSON object, i.e. one sample, per line. Batches are padded to their longest sample.
 
     With `classes`, a line has a text and a class under `label`, and a batch is {input_ids, attention_mask, labels [B]}.
@@ -109,8 +134,8 @@ class TokenizedJSONL(_Tokenized):
         self,
         *,
         path: Annotated[Path, Field(description="A .jsonl file, in UTF-8.")],
-        tokenizer: _Tokenizer,
-        max_length: Annotated[_Length, Field(description="Longer samples are cut.")] = 512,
+        tokenizer: TokenizerName,
+        max_length: Annotated[Length, Field(description="Longer samples are cut.")] = 512,
         field: Annotated[str, Field(description="Key of the text.")] = "text",
         prompt: Annotated[str | None, Field(description="Key of a text before it that is not learned.")] = None,
         classes: Annotated[int | None, Field(ge=2, le=2**20, description="Number of classes; absent: none.")] = None,
@@ -123,10 +148,7 @@ class TokenizedJSONL(_Tokenized):
         self.tokenizer = load_tokenizer(tokenizer)
         self.vocab_size, self.max_length, self.classes = len(self.tokenizer), max_length, classes
         self._field, self._prompt, self._label = field, prompt, label
-        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-        self._pad = end if pad is None else pad
-        if self._pad is None:
-            raise ValueError(f"the tokenizer {tokenizer} has neither a padding nor an end-of-text token")
+        self._pad = padding_of(self.tokenizer)
         wanted: dict[str, type] = {field: str} | ({prompt: str} if prompt else {}) | ({label: int} if classes else {})
         self._rows = list(read_jsonl(path, wanted))
         if not self._rows:
@@ -154,9 +176,9 @@ class TokenizedJSONL(_Tokenized):
         else:
             pairs = [self._sample(row) for row in rows]
             tokens = [mine for mine, _ in pairs]
-            batch = {"labels": _padded([labels for _, labels in pairs], IGNORED)}
-        mask = _padded([[1] * len(mine) for mine in tokens], 0)
-        return {"input_ids": _padded(tokens, self._pad), "attention_mask": mask, **batch}
+            batch = {"labels": padded([labels for _, labels in pairs], IGNORED)}
+        mask = padded([[1] * len(mine) for mine in tokens], 0)
+        return {"input_ids": padded(tokens, self._pad), "attention_mask": mask, **batch}
 
     def _sample(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Returns tokens and labels, with the tokenizer's special tokens only at the beginning of the sample."""
@@ -232,6 +254,16 @@ def _collator(name: str, tokenizer: Any, options: dict[str, Any]) -> Any:
         raise ValueError(f"{name} refuses its options {options}: {error}") from error
 
 
+def positions_of(starts: Tensor) -> Tensor:
+    """Returns the position of each token in its document, int64; `starts` [..., T] is True for first tokens.
+
+    The first token of a row begins a document in any case.
+    """
+    places = torch.arange(starts.shape[-1])
+    begins = torch.where(starts, places, 0).cummax(dim=-1).values
+    return places - begins
+
+
 def load_tokenizer(name: str) -> Any:
     """Loads a saved tokenizer; raises ValueError if there is none."""
     folder = Path(name).expanduser()
@@ -240,6 +272,14 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer could be loaded from `{name}`: {str(error).splitlines()[0]}") from error
+
+
+def padding_of(tokenizer: Any) -> int:
+    """Returns the token for padding, or else the end-of-text token; raises ValueError if there is neither."""
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if pad is None and end is None:
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path} has neither a padding nor an end-of-text token")
+    return int(end if pad is None else pad)
 
 
 def read_jsonl(file: Path, wanted: dict[str, type]) -> Iterator[dict[str, Any]]:
@@ -279,6 +319,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """Returns the rows as int64 [B, T], with `value` after the shorter ones."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *([value] * (longest - len(row)))] for row in rows], dtype=torch.int64)

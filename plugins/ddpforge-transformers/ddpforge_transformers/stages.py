@@ -1,4 +1,4 @@
-"""Segments of transformers' language models, for pipelines. They pass on activations and the padding mask."""
+"""Segments of transformers' language models, for pipelines. They pass on activations, and a mask or positions."""
 
 from functools import partial
 from typing import Any
@@ -38,17 +38,35 @@ def say_steps(model: nn.Module) -> None:
     own.pipeline = (*steps, ("leave", *ends[1]))
 
 
-def _passed(x: Tensor, mask: Tensor | None) -> Passed:
-    return x if mask is None else (x, mask)
+def _passed(x: Tensor, mask: Tensor | None, positions: Tensor | None) -> Passed:
+    """Returns the input of the next segment: activations, and the padding mask (int64) or the positions (int32)."""
+    if mask is not None and positions is not None:
+        raise ValueError("a pipeline takes either attention_mask or position_ids")
+    if positions is not None:
+        return x, positions.int()
+    return x if mask is None else (x, mask.long())
+
+
+def _received(x: Tensor, given: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Returns the padding mask, if there is one, and the positions."""
+    if given is not None and given.dtype == torch.int32:
+        return None, given.long()
+    return given, torch.arange(x.shape[1], device=x.device)[None]
 
 
 # ---------------------------------------------------------------------------------------------- with rotary embeddings
-def _enter(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Passed:
-    return _passed(model.model.embed_tokens(input_ids), attention_mask)
+def _enter(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    use_cache: bool = False,
+) -> Passed:
+    return _passed(model.model.embed_tokens(input_ids), attention_mask, position_ids)
 
 
-def _layer(model: Any, number: int, x: Tensor, mask: Tensor | None = None) -> Passed:
-    places = _places(x)
+def _layer(model: Any, number: int, x: Tensor, given: Tensor | None = None) -> Passed:
+    mask, places = _received(x, given)
     slides = model.config.model_type != "llama" and model.config.layer_types[number] == "sliding_attention"
     x = model.get_submodule(f"model.layers.{number}")(  # by name: the list of a stage has other indices
         x,
@@ -57,35 +75,39 @@ def _layer(model: Any, number: int, x: Tensor, mask: Tensor | None = None) -> Pa
         position_ids=places,
         use_cache=False,
     )
-    return _passed(x, mask)
+    return x if given is None else (x, given)
 
 
-def _leave(model: Any, x: Tensor, mask: Tensor | None = None) -> CausalLMOutput:
+def _leave(model: Any, x: Tensor, given: Tensor | None = None) -> CausalLMOutput:
     return CausalLMOutput(logits=model.lm_head(model.model.norm(x)))
 
 
 # ---------------------------------------------------------------------------------------------- GPT-2
-def _enter_gpt2(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Passed:
+def _enter_gpt2(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    use_cache: bool = False,
+) -> Passed:
     base, x = model.transformer, model.transformer.wte(input_ids)
-    return _passed(base.drop(x + base.wpe(_places(x))), attention_mask)
+    _, places = _received(x, None if position_ids is None else position_ids.int())
+    return _passed(base.drop(x + base.wpe(places)), attention_mask, position_ids)
 
 
-def _layer_gpt2(model: Any, number: int, x: Tensor, mask: Tensor | None = None) -> Passed:
-    places = _places(x)
+def _layer_gpt2(model: Any, number: int, x: Tensor, given: Tensor | None = None) -> Passed:
+    mask, places = _received(x, given)
     seen = _seen(model, x, mask, places, slides=False)
     block = model.get_submodule(f"transformer.h.{number}")
-    return _passed(block(x, None, seen, use_cache=False, position_ids=places), mask)
+    x = block(x, None, seen, use_cache=False, position_ids=places)
+    return x if given is None else (x, given)
 
 
-def _leave_gpt2(model: Any, x: Tensor, mask: Tensor | None = None) -> CausalLMOutput:
+def _leave_gpt2(model: Any, x: Tensor, given: Tensor | None = None) -> CausalLMOutput:
     return CausalLMOutput(logits=model.lm_head(model.transformer.ln_f(x)))
 
 
 # ---------------------------------------------------------------------------------------------- inputs of all layers
-def _places(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1], device=x.device)[None]
-
-
 def _seen(model: Any, x: Tensor, mask: Tensor | None, places: Tensor, *, slides: bool) -> Any:
     make = create_sliding_window_causal_mask if slides else create_causal_mask
     return make(config=model.config, inputs_embeds=x, attention_mask=mask, past_key_values=None, position_ids=places)

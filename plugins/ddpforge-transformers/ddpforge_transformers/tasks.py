@@ -10,6 +10,8 @@ from ddpforge.interfaces import Metric, SampleColumns, Task, Total
 from pydantic import Field
 from torch import Tensor, nn
 
+from ddpforge_transformers.packing import check_document_mask
+
 __all__ = ["CausalLM"]
 
 ddpforge_plugin_api = 3
@@ -21,12 +23,14 @@ _Metrics = Annotated[Sequence[Metric], Field(description="Metrics in addition to
 class CausalLM(Task):
     """Cross-entropy of the next token, in nats per token. A batch is {input_ids, labels} and optionally attention_mask.
 
-    The loss is that of transformers, but summed and in float32. Labels of -100 are ignored. The task also reports the
-    exponential of the loss, `perplexity`, and the metrics of the counted tokens.
+    Several documents in a row have position_ids that start at 0 in each. The loss is that of transformers, but summed
+    and in float32. Labels of -100 are ignored. The task also reports the exponential of the loss, `perplexity`, and the
+    metrics of the counted tokens.
     """
 
     items = "tokens"
     predicts_next_token = True
+    separates_documents = True
 
     def __init__(self, *, label_smoothing: LabelSmoothing = 0.0, metrics: _Metrics = ()) -> None:
         self._smoothing = label_smoothing
@@ -72,7 +76,10 @@ class CausalLM(Task):
         return metrics | {"perplexity": math.inf if loss > 700 else math.exp(loss)}
 
     def check(self, model: nn.Module, data: Any) -> None:
-        """Raises ValueError if vocabulary or sample length exceed the model's, or if the data has classes."""
+        """Raises ValueError if vocabulary or sample length exceed the model's, or if the data has classes.
+
+        Also for data with several documents in a sample, if the model is not known to keep them apart.
+        """
         if getattr(data, "classes", None) is not None:
             raise ValueError("the data has classes, but this task predicts tokens; remove data.*.classes")
         config: Any = getattr(model, "config", None)
@@ -87,3 +94,4 @@ class CausalLM(Task):
                 raise ValueError(
                     f"the data has {has} {noun}, but the model takes {takes}; set model.options.{key} = {has}"
                 )
+        check_document_mask(model, data)

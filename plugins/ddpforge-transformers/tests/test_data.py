@@ -14,7 +14,7 @@ END = 1
 
 
 def test_packing_drops_only_the_last_incomplete_block(texts: Path, tokenizer: Path) -> None:
-    data = TokenizedText(path=texts, tokenizer=str(tokenizer), block_size=16)
+    data = TokenizedText(path=texts, tokenizer=str(tokenizer), block_size=16, document_mask=False)
     words = AutoTokenizer.from_pretrained(tokenizer)
     lines = [json.loads(line)["text"] for line in (texts / "b.jsonl").read_text().splitlines()]
     expected = [token for text in ((texts / "a.txt").read_text(), *lines) for token in [*words(text)["input_ids"], END]]

@@ -20,12 +20,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("padded", [False, True])
-def test_segments_compute_the_forward_pass_bit_by_bit(name: str, padded: bool) -> None:
+@pytest.mark.parametrize("rows", ["full", "padded", "packed"])
+def test_segments_compute_the_forward_pass_bit_by_bit(name: str, rows: str) -> None:
     kind, options = MODELS[name]
     model: Any = causal_lm(model_type=kind, options=options).eval()
     batch = {"input_ids": torch.arange(14).reshape(2, 7) + 2}
-    if padded:
+    if rows == "packed":
+        batch["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 0]])
+    if rows == "padded":
         batch["attention_mask"] = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
     steps = declared_segments(model)
     found: Any = steps[0].call(**batch, use_cache=False)
@@ -33,3 +35,10 @@ def test_segments_compute_the_forward_pass_bit_by_bit(name: str, padded: bool) -
         found = step.call(*(found if isinstance(found, tuple) else (found,)))
     assert torch.equal(found.logits, model(**batch, use_cache=False).logits)
     assert len(steps) == options.get("num_hidden_layers", options.get("n_layer")) + 2
+
+
+def test_segments_refuse_a_mask_with_positions() -> None:
+    steps = declared_segments(causal_lm(model_type="llama", options=TINY["llama"]))
+    ids = torch.arange(7)[None]
+    with pytest.raises(ValueError, match="either attention_mask or position_ids"):
+        steps[0].call(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=ids)

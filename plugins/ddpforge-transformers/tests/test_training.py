@@ -134,18 +134,22 @@ def test_all_strategies_train_the_same_curve_and_transformers_loads_the_export(
     assert model.config.architectures == ["LlamaForCausalLM"]
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
 
-    # transformers computes the same loss and accuracy from the folder as ddpforge's evaluation.
+    # transformers computes the same loss and accuracy from the folder as ddpforge's evaluation: of each document alone.
     loss = right = count = 0.0
     text = [(texts / "a.txt").read_text()]
     text += [json.loads(line)["text"] for line in (texts / "b.jsonl").read_text().splitlines()]
     tokens = [token for each in text for token in [*words(each)["input_ids"], words.eos_token_id]]
     for start in range(0, len(tokens) - 31, 32):
-        ids = torch.tensor([tokens[start : start + 32]])
-        with torch.no_grad():
-            found = model(input_ids=ids, labels=ids)
-        loss += found.loss.item() * 31
-        right += (found.logits[0, :-1].argmax(dim=-1) == ids[0, 1:]).sum().item()
-        count += 31
+        block = torch.tensor(tokens[start : start + 32])
+        ends = (block == words.eos_token_id).nonzero().flatten() + 1
+        for ids in block.tensor_split(ends):
+            if len(ids) < 2:
+                continue
+            with torch.no_grad():
+                found = model(input_ids=ids[None], labels=ids[None])
+            loss += found.loss.item() * (len(ids) - 1)
+            right += (found.logits[0, :-1].argmax(dim=-1) == ids[1:]).sum().item()
+            count += len(ids) - 1
     final = [row for row in rows(tmp_path / "runs" / "fsdp") if "eval/loss" in row][-1]
     assert final["eval/loss"] == pytest.approx(loss / count, rel=1e-5)
     assert final["eval/accuracy"] == pytest.approx(right / count, abs=0.002)

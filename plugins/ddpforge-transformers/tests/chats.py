@@ -1,0 +1,49 @@
+"""A tokenizer of bytes with the control tokens of ChatML, chat templates, and chats."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>"
+    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "What does the cat see?"},
+    {"role": "assistant", "content": "a dog"},
+    {"role": "user", "content": "And the dog?"},
+    {"role": "assistant", "content": "the old cat"},
+]
+
+
+def byte_tokenizer(folder: Path, template: str | None = CHATML, **special: str | None) -> Path:
+    """Writes a folder with a byte-level BPE tokenizer of 400 tokens."""
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    bpe.decoder = ByteDecoder()
+    trainer = BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=ByteLevel.alphabet(),
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    bpe.train_from_iterator([message["content"] + " system user assistant\n" for message in CHAT], trainer)
+    tokens = {"pad_token": "<|pad|>", "eos_token": "<|im_end|>"} | special
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, **{name: token for name, token in tokens.items() if token is not None}
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return folder
