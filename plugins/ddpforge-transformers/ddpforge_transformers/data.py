@@ -45,6 +45,30 @@ class Tokenized:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Returns the tokens of messages {role, content} by the chat template, with its prompt for an answer.
+
+        Raises ValueError if there is no template, or if it refuses the messages.
+        """
+        tokens: list[int] = self.tokenizer(self._chat_renderer.prompt(messages), add_special_tokens=False)["input_ids"]
+        return tokens
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Returns the tokens that end an answer: that of the chat template, if it has one, and that of the tokenizer.
+
+        Empty without a chat template.
+        """
+        if not self.tokenizer.chat_template:
+            return []
+        return list(dict.fromkeys([*self._chat_renderer.ends(), *filter(None.__ne__, [self.tokenizer.eos_token_id])]))
+
+    @property
+    def _chat_renderer(self) -> Any:
+        from ddpforge_transformers.chat_rendering import ChatRenderer  # imports this module
+
+        return ChatRenderer(self.tokenizer)
+
 
 class TokenizedText(Tokenized):
     """Dataset of the documents of text files, joined by end-of-text tokens and cut into blocks of `block_size` tokens.
