@@ -360,6 +360,38 @@ class TrainedRun:
         check_language(self.task(), data)
         yield from answers(self.model(device=device), data, turns, how, system=system)
 
+    def lm_eval(
+        self,
+        tasks: Sequence[str],
+        *,
+        include: Sequence[Path] = (),
+        apply_chat_template: bool = False,
+        device: str | torch.device = "cpu",
+    ) -> dict[str, float]:
+        """Returns the metrics of tasks of EleutherAI's lm-evaluation-harness, as {"TASK/METRIC": value}.
+
+        A dataset of the run does this with its tokenizer, by `lm_eval(model, tasks, …)`: those of ddpforge-transformers
+        do. `include` are folders with the files of own tasks. Raises UsageError if no dataset has the method, and for
+        unknown tasks; SetupError if the harness is not installed.
+        """
+        data = self.data_with("lm_eval")
+        if data is None:
+            raise UsageError(
+                "no dataset of the run can call the evaluation harness",
+                hints=["--lm-eval is for language models of ddpforge-transformers"],
+            )
+        check_language(self.task(), data)
+        batch = self.recipe.train.eval_batch or self.recipe.train.micro_batch or 8
+        with isolated_rng():
+            found: dict[str, float] = data.lm_eval(
+                self.model(device=device),
+                tasks,
+                include=include,
+                batch=batch,
+                apply_chat_template=apply_chat_template,
+            )
+        return found
+
     @property
     def weights(self) -> str:
         """Returns the name of the weights: "model", or a callback's name."""

@@ -13,7 +13,7 @@ import transformers
 from ddpforge.interfaces import Data
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 __all__ = ["Collated", "TokenizedJSONL", "TokenizedText"]
@@ -52,6 +52,12 @@ class Tokenized:
         """
         tokens: list[int] = self.tokenizer(self._chat_renderer.prompt(messages), add_special_tokens=False)["input_ids"]
         return tokens
+
+    def lm_eval(self, model: nn.Module, tasks: Sequence[str], **options: Any) -> dict[str, float]:
+        """Returns the metrics of tasks of lm-evaluation-harness, see `harness.evaluate`."""
+        from ddpforge_transformers.harness import evaluate
+
+        return evaluate(model, self.tokenizer, tasks, **options)
 
     @property
     def end_tokens(self) -> list[int]:
