@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +18,11 @@ from ddpforge.app import evaluate as evaluation
 from ddpforge.app.attempt import Outcome
 from ddpforge.app.build import WEIGHTS
 from ddpforge.app.choose import TEACHERS
-from ddpforge.app.generation import Sampling, check_language, generate
+from ddpforge.app.generation import Sampling, answers, check_language, generate
 from ddpforge.app.local_launch import LaunchSpec, prepare_launch
 from ddpforge.app.objects import GivenObjects, Objects
 from ddpforge.checkpoint.reader import CheckpointReader
+from ddpforge.components.options import Nested
 from ddpforge.components.registry import Registry, build
 from ddpforge.data import RankShare, mix, open_data
 from ddpforge.data.collating import BatchKeys
@@ -192,6 +193,14 @@ def load(
     return _opened(folder, path, weights, registry)
 
 
+def _components(registry: Registry, kind: str, component: Any) -> Iterator[Any]:
+    """Yields the class or function of a component, and of components of its kind in its options."""
+    yield registry.load(kind, component.use, component.base)
+    for option in component.options.values():
+        if isinstance(option, Nested) and option.kind == kind:
+            yield from _components(registry, kind, option)
+
+
 def _opened(folder: RunFolder, checkpoint: Path, weights: str | None, registry: Registry) -> TrainedRun:
     found = TrainedRun(folder, checkpoint, weights, registry)
     chosen_weights(found._reader, found.weights)  # raises if there are no such weights
@@ -286,6 +295,24 @@ class TrainedRun:
             raise UsageError(f"{self.folder.path} has no data {name!r}", hints=[f"one of {', '.join(components)}"])
         return build(self.registry, "data", components[name], seed=self.recipe.train.seed)
 
+    def data_with(self, attribute: str) -> Any:
+        """Returns the first dataset of `data` that has the attribute, evaluation sets first; None if none has it."""
+        names = [key_of(name) for name in self.recipe.data.evaluations]
+        for name in (*names, *source_components(self.recipe)):
+            if getattr(data := self.data(name), attribute, None) is not None:
+                return data
+        return None
+
+    @property
+    def export_format(self) -> str:
+        """Returns the attribute `export_format` of the model's component, or of a model in its options.
+
+        It is the format in which `ddpforge export` writes the model to a folder: "safetensors", the default, is only
+        the weights; "transformers" includes configurations and tokenizer. Imports the components, and builds nothing.
+        """
+        found = {getattr(one, "export_format", None) for one in _components(self.registry, "model", self.recipe.model)}
+        return "transformers" if "transformers" in found else "safetensors"
+
     def generate(
         self,
         *prompts: str,
@@ -316,6 +343,54 @@ class TrainedRun:
         data = self.data()
         check_language(self.task(), data)
         yield from generate(self.model(device=device), data, prompts, how)
+
+    def answers(
+        self,
+        turns: Iterable[str],
+        how: Sampling,
+        *,
+        system: str | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Iterator[str]:
+        """Yields the answer to each of the user's turns of a chat, rendered with the chat template of the data.
+
+        Raises UsageError if the run's task is not next-token prediction, or if its data has no chat template.
+        """
+        data = self.data()
+        check_language(self.task(), data)
+        yield from answers(self.model(device=device), data, turns, how, system=system)
+
+    def lm_eval(
+        self,
+        tasks: Sequence[str],
+        *,
+        include: Sequence[Path] = (),
+        apply_chat_template: bool = False,
+        device: str | torch.device = "cpu",
+    ) -> dict[str, float]:
+        """Returns the metrics of tasks of EleutherAI's lm-evaluation-harness, as {"TASK/METRIC": value}.
+
+        A dataset of the run does this with its tokenizer, by `lm_eval(model, tasks, …)`: those of ddpforge-transformers
+        do. `include` are folders with the files of own tasks. Raises UsageError if no dataset has the method, and for
+        unknown tasks; SetupError if the harness is not installed.
+        """
+        data = self.data_with("lm_eval")
+        if data is None:
+            raise UsageError(
+                "no dataset of the run can call the evaluation harness",
+                hints=["--lm-eval is for language models of ddpforge-transformers"],
+            )
+        check_language(self.task(), data)
+        batch = self.recipe.train.eval_batch or self.recipe.train.micro_batch or 8
+        with isolated_rng():
+            found: dict[str, float] = data.lm_eval(
+                self.model(device=device),
+                tasks,
+                include=include,
+                batch=batch,
+                apply_chat_template=apply_chat_template,
+            )
+        return found
 
     @property
     def weights(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ddpforge.data import mix
 from ddpforge.data.rng import isolated_rng
-from ddpforge.errors import PluginError, UsageError
+from ddpforge.errors import PluginError, UsageError, recipe_faults
 from ddpforge.interfaces import AttentionContext, ExpertDispatch, Task
 from ddpforge.training.alternating_updates import component_name
 
-__all__ = ["Sampling", "check_language", "generate"]
+__all__ = ["Sampling", "answers", "check_language", "generate"]
 
 log = logging.getLogger("ddpforge")
 
@@ -97,14 +97,44 @@ def generate(model: nn.Module, data: Any, prompts: Sequence[str], how: Sampling)
         yield data.decode(draw(model, torch.tensor(tokens, device=device), how, mix(how.seed, number)))
 
 
+@torch.no_grad()
+def answers(
+    model: nn.Module, data: Any, turns: Iterable[str], how: Sampling, *, system: str | None = None
+) -> Iterator[str]:
+    """Yields the model's answer to each of the user's `turns` of one conversation; `system` is its system message.
+
+    `data.encode_chat(messages)` renders the conversation, and an answer ends at a token of `data.end_tokens`. The same
+    seed gives the same answers. Raises UsageError if the data has no chat template, or if it refuses the messages.
+    """
+    if not hasattr(data, "encode_chat"):
+        raise UsageError(
+            f"{component_name(data)} has no chat template, so --chat does not know the form of its prompts",
+            hints=["omit --chat to continue a text", "or give the dataset `encode_chat(messages)` and `end_tokens`"],
+        )
+    draw = _by_itself if _is_of_transformers(model) else _drawn
+    device = next(model.parameters()).device
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for number, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        with recipe_faults():
+            tokens = torch.tensor(data.encode_chat(messages), device=device)
+            ends = data.end_tokens
+        found = data.decode(draw(model, tokens, how, mix(how.seed, number), ends))
+        messages.append({"role": "assistant", "content": found})
+        yield found
+
+
 def _is_of_transformers(model: nn.Module) -> bool:
     """True if the model has the `generate` of transformers. Other models may have a method of that name."""
     kinds = type(model).__mro__
     return any(kind.__name__ == "GenerationMixin" and kind.__module__.startswith("transformers.") for kind in kinds)
 
 
-def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int) -> list[int]:
-    """Returns the tokens that follow `tokens`, sampled one by one on the CPU: RNGs of devices differ."""
+def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int, ends: Sequence[int] = ()) -> list[int]:
+    """Returns the tokens that follow `tokens`, sampled one by one on the CPU: RNGs of devices differ.
+
+    The first one of `ends` is the last token.
+    """
     generator = torch.Generator().manual_seed(seed)
     longest = getattr(model, "block_size", None)
     if longest is not None and len(tokens) + how.tokens > longest:
@@ -118,6 +148,8 @@ def _drawn(model: nn.Module, tokens: Tensor, how: Sampling, seed: int) -> list[i
         logits: Tensor = getattr(outputs, "logits", outputs)[0, -1].float().cpu()
         probable = how.probabilities(logits)
         found.append(int(logits.argmax() if how.greedy else torch.multinomial(probable, 1, generator=generator)))
+        if found[-1] in ends:
+            break
         tokens = torch.cat([tokens, tokens.new_tensor(found[-1:])])
     return found
 
@@ -174,8 +206,8 @@ class _Cache(AttentionContext):
         return super().attention(q, k, v, causal=causal and not self._past, dropout=dropout)
 
 
-def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int) -> list[int]:
-    """Returns the tokens that `generate` of transformers adds to the prompt."""
+def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int, ends: Sequence[int] = ()) -> list[int]:
+    """Returns the tokens that `generate` of transformers adds to the prompt; it also stops at one of `ends`."""
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and len(tokens) + how.tokens > longest:
         if how.tokens >= longest:
@@ -185,6 +217,9 @@ def _by_itself(model: Any, tokens: Tensor, how: Sampling, seed: int) -> list[int
     drawing: dict[str, Any] = {"do_sample": not how.greedy}
     if not how.greedy:
         drawing |= {"temperature": how.temperature or 1.0, "top_k": how.top_k or 0, "top_p": how.top_p or 1.0}
+    if ends:
+        own = model.generation_config.eos_token_id
+        drawing["eos_token_id"] = [*ends, *(own if isinstance(own, list) else [] if own is None else [own])]
     with isolated_rng():
         torch.manual_seed(seed)
         ids = model.generate(

@@ -1,12 +1,15 @@
 """`ddpforge eval`: evaluates a run's checkpoint. Under a launcher this process is one rank."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
 from ddpforge.cli.ending import ending, results_alone
 from ddpforge.cli.options import checkpoint_options, json_option, run_argument, sets_options
 from ddpforge.cli.tables import number
+from ddpforge.errors import UsageError
 from ddpforge.fast_import import gc_paused
 from ddpforge.launchers.slurm import export_slurm_env
 from ddpforge.watchdog.watchdog import watch_startup
@@ -16,16 +19,47 @@ from ddpforge.watchdog.watchdog import watch_startup
 @run_argument
 @checkpoint_options
 @click.option("--dataset", "only", metavar="NAME", multiple=True, help="Evaluate only on [data.eval.NAME]; repeatable.")
+@click.option(
+    "--lm-eval",
+    "tasks",
+    metavar="TASK",
+    multiple=True,
+    help="Evaluate by a task of EleutherAI's lm-evaluation-harness instead; repeatable.",
+)
+@click.option(
+    "--include",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    multiple=True,
+    help="Folder with YAML files of own tasks for --lm-eval; repeatable.",
+)
+@click.option("--chat", is_flag=True, help="Render the prompts of --lm-eval with the chat template.")
 @sets_options
 @json_option
 def evaluate(
-    run: str, step: int | None, best: bool, only: tuple[str, ...], sets: tuple[str, ...], as_json: bool
+    run: str,
+    step: int | None,
+    best: bool,
+    only: tuple[str, ...],
+    tasks: tuple[str, ...],
+    include: tuple[Path, ...],
+    chat: bool,
+    sets: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Evaluate RUN, a run's folder or its name in runs/, on the recipe's [data.eval], or on each [data.eval.NAME].
 
     `--set` changes the recipe for this evaluation, e.g. data.eval.path=other.txt. Training data and optimizer state are
     not loaded.
+
+    --lm-eval is for language models of ddpforge-transformers, in one process. Tasks of the harness download their data;
+    those of --include may have local files.
     """
+    if tasks:
+        _by_harness(run, step, best, tasks, include, chat, as_json, {"--dataset": only, "--set": sets})
+        return
+    if include or chat:
+        raise UsageError(f"{'--include' if include else '--chat'} is for tasks of --lm-eval", hints=["add --lm-eval"])
     with ending():
         export_slurm_env()
         watch_startup()
@@ -40,3 +74,34 @@ def evaluate(
         if found.is_rank_zero:
             numbers = "  ".join(f"{name} {number(value)}" for name, value in found.metrics.items())
             click.echo(json.dumps(found.as_dict()) if as_json else f"{folder.path} at step {found.step}: {numbers}")
+
+
+def _by_harness(
+    run: str,
+    step: int | None,
+    best: bool,
+    tasks: tuple[str, ...],
+    include: tuple[Path, ...],
+    chat: bool,
+    as_json: bool,
+    others: Mapping[str, object],
+) -> None:
+    """Evaluates by lm-evaluation-harness, and prints the results; `others` are options that it does not take."""
+    from ddpforge.app.api import load
+    from ddpforge.app.evaluate import Evaluation
+    from ddpforge.ranks.devices import chosen_kind
+    from ddpforge.runs.checkpoints import find
+    from ddpforge.runs.environment import world_size
+
+    for option, value in others.items():
+        if value:
+            raise UsageError(f"{option} cannot be combined with --lm-eval", hints=[f"omit {option}"])
+    if world_size() > 1:
+        raise UsageError("--lm-eval runs in one process", hints=["start it without a launcher"])
+    with results_alone(as_json):
+        trained = load(find(run, step=step, best=best, intact=True))
+        device = chosen_kind(trained.recipe.train).type
+        metrics = trained.lm_eval(tasks, include=include, apply_chat_template=chat, device=device)
+    found = Evaluation(trained.step, metrics, is_rank_zero=True)
+    numbers = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
+    click.echo(json.dumps(found.as_dict()) if as_json else f"{trained.folder.path} at step {found.step}: {numbers}")

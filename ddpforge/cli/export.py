@@ -13,7 +13,7 @@ import click
 
 from ddpforge.cli.options import SizeParam, checkpoint_options, json_option
 from ddpforge.cli.tables import counted
-from ddpforge.errors import SetupError, UsageError
+from ddpforge.errors import ForgeError, SetupError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     "--format",
     "form",
     type=click.Choice(["safetensors", "transformers", "peft", "pt2", "onnx"]),
-    help="Format to write; default: that of the file's suffix, else safetensors.",
+    help="Format to write; default: that of the file's suffix; in a folder, that of the model; else safetensors.",
 )
 @click.option("--push-to-hub", "repository", metavar="USER/NAME", help="Also upload the files to the Hugging Face hub.")
 @click.option("--private", is_flag=True, help="Make the repository on the hub private if it is new.")
@@ -78,12 +78,15 @@ def export(
 
     The default is plain safetensors: parameters and buffers have their names in the bare model, and tied parameters are
     written once. In a folder the files have the names that transformers uses: model.safetensors, or
-    model-00001-of-00002.safetensors and so on with model.safetensors.index.json. `--format transformers` also writes
-    config and tokenizer; `--format peft` writes only the adapters of `lora`, as peft does. A .pt2 (torch.export) or
-    .onnx file is a program for batches of any size.
+    model-00001-of-00002.safetensors and so on with model.safetensors.index.json. For a model of transformers, they
+    include config, generation config, and the tokenizer of the data with its chat template, so that from_pretrained
+    loads the folder; `--format safetensors` writes only the weights, `--format peft` only the adapters of `lora`, as
+    peft does. A .pt2 (torch.export) or .onnx file is a program for batches of any size.
     """
     from ddpforge.runs.checkpoints import find, is_checkpoint
 
+    into_folder = max_shard_size is not None or (out is not None and (out.endswith("/") or Path(out).is_dir()))
+    of_model = form is None and into_folder and weights == "model" and not only
     form = _form(form, out)
     if form in ("pt2", "onnx"):
         _reject(form, {"--include": only, "--merge": merge, "--dtype": dtype, "--max-shard-size": max_shard_size})
@@ -92,6 +95,8 @@ def export(
     if form == "peft":
         _reject(form, {"--include": only, "--merge": merge, "--max-shard-size": max_shard_size})
     checkpoint = find(run, step=step, best=best, intact=True)
+    if of_model and form == "safetensors":
+        form = _form_of_model(checkpoint)
     name = (checkpoint if is_checkpoint(Path(run)) else Path(run)).resolve().name
     default = f"{name}{'' if weights == 'model' else f'-{weights}'}"
     hub = _hub(repository, private)
@@ -102,7 +107,7 @@ def export(
     else:
         base = _left_out(checkpoint) if merge else None
         chosen = _Weights(weights, only, merge, dtype, force, base)
-        done = _weights(checkpoint, out, default, chosen, max_shard_size, beside=form == "transformers")
+        done = _weights(checkpoint, out, default, chosen, max_shard_size, folder=into_folder, form=form)
     url = hub.push(done.paths, f"Step {done.step} of {name}") if hub else None
 
     if as_json:
@@ -172,22 +177,36 @@ def _hub(repository: str | None, private: bool) -> Hub | None:
     return Hub(repository, private=private)
 
 
+def _form_of_model(checkpoint: Path) -> str:
+    """Returns the format in which a model is exported to a folder: "transformers" if its component declares it.
+
+    The model is not built. Without its recipe, or without the code of the model, only the weights can be written.
+    """
+    from ddpforge.app.api import load
+
+    try:
+        return load(checkpoint).export_format
+    except ForgeError as error:
+        click.echo(f"only the weights are written, because the recipe is not readable: {error.message}", err=True)
+        return "safetensors"
+
+
 def _weights(
-    checkpoint: Path, out: str | None, default: str, chosen: _Weights, most: int | None, *, beside: bool
+    checkpoint: Path, out: str | None, default: str, chosen: _Weights, most: int | None, *, folder: bool, form: str
 ) -> Exported:
-    """Writes weights into a file or a folder; with `beside` also config and tokenizer for transformers."""
+    """Writes weights into a file or a folder; with the form "transformers" also configurations and tokenizer."""
     from ddpforge.interop.export import export as write
     from ddpforge.interop.export import export_folder
 
-    if beside:
+    if form == "transformers":
         from ddpforge.app.api import load
         from ddpforge.interop.export import FolderParts
 
         trained = load(checkpoint)
-        needed = FolderParts.of(trained.bare(), trained.data(), merged=chosen.merge)
-    if beside or most is not None or (out is not None and (out.endswith("/") or Path(out).is_dir())):
-        done = export_folder(checkpoint, Path(out or default), **chosen._asdict(), most=most)
-        return needed.save(done) if beside else done
+        needed = FolderParts.of(trained.bare(), trained.data_with("tokenizer"), merged=chosen.merge)
+        return needed.save(export_folder(checkpoint, Path(out or default), **chosen._asdict(), most=most))
+    if folder:
+        return export_folder(checkpoint, Path(out or default), **chosen._asdict(), most=most)
     return write(checkpoint, Path(out or f"{default}.safetensors"), **chosen._asdict())
 
 

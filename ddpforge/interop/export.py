@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from ddpforge import disk
@@ -336,13 +340,16 @@ def _write(out: Path, chosen: Mapping[str, LazyTensor], aliases: Mapping[str, st
 class FolderParts:
     """Parts of a transformers model except its weights: configurations and tokenizer."""
 
-    parts: tuple[Any, ...]
+    config: Any
+    generation: Any
+    tokenizer: Any
 
     @classmethod
     def of(cls, model: nn.Module, data: Any, *, merged: bool) -> FolderParts:
         """Collects the configurations of a model, and the tokenizer of its data, if it has one.
 
-        Raises UsageError if the model is not from transformers, or has adapters and is not `merged`.
+        If the data has `end_tokens`, text that the exported model generates also ends there. Raises UsageError if the
+        model is not from transformers, or has adapters and is not `merged`.
         """
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "save_pretrained"):
@@ -353,18 +360,29 @@ class FolderParts:
         if not merged and any(".lora_" in name for name, _ in model.named_parameters()):
             raise UsageError(
                 "the model has adapters, and transformers cannot load them under these names",
-                hints=["--merge folds them into the weights", "--format peft writes only the adapters, for peft"],
+                hints=[
+                    "--merge folds them into the weights",
+                    "--format peft writes only the adapters, for peft",
+                    "--format safetensors writes all weights, without config and tokenizer",
+                ],
             )
+        config = deepcopy(config)
         config.architectures = [type(model).__name__]
-        return cls((config, getattr(model, "generation_config", None), getattr(data, "tokenizer", None)))
+        generation = deepcopy(getattr(model, "generation_config", None))
+        if generation is not None and (ends := getattr(data, "end_tokens", ())):
+            known = generation.eos_token_id
+            known = [] if known is None else known if isinstance(known, list) else [known]
+            generation.eos_token_id = [*known, *(token for token in ends if token not in known)]
+        return cls(config, generation, getattr(data, "tokenizer", None))
 
     def save(self, weights: Exported) -> Exported:
         """Saves the parts in the folder of exported weights; returns `weights` with all files."""
         folder = weights.file.parent
+        self.config.dtype = _main_dtype([folder / name for name in weights.files])
         stage = folder / f".beside.{os.getpid()}.tmp"
         try:
             disk.make_folder(stage)
-            for part in self.parts:
+            for part in (self.config, self.generation, self.tokenizer):
                 if part is not None:
                     part.save_pretrained(stage)
             names = {path.name: disk.sha256(path) for path in sorted(stage.iterdir())}
@@ -376,3 +394,15 @@ class FolderParts:
         finally:
             disk.remove(stage)
         return replace(weights, files={**weights.files, **names})
+
+
+def _main_dtype(files: Sequence[Path]) -> torch.dtype:
+    """Returns the dtype of most values in weight files; from_pretrained would convert the weights to another one."""
+    sizes: Counter[str] = Counter()
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # not a dict
+                part = opened.get_slice(name)
+                sizes[part.get_dtype()] += prod(part.get_shape())
+    names = {"F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
+    return names.get(max(sizes, key=lambda one: sizes[one]), torch.float32)

@@ -13,7 +13,7 @@ from support.forked import in_ranks, refused
 from torch import Tensor, nn
 
 import ddpforge
-from ddpforge.app.generation import Sampling, check_language, generate
+from ddpforge.app.generation import Sampling, answers, check_language, generate
 from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks.classification import Classification
@@ -231,3 +231,39 @@ def test_generate_command(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             "expected exactly one of --prompt and --prompts"
             in CliRunner().invoke(main, ["generate", "bytes", *arguments]).output
         )
+
+
+class Chats(Letters):
+    """Letters with chats: the role of a message is one token, an answer begins with 0 and ends at 7."""
+
+    end_tokens = (7,)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        if messages[-1]["content"] == "9":
+            raise ValueError("the chat template refuses the messages: no nines")
+        roles = {"system": "8", "user": "9", "assistant": "0"}
+        return self.encode("".join(roles[one["role"]] + one["content"] for one in messages) + "0")
+
+
+def test_answers_end_at_an_end_token_and_are_part_of_the_next_prompt() -> None:
+    model = Counts()
+    asked: list[str] = []
+
+    class Noting(Chats):
+        def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+            asked.append(",".join(f"{one['role']}:{one['content']}" for one in messages))
+            return super().encode_chat(messages)
+
+    how = Sampling(tokens=20, greedy=True)
+    assert list(answers(model, Noting(), ["12", "3"], how, system="5")) == ["1234567", "1234567"]
+    assert asked == ["system:5,user:12", "system:5,user:12,assistant:1234567,user:3"]
+    drawn = [list(answers(model, Chats(), ["1"], Sampling(tokens=20, seed=seed))) for seed in (0, 0, 1, 2)]
+    assert drawn[0] == drawn[1]
+    assert all(one[0].endswith("7") or len(one[0]) == 20 for one in drawn)
+
+
+def test_chats_without_a_template_and_refused_messages_are_named() -> None:
+    with pytest.raises(UsageError, match="Letters has no chat template"):
+        list(answers(Counts(), Letters(), ["1"], Sampling()))
+    with pytest.raises(UsageError, match="no nines"):
+        list(answers(Counts(), Chats(), ["9"], Sampling()))

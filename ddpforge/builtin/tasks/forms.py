@@ -20,6 +20,7 @@ __all__ = [
     "IgnoredTarget",
     "LabelSmoothing",
     "Metrics",
+    "ZLoss",
     "are_probabilities",
     "beside_targets",
     "by_name",
@@ -41,6 +42,10 @@ IgnoredClass = Annotated[
 ]
 LabelSmoothing = Annotated[
     float, Field(ge=0, lt=1, description="Probability that is distributed evenly over all classes.")
+]
+ZLoss = Annotated[
+    float | None,
+    Field(gt=0, lt=1, description="Weight of the z-loss, e.g. 1e-4, which keeps the logits small; absent: none."),
 ]
 Metrics = Annotated[Sequence[Metric], Field(description="Metrics to report in addition to the loss.")]
 
@@ -110,24 +115,32 @@ def cross_entropy(
     ignore_index: int = IGNORED,
     reduction: str = "sum",
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Returns the cross-entropy of logits [N, C, ...] and int64 classes [N, ...], in float32 for any precision.
 
-    The result is bitwise equal to `torch.nn.functional.cross_entropy` of `logits.float()`, except for sums over bf16
-    logits [N, C] of 32 MiB or more: these are added up in parts, and take less memory.
+    With `z_loss` and the reduction "sum", each counted target adds `z_loss` times the squared logsumexp of its logits
+    [N, C].
+
+    The result is bitwise equal to `torch.nn.functional.cross_entropy` of `logits.float()`, except with `z_loss`, and
+    for sums over bf16 logits [N, C] of 32 MiB or more: these are added up in parts, and take less memory.
     """
     import torch
     import torch.nn.functional as F
 
-    # torch's loss over sharded logits supports only float32.
-    if hasattr(logits, "full_tensor") or label_smoothing:
-        options: dict[str, Any] = {"label_smoothing": label_smoothing} if label_smoothing else {}
-        return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index, **options)
     large = logits.dtype == torch.bfloat16 and logits.ndim == 2 and logits.numel() >= _LARGE
-    if large and reduction == "sum" and not torch.compiler.is_compiling():  # the compiler fuses the lines below
+    sharded = hasattr(logits, "full_tensor")
+    if large and reduction == "sum" and not (sharded or torch.compiler.is_compiling()):  # the compiler fuses the rest
         from ddpforge.builtin.tasks.large_logits import low_memory_cross_entropy
 
-        return low_memory_cross_entropy(logits, targets, ignore_index)
+        return low_memory_cross_entropy(logits, targets, ignore_index, label_smoothing, z_loss)
+    if z_loss:
+        plain = cross_entropy(logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        return plain + z_loss * logits.float().logsumexp(1).square().masked_fill(targets == ignore_index, 0).sum()
+    # torch's loss over sharded logits supports only float32.
+    if sharded or label_smoothing:
+        options: dict[str, Any] = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=ignore_index, **options)
     probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
     return F.nll_loss(probabilities, targets, reduction=reduction, ignore_index=ignore_index)
 

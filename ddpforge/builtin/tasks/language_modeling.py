@@ -13,6 +13,7 @@ from ddpforge.builtin.tasks.forms import (
     IGNORED,
     IgnoredTarget,
     LabelSmoothing,
+    ZLoss,
     cross_entropy,
     one_tensor,
     pair,
@@ -32,7 +33,8 @@ class LanguageModeling(Task):
     Every target has the same weight, for any distribution over micro-batches and ranks; targets equal to `ignore_index`
     have none. The loss is in nats per token, computed in float32 for any precision of the model. Also reported:
     `perplexity`, the exponential of the loss, and `bits_per_token`, the loss divided by ln 2 (`bits_per_byte` if the
-    data has `level = "bytes"`). With `label_smoothing` these two are absent: the loss is no cross-entropy of the data.
+    data has `level = "bytes"`). With `label_smoothing` or `z_loss` these two are absent: the loss is then no
+    cross-entropy of the data.
 
     With `loss_chunk` only some of the logits are in memory at a time. The model must have `takes_loss_function = True`;
     its forward pass calls the loss with the hidden states and the weights of the output layer: `model(tokens,
@@ -58,11 +60,11 @@ class LanguageModeling(Task):
                 description="Number of targets with logits in memory at the same time, e.g. 1024; absent: all.",
             ),
         ] = None,
+        z_loss: ZLoss = None,
     ) -> None:
         self.ignore_index, self.loss_chunk, self.label_smoothing = ignore_index, loss_chunk, label_smoothing
-        if label_smoothing and loss_chunk is not None:
-            raise ValueError("label_smoothing does not work with loss_chunk; remove one of them")
-        if label_smoothing:
+        self.z_loss = z_loss
+        if label_smoothing or z_loss:
             self.takes_split_logits = False
         self.loss_in_model = loss_chunk is not None
         self._unit = "token"
@@ -79,6 +81,8 @@ class LanguageModeling(Task):
                 chunk=self.loss_chunk,
                 ignore_index=self.ignore_index,
                 task="language_modeling",
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss or 0.0,
             )
             return model(tokens, loss_function=loss_function), None
         logits = one_tensor(model(tokens), "language_modeling")
@@ -102,6 +106,7 @@ class LanguageModeling(Task):
             targets.flatten(),
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss or 0.0,
         )
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -120,8 +125,8 @@ class LanguageModeling(Task):
         return (targets != self.ignore_index).sum()
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds perplexity (infinite on overflow) and bits per token or byte; not to a smoothed loss."""
-        if self.label_smoothing:
+        """Adds perplexity (infinite on overflow) and bits per token or byte; not with label_smoothing or z_loss."""
+        if self.label_smoothing or self.z_loss:
             return metrics
         loss = metrics["loss"]
         perplexity = math.inf if loss > 700 else math.exp(loss)

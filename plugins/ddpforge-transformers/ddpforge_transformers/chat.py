@@ -93,6 +93,8 @@ class ChatData(Tokenized):
         text = _template_of(template) if template else None
         if len(set(train_on)) < len(train_on):
             raise ValueError(f"train_on names a role twice: {', '.join(train_on)}")
+        if text is not None:  # exports and `ddpforge generate --chat` use it, too
+            self.tokenizer.chat_template = text
         self._render = ChatRenderer(self.tokenizer, text, tuple(train_on), last_turn_only, template_options)
         self._form, self._truncation = form, truncation
         self._warn_of_dates(text)
@@ -101,6 +103,10 @@ class ChatData(Tokenized):
         self._counts, lengths, self._coded = _restored(stored)
         self._ends = np.cumsum(lengths)
         self._report(path)
+
+    @property
+    def _chat_renderer(self) -> ChatRenderer:
+        return self._render
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -72,6 +72,17 @@ class ChatRenderer:
         """Returns the tokens of a chat, and True for each token that is learnt; raises ValueError as a call does."""
         return tokens_of_text(self.tokenizer, [self(messages, tools)])[0]
 
+    def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """Returns the text of messages and of the template's prompt for an answer; raises ValueError as a call does."""
+        return self._render(list(messages), tools, answers=True)[0]
+
+    def ends(self) -> list[int]:
+        """Returns the special token with which the template ends an answer; none if it ends answers by text."""
+        content = "ANSWER"
+        text, _ = self._render([{"role": "user", "content": "x"}, {"role": "assistant", "content": content}], None)
+        after = self.tokenizer(text.rpartition(content)[2], add_special_tokens=False)["input_ids"]
+        return [token for token in after if token in self.tokenizer.added_tokens_decoder][:1]
+
     def _by_marks(self, messages: list[Message], tools: Any, mine: list[int], learnt: list[int]) -> Rendered:
         """Takes the spans from the template's generation marks, one for each message of an assistant."""
         text, spans = self._render(messages, tools, marks=True)

@@ -14,7 +14,7 @@ import transformers
 from ddpforge.interfaces import Data
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 __all__ = ["Collated", "TokenizedJSONL", "TokenizedText"]
@@ -71,6 +71,36 @@ class Tokenized:
             (name, self.tokenizer.decode([tokens[number] for number in numbers], skip_special_tokens=False))
             for name, numbers in groupby(range(end), kind)
         ]
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Returns the tokens of messages {role, content} by the chat template, with its prompt for an answer.
+
+        Raises ValueError if there is no template, or if it refuses the messages.
+        """
+        tokens: list[int] = self.tokenizer(self._chat_renderer.prompt(messages), add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def lm_eval(self, model: nn.Module, tasks: Sequence[str], **options: Any) -> dict[str, float]:
+        """Returns the metrics of tasks of lm-evaluation-harness, see `harness.evaluate`."""
+        from ddpforge_transformers.harness import evaluate
+
+        return evaluate(model, self.tokenizer, tasks, **options)
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Returns the tokens that end an answer: that of the chat template, if it has one, and that of the tokenizer.
+
+        Empty without a chat template.
+        """
+        if not self.tokenizer.chat_template:
+            return []
+        return list(dict.fromkeys([*self._chat_renderer.ends(), *filter(None.__ne__, [self.tokenizer.eos_token_id])]))
+
+    @property
+    def _chat_renderer(self) -> Any:
+        from ddpforge_transformers.chat_rendering import ChatRenderer  # imports this module
+
+        return ChatRenderer(self.tokenizer)
 
 
 class TokenizedText(Tokenized):

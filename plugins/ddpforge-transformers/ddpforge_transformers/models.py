@@ -119,6 +119,11 @@ def sequence_classification(
     return _adapted(model, lora)
 
 
+_builders: tuple[Any, ...] = (causal_lm, masked_lm, sequence_classification)
+for _builder in _builders:
+    _builder.export_format = "transformers"  # of `ddpforge export` into a folder
+
+
 def _config(model_type: str | None, pretrained: str | None, options: Mapping[str, Any]) -> PreTrainedConfig:
     """Returns the config; raises ValueError for unknown keys, which transformers accepts silently."""
     if (model_type is None) == (pretrained is None):

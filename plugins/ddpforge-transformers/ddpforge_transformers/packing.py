@@ -100,6 +100,10 @@ class PackedData(Tokenized):
         blocks = int(stored[0])
         self._ends, self._samples = stored[1 : blocks + 1], stored[blocks + 1 :]
 
+    @property
+    def _chat_renderer(self) -> Any:
+        return self._of._chat_renderer if isinstance(self._of, Tokenized) else super()._chat_renderer
+
     def __len__(self) -> int:
         return len(self._ends)
 

@@ -2,14 +2,24 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal
 
-from ddpforge.builtin.tasks.forms import IGNORED, LabelSmoothing, cross_entropy
+from ddpforge.builtin.tasks.forms import IGNORED, LabelSmoothing, ZLoss, cross_entropy
 from ddpforge.builtin.tasks.language_modeling import of_sequences
-from ddpforge.interfaces import Metric, SampleColumns, Task, Total
+from ddpforge.errors import UsageError
+from ddpforge.interfaces import Metric, SampleColumns, Task, Total, World
 from pydantic import Field
 from torch import Tensor, nn
 
+from ddpforge_transformers.output_layer import (
+    LossFunction,
+    OutputLayer,
+    check_output_layer,
+    chunked_loss,
+    liger_loss,
+    next_tokens,
+)
 from ddpforge_transformers.packing import check_document_mask
 
 __all__ = ["CausalLM", "check_fit"]
@@ -24,30 +34,97 @@ class CausalLM(Task):
     """Cross-entropy of the next token, in nats per token. A batch is {input_ids, labels} and optionally attention_mask.
 
     Several documents in a row have position_ids that start at 0 in each. The loss is that of transformers, but summed
-    and in float32. Labels of -100 are ignored. The task also reports the exponential of the loss, `perplexity`, and the
-    metrics of the counted tokens.
+    and in float32. Labels of -100 are ignored. The task also reports the exponential of the loss, `perplexity`, unless
+    the loss has `label_smoothing` or `z_loss`, and the metrics of the counted tokens.
+
+    With `loss_chunk` or `loss_kernel` the loss is computed in the output layer, and the memory of all logits is not
+    needed. There are no metrics then. Models that change their logits after the output layer are refused.
     """
 
     items = "tokens"
     predicts_next_token = True
     separates_documents = True
 
-    def __init__(self, *, label_smoothing: LabelSmoothing = 0.0, metrics: _Metrics = ()) -> None:
-        self._smoothing = label_smoothing
+    def __init__(
+        self,
+        *,
+        label_smoothing: LabelSmoothing = 0.0,
+        metrics: _Metrics = (),
+        z_loss: ZLoss = None,
+        loss_chunk: Annotated[
+            int | None,
+            Field(
+                ge=1,
+                le=2**24,
+                description="Number of targets with logits in memory at the same time, e.g. 1024; absent: all.",
+            ),
+        ] = None,
+        loss_kernel: Annotated[
+            Literal["liger"] | None,
+            Field(description="Kernel that computes the loss in the output layer: that of liger-kernel, on GPUs."),
+        ] = None,
+    ) -> None:
+        self._smoothing, self._z_loss = label_smoothing, z_loss or 0.0
+        self._chunk, self._kernel = loss_chunk, loss_kernel
+        self.loss_in_model = loss_chunk is not None or loss_kernel is not None
+        self._output: OutputLayer | None = None
         self._metrics = {metric.name: metric for metric in metrics}
         if len(self._metrics) < len(metrics):
             raise ValueError(f"metrics must differ by name, got {[metric.name for metric in metrics]}")
+        if loss_chunk is not None and loss_kernel is not None:
+            raise ValueError("loss_kernel chooses its own chunks; remove loss_chunk or loss_kernel")
+        if self.loss_in_model and metrics:
+            raise ValueError(f"metrics need the logits, which {self._option} does not compute; remove one of them")
+        if loss_kernel is not None and find_spec("liger_kernel") is None:
+            raise ValueError(
+                f'loss_kernel = "{loss_kernel}" needs a package that is not installed: pip install'
+                " liger-kernel; loss_chunk needs none"
+            )
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the loss summed over tokens, and the logits [B, T - 1, V] of all positions with a next token."""
+    @property
+    def _option(self) -> str:
+        return "loss_chunk" if self._chunk is not None else "loss_kernel"
+
+    def start(self, model: nn.Module, world: World) -> None:
+        """Raises UsageError for a kernel that the device does not have."""
+        if self._kernel is not None and world.device.type != "cuda":
+            raise UsageError(
+                f'task.loss_kernel = "{self._kernel}" runs on GPUs of CUDA, but this rank computes on'
+                f" {world.device.type}",
+                hints=["set task.loss_chunk = 1024 instead"],
+                key="task.loss_kernel",
+            )
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Returns the loss summed over tokens, and the logits [B, T - 1, V] of all positions with a next token.
+
+        The logits are None if the loss is computed in the output layer.
+        """
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        logits = model(**inputs, use_cache=False).logits[:, :-1]
-        return self.loss_from_outputs(logits, batch), logits
+        if self.loss_in_model:
+            return self._output_of(model)(model, inputs, self._function(next_tokens(batch["labels"]))), None
+        logits = model(**inputs, use_cache=False).logits
+        # Of all positions: without the last one the logits would have to be copied.
+        return self._cross_entropy(logits, next_tokens(batch["labels"])), logits[:, :-1]
 
     def loss_from_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Returns the loss summed over tokens, from the logits."""
-        targets = batch["labels"][:, 1:]
-        return cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=self._smoothing)
+        return self._cross_entropy(outputs, batch["labels"][:, 1:])
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), label_smoothing=self._smoothing, z_loss=self._z_loss
+        )
+
+    def _function(self, targets: Tensor) -> LossFunction:
+        if self._chunk is not None:
+            return chunked_loss(targets, self._chunk, self._smoothing, self._z_loss)
+        return liger_loss(targets, self._smoothing, self._z_loss)
+
+    def _output_of(self, model: nn.Module) -> OutputLayer:
+        if self._output is None or not self._output.belongs_to(model):
+            self._output = OutputLayer(model)
+        return self._output
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Returns per sample: mean `loss`, number of counted `tokens`, and their `losses` [T - 1] (0 for others)."""
@@ -69,8 +146,8 @@ class CausalLM(Task):
         return {name: metric(outputs[counted], targets[counted]) for name, metric in self._metrics.items()}
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds the perplexity (infinite if it overflows); not to a smoothed loss."""
-        if self._smoothing:
+        """Adds the perplexity (infinite if it overflows); not with label_smoothing or z_loss."""
+        if self._smoothing or self._z_loss:
             return metrics
         loss = metrics["loss"]
         return metrics | {"perplexity": math.inf if loss > 700 else math.exp(loss)}
@@ -84,6 +161,8 @@ class CausalLM(Task):
             raise ValueError("the data has classes, but this task predicts tokens; remove data.*.classes")
         check_fit(model, data)
         check_document_mask(model, data)
+        if self.loss_in_model:
+            check_output_layer(model, self._option)
 
 
 def check_fit(model: nn.Module, data: Any) -> None:

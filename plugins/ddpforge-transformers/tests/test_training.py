@@ -221,3 +221,30 @@ def test_only_adapters_are_trained_and_transformers_loads_the_merged_export(
     monkeypatch.chdir(tmp_path)  # the folder names its base model, "base"
     adapted = AutoPeftModelForCausalLM.from_pretrained("runs/small/peft").eval()
     torch.testing.assert_close(adapted(ids).logits, again(ids).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_in_the_output_layer_has_the_same_curve_under_all_strategies(
+    ddpforge: Callable[..., str], samples: Path, texts: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    recipe = RECIPE.format(tokenizer=tokenizer).replace('metrics = ["accuracy"]\n', "z_loss = 1e-3\n")
+    (tmp_path / "tiny.toml").write_text(recipe.replace("12st", "5st"))
+    curves = {}
+    chunks, untied = "--set=task.loss_chunk=5", "--set=model.options.tie_word_embeddings=false"
+    for name, ranks, *sets in (
+        ("plain", 2),
+        ("alone", 1, chunks),
+        ("ddp", 2, chunks),
+        ("fsdp", 2, chunks, "--set=strategy.use=fsdp"),
+        ("untied", 1, untied),
+        ("units", 2, chunks, untied, "--set=strategy.use=fsdp", '--set=train.blocks=["LlamaDecoderLayer", "Linear"]'),
+        ("zero2", 2, chunks, "--set=strategy.use=deepspeed", "--set=strategy.stage=2"),
+        ("zero3", 2, chunks, "--set=strategy.use=deepspeed", "--set=strategy.stage=3"),
+    ):
+        ddpforge("run", "tiny.toml", f"--set=name={name}", *sets, ranks=ranks)
+        curves[name] = [row.get("train/loss", row.get("eval/loss")) for row in rows(tmp_path / "runs" / name)]
+    assert len(curves["plain"]) >= 5
+    for name, curve in curves.items():
+        plain = curves["untied" if name == "units" else "plain"]
+        assert name == "untied" or curve == pytest.approx(plain, rel=1e-5), name
+    message = ddpforge("check", "tiny.toml", chunks, "--set=strategy.use=pipeline", code=2)
+    assert "computes its loss within the model's forward pass" in message

@@ -15,7 +15,7 @@ from ddpforge.builtin.models.gpt import GPT
 from ddpforge.builtin.models.lora import lora
 from ddpforge.builtin.models.moe import MoEGPT
 from ddpforge.builtin.tasks import forms, large_logits
-from ddpforge.builtin.tasks.chunked import chunked_cross_entropy
+from ddpforge.builtin.tasks.chunked import chunked_cross_entropy, log_probabilities_in_chunks
 from ddpforge.builtin.tasks.language_modeling import LanguageModeling
 from ddpforge.errors import UsageError
 from ddpforge.training.memory_tracker import MemoryTracker
@@ -82,7 +82,7 @@ def test_nonfinite_logits_of_ignored_targets_have_zero_gradients() -> None:
     hidden = torch.tensor([[torch.inf, 1.0], [1.0, 2.0]], requires_grad=True)
     weight = torch.eye(2, requires_grad=True)
     loss = chunked_cross_entropy(
-        hidden, weight, torch.tensor([IGNORED, 0]), chunk=2, ignore_index=IGNORED, task="language_modeling"
+        hidden, weight, targets=torch.tensor([IGNORED, 0]), chunk=2, ignore_index=IGNORED, task="language_modeling"
     )
     loss.backward()
     assert loss.isfinite()
@@ -258,3 +258,64 @@ def test_large_bf16_logits_need_no_gradient_in_evaluations() -> None:
     with torch.no_grad():
         found = forms.cross_entropy(logits.requires_grad_(), targets.fill_(4))
     assert not found.requires_grad
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("extra", [{"label_smoothing": 0.2}, {"z_loss": 1e-2}, {"label_smoothing": 0.1, "z_loss": 0.1}])
+def test_label_smoothing_and_z_loss_equal_those_of_whole_logits(chunk: int, extra: dict[str, float]) -> None:
+    whole = gradients(LanguageModeling(**extra), small())
+    found = gradients(LanguageModeling(**extra, loss_chunk=chunk), small())
+    assert found.keys() == whole.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_z_loss_is_the_weighted_square_of_the_softmax_denominator() -> None:
+    logits, targets = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)), torch.tensor([3, IGNORED, 0, 8, 8])
+    counted = targets != IGNORED
+    wanted = F.cross_entropy(logits, targets, reduction="sum") + 0.01 * logits.logsumexp(1)[counted].square().sum()
+    torch.testing.assert_close(forms.cross_entropy(logits, targets, z_loss=0.01), wanted)
+    assert LanguageModeling(z_loss=0.01).finish({"loss": 1.0}) == {"loss": 1.0}
+
+
+@pytest.mark.parametrize("extra", [{"label_smoothing": 0.2}, {"z_loss": 1e-2}, {"label_smoothing": 0.1, "z_loss": 0.1}])
+def test_large_bf16_logits_have_label_smoothing_and_z_loss_without_a_copy_in_float32(
+    extra: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_logits, "_CHUNK", 3 * 50)
+    generator = torch.Generator().manual_seed(0)
+    values, targets = torch.randn(8, 50, generator=generator).bfloat16(), torch.randint(50, (8,), generator=generator)
+    targets[2] = IGNORED
+    found = {}
+    for most in (0, 2**24):
+        monkeypatch.setattr(forms, "_LARGE", most)
+        logits = values.clone().requires_grad_()
+        loss = forms.cross_entropy(logits, targets, **extra)
+        (loss * 0.5).backward()
+        found[most] = loss.detach(), logits.grad
+    torch.testing.assert_close(found[0][0], found[2**24][0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(found[0][1], found[2**24][1], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_log_probabilities_in_chunks_have_the_values_and_gradients_of_log_softmax(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(11, (2, 5), generator=generator)
+    targets[0, 3] = IGNORED
+    factors, found = torch.randn(2, 5, generator=generator), {}
+    for chunked in (True, False):
+        hidden, weight, bias = (
+            torch.randn(*shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            for shape in ((2, 5, 6), (11, 6), (11,))
+        )
+        if chunked:
+            each = log_probabilities_in_chunks(
+                hidden, weight, bias, targets=targets, chunk=chunk, ignore_index=IGNORED, task="dpo"
+            )
+        else:
+            known = targets.clamp(min=0)[..., None]
+            each = F.linear(hidden, weight, bias).log_softmax(-1).gather(-1, known).squeeze(-1) * (targets != IGNORED)
+        (each * factors).sum().backward()
+        found[chunked] = each.detach(), hidden.grad, weight.grad, bias.grad
+    for mine, theirs in zip(*found.values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

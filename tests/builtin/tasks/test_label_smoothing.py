@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,11 +41,6 @@ def test_language_modeling() -> None:
     assert task.finish({"loss": 1.0}) == {"loss": 1.0}, "a smoothed loss has no perplexity"
     assert not task.takes_split_logits
     assert LanguageModeling().takes_split_logits
-
-
-def test_language_modeling_refuses_it_with_a_chunked_loss() -> None:
-    with pytest.raises(ValueError, match="does not work with loss_chunk"):
-        LanguageModeling(label_smoothing=0.1, loss_chunk=8)
 
 
 def test_masked_lm() -> None:
