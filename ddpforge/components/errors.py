@@ -219,7 +219,7 @@ class BuildFailed(PluginError):
 
 # ---------------------------------------------------------------------------------------------- of constructors
 def on_purpose(error: Exception, component: Callable[..., Any]) -> bool:
-    """True if the component refuses its arguments: its own package raised the error with `raise`.
+    """True if the component refuses its arguments: its own package, or a built-in component, raised with `raise`.
 
     Also True if the arguments do not fit the signature. An error from other code, or from an operation on values, is
     a mistake in the component.
@@ -231,7 +231,9 @@ def on_purpose(error: Exception, component: Callable[..., Any]) -> bool:
         return True
     frame, _, instruction = frames[-1]
     package = getattr(component, "__module__", "").partition(".")[0]
-    if frame.f_globals.get("__name__", "").partition(".")[0] != package:
+    module = frame.f_globals.get("__name__", "")
+    # Components of plugins build parts of ddpforge with options of the user, e.g. the adapters of `lora`.
+    if module.partition(".")[0] != package and not module.startswith("ddpforge.builtin."):
         return False
     return dis.opname[frame.f_code.co_code[instruction]] == "RAISE_VARARGS"
 

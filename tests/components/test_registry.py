@@ -623,6 +623,18 @@ def test_programming_error_in_a_constructor_keeps_its_traceback(folder: Path, co
     assert caught.value.trace.rstrip() in render(caught.value)
 
 
+def test_a_built_in_component_inside_one_of_a_plugin_refuses_options_without_traceback(folder: Path) -> None:
+    code = """
+        from ddpforge.builtin.models.lora import Adapters
+        from torch import nn
+        def part(): return Adapters(targets=["query"]).put_into(nn.Sequential(nn.Linear(2, 2)))
+    """
+    write(folder / "parts.py", code)
+    with pytest.raises(RefusedOptions, match=r"cannot be built: peft cannot adapt query: ") as caught:
+        Registry().build("model", Component(use="./parts.py:part", base=folder))
+    assert caught.value.trace == ""
+
+
 def test_options_that_do_not_match_the_signature_are_reported_without_traceback(folder: Path) -> None:
     write(folder / "parts.py", "def part(width: int): ...")
     with pytest.raises(RefusedOptions, match=r"cannot be built: part\(\) missing 1 required") as caught:

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
+from ddpforge.builtin.models.quantized import QuantizedLinear
 from ddpforge.errors import SetupError, UsageError, pip_install
 
 _Rank = Annotated[int, Field(ge=1, le=65536, description="Rank of the adapters.")]
@@ -71,7 +72,7 @@ def lora(
     weight and restores its name. See Hu et al., "LoRA" (2021), and https://huggingface.co/docs/peft.
 
     Raises:
-        ValueError: A target does not exist or is not linear, or a glob matches no parameter.
+        ValueError: A target does not exist or is not linear, or a glob matches no parameter or a quantized one.
         UsageError: `base` is on the meta device.
         SetupError: peft is not installed.
     """
@@ -94,11 +95,23 @@ def lora(
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             _note_scaling(name, module)
+    quantized = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, QuantizedLinear)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name != "bias"
+    }
     for glob in train:
-        named = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, glob)]
+        named = {name: parameter for name, parameter in model.named_parameters() if fnmatchcase(name, glob)}
         if not named:
             raise ValueError(f"train: `{glob}` matches no parameter")
-        for parameter in named:
+        if packed := sorted(name for name, parameter in named.items() if id(parameter) in quantized):
+            raise ValueError(
+                f"train: `{glob}` matches `{packed[0]}`, but quantized weights cannot be trained; match other"
+                " parameters, or remove `quantize`"
+            )
+        for parameter in named.values():
             parameter.requires_grad_(True)
     return model
 

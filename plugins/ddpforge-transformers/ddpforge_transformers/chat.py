@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ddpforge_transformers.chat_forms import Chat, Form, Plain, read_chats
-from ddpforge_transformers.chat_rendering import ChatRenderer, Rendered, tokens_of_text
+from ddpforge_transformers.chat_rendering import ChatRenderer, Rendered, template_of, tokens_of_text
 from ddpforge_transformers.data import IGNORED, Length, Tokenized, TokenizerName, load_tokenizer, padded, padding_of
 
 __all__ = ["ChatData"]
@@ -90,7 +90,7 @@ class ChatData(Tokenized):
         self._pad = padding_of(self.tokenizer)
         if not self.tokenizer.is_fast:
             raise ValueError(f"the tokenizer {tokenizer} does not return the places of its tokens in the text")
-        text = _template_of(template) if template else None
+        text = template_of(template) if template else None
         if len(set(train_on)) < len(train_on):
             raise ValueError(f"train_on names a role twice: {', '.join(train_on)}")
         if text is not None:  # exports and `ddpforge generate --chat` use it, too
@@ -258,16 +258,6 @@ def _restored(stored: NDArray[Any]) -> tuple[list[int], NDArray[np.int64], NDArr
     first = len(_OUTCOMES)
     begin = first + 1 + int(stored[first])
     return stored[:first].tolist(), stored[first + 1 : begin].astype(np.int64), stored[begin:]
-
-
-def _template_of(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"template: {file} cannot be read as UTF-8 text: {error}") from error
-    if not text.strip():
-        raise ValueError(f"template: {file} is empty")
-    return text
 
 
 def _files(path: Path) -> list[Path]:

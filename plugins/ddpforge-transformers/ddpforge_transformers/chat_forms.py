@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-__all__ = ["ROLES", "Chat", "Form", "Message", "Plain", "parse_messages", "read_chats"]
+__all__ = ["ROLES", "Chat", "Form", "Message", "Plain", "check_only_text", "parse_messages", "read_chats"]
 
 Message = dict[str, Any]
 Form = Literal["messages", "prompt_completion", "sharegpt", "alpaca"]
@@ -29,6 +29,7 @@ _FROM = {  # roles of ShareGPT
     "observation": "tool",
 }
 _OF_MESSAGE = ("role", "content", "weight", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _OF_TURN = ("from", "value", "weight")
 
 
@@ -90,6 +91,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 def _form(row: dict[str, Any], where: str, form: Form | None) -> Form:
     """Returns the form of a line; raises ValueError if it has none or several, or another than `form`."""
+    check_only_text(row, where)
     found: list[Form] = [one for one in get_args(Form) if all(key in row for key in _KEYS[one])]
     if len(found) == 1 and form in (None, found[0]):
         return found[0]
@@ -107,6 +109,13 @@ def _form(row: dict[str, Any], where: str, form: Form | None) -> Form:
         f"{where} has the form {found[0]}, but expected {form}, as `form` or the first line has it: {needs}; "
         "keep each form in files of its own, one dataset per form"
     )
+
+
+def check_only_text(row: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for a line with images or other media."""
+    for key in _MEDIA:
+        if row.get(key):
+            raise ValueError(f'{where} has "{key}": this dataset has only text, no images or sounds')
 
 
 # ---------------------------------------------------------------------------------------------- forms

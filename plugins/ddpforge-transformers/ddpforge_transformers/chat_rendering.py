@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -11,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ddpforge_transformers.chat_forms import Message
 
-__all__ = ["ChatRenderer", "Rendered", "Span", "tokens_of_text"]
+__all__ = ["ChatRenderer", "Rendered", "Span", "template_of", "tokens_of_text"]
 
 Span = tuple[int, int]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -153,6 +154,17 @@ class ChatRenderer:
     @cached_property
     def _name(self) -> str:
         return str(self.tokenizer.name_or_path)
+
+
+def template_of(file: Path) -> str:
+    """Returns the text of a file with a chat template; raises ValueError if there is none."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"template: {file} cannot be read as UTF-8 text: {error}") from error
+    if not text.strip():
+        raise ValueError(f"template: {file} is empty")
+    return text
 
 
 def tokens_of_text(

@@ -154,7 +154,7 @@ def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attentio
     how: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
         if pretrained is not None:
-            model: nn.Module = _saved_model(auto, pretrained, config=config, ignore_mismatched_sizes=True, **how)
+            model: nn.Module = _saved_model(auto, pretrained, config=config, **how)
         else:
             model = auto.from_config(config, dtype=torch.float32, **how)
     except (ValueError, ImportError) as error:
@@ -166,7 +166,9 @@ def _model(auto: Any, config: PreTrainedConfig, pretrained: str | None, attentio
 
 def _saved_model(auto: Any, name: str, **options: Any) -> nn.Module:
     """Loads a model with its saved dtypes, and marks it and its layers for `train.frozen_dtype`."""
-    model: nn.Module = _saved(auto, name, dtype="auto", **options)
+    model: nn.Module
+    model, found = _saved(auto, name, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True, **options)
+    _check_loaded(model, name, found)
     if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers()):
         # Constants that are no weights were rounded, e.g. the scale of Gemma's embeddings.
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -184,6 +186,25 @@ def _saved_model(auto: Any, name: str, **options: Any) -> nn.Module:
         elif kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:
             layer.any_dtype_forward = kind.forward  # it multiplies, and torch promotes
     return model
+
+
+def _check_loaded(model: Any, name: str, found: Mapping[str, Any]) -> None:
+    """Raises ValueError for random weights that should be saved ones: all of blocks, and those of another shape.
+
+    A new head of a classifier may have another shape. transformers logs a table of missing weights of other layers.
+    """
+    blocks = tuple(f"{path}." for path in _lists_of_blocks(model))
+    body = "" if hasattr(model, "lm_head") or model.get_output_embeddings() else f"{model.base_model_prefix}."
+    lost = {key: "it is not saved" for key in found["missing_keys"] if key.startswith(blocks)}
+    for key, saved, mine in found["mismatched_keys"]:
+        if key.startswith(body):
+            lost[key] = f"the saved shape is {tuple(saved)}, that of this model {tuple(mine)}"
+    if lost:
+        raise ValueError(
+            f"{len(lost)} weights of `{name}` do not fit the model, and would become random, e.g. `{min(lost)}`:"
+            f" {lost[min(lost)]}; remove `options` for shapes and numbers of layers. For a larger vocabulary, resize"
+            " the saved model (`resize_token_embeddings` of transformers)"
+        )
 
 
 def _conv1d(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -12,8 +14,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from ddpforge_transformers.chat_forms import Message, parse_messages
-from ddpforge_transformers.chat_rendering import ChatRenderer, Rendered, tokens_of_text
+from ddpforge_transformers.chat_forms import Message, check_only_text, parse_messages
+from ddpforge_transformers.chat_rendering import ChatRenderer, Rendered, template_of, tokens_of_text
 from ddpforge_transformers.data import IGNORED, Length, Tokenized, TokenizerName, load_tokenizer, padded, padding_of
 
 __all__ = ["FeedbackData", "PreferenceData"]
@@ -75,7 +77,7 @@ class _Answers(Tokenized):
         self.tokenizer, self.max_length, self._truncation = load_tokenizer(tokenizer), max_length, truncation
         self.vocab_size = len(self.tokenizer)
         self.pad_token = padding_of(self.tokenizer)
-        text = template.read_text(encoding="utf-8") if template else None
+        text = template_of(template) if template else None
         self._render = ChatRenderer(self.tokenizer, text, options=template_options)
         self._samples: list[tuple[Answer, Answer]] = []
         self._more: dict[str, list[Any]] = {name: [] for name in self._columns}
@@ -85,11 +87,12 @@ class _Answers(Tokenized):
         self._take(rows)
         if not self._samples:
             raise ValueError(
-                f"{path}: no sample is left: all {len(rows)} are longer than max_length = {max_length}; raise it"
+                f"{path}: no sample is left: all {len(rows)} are longer than max_length = {max_length}, or the template"
+                " marks no answer as learnt"
             )
         if left := len(rows) - len(self._samples):
             log.warning("%s: %d of %d samples are longer than max_length = %d", path, left, len(rows), max_length)
-        self._reference = None if reference is None else _reference_of(reference, len(self._samples))
+        self._reference = None if reference is None else _reference_of(reference, self.marks())
         self.has_reference = reference is not None
 
     def _take(self, rows: Sequence[tuple[str, Row]]) -> None:
@@ -105,6 +108,10 @@ class _Answers(Tokenized):
         if self._reference is not None:
             found["reference_logps"] = self._reference[index]
         return found
+
+    def marks(self) -> list[int]:
+        """Returns a checksum of the tokens and labels of each sample; reference files have it."""
+        return [zlib.crc32(json.dumps(sample).encode()) for sample in self._samples]
 
     def lengths(self) -> NDArray[np.int64]:
         """Returns the number of tokens of the longer answer of each sample, for `train.max_tokens`."""
@@ -193,8 +200,9 @@ class PreferenceData(_Answers):
             self._columns, self._more = {"margin": torch.float32}, {"margin": []}
         for where, row in rows:
             _check_keys(row, where, ("chosen", "rejected"), ("prompt", "margin"))
-            if ("margin" in row) != has_margin or type(row.get("margin", 0)) not in (int, float):
-                raise ValueError(f'{where}: expected a number "margin" in all lines or in none')
+            margin = row.get("margin", 0)
+            if ("margin" in row) != has_margin or type(margin) not in (int, float) or not math.isfinite(margin):
+                raise ValueError(f'{where}: expected a finite number "margin" in all lines or in none')
             prompt, chosen, rejected = _pair(row, where)
             answers = [self._encode(where, prompt, answer) for answer in (chosen, rejected)]
             if answers[0] is None or answers[1] is None:
@@ -273,8 +281,7 @@ def _check_keys(row: Row, where: str, needed: tuple[str, ...], others: tuple[str
         has = ", ".join(f'"{key}"' for key in row) or "none"
         hint = '; pairs with "chosen" and "rejected" are for the dataset preferences' if "chosen" in row else ""
         raise ValueError(f'{where} lacks "{missing[0]}"; it has the keys {has}{hint}')
-    if "images" in row or "image" in row:
-        raise ValueError(f"{where} has images: this dataset has only text")
+    check_only_text(row, where)
 
 
 def _pair(row: Row, where: str) -> tuple[Any, Any, Any]:
@@ -311,14 +318,20 @@ def _messages(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[Any, An
     return prompt, better, worse
 
 
-def _reference_of(file: Path, samples: int) -> list[list[float]]:
-    """Returns the log-probabilities [samples, 2] of a file; raises ValueError if it is of other data."""
-    rows = [row for _, row in _rows(file)]
-    found = [row.get("logps") for row in rows]
-    good = [one for one in found if isinstance(one, list) and [type(each) for each in one] == [float, float]]
-    if len(good) != samples or len(rows) != samples:
-        raise ValueError(
-            f"{file} has {len(rows)} rows, but the data has {samples} samples; write it again with"
-            " `python -m ddpforge_transformers.reference`"
-        )
-    return good
+def _reference_of(file: Path, marks: Sequence[int]) -> list[list[float]]:
+    """Returns the log-probabilities [samples, 2] of a file; raises ValueError if it is of samples with other marks."""
+    again = "write it again with `python -m ddpforge_transformers.reference`"
+    found = []
+    for where, row in _rows(file):
+        logps = row.get("logps")
+        if not isinstance(logps, list) or [type(each) for each in logps] != [float, float] or "sample" not in row:
+            raise ValueError(f'{where}: expected "logps", two numbers, and "sample"; {again}')
+        found.append((where, logps, row["sample"]))
+    if len(found) != len(marks):
+        raise ValueError(f"{file} has {len(found)} rows, but the data has {len(marks)} samples; {again}")
+    for (where, _, mark), mine in zip(found, marks, strict=True):
+        if mark != mine:
+            raise ValueError(
+                f"{where} is of another sample: the data, the tokenizer, the template or max_length changed; {again}"
+            )
+    return [logps for _, logps, _ in found]

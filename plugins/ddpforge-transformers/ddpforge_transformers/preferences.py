@@ -306,12 +306,12 @@ class Reward(_Answers):
         return {f"{name}_reward": outputs["rewards"][:, place] for place, name in enumerate(self.names)}
 
     def check(self, model: nn.Module, data: Any) -> None:
-        """Also raises ValueError if the model does not return one number, or does not know the padding token."""
+        """Also raises ValueError if the model does not return one number, or if its padding token is not the data's."""
         config: Any = getattr(model, "config", None)
         if getattr(config, "num_labels", None) != 1 or not hasattr(model, "outputs"):
             raise ValueError('a reward is one number: set model.use = "sequence_classification", classes = 1')
         super().check(model, data)
-        if config.get_text_config().pad_token_id is None:
+        if config.get_text_config().pad_token_id != data.pad_token:
             raise ValueError(
                 "the model finds the last token of an answer by the padding token: set model.options.pad_token_id ="
                 f" {data.pad_token}"

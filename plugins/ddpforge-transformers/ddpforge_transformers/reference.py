@@ -3,14 +3,15 @@
     python -m ddpforge_transformers.reference dpo.toml -o reference.jsonl
 
 The reference is the recipe's model as it is built, with its adapters switched off. The file has a line {"logps": [a,
-b]} for each sample of [data.train], in its order. Training then reads it, and needs neither memory nor time for a
-reference model: set `reference = "reference.jsonl"` under [data.train], and `reference = "data"` under [task].
+b], "sample": N} for each sample of [data.train], in its order; N is a checksum of its tokens, and training refuses the
+file of other samples. Training then reads it, and needs neither memory nor time for a reference model: set `reference =
+"reference.jsonl"` under [data.train], and `reference = "data"` under [task].
 """
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from ddpforge.recipe import load_recipe
 from torch import nn
 
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
-from ddpforge_transformers.preferences import log_probabilities, without_adapters
+from ddpforge_transformers.preferences import DPO, KTO, log_probabilities, without_adapters
 
 
 def write_reference(recipe: str, out: Path, sets: Sequence[str] = (), batch: int = 8) -> int:
     """Writes the file for a recipe, and returns its number of lines. Raises ForgeError."""
+    if out.is_dir() or not out.parent.is_dir():
+        fault = "is a folder" if out.is_dir() else f"cannot be written: there is no folder {out.parent}"
+        raise UsageError(f"{out} {fault}", hints=["give the path of a new .jsonl file in a folder that exists"])
     registry = Registry.installed()
     loaded = load_recipe(recipe, sets=sets, registry=registry)
     if loaded.recipe.checkpoint.init_from is not None:
@@ -38,6 +42,12 @@ def write_reference(recipe: str, out: Path, sets: Sequence[str] = (), batch: int
             "checkpoint.init_from would load other weights at the start of the training",
             hints=["export that run to a folder, and set model.pretrained to it"],
             key="checkpoint.init_from",
+        )
+    if isinstance(loaded.recipe.data.train, Mapping):
+        raise UsageError(
+            "the file is for one source, but [data.train] has several",
+            hints=["write a file for each source, with a recipe in which [data.train] is this source"],
+            key="data.train",
         )
     reads = [f"~{key}" for key in ("data.train.reference", "task.reference") if _has(loaded.recipe, key)]
     loaded = load_recipe(recipe, sets=[*sets, *reads], registry=registry)
@@ -47,13 +57,16 @@ def write_reference(recipe: str, out: Path, sets: Sequence[str] = (), batch: int
     data = built.data.get("train")
     if not isinstance(data, PreferenceData | FeedbackData):
         raise UsageError("[data.train] has no answers to compare", hints=['set data.train.use = "preferences"'])
+    if not isinstance(built.task, DPO | KTO):
+        raise UsageError("the task compares nothing with a reference", hints=['set task.use = "dpo" or "kto"'])
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     low = loaded.recipe.train.precision == "bf16"
     context = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+    with context:
+        found = list(_log_probabilities(built.model.to(device), data, batch, device))
+    rows = [{"logps": logps, "sample": mark} for logps, mark in zip(found, data.marks(), strict=True)]
     part = out.with_name(f".{out.name}.part")
-    with part.open("w", encoding="utf-8") as file, context:
-        for logps in _log_probabilities(built.model.to(device), data, batch, device):
-            file.write(json.dumps({"logps": logps}) + "\n")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.replace(part, out)
     return len(data)
 

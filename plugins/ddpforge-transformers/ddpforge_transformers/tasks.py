@@ -21,6 +21,7 @@ from ddpforge_transformers.output_layer import (
     next_tokens,
 )
 from ddpforge_transformers.packing import check_document_mask
+from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
 
 __all__ = ["CausalLM", "check_fit"]
 
@@ -153,12 +154,17 @@ class CausalLM(Task):
         return metrics | {"perplexity": math.inf if loss > 700 else math.exp(loss)}
 
     def check(self, model: nn.Module, data: Any) -> None:
-        """Raises ValueError if vocabulary or sample length exceed the model's, or if the data has classes.
+        """Raises ValueError if vocabulary or sample length exceed the model's, or if the data has classes or answers.
 
         Also for data with several documents in a sample, if the model is not known to keep them apart.
         """
         if getattr(data, "classes", None) is not None:
             raise ValueError("the data has classes, but this task predicts tokens; remove data.*.classes")
+        if isinstance(data, PreferenceData | FeedbackData):
+            raise ValueError(
+                "each sample of the data has two answers, which this task cannot compare; set task.use = "
+                + ('"kto"' if isinstance(data, FeedbackData) else '"dpo", "orpo" or "reward"')
+            )
         check_fit(model, data)
         check_document_mask(model, data)
         if self.loss_in_model:

@@ -308,6 +308,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no-content": ({"messages": [{"role": "user"}, ANSWER]}, {}, r"messages\[0\].content is null or absent: expected"),
     "content-is-number": ({"messages": [USER | {"content": 3}]}, {}, r"line 2: messages\[0\].content is a number"),
     "empty-content": ({"messages": [USER, ANSWER | {"content": " "}]}, {}, r"line 2: messages\[1\].content is empty"),
+    "image-beside-messages": (
+        {"messages": [USER, ANSWER], "images": ["a.png"]},
+        {},
+        r'line 2 has "images": this dataset has only text',
+    ),
     "image": (
         {"messages": [USER | {"content": [{"type": "image", "url": "x"}]}]},
         {},

@@ -113,6 +113,22 @@ def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"hidden_size": 64}, "lm_head.weight"),
+        ({"vocab_size": 40}, "lm_head.weight"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
+    ],
+)
+def test_options_that_make_saved_weights_random_are_refused(tmp_path: Path, options: dict[str, int], name: str) -> None:
+    causal_lm(model_type="llama", options=TINY["llama"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"would become random, e.g. `{name}`"):
+        causal_lm(pretrained=str(tmp_path), options=options)
+    with pytest.raises(ValueError, match=r"would become random"):
+        sequence_classification(classes=3, pretrained=str(tmp_path), options=options)
+
+
 def test_configs_are_not_shared() -> None:
     """Options of one model do not change the defaults of BERT's config class."""
     sequence_classification(classes=7, model_type="bert", options=TINY["bert"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chats import byte_tokenizer
+from ddpforge.errors import UsageError
 from ddpforge.interfaces import Total
 from tiny import TINY
 
@@ -16,6 +17,7 @@ from ddpforge_transformers.models import causal_lm, sequence_classification
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
 from ddpforge_transformers.preferences import DPO, KTO, ORPO, Reward
 from ddpforge_transformers.reference import write_reference
+from ddpforge_transformers.tasks import CausalLM
 
 OPTIONS = TINY["llama"] | {"vocab_size": 400}
 
@@ -136,8 +138,9 @@ def test_unrelated_answers_of_feedback_are_those_of_the_sample_before(answers: C
             {"prompt": [{"role": "usr", "content": "a"}], "chosen": [assistant("b")], "rejected": [assistant("c")]},
             "prompt[0].role",
         ),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, 'expected a number "margin"'),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": []}, "line 1 has images"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, 'expected a finite number "margin"'),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": NaN}', 'expected a finite number "margin"'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, 'line 1 has "images"'),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, "there is no token before the answer"),
     ],
 )
@@ -146,6 +149,11 @@ def test_invalid_pairs_are_errors_with_file_and_line(pairs: Callable[..., Prefer
         pairs(row)
     assert "pairs.jsonl, line 1" in str(found.value)
     assert said in str(found.value)
+
+
+def test_a_missing_template_is_an_error(pairs: Callable[..., PreferenceData], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"template: .*none.jinja cannot be read"):
+        pairs(*PAIRS[:2], template=tmp_path / "none.jinja")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +285,7 @@ def test_model_without_its_adapters_is_the_reference(pairs: Callable[..., Prefer
         (DPO(), {"options": OPTIONS | {"vocab_size": 32}}, {}, "the model takes 32; set model.options.vocab_size"),
         (KTO(), {}, {}, "needs the dataset `feedback`, not PreferenceData"),
         (Reward(), {}, {}, 'set model.use = "sequence_classification", classes = 1'),
+        (CausalLM(), {}, {}, 'two answers, which this task cannot compare; set task.use = "dpo", "orpo" or "reward"'),
     ],
 )
 def test_tasks_that_do_not_fit_are_refused(
@@ -292,6 +301,14 @@ def test_tasks_that_do_not_fit_are_refused(
     with pytest.raises(ValueError) as found:
         task.check(built, pairs(*PAIRS[:2], **data))
     assert said in str(found.value)
+
+
+@pytest.mark.parametrize("padding", [3, None])
+def test_reward_needs_the_padding_token_of_the_data(pairs: Callable[..., PreferenceData], padding: int | None) -> None:
+    """With another one the model would read the reward at a padding token, and it would depend on the batch."""
+    model = sequence_classification(model_type="llama", classes=1, options=OPTIONS | {"pad_token_id": padding})
+    with pytest.raises(ValueError, match=r"set model.options.pad_token_id = 0"):
+        Reward().check(model, pairs(*PAIRS[:2]))
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -495,6 +512,46 @@ def test_reference_of_a_file_gives_the_losses_of_a_reference_model(
     ]
     assert [one for one in losses[1] if one] == pytest.approx([one for one in losses[0] if one], rel=1e-5)
 
+    write(tmp_path / "train.jsonl", [*PAIRS[:2], PAIRS[3], PAIRS[2], *PAIRS[4:]])
+    said = ddpforge("run", "tiny.toml", *sets, "--set", "name=moved", code=2)
+    assert "ref.jsonl, line 3 is of another sample" in " ".join(said.split())
+
     write(tmp_path / "train.jsonl", PAIRS[1:])
     said = ddpforge("run", "tiny.toml", *sets, "--set", "name=other", code=2)
     assert "ref.jsonl has 24 rows, but the data has 23 samples" in " ".join(said.split())
+
+
+SOURCES = """
+[data.train.a]
+use = "preferences"
+path = "train.jsonl"
+tokenizer = "{tokenizer}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "out", "said"),
+    [
+        ({}, "none/ref.jsonl", "there is no folder none"),
+        ({}, ".", "is a folder"),
+        ({"[data.train]": SOURCES + "[data.train.b]"}, "ref.jsonl", r"\[data.train\] has several"),
+        (
+            {'use = "dpo"': 'use = "reward"', 'use = "causal_lm"': 'use = "sequence_classification"\nclasses = 1'},
+            "ref.jsonl",
+            "the task compares nothing with a reference",
+        ),
+    ],
+)
+def test_what_has_no_reference_is_refused_and_nothing_is_written(
+    tmp_path: Path, words: Path, change: dict[str, str], out: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "train.jsonl", PAIRS)
+    text = RECIPE.replace("{{", "{").replace("}}", "}").replace("{more}", "").replace("{strategy}", "ddp")
+    text = text.replace("{model}", "causal_lm").replace("{data}", "preferences").replace("{task}", "dpo")
+    for old, new in change.items():
+        text = text.replace(old, new)
+    (tmp_path / "tiny.toml").write_text(text.replace("{tokenizer}", str(words)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        write_reference("tiny.toml", Path(out))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny.toml", "train.jsonl"]

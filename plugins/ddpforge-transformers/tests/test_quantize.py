@@ -83,6 +83,15 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         causal_lm(**{"pretrained": str(save(tmp_path / "base")), "lora": Adapters(targets=TARGETS)} | options)
 
 
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.parametrize("name", ["packed", "absmax"])
+def test_quantized_weights_cannot_be_trained(tmp_path: Path, form: Any, name: str) -> None:
+    adapters = Adapters(targets=["q_proj"], train=[f"*up_proj.{name}"])
+    said = f"matches `model.layers.0.mlp.up_proj.{name}`, but quantized weights cannot be trained"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        causal_lm(pretrained=str(save(tmp_path / "base")), lora=adapters, quantize=form)
+
+
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     said = "finds no nn.Linear in the blocks of GPT2LMHeadModel, which has Conv1D"
     with pytest.raises(ValueError, match=re.escape(said)):
