@@ -95,6 +95,10 @@ class _Answers(Tokenized):
         self._reference = None if reference is None else _reference_of(reference, self.marks())
         self.has_reference = reference is not None
 
+    @property
+    def _chat_renderer(self) -> ChatRenderer:
+        return self._render
+
     def _take(self, rows: Sequence[tuple[str, Row]]) -> None:
         """Fills `_samples` and `_more`; raises ValueError with the place for an invalid row."""
         raise NotImplementedError
