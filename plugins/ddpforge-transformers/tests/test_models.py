@@ -148,4 +148,5 @@ def test_adapters_are_an_option_of_every_model(build: Any, targets: list[str], t
     assert len([name for name in trained if "lora_" in name]) == 2 * TINY[kind]["num_hidden_layers"]
     heads = {"classifier.weight", "classifier.bias"} if train else set()
     assert {name for name in trained if "lora_" not in name} == heads
-    assert (model.config.vocab_size, model.repeated) == (32, plain.repeated)
+    assert model.config.vocab_size == 32
+    assert getattr(model, "repeated", None) == getattr(plain, "repeated", None)  # BERT lists no blocks in 5.0
