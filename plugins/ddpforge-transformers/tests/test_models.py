@@ -91,7 +91,7 @@ def test_options_that_transformers_would_ignore_are_refused(options: dict[str, A
 
 
 def test_a_folder_without_a_model_is_refused_without_traceback(tokenizer: Path) -> None:
-    """The registry shows a traceback for errors that other packages raise."""
+    # The registry shows a traceback for errors that other packages raise.
     with pytest.raises(RefusedOptions, match=r"cannot be built: pretrained: Unrecognized model in"):
         Registry.installed().build("model", Component(use="causal_lm", options={"pretrained": str(tokenizer)}))
 
