@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ddpforge.builtin.models.quantized import PACKED
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.checkpoint.schema import MANIFEST
 from ddpforge.errors import CheckpointError, UsageError
@@ -31,6 +33,7 @@ log = logging.getLogger("ddpforge")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"  # the file names of transformers
 _SHOWN = 8  # names at most in a list
 _KEY = "checkpoint.init_from"
+_BASE = ".base_layer"  # of a layer with adapters of peft
 
 
 def load_initial(
@@ -60,8 +63,8 @@ def load_initial(
         skip: globs of tensors that keep their values.
         whole: a missing tensor is an error.
 
-    Raises UsageError if `source` does not exist, no name matches, a glob matches nothing, or shapes or kinds of dtypes
-    differ.
+    Raises UsageError if `source` does not exist, no name matches, a glob matches nothing, shapes or kinds of dtypes
+    differ, or layers have adapters or are quantized only in one of both.
     """
     path = on_rank_zero(ranks, lambda: find_initial(source, key))
     found = _open(path)
@@ -90,6 +93,7 @@ def load_initial(
             hints=[f"it has {_listed(found)}", f"the model has {_listed(wanted)}"],
         )
     _reject_unfit(taken, wanted, key)
+    _reject_other_forms(missing, unexpected, f"{key} = {json.dumps(source)}")
     take({name: in_dtype(saved, wanted[name][1]) for name, saved in taken.items()})
     if ranks.is_rank_zero:
         _report(
@@ -190,6 +194,36 @@ def _reject_unfit(
     names = json.dumps(sorted(unfit)) if len(unfit) <= _SHOWN else f"[…], with globs for these {len(unfit)}"
     skip = f"to keep the model's own values: checkpoint.init_ignore = {names}"
     raise UsageError("; ".join(said[:_SHOWN]) + more, hints=[skip] if key == _KEY else [])
+
+
+def _reject_other_forms(missing: Sequence[str], unexpected: Sequence[str], source: str) -> None:
+    """Raises UsageError if layers have adapters or are quantized only here, or only in the source."""
+    # Otherwise the model would mix these layers of its own with the other layers of the source.
+    theirs = {_plain(name): name for name in unexpected}
+    pairs = [(theirs[_plain(name)], name) for name in missing if _plain(name) in theirs]
+    if not pairs:
+        return
+    there, here = min(pairs)
+    raise UsageError(
+        f"{source}: {len(pairs)} layers have another form than in the model, which would keep its own weights there:"
+        f" `{there}` is `{here}` in the model",
+        hints=[
+            "adapters and quantized layers are made of the weights of the model's constructor, e.g. model.pretrained;"
+            " `ddpforge export RUN --merge -o FOLDER` writes weights without adapters",
+            f"to keep the model's own values: checkpoint.init_ignore = {_globs(here for _, here in pairs)}",
+        ],
+    )
+
+
+def _globs(names: Iterable[str]) -> str:
+    """Returns globs that match `names` in all blocks."""
+    return json.dumps(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names}))
+
+
+def _plain(name: str) -> str:
+    """Returns the name that a layer's weight has without adapters and quantization."""
+    layer, _, own = name.rpartition(".")
+    return f"{layer.removesuffix(_BASE)}.{'weight' if own == PACKED else own}"
 
 
 def _difference(saved: SavedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, str] | None:

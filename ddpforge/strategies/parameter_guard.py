@@ -102,7 +102,11 @@ class _Memory:
         tensor = _local(tensor)
         if tensor.layout is not torch.strided:
             return None
-        for name, held in self._held.get(tensor.untyped_storage(), ()):
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # of a tensor inside torch.vmap, as in masks of flex_attention
+            return None
+        for name, held in self._held.get(storage, ()):
             begin = tensor.storage_offset() * tensor.itemsize
             first = held.storage_offset() * held.itemsize
             if not held.numel() or first <= begin < first + held.nbytes or begin <= first < begin + tensor.nbytes:

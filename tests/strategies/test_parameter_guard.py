@@ -423,3 +423,17 @@ def test_an_evaluation_before_the_first_update_is_not_guarded() -> None:
         training.backward(torch.randn(3, 4))
 
     in_ranks(1, rank)
+
+
+def in_vmap(net: Net, x: Tensor) -> None:
+    def dense(row: Tensor) -> Tensor:
+        mask = row.new_zeros(len(row))
+        mask[row.long()] = row.new_ones(())
+        return mask
+
+    torch.vmap(dense)(torch.zeros(2, 3))
+
+
+def test_tensors_inside_vmap_may_be_written() -> None:
+    """They have no storage that could be compared with the weights."""
+    run(in_vmap)

@@ -11,7 +11,9 @@ from support.doubles import Plain
 from support.launched import Ranks
 from support.saved_tensors import Saved
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from ddpforge.builtin.models.frozen_layers import frozen_linear
 from ddpforge.errors import CheckpointError
 from ddpforge.interfaces import CanonicalState, TensorShard
 from ddpforge.training.contract import ParameterCount, count_parameters
@@ -240,3 +242,11 @@ def test_a_run_names_the_key_of_the_recipe_and_sums_up_the_dtypes(
     assert "train.frozen_dtype has no effect, because all parameters are trained" in refused.stderr
     done = ddpforge("run", "frozen.toml", "--set=train.frozen_dtype=bf16", '--set=train.freeze=["*", "!*.bias"]')
     assert "  weights    frozen: 7,344 parameters in bf16, trained: 192 parameters in fp32" in done.stderr
+
+
+def test_gradients_are_the_same_if_activations_are_recomputed() -> None:
+    weight, x = torch.randn(3, 4).bfloat16(), torch.randn(2, 4, requires_grad=True)
+    plain = frozen_linear(x, weight, None).square().sum()
+    again: Tensor = checkpoint(frozen_linear, x, weight, None, use_reentrant=False).square().sum()
+    (wanted,), (found,) = torch.autograd.grad(plain, x), torch.autograd.grad(again, x)
+    assert torch.equal(found, wanted)

@@ -31,12 +31,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
+        packed = ctx.saved_tensors  # read once: activation checkpointing raises an error for a second time
         of_input = of_bias = None
         if ctx.needs_input_grad[2]:
-            of_input = gradient @ ctx.unpack(gradient.dtype, *ctx.saved_tensors)
+            of_input = gradient @ ctx.unpack(gradient.dtype, *packed)
         if ctx.needs_input_grad[3]:
             of_bias = gradient.flatten(0, -2).sum(0)
-        return None, None, of_input, of_bias, *(None for _ in ctx.saved_tensors)
+        return None, None, of_input, of_bias, *(None for _ in packed)
 
 
 def packed_linear(unpack: Unpack, x: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:

@@ -49,14 +49,17 @@ class SequenceClassification(Classification):
         return beside_targets(chosen(logits), classes)
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Raises ValueError if the sizes of data and model do not fit, or the model has no padding token."""
+        """Raises ValueError if the sizes of data and model do not fit, or their padding tokens differ."""
         super().check(model, data)
         check_sizes(model, data)
         config, tokenizer = getattr(model, "config", None), getattr(data, "tokenizer", None)
-        if config is not None and tokenizer is not None and getattr(config, "pad_token_id", None) is None:
-            raise ValueError(
-                "the model's config has no pad_token_id, so the model cannot find the end of a text;"
-                f" set model.options.pad_token_id = {tokenizer.pad_token_id}"
-            )
+        if config is not None and tokenizer is not None:
+            mine, padding = getattr(config, "pad_token_id", None), getattr(data, "pad_token", tokenizer.pad_token_id)
+            if mine is None or padding not in (None, mine):
+                fault = "has no pad_token_id" if mine is None else f"has pad_token_id = {mine}, other than the data"
+                raise ValueError(
+                    f"the model's config {fault}, so the model cannot find the end of a text;"
+                    f" set model.options.pad_token_id = {padding}"
+                )
         if tokenizer is not None and getattr(data, "classes", None) is None:
             raise ValueError("the data has no classes; set data.train.classes (and data.eval.classes)")

@@ -205,7 +205,7 @@ class TokenizedJSONL(Tokenized):
         self.tokenizer = load_tokenizer(tokenizer)
         self.vocab_size, self.max_length, self.classes = len(self.tokenizer), max_length, classes
         self._field, self._prompt, self._label = field, prompt, label
-        self._pad = padding_of(self.tokenizer)
+        self.pad_token = padding_of(self.tokenizer)
         wanted: dict[str, type] = {field: str} | ({prompt: str} if prompt else {}) | ({label: int} if classes else {})
         self._rows = list(read_jsonl(path, wanted))
         if not self._rows:
@@ -235,7 +235,7 @@ class TokenizedJSONL(Tokenized):
             tokens = [mine for mine, _ in pairs]
             batch = {"labels": padded([labels for _, labels in pairs], IGNORED)}
         mask = padded([[1] * len(mine) for mine in tokens], 0)
-        return {"input_ids": padded(tokens, self._pad), "attention_mask": mask, **batch}
+        return {"input_ids": padded(tokens, self.pad_token), "attention_mask": mask, **batch}
 
     def _sample(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Returns tokens and labels, with the tokenizer's special tokens only at the beginning of the sample."""

@@ -129,7 +129,10 @@ def _config(model_type: str | None, pretrained: str | None, options: Mapping[str
     if (model_type is None) == (pretrained is None):
         raise ValueError("set either `model_type` (random weights) or `pretrained`")
     if pretrained is not None:
-        known = type(_saved(AutoConfig, pretrained))
+        try:
+            known = type(_saved(AutoConfig, pretrained))
+        except ValueError as error:
+            raise ValueError(f"pretrained: {error}") from error
     elif model_type in CONFIG_MAPPING:
         known = CONFIG_MAPPING[model_type]
     else:

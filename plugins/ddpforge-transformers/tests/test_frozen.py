@@ -104,6 +104,7 @@ every = "1st"
 """
 STRATEGIES = {
     "ddp": (),
+    "recomputed": ("train.activation_checkpointing=true",),
     "fsdp": ("strategy.use=fsdp",),
     "pipeline": ("strategy.use=pipeline",),
     "zero2": ("strategy.use=deepspeed", "strategy.stage=2"),

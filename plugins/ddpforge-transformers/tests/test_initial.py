@@ -1,15 +1,18 @@
 """`checkpoint.init_from` with weights saved by transformers, under its names. Nothing is downloaded."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ddpforge.builtin.models.lora import Adapters
 from ddpforge.errors import UsageError
 from ddpforge.interop.initial import load_initial
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.strategies.named_state import tensors
+from safetensors.torch import save_file
 from tiny import TINY
 from torch import nn
 from transformers import AutoModel, BertConfig
@@ -72,3 +75,34 @@ def test_body_without_head_has_other_names_and_is_refused(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="none of its tensors has the name of one in the model") as found:
         begin(model, tmp_path)
     assert any("it has embeddings." in hint for hint in found.value.hints)
+
+
+LORA = Adapters(targets=["q_proj"], r=2)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "count", "names"),
+    [
+        ({}, {"lora": LORA}, "2 layers", ("self_attn.q_proj.weight", "self_attn.q_proj.base_layer.weight")),
+        ({"lora": LORA}, {}, "2 layers", ("self_attn.q_proj.base_layer.weight", "self_attn.q_proj.weight")),
+        (
+            {"lora": LORA},
+            {"lora": LORA, "quantize": "int8"},
+            "14 layers",
+            ("mlp.down_proj.weight", "mlp.down_proj.packed"),
+        ),
+    ],
+    ids=["adapters", "no-adapters", "quantized"],
+)
+def test_layers_in_another_form_are_refused(
+    tmp_path: Path, theirs: dict[str, Any], mine: dict[str, Any], count: str, names: tuple[str, str]
+) -> None:
+    """Otherwise the model would mix two bases: its own adapted layers, and the other layers of the source."""
+    causal_lm(model_type="llama", options=TINY["llama"]).save_pretrained(tmp_path / "base")
+    source, model = (causal_lm(pretrained=str(tmp_path / "base"), **options) for options in (theirs, mine))
+    save_file(dict(source.state_dict()), tmp_path / "source.safetensors")
+    there, here = (f"`model.layers.0.{name}`" for name in names)
+    with pytest.raises(UsageError, match=rf"{count} have another form than in the model.* {there} is {here}") as found:
+        begin(model, tmp_path / "source.safetensors")
+    globs = json.loads(found.value.hints[1].rpartition(" = ")[2])
+    begin(model, tmp_path / "source.safetensors", *globs)

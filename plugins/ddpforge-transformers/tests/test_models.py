@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from ddpforge.builtin.models.lora import Adapters
+from ddpforge.components.errors import RefusedOptions
+from ddpforge.components.registry import Registry
+from ddpforge.recipe.schema import Component
 from ddpforge.training.frozen_dtype import cast_weights
 from tiny import TINY
 from torch import nn
@@ -85,6 +88,12 @@ def test_classifier_loads_the_saved_body_with_a_new_head(tmp_path: Path) -> None
 def test_options_that_transformers_would_ignore_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         causal_lm(**options)
+
+
+def test_a_folder_without_a_model_is_refused_without_traceback(tokenizer: Path) -> None:
+    # The registry shows a traceback for errors that other packages raise.
+    with pytest.raises(RefusedOptions, match=r"cannot be built: pretrained: Unrecognized model in"):
+        Registry.installed().build("model", Component(use="causal_lm", options={"pretrained": str(tokenizer)}))
 
 
 def test_code_in_the_folder_of_a_saved_model_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

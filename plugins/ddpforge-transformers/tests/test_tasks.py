@@ -98,7 +98,13 @@ def test_data_and_model_that_do_not_fit_are_refused(samples: Path, tokenizer: Pa
             SequenceClassification(),
             sequence_classification(classes=3, model_type="gpt2", options=TINY["gpt2"]),
             classes,
-            "set model.options.pad_token_id = 0",
+            "has no pad_token_id.*set model.options.pad_token_id = 0",
+        ),
+        (
+            SequenceClassification(),
+            sequence_classification(classes=3, model_type="gpt2", options=TINY["gpt2"] | {"pad_token_id": 5}),
+            classes,
+            "has pad_token_id = 5, other than the data.*set model.options.pad_token_id = 0",
         ),
     ):
         with pytest.raises((UsageError, ValueError), match=message):
