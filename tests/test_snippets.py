@@ -72,6 +72,7 @@ WHOLE = Recipe(sets=("train.length=2ep",), then=("status", "snippet"))
 PACKAGE = "a package to install: tests/testing/test_plugin_docs.py, tests/components"
 TUTORIAL, CUSTOM_LOSS, MIGRATE = "tests/test_tutorial.py", "tests/testing/test_plugin_docs.py", "tests/test_migrate.py"
 
+SMOLLM = "a model to fetch: plugins/ddpforge-transformers/tests/test_smollm.py"
 MINI_TP = "tests/strategies/test_mini_tp.py"
 
 DETECTION = "tests/builtin/tasks/test_detection.py"
@@ -276,6 +277,7 @@ PYTHON: dict[str, dict[str, str]] = {
     "strategy": {"# mini_tp.py": MINI_TP},
     "device": {"# npu.py": "tests/app/test_device_plugin.py"},
     "predict": {"denoised": ""},
+    "language-models": {"sft-merged": SMOLLM},
 }
 """Snippets of Python outside of recipes, as above: empty for scripts, or the test that runs them."""
 

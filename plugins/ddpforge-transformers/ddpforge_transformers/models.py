@@ -252,6 +252,9 @@ def _quantize(model: nn.Module, form: Quantization, *, double: bool) -> None:
             f"{', '.join(kinds)}"
         )
     quantize_layers(model, layers, form, double=double)
+    # Loaded weights are views of the mapped file. While one is left, all pages that were read count as this process's.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _adapted(model: nn.Module, lora: Adapters | None) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from chats import CHAT, byte_tokenizer
 from ddpforge.builtin.tasks.forms import cross_entropy
 from tiny import TINY
@@ -200,6 +201,8 @@ def test_every_allowed_model_type_is_shown() -> None:
 def test_logits_of_packed_samples_are_those_of_each_sample_alone(kind: str, attention: Any, chats: ChatData) -> None:
     if kind == "gemma2" and attention == "sdpa":
         pytest.skip("Gemma 2 has only eager and flex attention")
+    if kind in ("phi", "stablelm") and transformers.__version__.startswith("5.0."):
+        pytest.skip("transformers 5.0 cannot build it: its config lacks pad_token_id")
     torch.manual_seed(0)
     model: Any = causal_lm(model_type=kind, options=MODELS[kind], attention=attention).eval()
     data = PackedData(of=chats, block_size=80)

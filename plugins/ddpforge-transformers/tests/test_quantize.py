@@ -1,6 +1,8 @@
 """Adapters on a quantized base (QLoRA)."""
 
 import copy
+import gc
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +48,19 @@ def test_linear_layers_of_blocks_are_quantized_and_the_rest_is_not(tmp_path: Pat
     assert {name.split(".")[1] for name in layers} == {"layers"}
     assert kinds["lm_head"] is nn.Linear
     assert count_parameters(model).frozen == {"nf4": 2 * 7_680, "bf16": 2 * 64 * 32 + 5 * 32}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="lists mapped files, as Linux does")
+def test_the_file_of_the_saved_weights_is_released(tmp_path: Path) -> None:
+    """While it is mapped, its pages count as memory of the process."""
+    folder = save(tmp_path / "base")
+    plain = causal_lm(pretrained=str(folder), lora=Adapters(targets=TARGETS, r=4))
+    assert str(folder) in Path("/proc/self/maps").read_text()
+    del plain
+    gc.collect()
+    model = quantized(folder, quantize="nf4")
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert count_parameters(model).frozen["nf4"] == 2 * 7_680
 
 
 @pytest.mark.parametrize("dora", [None, True])
@@ -149,3 +164,26 @@ def test_a_run_resumes_elsewhere_and_its_exports_are_loaded(
     ddpforge("export", "runs/whole", "--format", "peft", "-o", "adapters")
     adapted = PeftModel.from_pretrained(plain, tmp_path / "adapters")(ids).logits
     torch.testing.assert_close(found, adapted, rtol=0.02, atol=0.02 * adapted.abs().max().item())  # merged in bfloat16
+
+
+@pytest.mark.slow
+def test_memory_by_plan_and_measured_in_a_step(
+    ddpforge: Callable[..., str], texts: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    """Compares a small Llama (85 M weights), whose embeddings do not dominate, on three kinds of bases."""
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+    model: Any = causal_lm(model_type="llama", options={**sizes, "vocab_size": 512})
+    model.bfloat16().save_pretrained(tmp_path / "base")
+    text = RECIPE.format(name="tiny", tokenizer=tokenizer).replace(
+        "global_batch = 8\nmicro_batch = 2", "global_batch = 1"
+    )
+    (tmp_path / "tiny.toml").write_text(text.replace('"6st"', '"3st"'))
+    peaks = {}
+    for name, key in (("fp32", "train.frozen_dtype=fp32"), ("bf16", "train.seed=0"), ("nf4", "model.quantize=nf4")):
+        said = ddpforge("plan", "tiny.toml", f"--set={key}", "--json")
+        planned = json.loads(next(line for line in said.splitlines() if line.startswith("[{")))[0]["peak"]
+        ddpforge("run", "tiny.toml", f"--set=name={name}", "--set=track.memory_check=on", f"--set={key}")
+        peaks[name] = json.loads((tmp_path / "runs" / name / "memory.json").read_text())["measured"]["peak"]
+        assert planned == pytest.approx(peaks[name], rel=0.02)
+    assert peaks["bf16"] < 0.55 * peaks["fp32"]
+    assert peaks["nf4"] < 0.20 * peaks["fp32"]
