@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
-from ddpforge_transformers.tasks import check_fit
+from ddpforge_transformers.tasks import check_attention, check_fit
 
 __all__ = ["DPO", "KTO", "ORPO", "Reward", "log_probabilities", "without_adapters"]
 
@@ -42,6 +42,10 @@ class _Answers(Task):
     items = "pairs"
     names = ("chosen", "rejected")
     data: type = PreferenceData
+
+    def start(self, model: nn.Module, world: World) -> None:
+        """Raises UsageError for an attention that cannot be trained on the device."""
+        check_attention(model, world)
 
     def check(self, model: nn.Module, data: Any) -> None:
         """Raises ValueError if the data has no answers, or if it exceeds the model's vocabulary or length."""
@@ -244,6 +248,7 @@ class KTO(_WithReference):
 
     def start(self, model: nn.Module, world: World) -> None:
         """Stores the data-parallel process group."""
+        super().start(model, world)
         self._ranks = world.dp_ranks
 
     def sum_of_losses(self, outputs: Outputs) -> Tensor:

@@ -23,7 +23,7 @@ from ddpforge_transformers.output_layer import (
 from ddpforge_transformers.packing import check_document_mask
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
 
-__all__ = ["CausalLM", "check_fit"]
+__all__ = ["CausalLM", "check_attention", "check_fit"]
 
 ddpforge_plugin_api = 3
 
@@ -88,6 +88,7 @@ class CausalLM(Task):
 
     def start(self, model: nn.Module, world: World) -> None:
         """Raises UsageError for a kernel that the device does not have."""
+        check_attention(model, world)
         if self._kernel is not None and world.device.type != "cuda":
             raise UsageError(
                 f'task.loss_kernel = "{self._kernel}" runs on GPUs of CUDA, but this rank computes on'
@@ -169,6 +170,17 @@ class CausalLM(Task):
         check_document_mask(model, data)
         if self.loss_in_model:
             check_output_layer(model, self._option)
+
+
+def check_attention(model: nn.Module, world: World) -> None:
+    """Raises UsageError for flex attention on a CPU, where torch has no backward pass for it."""
+    config: Any = model.config
+    if world.device.type == "cpu" and getattr(config, "_attn_implementation", None) == "flex_attention":
+        raise UsageError(
+            'attention = "flex_attention" has no backward pass on a CPU',
+            hints=['set model.attention = "sdpa", which has the same masks'],
+            key="model.attention",
+        )
 
 
 def check_fit(model: nn.Module, data: Any) -> None:

@@ -1,6 +1,8 @@
 """Losses of the tasks equal those of transformers, summed."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -109,3 +111,12 @@ def test_data_and_model_that_do_not_fit_are_refused(samples: Path, tokenizer: Pa
     ):
         with pytest.raises((UsageError, ValueError), match=message):
             task.check(model, data)
+
+
+def test_flex_attention_is_refused_on_a_cpu() -> None:
+    model = causal_lm(model_type="llama", options=TINY["llama"], attention="flex_attention")
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(UsageError, match="has no backward pass on a CPU"):
+        CausalLM().start(model, world)
+    world.device = torch.device("cuda")
+    CausalLM().start(model, world)
