@@ -13,10 +13,11 @@ from ddpforge.interfaces import AuxiliaryModule, Task, Total, World
 from pydantic import Field
 from torch import Tensor, nn
 
+from ddpforge_transformers.output_layer import OutputLayer, check_output_layer, token_log_probabilities
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
 from ddpforge_transformers.tasks import check_attention, check_fit
 
-__all__ = ["DPO", "KTO", "ORPO", "Reward", "log_probabilities", "without_adapters"]
+__all__ = ["DPO", "KTO", "ORPO", "LogProbabilities", "Reward", "without_adapters"]
 
 ddpforge_plugin_api = 3
 
@@ -34,6 +35,14 @@ _Reference = Annotated[
         'the model has adapters, else "copy".'
     ),
 ]
+_Chunk = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=2**24,
+        description="Number of targets with logits in memory at the same time, e.g. 1024; absent: all.",
+    ),
+]
 
 
 class _Answers(Task):
@@ -42,6 +51,10 @@ class _Answers(Task):
     items = "pairs"
     names = ("chosen", "rejected")
     data: type = PreferenceData
+
+    def __init__(self, loss_chunk: int | None = None) -> None:
+        self.loss_in_model = loss_chunk is not None
+        self.log_probabilities = LogProbabilities(loss_chunk)
 
     def start(self, model: nn.Module, world: World) -> None:
         """Raises UsageError for an attention that cannot be trained on the device."""
@@ -53,22 +66,46 @@ class _Answers(Task):
             kind = "feedback" if self.data is FeedbackData else "preferences"
             raise ValueError(f'this task needs the dataset `{kind}`, not {type(data).__name__}: set its use = "{kind}"')
         check_fit(model, data)
+        if self.loss_in_model:
+            check_output_layer(model, "loss_chunk")
 
 
-def log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Returns the summed log-probabilities of both answers in float32, and their numbers of tokens, both [B, 2]."""
-    shape = batch["input_ids"].shape
-    flat = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
-    logits = model(input_ids=flat["input_ids"], attention_mask=flat["attention_mask"], use_cache=False).logits[:, :-1]
-    targets = flat["labels"][:, 1:]
-    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    return -losses.sum(1).view(shape[:2]), (targets != IGNORED).sum(1).view(shape[:2])
+class LogProbabilities:
+    """Log-probabilities of answers under a model; with `chunk`, only so many rows of logits are in memory at a time."""
+
+    def __init__(self, chunk: int | None = None) -> None:
+        self._chunk = chunk
+        self._outputs: list[OutputLayer] = []  # of the model and of its frozen copy
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the summed log-probabilities of both answers in float32, and their numbers of tokens, both [B, 2]."""
+        shape = batch["input_ids"].shape
+        flat = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
+        targets = flat["labels"][:, 1:]
+        if self._chunk is not None:
+            found = token_log_probabilities(self._output_of(model), model, flat, chunk=self._chunk)
+        else:
+            logits = model(input_ids=flat["input_ids"], attention_mask=flat["attention_mask"], use_cache=False).logits[
+                :, :-1
+            ]
+            found = -cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        return found.sum(1).view(shape[:2]), (targets != IGNORED).sum(1).view(shape[:2])
+
+    def _output_of(self, model: nn.Module) -> OutputLayer:
+        for output in self._outputs:
+            if output.belongs_to(model):
+                return output
+        self._outputs.append(OutputLayer(model))
+        return self._outputs[-1]
 
 
 class _WithReference(_Answers):
     """Task that compares the model with a reference model."""
 
-    def __init__(self, beta: float, reference: Literal["copy", "adapters", "data"] | None) -> None:
+    def __init__(
+        self, beta: float, reference: Literal["copy", "adapters", "data"] | None, loss_chunk: int | None
+    ) -> None:
+        super().__init__(loss_chunk)
         self.beta, self.reference = beta, reference
         self._copy: nn.Module | None = None
 
@@ -103,7 +140,7 @@ class _WithReference(_Answers):
         """Returns the summed loss; and `logps`, `reference` and `tokens` [B, 2], with further columns of the batch."""
         with torch.no_grad():
             reference = self._reference_of(model, batch)
-        logps, tokens = log_probabilities(model, batch)
+        logps, tokens = self.log_probabilities(model, batch)
         more = {name: batch[name] for name in ("desirable",) if name in batch}
         outputs = {"logps": logps, "reference": reference, "tokens": tokens, **more}
         return self.loss_from_outputs(outputs, batch), outputs
@@ -114,11 +151,11 @@ class _WithReference(_Answers):
 
     def _reference_of(self, model: nn.Module, batch: Batch) -> Tensor:
         if self._copy is not None:
-            return log_probabilities(self._copy, batch)[0]
+            return self.log_probabilities(self._copy, batch)[0]
         if self.reference == "data":
             return batch["reference_logps"]
         with without_adapters(model):
-            return log_probabilities(model, batch)[0]
+            return self.log_probabilities(model, batch)[0]
 
     def rewards(self, outputs: Outputs) -> Tensor:
         """Returns beta times the log-ratio of both answers to the reference, [B, 2]."""
@@ -162,8 +199,9 @@ class DPO(_WithReference):
             bool | None, Field(description="Divide log-probabilities by numbers of tokens; absent: only for ipo.")
         ] = None,
         reference: _Reference = None,
+        loss_chunk: _Chunk = None,
     ) -> None:
-        super().__init__(beta, reference)
+        super().__init__(beta, reference, loss_chunk)
         if label_smoothing and loss != "sigmoid":
             raise ValueError(f'label_smoothing is for loss = "sigmoid", not "{loss}"')
         self._form, self._smoothing = loss, label_smoothing
@@ -195,12 +233,18 @@ class ORPO(_Answers):
     al., "ORPO" (2024). Batches and metrics are those of `dpo`; the rewards are beta * log p.
     """
 
-    def __init__(self, *, beta: Annotated[float, Field(gt=0, le=100, description="Weight of the odds.")] = 0.1) -> None:
+    def __init__(
+        self,
+        *,
+        beta: Annotated[float, Field(gt=0, le=100, description="Weight of the odds.")] = 0.1,
+        loss_chunk: _Chunk = None,
+    ) -> None:
+        super().__init__(loss_chunk)
         self.beta = beta
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Outputs]:
         """Returns the summed loss; and `logps` and `tokens` [B, 2]."""
-        logps, tokens = log_probabilities(model, batch)
+        logps, tokens = self.log_probabilities(model, batch)
         outputs = {"logps": logps, "tokens": tokens}
         return self.loss_from_outputs(outputs, batch), outputs
 
@@ -217,7 +261,7 @@ class ORPO(_Answers):
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Returns the log-probability of each answer."""
-        logps, _ = log_probabilities(model, batch)
+        logps, _ = self.log_probabilities(model, batch)
         return {"chosen_logps": logps[:, 0], "rejected_logps": logps[:, 1]}
 
 
@@ -242,8 +286,9 @@ class KTO(_WithReference):
         desirable_weight: Annotated[float, Field(ge=0, le=1000, description="Weight of desirable answers.")] = 1.0,
         undesirable_weight: Annotated[float, Field(ge=0, le=1000, description="Weight of the others.")] = 1.0,
         reference: _Reference = None,
+        loss_chunk: _Chunk = None,
     ) -> None:
-        super().__init__(beta, reference)
+        super().__init__(beta, reference, loss_chunk)
         self._weights = desirable_weight, undesirable_weight
 
     def start(self, model: nn.Module, world: World) -> None:
@@ -285,6 +330,7 @@ class Reward(_Answers):
         *,
         center: Annotated[float, Field(ge=0, le=1000, description="Weight of the squared sum of rewards.")] = 0.0,
     ) -> None:
+        super().__init__()
         self._center = center
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Outputs]:

@@ -27,7 +27,7 @@ from ddpforge.recipe import load_recipe
 from torch import nn
 
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
-from ddpforge_transformers.preferences import DPO, KTO, log_probabilities, without_adapters
+from ddpforge_transformers.preferences import DPO, KTO, LogProbabilities, without_adapters
 
 
 def write_reference(recipe: str, out: Path, sets: Sequence[str] = (), batch: int = 8) -> int:
@@ -82,7 +82,7 @@ def _log_probabilities(model: nn.Module, data: Any, batch: int, device: torch.de
     with without_adapters(model):
         for start in range(0, len(data), batch):
             rows = data.collate([data[number] for number in range(start, min(start + batch, len(data)))])
-            yield from log_probabilities(model, {name: x.to(device) for name, x in rows.items()})[0].tolist()
+            yield from LogProbabilities()(model, {name: x.to(device) for name, x in rows.items()})[0].tolist()
 
 
 @click.command()
