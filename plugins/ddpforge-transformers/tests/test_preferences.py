@@ -393,11 +393,13 @@ def test_losses_are_the_same_on_any_ranks_strategy_and_accumulation(
         ("accumulated", "ddp", 1, (micro,)),
         ("two", "ddp", 2, ()),
         ("sharded", "fsdp", 2, () if task == "reward" else ("task.loss_chunk=32",)),
-        ("zero", "deepspeed", 2, ("strategy.stage=3",)),
+        ("zero2", "deepspeed", 2, ("strategy.stage=2",)),
+        ("zero3", "deepspeed", 2, ("strategy.stage=3",)),
     ):
         model = "sequence_classification" if task == "reward" else "causal_lm"
         extra = more + ("\nclasses = 1" if task == "reward" else "")
         text = RECIPE.format(model=model, data=data, tokenizer=words, task=task, strategy=strategy, more=extra)
+        text = text.replace("lr = 0.5", "lr = 0.1") if task == "reward" else text  # larger steps enlarge rounding
         (tmp_path / "tiny.toml").write_text(text.replace('name = "tiny"', f'name = "{name}"'))
         sets = tuple(word for one in sets if one for word in ("--set", one))
         ddpforge("run", "tiny.toml", *sets, ranks=ranks)
@@ -409,7 +411,7 @@ def test_losses_are_the_same_on_any_ranks_strategy_and_accumulation(
         first = [row[key] for row in found["one"] if key in row]
         assert first
         for name in found:
-            assert [row[key] for row in found[name] if key in row] == pytest.approx(first, rel=1e-4, abs=1e-6), (
+            assert [row[key] for row in found[name] if key in row] == pytest.approx(first, rel=1e-5, abs=1e-6), (
                 key,
                 name,
             )
