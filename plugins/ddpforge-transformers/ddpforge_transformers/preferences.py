@@ -71,7 +71,7 @@ class _Answers(Task):
 
 
 class LogProbabilities:
-    """Log-probabilities of answers under a model; with `chunk`, only so many rows of logits are in memory at a time."""
+    """Log-probabilities of answers under a model; with `chunk`, at most `chunk` rows of logits are in memory."""
 
     def __init__(self, chunk: int | None = None) -> None:
         self._chunk = chunk

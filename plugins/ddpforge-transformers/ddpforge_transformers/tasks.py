@@ -173,7 +173,7 @@ class CausalLM(Task):
 
 
 def check_attention(model: nn.Module, world: World) -> None:
-    """Raises UsageError for flex attention on a CPU, where torch has no backward pass for it."""
+    """Raises UsageError for flex attention on a CPU: torch has no backward pass for it."""
     config: Any = model.config
     if world.device.type == "cpu" and getattr(config, "_attn_implementation", None) == "flex_attention":
         raise UsageError(
