@@ -36,7 +36,8 @@ def measured(folder: Path, case: str) -> tuple[Counts, Counts]:
 
 def planned(folder: Path, case: str) -> float:
     """Returns the peak of a rank by `ddpforge plan`, in MiB."""
-    copy(SUPPORT / "counted.py", folder)
+    for name in ("counted.py", "pretended_counts.py"):
+        copy(SUPPORT / name, folder)
     (folder / "ours.toml").write_text(recipe(*case.split()))
     ranks = str(_ranks(case))
     plan = [sys.executable, "-m", "ddpforge", "plan", "ours.toml", "--device", "h100", "--json", "--ranks", ranks]

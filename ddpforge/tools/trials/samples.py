@@ -20,7 +20,7 @@ from ddpforge.preflight import Problems
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.training.stages import Chosen
 
-__all__ = ["BatchImages", "BatchSummary", "FirstBatches", "Leaf", "describe", "first_batches", "pictures_of"]
+__all__ = ["BatchImages", "BatchSummary", "SplitBatches", "Leaf", "describe", "first_batches", "pictures_of"]
 
 _LABELS = 20  # labels are counted if they have at most this number of different values
 _TEXTS = 3  # samples that are shown as text
@@ -58,7 +58,7 @@ class BatchSummary:
 
 
 @dataclass(frozen=True)
-class FirstBatches:
+class SplitBatches:
     """The first batches of a set, and the functions of its dataset that read them, each None if it has none."""
 
     micros: Sequence[MicroBatch]
@@ -75,7 +75,7 @@ class BatchImages:
     labels: Sequence[str]
 
 
-def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> FirstBatches:
+def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> SplitBatches:
     """Returns the first batches of training, or of an evaluation set ("eval", "eval.NAME"), in one process.
 
     Raises UsageError for a set that the recipe lacks, and every error of data and model.
@@ -94,10 +94,10 @@ def first_batches(chosen: Chosen, problems: Problems, split: str, most: int) -> 
     names = dealt.training.source_names if split == "train" else ()
     data = dealt.data[split]
     hooks = getattr(data, "decode", None), getattr(data, "text_parts", None)
-    return FirstBatches(list(islice(source, most)), *hooks, names)
+    return SplitBatches(list(islice(source, most)), *hooks, names)
 
 
-def describe(micro: MicroBatch, found: FirstBatches) -> BatchSummary:
+def describe(micro: MicroBatch, found: SplitBatches) -> BatchSummary:
     """Returns the shapes, values and texts of a batch, and how many of its samples come from each source."""
     texts = found.text_parts(micro.data)[:_TEXTS] if found.text_parts else ()
     leaves = [_leaf(name, leaf, None if texts else found.read) for name, leaf in _named(micro.data)]
