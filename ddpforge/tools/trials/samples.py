@@ -20,7 +20,7 @@ from ddpforge.preflight import Problems
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.training.stages import Chosen
 
-__all__ = ["BatchImages", "BatchSummary", "SplitBatches", "Leaf", "describe", "first_batches", "pictures_of"]
+__all__ = ["BatchImages", "BatchSummary", "Leaf", "SplitBatches", "describe", "first_batches", "pictures_of"]
 
 _LABELS = 20  # labels are counted if they have at most this number of different values
 _TEXTS = 3  # samples that are shown as text
