@@ -94,7 +94,8 @@ class Tokenized:
         """
         if not self.tokenizer.chat_template:
             return []
-        return list(dict.fromkeys([*self._chat_renderer.ends(), *filter(None.__ne__, [self.tokenizer.eos_token_id])]))
+        end = self.tokenizer.eos_token_id
+        return list(dict.fromkeys([*self._chat_renderer.ends(), *([] if end is None else [end])]))
 
     @property
     def _chat_renderer(self) -> Any:
