@@ -66,13 +66,14 @@ class _Answers(Tokenized):
 
     def __init__(
         self,
-        path: Path,
-        tokenizer: str,
-        template: Path | None,
-        template_options: Mapping[str, Any],
-        max_length: int,
-        truncation: Literal["drop", "right", "error"],
-        reference: Path | None,
+        *,
+        path: _Path,
+        tokenizer: TokenizerName,
+        template: _Template = None,
+        template_options: _TemplateOptions = {},
+        max_length: _MaxLength = 2048,
+        truncation: _Truncation = "drop",
+        reference: _Reference = None,
     ) -> None:
         self.tokenizer, self.max_length, self._truncation = load_tokenizer(tokenizer), max_length, truncation
         self.vocab_size = len(self.tokenizer)
@@ -186,24 +187,11 @@ class PreferenceData(_Answers):
     A sample is left out if one of its two answers is. Raises ValueError for invalid lines, with file and line.
     """
 
-    def __init__(
-        self,
-        *,
-        path: _Path,
-        tokenizer: TokenizerName,
-        template: _Template = None,
-        template_options: _TemplateOptions = {},
-        max_length: _MaxLength = 2048,
-        truncation: _Truncation = "drop",
-        reference: _Reference = None,
-    ) -> None:
-        super().__init__(path, tokenizer, template, template_options, max_length, truncation, reference)
-
     def _take(self, rows: Sequence[tuple[str, Row]]) -> None:
         if has_margin := "margin" in rows[0][1]:
             self._columns, self._more = {"margin": torch.float32}, {"margin": []}
         for where, row in rows:
-            _check_keys(row, where, ("chosen", "rejected"), ("prompt", "margin"))
+            _check_keys(row, where, ("chosen", "rejected"))
             margin = row.get("margin", 0)
             if ("margin" in row) != has_margin or type(margin) not in (int, float) or not math.isfinite(margin):
                 raise ValueError(f'{where}: expected a finite number "margin" in all lines or in none')
@@ -226,25 +214,12 @@ class FeedbackData(_Answers):
 
     _columns: Mapping[str, torch.dtype] = {"desirable": torch.bool}
 
-    def __init__(
-        self,
-        *,
-        path: _Path,
-        tokenizer: TokenizerName,
-        template: _Template = None,
-        template_options: _TemplateOptions = {},
-        max_length: _MaxLength = 2048,
-        truncation: _Truncation = "drop",
-        reference: _Reference = None,
-    ) -> None:
-        super().__init__(path, tokenizer, template, template_options, max_length, truncation, reference)
-
     def _take(self, rows: Sequence[tuple[str, Row]]) -> None:
         if len(rows) < 2:
             raise ValueError(f"{rows[0][0]} is the only one: expected at least two samples")
         parsed = []
         for where, row in rows:
-            _check_keys(row, where, ("prompt", "completion", "label"), ())
+            _check_keys(row, where, ("prompt", "completion", "label"))
             if not isinstance(row["label"], bool):
                 raise ValueError(f'{where}: "label" is {row["label"]!r}: expected true or false')
             prompt, completion, _ = _pair({**row, "chosen": row["completion"], "rejected": row["completion"]}, where)
@@ -279,7 +254,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         yield where, row
 
 
-def _check_keys(row: Row, where: str, needed: tuple[str, ...], others: tuple[str, ...]) -> None:
+def _check_keys(row: Row, where: str, needed: tuple[str, ...]) -> None:
     missing = [key for key in needed if key not in row]
     if missing:
         has = ", ".join(f'"{key}"' for key in row) or "none"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddpforge_transformers.output_layer import OutputLayer, check_output_layer, token_log_probabilities
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
-from ddpforge_transformers.tasks import check_attention, check_fit
+from ddpforge_transformers.tasks import LossChunk, check_attention, check_fit
 
 __all__ = ["DPO", "KTO", "ORPO", "LogProbabilities", "Reward", "without_adapters"]
 
@@ -33,14 +33,6 @@ _Reference = Annotated[
         description='Reference model: "copy" is a frozen copy of the initial model; "adapters" is the model with its '
         'adapters switched off; "data" reads log-probabilities from the dataset (`reference`). Absent: "adapters" if '
         'the model has adapters, else "copy".'
-    ),
-]
-_Chunk = Annotated[
-    int | None,
-    Field(
-        ge=1,
-        le=2**24,
-        description="Number of targets with logits in memory at the same time, e.g. 1024; absent: all.",
     ),
 ]
 
@@ -199,7 +191,7 @@ class DPO(_WithReference):
             bool | None, Field(description="Divide log-probabilities by numbers of tokens; absent: only for ipo.")
         ] = None,
         reference: _Reference = None,
-        loss_chunk: _Chunk = None,
+        loss_chunk: LossChunk = None,
     ) -> None:
         super().__init__(beta, reference, loss_chunk)
         if label_smoothing and loss != "sigmoid":
@@ -237,7 +229,7 @@ class ORPO(_Answers):
         self,
         *,
         beta: Annotated[float, Field(gt=0, le=100, description="Weight of the odds.")] = 0.1,
-        loss_chunk: _Chunk = None,
+        loss_chunk: LossChunk = None,
     ) -> None:
         super().__init__(loss_chunk)
         self.beta = beta
@@ -286,7 +278,7 @@ class KTO(_WithReference):
         desirable_weight: Annotated[float, Field(ge=0, le=1000, description="Weight of desirable answers.")] = 1.0,
         undesirable_weight: Annotated[float, Field(ge=0, le=1000, description="Weight of the others.")] = 1.0,
         reference: _Reference = None,
-        loss_chunk: _Chunk = None,
+        loss_chunk: LossChunk = None,
     ) -> None:
         super().__init__(beta, reference, loss_chunk)
         self._weights = desirable_weight, undesirable_weight

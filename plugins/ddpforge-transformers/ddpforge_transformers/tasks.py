@@ -23,11 +23,19 @@ from ddpforge_transformers.output_layer import (
 from ddpforge_transformers.packing import check_document_mask
 from ddpforge_transformers.preference_data import FeedbackData, PreferenceData
 
-__all__ = ["CausalLM", "check_attention", "check_fit"]
+__all__ = ["CausalLM", "LossChunk", "check_attention", "check_fit"]
 
 ddpforge_plugin_api = 3
 
 Batch = Mapping[str, Tensor]
+LossChunk = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=2**24,
+        description="Number of targets with logits in memory at the same time, e.g. 1024; absent: all.",
+    ),
+]
 _Metrics = Annotated[Sequence[Metric], Field(description="Metrics in addition to the loss.")]
 
 
@@ -52,14 +60,7 @@ class CausalLM(Task):
         label_smoothing: LabelSmoothing = 0.0,
         metrics: _Metrics = (),
         z_loss: ZLoss = None,
-        loss_chunk: Annotated[
-            int | None,
-            Field(
-                ge=1,
-                le=2**24,
-                description="Number of targets with logits in memory at the same time, e.g. 1024; absent: all.",
-            ),
-        ] = None,
+        loss_chunk: LossChunk = None,
         loss_kernel: Annotated[
             Literal["liger"] | None,
             Field(description="Kernel that computes the loss in the output layer: that of liger-kernel, on GPUs."),
