@@ -22,7 +22,7 @@ from ddpforge import preflight
 from ddpforge.app.choose import choose
 from ddpforge.builtin.samplers.mixture import MixtureSampler
 from ddpforge.builtin.samplers.plain import Shuffled
-from ddpforge.components.errors import where_raised
+from ddpforge.components.errors import BuildFailed, where_raised
 from ddpforge.components.registry import Registry
 from ddpforge.components.registry import build as build_component
 from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
@@ -158,7 +158,7 @@ def _model(chosen: Chosen) -> nn.Module:
 
 def _on_meta(chosen: Chosen) -> nn.Module:
     """Builds the model on the meta device, or on the CPU if it is small or its constructor reads values."""
-    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+    with suppress(BuildFailed), torch.device("meta"):
         model: nn.Module = build_component(chosen.registry, "model", chosen.recipe.model)
         if count_parameters(model).all > SMALL:
             return model

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from ddpforge.components.installed import Entry
@@ -19,10 +19,12 @@ __all__ = [
     "AmbiguousComponent",
     "BrokenComponent",
     "BuildFailed",
+    "ComponentFailed",
     "MissingObject",
     "NotImported",
     "RefusedOptions",
     "UnknownComponent",
+    "is_raised_outside",
     "located",
     "nearest",
     "on_purpose",
@@ -210,11 +212,23 @@ class BuildFailed(PluginError):
     """Error for component code that failed by mistake while it was built; `trace` is the traceback."""
 
     def __init__(self, kind: str, use: str, error: BaseException) -> None:
+        early = "before Module.__init__() call" in str(error)
         super().__init__(
             f"{kind} `{use}` raised {type(error).__name__} while it was built: {redact(str(error))}",
-            hints=where_raised(error),
+            hints=[*(["call super().__init__() first in its constructor"] if early else []), *where_raised(error)],
         )
         self.trace = _trace(error)
+
+
+class ComponentFailed(PluginError):
+    """Error for component code that failed by mistake after it was built; `trace` is the traceback of its frames."""
+
+    def __init__(self, key: str, error: Exception) -> None:
+        super().__init__(
+            f"[{key}] raised {type(error).__name__}: {redact(str(error))}",
+            hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
+        )
+        self.trace = _formatted(error, _outside(error))
 
 
 # ---------------------------------------------------------------------------------------------- of constructors
@@ -260,6 +274,24 @@ def where_raised(error: BaseException) -> list[str]:
     return lines[-1:]
 
 
+def is_raised_outside(error: BaseException) -> bool:
+    """True if code outside ddpforge is in the traceback: a component failed, not only ddpforge."""
+    return _outside(error) is not None
+
+
+def _outside(error: BaseException) -> TracebackType | None:
+    """Returns the traceback from its first frame outside ddpforge; None if there is none."""
+    trace = error.__traceback__
+    while trace and _is_ours(trace.tb_frame):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("ddpforge", "contextlib") and not module.startswith(PREFIX)
+
+
 def _trace(error: BaseException) -> str:
     import traceback
 
@@ -267,4 +299,10 @@ def _trace(error: BaseException) -> str:
     trace = error.__traceback__
     for _ in range(skipped):
         trace = trace.tb_next if trace else None
+    return _formatted(error, trace)
+
+
+def _formatted(error: BaseException, trace: TracebackType | None) -> str:
+    import traceback
+
     return redact("".join(traceback.format_exception(type(error), error, trace)))

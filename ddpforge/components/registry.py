@@ -28,7 +28,7 @@ from ddpforge.components.errors import (
 from ddpforge.components.installed import Entry, entries, normalised
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.local_code import import_file, module_name
-from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key, pip_install
+from ddpforge.errors import ExitCode, ForgeError, PluginError, leading_key, pip_install, says_memory_is_full
 from ddpforge.secret_redaction import SECRET, redact, reveal
 
 if TYPE_CHECKING:
@@ -233,9 +233,9 @@ class Registry:
 
         Raises:
             RefusedOptions: The component itself raised a TypeError or ValueError.
-            BuildFailed: Other code raised a TypeError or ValueError, or the component called sys.exit.
+            BuildFailed: Any other exception of the component, also sys.exit; it has the traceback.
 
-        Any other exception of the component is not caught.
+        ForgeErrors and errors of full memory are raised unchanged.
         """
         function = self.load(kind, component.use, component.base)
         parameters = inspect.signature(function).parameters
@@ -263,10 +263,9 @@ class Registry:
         except ForgeError:
             raise
         except Exception as error:
-            error.add_note(f"while ddpforge built the {KINDS[kind].noun or kind} `{component.use}` of the recipe")
-            if "before Module.__init__() call" in str(error):
-                error.add_note("call super().__init__() first in its constructor")
-            raise
+            if says_memory_is_full(error):
+                raise
+            raise BuildFailed(kind, component.use, error) from error
 
     def _build_nested(self, value: object, given: Mapping[str, Any]) -> object:
         from ddpforge.components.options import Nested

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpforge.errors import ForgeError
 from ddpforge.preflight.problems import Problems
-from ddpforge.training.stages import Built, Chosen
+from ddpforge.training.stages import MISSING, Built, Chosen
 
 __all__ = ["CHECKS", "Problems", "check", "check_built", "check_optimizer", "function_of"]
 
@@ -96,4 +96,5 @@ def check_built(built: Built, problems: Problems) -> bool:
     """Runs the checks of built components; returns True if a batch of the data can be tried with task and model."""
     passed = check(built, problems, [one for one in CHECKS[Built] if one[1] == "fit.check_task"]) and bool(built.data)
     check(built, problems, [one for one in CHECKS[Built] if one[1] != "fit.check_task"])
-    return passed
+    parts = (built.task, built.model, built.auxiliary)
+    return passed and not any(part is MISSING for part in parts)

@@ -20,8 +20,10 @@ _Named = tuple[str, Tensor]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    """Yields parameters and buffers by name, without those of lazy modules: they have no shape."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not is_lazy(tensor):
+            yield name, tensor
 
 
 def _called(name: str) -> str:

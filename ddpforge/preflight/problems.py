@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ddpforge.components.errors import NotImported
+from ddpforge.components.errors import ComponentFailed, NotImported, is_raised_outside
 from ddpforge.errors import (
     Diagnostic,
     ExitCode,
@@ -16,9 +16,10 @@ from ddpforge.errors import (
     SourceSpan,
     UsageError,
     leading_key,
+    says_memory_is_full,
 )
 from ddpforge.recipe import LoadedRecipe
-from ddpforge.recipe.report import KeyPath
+from ddpforge.recipe.report import KeyPath, dotted
 from ddpforge.training.stages import NotBuilt
 
 __all__ = ["Problems"]
@@ -40,6 +41,7 @@ class Problems:
     def at(self, *path: str, faults: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Adds an error raised inside, at the key that it names or at `path`; `faults` count as errors of the recipe.
 
+        An unexpected error of a component is added with its traceback, so that the other errors are found, too.
         Code inside that uses a component that could not be built ends without a new problem: the reason is one already.
         """
         try:
@@ -56,6 +58,15 @@ class Problems:
             self.add(path, error)
         except faults as error:
             self.add(path, UsageError(str(error)))
+        except Exception as error:
+            if says_memory_is_full(error) or not is_raised_outside(error):
+                raise
+            self.add(path, ComponentFailed(".".join(path), error))
+
+    def has(self, *path: str) -> bool:
+        """True if there is a problem at this key, or in a key of its table."""
+        key = dotted(path)
+        return any(problem.key == key or problem.key.startswith(f"{key}.") for problem in self._problems)
 
     def add(self, path: KeyPath, error: ForgeError) -> None:
         """Adds an error at the recipe's key that the error names, or at `path`."""

@@ -33,7 +33,7 @@ from ddpforge.training.alternating_updates import tasks_by_update, with_summed_l
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.evaluation import metric_prefix
-from ddpforge.training.stages import MISSING, Built, Dealt, key_of
+from ddpforge.training.stages import MISSING, Built, Dealt, NotBuilt, key_of
 from ddpforge.training.task_checks import (
     SMALL,
     Halves,
@@ -71,9 +71,10 @@ def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSampl
     found: dict[str, FirstSamples] = {}
     first: dict[str, Any] = {"seed": built.recipe.train.seed, "keys": BatchKeys.of(built.recipe.data)}
     for key, data in _sets(built):
-        if hasattr(data, "__len__") and not len(data):
-            continue  # counting the steps has made this a problem already
-        most, path = _samples(built, key), ("data", *key.split("."))
+        path = ("data", *key.split("."))
+        if problems.has(*path):
+            continue  # e.g. it is empty
+        most = _samples(built, key)
         batches: list[MicroBatch] = []
         with problems.at(*path), _naming(key), isolated_rng():
             batches.append(first_batch(data, most=most, **first))
@@ -216,7 +217,7 @@ def _naming(key: str) -> Iterator[None]:
     """Turns an error of a component into a UsageError that names the dataset of the evaluated batch."""
     try:
         yield
-    except ForgeError:
+    except (ForgeError, NotBuilt):
         raise
     except Exception as error:
         raise UsageError(

@@ -30,12 +30,14 @@ class ParameterCount:
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """Counts the parameters of a bare model.
+    """Counts the parameters of a bare model, without those of lazy modules.
 
     A module that packs a frozen weight into other tensors has the attribute `packs`, a mapping from the name of the
     format to the number of elements of the weight. These count, and its parameters that are not floats do not.
     """
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    from torch.nn.parameter import is_lazy
+
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad and not is_lazy(one))
     frozen: Counter[str] = Counter()
     size = 0
     seen: set[int] = set()
@@ -43,7 +45,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
         packs = getattr(module, "packs", None) or {}
         frozen.update(packs)
         for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad or id(parameter) in seen:
+            if parameter.requires_grad or is_lazy(parameter) or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             size += parameter.numel() * parameter.element_size()

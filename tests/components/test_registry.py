@@ -643,12 +643,20 @@ def test_options_that_do_not_match_the_signature_are_reported_without_traceback(
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "KeyError", "FileNotFoundError"])
-def test_other_errors_of_a_component_propagate_unchanged(folder: Path, error: str) -> None:
+def test_other_errors_of_a_component_are_reported_with_their_traceback(folder: Path, error: str) -> None:
     write(folder / "parts.py", f"def part(): raise {error}('mine')")
 
-    with pytest.raises((RuntimeError, KeyError, FileNotFoundError), match="mine") as caught:
+    with pytest.raises(BuildFailed, match=f"raised {error} while it was built: .*mine") as caught:
         Registry().build("model", Component(use="./parts.py:part", base=folder))
-    assert caught.type.__name__ == error
+    assert caught.value.hints[0].endswith("parts.py:1, in part")
+    assert caught.value.trace.count("parts.py") == 1
+
+
+def test_full_memory_in_a_constructor_is_not_an_error_of_the_component(folder: Path) -> None:
+    write(folder / "parts.py", "def part(): raise MemoryError('full')")
+
+    with pytest.raises(MemoryError, match="full"):
+        Registry().build("model", Component(use="./parts.py:part", base=folder))
 
 
 def test_every_optimizer_of_torch_can_be_named_and_built() -> None:
