@@ -198,6 +198,8 @@ class Attempt:
         if self._window:
             self._window.reject_after(trainer.plan.horizon.total)
         check_no_state(trainer.callbacks)
+        if checkpoint is None:
+            trainer.try_evaluation()
         training_begins()
         trainer.saving.origin = on_rank_zero(self.world.global_ranks, lambda: self._begin(trainer, parts, prints))
         if self.world.is_rank_zero:

@@ -6,7 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from ddpforge.builtin.tasks.forms import described
-from ddpforge.components.errors import where_raised
 from ddpforge.components.local_code import PREFIX
 from ddpforge.data import MicroBatch, RankShare, open_data, to_device
 from ddpforge.data.collating import BatchKeys
@@ -33,7 +32,7 @@ from ddpforge.training.alternating_updates import tasks_by_update, with_summed_l
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.evaluation import metric_prefix
-from ddpforge.training.stages import MISSING, Built, Dealt, NotBuilt, key_of
+from ddpforge.training.stages import MISSING, Built, Dealt, key_of
 from ddpforge.training.task_checks import (
     SMALL,
     Halves,
@@ -42,6 +41,7 @@ from ddpforge.training.task_checks import (
     checked_metrics,
     explain,
     first_metrics,
+    naming_dataset,
 )
 from ddpforge.training.totals import add
 
@@ -76,9 +76,9 @@ def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSampl
             continue  # e.g. it is empty
         most = _samples(built, key)
         batches: list[MicroBatch] = []
-        with problems.at(*path), _naming(key), isolated_rng():
+        with problems.at(*path), naming_dataset(f"data.{key}"), isolated_rng():
             batches.append(first_batch(data, most=most, **first))
-        with problems.at("task"), _naming(key), isolated_rng():
+        with problems.at("task"), naming_dataset(f"data.{key}"), isolated_rng():
             for batch in batches:
                 halves = partial(first_halves, data, most=most, **first)
                 found[key] = _evaluate(built, key, batch, _gpu(built), halves)
@@ -127,7 +127,7 @@ def check_first_batch(stage: Built, problems: Problems) -> bool:
             raise
         except Exception as error:
             if calls_model and _fails_in_training(stage, error, whole):
-                with _naming("train"):
+                with naming_dataset("data.train"):
                     raise
             log.debug("the first batch could not be evaluated before training: %s", error)
     return False
@@ -210,21 +210,6 @@ def _check_chosen_metrics(built: Built, sets: Mapping[str, Mapping[str, float]],
         if known and str(metric).startswith("eval/") and metric not in known:
             hints = [f"there are {', '.join(sorted(known))}"]
             problems.add(tuple(key.split(".")), UsageError(f"no evaluation reports {metric}", hints=hints))
-
-
-@contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """Turns an error of a component into a UsageError that names the dataset of the evaluated batch."""
-    try:
-        yield
-    except (ForgeError, NotBuilt):
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"a batch of [data.{key}] cannot be evaluated: {type(error).__name__}: {error}",
-            hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
-            key=f"data.{key}",
-        ) from error
 
 
 # ---------------------------------------------------------------------------------------------- batches

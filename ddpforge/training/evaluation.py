@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import chain
-from typing import Any, cast
+from itertools import chain, islice
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +18,21 @@ from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
 from ddpforge.errors import ExitCode, PeerFailed, UsageError
 from ddpforge.interfaces import Callback, Compute, Pass, Replica, SampleColumns, SampleRNG, Task, Total, World
 from ddpforge.ranks import heartbeat
+from ddpforge.ranks.failures import exit_code_of
 from ddpforge.ranks.signals import NoData, waiting_for_data
 from ddpforge.training.alternating_updates import finish_metrics, metric_name, reported_metrics, tasks_by_update
 from ddpforge.training.callbacks import add_numbers
 from ddpforge.training.consensus import EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.fingerprint import Fingerprint
 from ddpforge.training.step import measure
-from ddpforge.training.task_checks import CheckedTask, check_whole
+from ddpforge.training.task_checks import CheckedTask, check_whole, naming_dataset
 from ddpforge.training.totals import add, items_of, loss_total
 
 __all__ = ["Evaluator", "metric_prefix"]
+
+log = logging.getLogger("ddpforge")
+
+T = TypeVar("T")
 
 _EVALUATION = 0xE7A1  # separates the seeds of evaluation from all other seeds
 _CALLBACKS = -1  # in the seed of callbacks, in place of a batch number
@@ -89,15 +96,78 @@ class Evaluator:
             raise failure
         return found
 
+    def try_first_batches(self) -> None:
+        """Evaluates the first batch of each set, with its metrics, and drops the numbers: errors come before training.
+
+        Collective. Callbacks are not called. Raises UsageError for a set that cannot be evaluated, and PeerFailed on
+        the other ranks. A `finish` that refuses the values of so few samples is only logged.
+        """
+        with self.evaluating(callbacks=False):
+            for name, batches in self.sets.items():
+                key = f"data.eval.{name}" if name else "data.eval"
+                try:
+                    first = self._together(key, partial(self._first_of, batches))
+                    found = self._together(key, partial(self._quantities, partial(iter, first)))
+                except EvaluationInterrupted:
+                    return
+                means = self._world.global_ranks.reduce_metrics(found, reported_metrics(self._task))
+                del means[_COUNTED]
+                try:
+                    with warnings.catch_warnings(), naming_dataset(key):
+                        warnings.simplefilter("ignore")
+                        finish_metrics(self._task, means)
+                except UsageError as error:
+                    if not isinstance(error.__cause__, ValueError | ArithmeticError):
+                        raise
+                    if self._world.is_rank_zero:
+                        log.warning("%s; this may be because of the few samples", error.message)
+
+    def _first_of(self, batches: Batches) -> list[MicroBatch]:
+        return list(islice(self._whole(batches.evaluation()), 1))
+
+    def _quantities(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> dict[str, Total | SampleColumns]:
+        """Returns the totals and rows of all updates by the names of metrics, and the number of items.
+
+        `micro_batches` is called for each update.
+        """
+        quantities: dict[str, Total | SampleColumns] = {}
+        counted: Any = 0.0
+        for update in self._updates:
+            found = self.quantities(micro_batches(), update)
+            if "loss" in found:
+                counted = counted + cast(Total, found["loss"]).count
+                if not self._task.evaluation_loss:
+                    del found["loss"]  # a total of zeros, only for its count
+            quantities |= {metric_name(one, update): quantity for one, quantity in found.items()}
+        counted = torch.tensor(counted) if isinstance(counted, float | int) else counted
+        return {**quantities, _COUNTED: Total(counted, 1)}
+
+    def _together(self, key: str, action: Callable[[], T]) -> T:
+        """Returns the result of `action`, if it fails on no rank; else raises its error, which names `key`."""
+        failure: Exception | None = None
+        try:
+            with naming_dataset(key):
+                result = action()
+        except Exception as error:
+            failure = error
+        mine = None if failure is None else exit_code_of(failure)
+        codes = self._world.global_ranks.all_gather_object(mine)
+        if failure is not None:
+            raise failure
+        for rank, code in enumerate(codes):
+            if code is not None:
+                raise PeerFailed(code, f"a batch of [{key}] cannot be evaluated on rank {rank}")
+        return result
+
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self, *, callbacks: bool = True) -> Iterator[None]:
         """Prepares forward passes inside for evaluation: its weights, evaluation mode, and no gradients."""
         heartbeat.beat(heartbeat.EVAL)
         self._replica.sync_buffers()
         self._replica.module.eval()
         self._task.evaluates = True
         try:
-            with self._wrapped(), torch.no_grad():
+            with self._wrapped() if callbacks else nullcontext(), torch.no_grad():
                 yield
         finally:
             self._task.evaluates = False
@@ -114,19 +184,8 @@ class Evaluator:
         Raises UsageError if no target of the set counts.
         """
         read = Fingerprint()
-        quantities: dict[str, Total | SampleColumns] = {}
-        counted: Any = 0.0
-        for update in self._updates:
-            found = self.quantities(read.noted(micro_batches), update)
-            if "loss" in found:
-                counted = counted + cast(Total, found["loss"]).count
-                if not self._task.evaluation_loss:
-                    del found["loss"]  # a total of zeros, only for its count
-            quantities |= {metric_name(one, update): quantity for one, quantity in found.items()}
-        size = {_COUNTED: Total(torch.tensor(counted) if isinstance(counted, float | int) else counted, 1)}
-        means = self._world.global_ranks.reduce_metrics(
-            {**quantities, **size, **read.totals()}, reported_metrics(self._task)
-        )
+        quantities = self._quantities(lambda: read.noted(micro_batches))
+        means = self._world.global_ranks.reduce_metrics({**quantities, **read.totals()}, reported_metrics(self._task))
         read.check_same(means, step=step)
         if not means.pop(_COUNTED):
             self.failed_together = True

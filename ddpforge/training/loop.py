@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ddpforge.checkpoint.manager import Checkpoints
 from ddpforge.checkpoint.reader import CheckpointReader
 from ddpforge.data import Batches, MicroBatch
+from ddpforge.data.rng import isolated_rng
 from ddpforge.errors import CheckpointError, Diverged, PluginError
 from ddpforge.interfaces import Callback, GoBack, Replica, Schedule, StepInfo, Task, Total, Tracker, World, device_kind
 from ddpforge.ranks import heartbeat
@@ -37,7 +38,7 @@ from ddpforge.training.alternating_updates import (
     update_schedule,
 )
 from ddpforge.training.auxiliary import modules_with_buffers
-from ddpforge.training.batchnorm import BatchNormAverager
+from ddpforge.training.batchnorm import BatchNormAverager, unchanged
 from ddpforge.training.cadence import Alarm, Cadence
 from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
 from ddpforge.training.checkpoint_saver import CheckpointSaver
@@ -222,6 +223,14 @@ class Trainer:
         self.saving.step = facts.step
         # A stop skips an evaluation that is due: the next attempt runs it first.
         self._evaluated = facts.step if any(name.startswith("eval/") for name in facts.metrics) else None
+
+    def try_evaluation(self) -> None:
+        """Evaluates a batch of each evaluation set, and drops the numbers: what fails then fails before training.
+
+        Buffers and random numbers of the run stay unchanged. See `Evaluator.try_first_batches`.
+        """
+        with unchanged(self._stateful), isolated_rng(), self._shows.muted():
+            self.evaluator.try_first_batches()
 
     def fit(self, *around: Around) -> Literal["done", "preempted"]:
         """Trains to the end, or until all ranks agree to stop; then saves the last step.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, get_args
 
 import numpy as np
@@ -45,6 +46,15 @@ class MediaLogger:
         self.step = 0
         self._tracker, self._is_rank_zero = tracker, is_rank_zero
         self._warned: set[str] = set()
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Shows nothing inside."""
+        tracker, self._tracker = self._tracker, Tracker()
+        try:
+            yield
+        finally:
+            self._tracker = tracker
 
     def __deepcopy__(self, _: dict[int, Any]) -> MediaLogger:
         """Returns an instance that shows nothing: a copied task is only tried out, and trackers cannot be copied."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,9 +16,11 @@ from ddpforge.components.errors import where_raised
 from ddpforge.data import MicroBatch
 from ddpforge.data.pytree import take
 from ddpforge.data.rng import isolated_rng
-from ddpforge.errors import ForgeError, PluginError, UsageError
+from ddpforge.errors import ForgeError, PluginError, UsageError, says_memory_is_full
 from ddpforge.interfaces import SampleColumns, Task, Total
 from ddpforge.training.alternating_updates import component_name
+from ddpforge.training.consensus import EvaluationInterrupted
+from ddpforge.training.stages import NotBuilt
 
 log = logging.getLogger("ddpforge")
 
@@ -32,6 +35,7 @@ __all__ = [
     "checked_quantity",
     "explain",
     "first_metrics",
+    "naming_dataset",
 ]
 
 
@@ -89,6 +93,23 @@ def explain(error: Exception, task: Task, batch: Any, use: str) -> None:
         error.add_note(_FORWARD)
     if holds_text(batch):
         error.add_note(_TEXT)
+
+
+@contextmanager
+def naming_dataset(key: str) -> Iterator[None]:
+    """Turns an error of a component into a UsageError that names the dataset of the evaluated batch, e.g. data.eval."""
+    try:
+        yield
+    except (ForgeError, NotBuilt, EvaluationInterrupted):
+        raise
+    except Exception as error:
+        if says_memory_is_full(error):
+            raise
+        raise UsageError(
+            f"a batch of [{key}] cannot be evaluated: {type(error).__name__}: {error}",
+            hints=[*getattr(error, "__notes__", ()), *where_raised(error)],
+            key=key,
+        ) from error
 
 
 def _warn_probabilities(task: Task, outputs: Any) -> None:

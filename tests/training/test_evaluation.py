@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -330,3 +330,74 @@ def test_restore_weights_reads_neither_optimizer_nor_extra_state() -> None:
 def test_weights_of_another_model_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"of another model \(missing from the checkpoint: w\)"):
         restore_weights(Loop().replica, OnDisk("v"), SingleRank())  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------- before training
+def test_a_batch_of_each_set_is_tried_before_training_with_its_metrics() -> None:
+    class Counts(Batched):
+        given = 0
+
+        def evaluation(self) -> Iterator[MicroBatch]:
+            for micro in super().evaluation():
+                self.given += 1
+                yield micro
+
+    class Seen(Sums):
+        finished: ClassVar[list[dict[str, float]]] = []
+
+        def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+            self.finished.append(metrics)
+            return metrics
+
+    sets = {"": Counts([1.0, 2.0]), "other": Counts([4.0])}
+    evaluator(Plain().holding(Line(), IDLE), Seen(), sets).try_first_batches()
+    assert [one.given for one in sets.values()] == [1, 1]
+    assert Seen.finished == [{"loss": 1.5, "x": 1.5}, {"loss": 4.0, "x": 4.0}]
+
+
+@pytest.mark.parametrize("where", ["loss", "metrics", "finish", "data"])
+def test_a_set_that_cannot_be_evaluated_is_named_before_training(where: str) -> None:
+    class Fails(Sums):
+        def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            self._fail("loss")
+            return super().loss(model, batch)
+
+        def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Total]:
+            self._fail("metrics")
+            return super().metrics(outputs, batch)
+
+        def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+            self._fail("finish")
+            return metrics
+
+        def _fail(self, here: str) -> None:
+            if where == here:
+                raise KeyError("mean")
+
+    class Damaged(Batched):
+        def evaluation(self) -> Iterator[MicroBatch]:
+            if where == "data":
+                raise KeyError("mean")
+            return super().evaluation()
+
+    sets = {"": Batched([1.0]), "night": Damaged([1.0])}
+    sets = {"night": sets["night"]} if where != "data" else sets
+    with pytest.raises(UsageError, match=r"a batch of \[data\.eval\.night\] cannot be evaluated: KeyError: 'mean'"):
+        evaluator(Plain().holding(Line(), IDLE), Fails(), sets).try_first_batches()
+
+
+def test_a_finish_that_refuses_few_samples_does_not_end_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    class NeedsTwoClasses(Sums):
+        def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+            raise ValueError("only one class is present")
+
+    evaluator(Plain().holding(Line(), IDLE), NeedsTwoClasses()).try_first_batches()
+    assert "only one class is present; this may be because of the few samples" in caplog.text
+
+
+def test_callbacks_are_not_called_for_the_batches_before_training() -> None:
+    class Averages(Callback):
+        def evaluating(self) -> AbstractContextManager[None]:
+            raise AssertionError("called")
+
+    evaluator(Plain().holding(Line(), IDLE), callbacks={"mean": Averages()}).try_first_batches()
