@@ -49,11 +49,12 @@ class ForgeError(Exception):
 
     `key` is the key of the recipe that caused it, e.g. "train.freeze". A component uses the bare name of its own option
     as `key`, or begins the message with it: "width: …". `trace` is the text of a traceback from code outside ddpforge,
-    if the error cannot be understood without it.
+    if the error cannot be understood without it. `place` is the place of `key` in the recipe, once it is known.
     """
 
     exit_code = ExitCode.FAILED
     trace = ""
+    place: "SourceSpan | None" = None
 
     def __init__(self, message: str, *, hints: Sequence[str] = (), key: str = "") -> None:
         super().__init__(message)

@@ -67,7 +67,8 @@ def run(
     of Python.
     """
     loaded = load_recipe(recipe, sets=sets)
-    return _run(loaded, Registry.installed(), out, fresh, allow_change, max_time, profile)
+    with loaded.locating():
+        return _run(loaded, Registry.installed(), out, fresh, allow_change, max_time, profile)
 
 
 def train(
@@ -96,7 +97,8 @@ def train(
     given = GivenObjects.of(objects)
     registry = given.registry()
     loaded = load_recipe(recipe, sets=sets, registry=registry, objects=given.tables)
-    return _run(loaded, registry, out, fresh, allow_change, max_time, profile)
+    with loaded.locating():
+        return _run(loaded, registry, out, fresh, allow_change, max_time, profile)
 
 
 @process_exit.forbid_sys_exit()

@@ -91,6 +91,7 @@ class Problems:
             return
         of_machine = [isinstance(error, SetupError) for error in self._errors]
         if len(self._errors) == 1 and of_machine[0] and not isinstance(self._errors[0], PluginError):
+            self._errors[0].place = self._problems[0].place
             raise self._errors[0]
         error = RecipeError(sorted(dict.fromkeys(self._problems), key=_position))
         if all(found.exit_code == ExitCode.ENVIRONMENT for found in self._errors):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddpforge.components.registry import Registry
-from ddpforge.errors import Diagnostic, RecipeError, SourceSpan, UsageError
+from ddpforge.errors import Diagnostic, ForgeError, RecipeError, SourceSpan, UsageError
 from ddpforge.recipe.bundled import find_recipe
 from ddpforge.recipe.compose import compose
 from ddpforge.recipe.interpolate import escape, interpolate
@@ -61,6 +62,17 @@ class LoadedRecipe:
         written = (self.origins[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.origins)
         origin = next((origin for origin in written if origin.source), Origin())
         return Diagnostic(message, dotted(key), origin.place(), hints, trace)
+
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Adds the place of its key in the recipe to an error that is raised inside and has none."""
+        try:
+            yield
+        except ForgeError as error:
+            if error.key and not error.place and not isinstance(error, RecipeError):
+                error.place = self.problem(tuple(error.key.split(".")), error.message).place
+            raise
 
 
 def reject_text(name: str, value: Sequence[str]) -> None:

@@ -40,7 +40,7 @@ def render(error: ForgeError | Diagnostic) -> str:
     said = [error.message] if isinstance(error, Diagnostic) else error.message.split("\n")
     lines = ["error: " + "\n".join(map(printable, said))]
     margin = " "
-    if isinstance(error, Diagnostic) and error.place:
+    if error.place:
         margin = " " * len(str(error.place.line))
         lines += _excerpt(error.place, margin)
     for hint in error.hints:

@@ -9,6 +9,7 @@ from support.small_recipe import CODE, RECIPE, SETS, told
 from support.stages import Staged
 
 from ddpforge.errors import ForgeError
+from ddpforge.recipe.report import render
 
 
 def test_an_error_in_the_model_constructor_is_reported(parts: Callable[..., Staged]) -> None:
@@ -30,6 +31,7 @@ def test_a_single_setup_error_keeps_its_exit_code_and_hints(parts: Callable[...,
     with pytest.raises(ForgeError, match="no disk") as caught:
         parts("data.train.use=./mine.py:absent").problems.raise_if_any()
     assert (caught.value.exit_code, caught.value.hints) == (3, ("mount it",))
+    assert "--> --set:1:6" in render(caught.value)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
