@@ -55,6 +55,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
         ("train.blocks", "fit.check_blocks"),
         ("train.fp8", "fit.check_layers"),
         ("train.device", "fit.check_float64"),
+        ("model", "fit.check_master_dtype"),
         ("optimizer", "fit.check_parameter_groups"),
     ),
 }

@@ -15,6 +15,7 @@ from ddpforge.training.alternating_updates import batches_per_step, component_na
 from ddpforge.training.auxiliary import OWNER
 from ddpforge.training.blocks import check_blocks as check_blocks_of
 from ddpforge.training.blocks import find_blocks
+from ddpforge.training.contract import contract_of
 from ddpforge.training.float8 import check_float8
 from ddpforge.training.optimizers import build_optimizer, check_parameters
 from ddpforge.training.parameter_groups import parameter_groups
@@ -27,6 +28,7 @@ __all__ = [
     "check_blocks",
     "check_float64",
     "check_layers",
+    "check_master_dtype",
     "check_optimizer",
     "check_own_parameters",
     "check_parameter_groups",
@@ -186,6 +188,22 @@ def check_float64(built: Built) -> None:
             raise UsageError(
                 f'`{name}` of the model is {dtype}, which {kind.noun} does not have (train.device = "{kind.name}")',
                 hints=["build the model in float32", 'or compute on the CPU: train.device = "cpu"'],
+            )
+
+
+def check_master_dtype(built: Built) -> None:
+    """Raises UsageError for a trainable parameter of another dtype than the strategy's master weights."""
+    master = contract_of(built.strategy).master_dtype
+    for name, parameter in built.model.named_parameters() if built.trains else ():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad and dtype not in (master, "float64"):
+            raise UsageError(
+                f"parameter `{name}` is {dtype}, but the optimizer updates {master} weights: updates smaller than a "
+                "rounding step would be lost",
+                hints=[
+                    'build the model in float32; train.precision = "bf16" still computes in bfloat16',
+                    "or freeze the parameter: train.freeze",
+                ],
             )
 
 

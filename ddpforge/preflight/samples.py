@@ -29,6 +29,7 @@ from ddpforge.preflight.problems import Problems
 from ddpforge.ranks.collectives import SingleRank
 from ddpforge.ranks.devices import chosen_kind, device_type
 from ddpforge.training.alternating_updates import tasks_by_update, with_summed_loss
+from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.callbacks import overriding
 from ddpforge.training.contract import count_parameters
 from ddpforge.training.evaluation import metric_prefix
@@ -81,7 +82,11 @@ def check_each_dataset(built: Built, problems: Problems) -> dict[str, FirstSampl
         with problems.at("task"), naming_dataset(f"data.{key}"), isolated_rng():
             for batch in batches:
                 halves = partial(first_halves, data, most=most, **first)
-                found[key] = _evaluate(built, key, batch, _gpu(built), halves)
+                try:
+                    found[key] = _evaluate(built, key, batch, _gpu(built), halves)
+                except Exception as error:
+                    raise_if_batch_explains(error, built.model, batch.data, f"data.{key}")
+                    raise
     evaluated = {name: found[key].metrics for name in built.evaluations() if (key := key_of(name)) in found}
     if evaluated.keys() == built.evaluations().keys() and _is_builtin(built.task):
         _check_chosen_metrics(built, evaluated, problems)
@@ -126,7 +131,8 @@ def check_first_batch(stage: Built, problems: Problems) -> bool:
         except ForgeError:
             raise
         except Exception as error:
-            if calls_model and _fails_in_training(stage, error, whole):
+            if calls_model and whole and _fails_in_training(stage, error, whole):
+                raise_if_batch_explains(error, stage.model, whole.data, "data.train")
                 with naming_dataset("data.train"):
                     raise
             log.debug("the first batch could not be evaluated before training: %s", error)

@@ -63,7 +63,6 @@ class LoadedRecipe:
         origin = next((origin for origin in written if origin.source), Origin())
         return Diagnostic(message, dotted(key), origin.place(), hints, trace)
 
-
     @contextmanager
     def locating(self) -> Iterator[None]:
         """Adds the place of its key in the recipe to an error that is raised inside and has none."""

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ddpforge.data import Batches, MicroBatch, mix, seed_all, to_device
-from ddpforge.errors import ExitCode, PeerFailed, UsageError
+from ddpforge.errors import ExitCode, ForgeError, PeerFailed, UsageError
 from ddpforge.interfaces import Callback, Compute, Pass, Replica, SampleColumns, SampleRNG, Task, Total, World
 from ddpforge.ranks import heartbeat
 from ddpforge.ranks.failures import exit_code_of
 from ddpforge.ranks.signals import NoData, waiting_for_data
 from ddpforge.training.alternating_updates import finish_metrics, metric_name, reported_metrics, tasks_by_update
+from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.callbacks import add_numbers
 from ddpforge.training.consensus import EvaluationInterrupted, PeriodicCheck
 from ddpforge.training.fingerprint import Fingerprint
@@ -148,6 +149,8 @@ class Evaluator:
         try:
             with naming_dataset(key):
                 result = action()
+        except ForgeError as error:
+            failure, error.key = error, error.key or key
         except Exception as error:
             failure = error
         mine = None if failure is None else exit_code_of(failure)
@@ -205,7 +208,11 @@ class Evaluator:
 
         def compute(module: nn.Module, one: Pass) -> tuple[Tensor, Any]:
             one.seed()
-            loss, outputs = task.loss(module, one.batch)
+            try:
+                loss, outputs = task.loss(module, one.batch)
+            except Exception as error:
+                raise_if_batch_explains(error, module, one.batch)
+                raise
             return (loss if self._task.evaluation_loss else torch.zeros(())), outputs
 
         found: dict[str, Total | SampleColumns] = {}

@@ -38,6 +38,7 @@ from ddpforge.training.alternating_updates import (
     update_schedule,
 )
 from ddpforge.training.auxiliary import modules_with_buffers
+from ddpforge.training.batch_checks import nonfinite_values
 from ddpforge.training.batchnorm import BatchNormAverager, unchanged
 from ddpforge.training.cadence import Alarm, Cadence
 from ddpforge.training.callbacks import add_numbers, may_end, overriding, reads_gradients
@@ -269,8 +270,9 @@ class Trainer:
                     break
                 except RollBack as request:
                     self._go_back(request)
-                except Diverged:  # on all ranks: a checkpoint that is being written is still good
+                except Diverged as error:  # on all ranks: a checkpoint that is being written is still good
                     self.saving.wait_for_pending()
+                    error.hints = (*self._nonfinite_inputs(), *error.hints)
                     raise
             self.saving.wait_for_pending(last=True)
 
@@ -319,6 +321,12 @@ class Trainer:
             if ended or saves or self._is_best(step):
                 self._save(last=ended)
             yield info
+
+    def _nonfinite_inputs(self) -> list[str]:
+        """Returns a hint for each rank whose inputs of this step are not finite. Collective."""
+        mine = next(filter(None, (nonfinite_values(one.data) for one in self._drawn)), "")
+        everywhere = self.world.global_ranks.all_gather_object(mine)
+        return [f"look at the data: on rank {rank}, {found}" for rank, found in enumerate(everywhere) if found]
 
     def _prepare(self) -> None:
         """Resets the state of the loop, at the start and after a rollback."""

@@ -18,6 +18,7 @@ from ddpforge.errors import PluginError, StrategyError
 from ddpforge.interfaces import MultiPassOptimizer, Pass, Replica, SampleColumns, SupportsMultiPass, Task, Total, World
 from ddpforge.ranks import heartbeat
 from ddpforge.training.alternating_updates import component_name
+from ddpforge.training.batch_checks import raise_if_batch_explains
 from ddpforge.training.batchnorm import BatchNormAverager, Buffers, unchanged
 from ddpforge.training.source_losses import SourceLosses
 from ddpforge.training.task_checks import CheckedTask, check_sum_reduction, check_whole, checked_quantity
@@ -167,7 +168,11 @@ class Stepper:
         # memory.
         heartbeat.beat(heartbeat.FORWARD)
         one.seed()
-        loss, outputs = self._task.loss(module, one.batch)
+        try:
+            loss, outputs = self._task.loss(module, one.batch)
+        except Exception as error:
+            raise_if_batch_explains(error, module, one.batch, "data.train")
+            raise
         measured = self._measure(outputs, one.batch) if one.needs_outputs else {}
         if self._sources and one.sources:
             measured |= self._sources.totals(loss.detach(), outputs, one.batch, one.sources)
