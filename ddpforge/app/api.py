@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ddpforge.app import evaluate as evaluation
 from ddpforge.app.attempt import Outcome
-from ddpforge.app.build import WEIGHTS
+from ddpforge.app.build import WEIGHTS, build_dataset
 from ddpforge.app.choose import TEACHERS
 from ddpforge.app.generation import Sampling, answers, check_language, generate
 from ddpforge.app.local_launch import LaunchSpec, prepare_launch
@@ -293,7 +293,7 @@ class TrainedRun:
         name = name or next(iter(evaluations or components))
         if name not in components:
             raise UsageError(f"{self.folder.path} has no data {name!r}", hints=[f"one of {', '.join(components)}"])
-        return build(self.registry, "data", components[name], seed=self.recipe.train.seed)
+        return build_dataset(self.registry, components[name], self.recipe.train.seed)
 
     def data_with(self, attribute: str) -> Any:
         """Returns the first dataset of `data` that has the attribute, evaluation sets first; None if none has it."""

@@ -23,11 +23,12 @@ from ddpforge.app.choose import choose
 from ddpforge.builtin.samplers.mixture import MixtureSampler
 from ddpforge.builtin.samplers.plain import Shuffled
 from ddpforge.components.errors import BuildFailed, where_raised
-from ddpforge.components.registry import Registry
+from ddpforge.components.registry import NamedComponent, Registry
 from ddpforge.components.registry import build as build_component
-from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data
+from ddpforge.data import RankShare, check_data, end_of_epochs, mix, open_data, seed_all
 from ddpforge.data.batch_assignment import Even
 from ddpforge.data.collating import BatchKeys
+from ddpforge.data.rng import isolated_rng
 from ddpforge.data.sources import JoinedSources, check_source, join_sources, mixture_of
 from ddpforge.data.streams import is_stream
 from ddpforge.data.token_limit import TokenLimit
@@ -59,6 +60,7 @@ __all__ = [
     "build",
     "build_alike",
     "build_checked",
+    "build_dataset",
     "build_without_ranks",
     "check_chosen",
     "check_cut",
@@ -72,6 +74,7 @@ T = TypeVar("T")
 log = logging.getLogger("ddpforge")
 
 WEIGHTS = 0x1217  # mixed into the seed of the initial weights, so that no other RNG has this seed
+_DATASETS = 0xDA7A  # the same for the constructors of datasets
 
 
 # ---------------------------------------------------------------------------------------------- data and model
@@ -86,7 +89,7 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
     data: dict[str, Any] = {}
     for key, component in components.items():
         with problems.at("data", *key.split(".")):
-            data[key] = build_component(registry, "data", component, seed=recipe.train.seed)
+            data[key] = build_dataset(registry, component, recipe.train.seed)
     if chosen.trains and "" not in recipe.data.sources:
         _join_sources(chosen, data, problems)
     order, plan = (MISSING, MISSING) if chosen.trains else (None, MISSING)
@@ -129,6 +132,16 @@ def build(chosen: Chosen, problems: Problems, *, meta: bool = False) -> Built:
         auxiliary=auxiliary,
         limit=limit,
     )
+
+
+def build_dataset(registry: Registry, component: NamedComponent, seed: int) -> Any:
+    """Builds a dataset. Each one starts with the same random numbers, so that random splits of the same data agree.
+
+    The random numbers of the caller stay unchanged.
+    """
+    with isolated_rng():
+        seed_all(mix(seed, _DATASETS))
+        return build_component(registry, "data", component, seed=seed)
 
 
 def _join_sources(chosen: Chosen, data: dict[str, Any], problems: Problems) -> None:

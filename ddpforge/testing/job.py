@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ddpforge import preflight
-from ddpforge.app.build import build_checked
+from ddpforge.app.build import build_checked, build_dataset
 from ddpforge.app.choose import choose
 from ddpforge.checkpoint import retention
 from ddpforge.checkpoint.manager import Checkpoints
@@ -111,7 +111,7 @@ def data(site: Site) -> dict[str, Any]:
     """Returns the digests of the first samples, as each rank reads them."""
     recipe = site.loaded.recipe
     (train,) = recipe.data.sources.values()
-    built = site.registry.build("data", train, seed=recipe.train.seed)
+    built = build_dataset(site.registry, train, recipe.train.seed)
     mine = list(map(digest, batches(built, micro=1)))
     return {"digests": site.gather(mine)}
 

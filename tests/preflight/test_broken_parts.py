@@ -1,4 +1,4 @@
-"""A recipe of the user's own parts of which some are broken: every broken part is reported, and nothing else."""
+"""Recipes of a user with broken parts: every broken part is reported, and nothing else."""
 
 from collections.abc import Iterator, Mapping
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""A batch that a model cannot take is named: its part, dtype or values, and what the model has."""
+"""A batch that a model cannot take is named: its part, its dtype or values, and the limits of the model."""
 
 from typing import Any
 
