@@ -61,6 +61,33 @@ class ForgeError(Exception):
         self.message = message
         self.hints = tuple(hints)
         self.key = key
+        self._added: list[str] = []
+
+    @property
+    def __notes__(self) -> list[str]:
+        """Returns the place and the hints, which Python and notebooks print below the message of an exception."""
+        return [*_notes(self.place, self.hints), *self._added]
+
+    def add_note(self, note: str) -> None:
+        """Adds a line below the hints."""
+        self._added.append(note)
+
+
+_ARGUMENTS = (
+    (re.compile(r"--(allow-change|set) (\S+?)([,;:.]?)(?=\s|$)"), r'\1=["\2"]\3'),
+    (re.compile(r"--(step) (\w+)"), r"\1=\2"),
+    (re.compile(r"--(fresh|best|force)\b"), r"\1=True"),
+)
+"""Options of the command line, and the arguments of the Python API in their place."""
+
+
+def _notes(place: "SourceSpan | None", hints: Sequence[str]) -> Iterator[str]:
+    if place:
+        yield f" --> {place}"
+    for hint in hints:
+        for option, argument in _ARGUMENTS:
+            hint = option.sub(argument, hint)
+        yield f" help: {hint}".replace("allow-change=", "allow_change=").replace("set=[", "sets=[")
 
 
 class UsageError(ForgeError):
@@ -130,6 +157,15 @@ class RecipeError(UsageError):
     def __init__(self, problems: Sequence[Diagnostic]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
         self.problems = tuple(problems)
+
+    @property
+    def __notes__(self) -> list[str]:
+        """Returns the place and the hints of each problem, below its message if there are several."""
+        lines: list[str] = []
+        for problem in self.problems:
+            lines += [problem.message] if len(self.problems) > 1 else []
+            lines += [*_notes(problem.place, problem.hints), *([problem.trace.rstrip()] if problem.trace else [])]
+        return [*lines, *self._added]
 
 
 class SetupError(ForgeError):

@@ -175,7 +175,7 @@ def _command(path: str, command: click.Command) -> str:
 
 def _flags(option: click.Option, context: click.Context) -> str:
     value = option.make_metavar(context).replace("INTEGER RANGE", "N")
-    return ", ".join(option.opts) + ("" if option.is_flag else f" {value}")
+    return ", ".join([*option.opts, *option.secondary_opts]) + ("" if option.is_flag else f" {value}")
 
 
 # ---------------------------------------------------------------------------------------------- versions

@@ -360,7 +360,7 @@ def _check_finished(found: Mapping[str, Total | SampleColumns], task: Task) -> N
         metric = task.reports.get(name)
         if isinstance(quantity, SampleColumns) and (metric is None or type(metric).finish is Metric.finish):
             raise PluginError(
-                f"metric `{name}` returns Rows, but no Metric finishes it",
+                f"metric `{name}` returns SampleColumns, but no Metric finishes it",
                 hints=[
                     "give the Metric a `finish(self, *columns)`, which receives the rows of all ranks, and set "
                     "`self.reports = {metric.name: metric}` in the task"

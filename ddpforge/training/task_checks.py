@@ -167,13 +167,14 @@ def checked_metrics(task: Task, metrics: Any) -> Mapping[str, Total | SampleColu
 
 
 def checked_quantity(name: object, quantity: object) -> None:
-    """Raises PluginError unless a metric is a Total of a tensor and a count of fitting shape, or Rows."""
+    """Raises PluginError unless a metric is a Total of a tensor and a count of fitting shape, or SampleColumns."""
     if isinstance(quantity, Total):
         if wrong := _wrong(quantity.sum, quantity.count):
             raise PluginError(f"metric `{name}` is a Total with {wrong}", hints=[_TOTAL])
     elif not isinstance(quantity, SampleColumns):
         raise PluginError(
-            f"metric `{name}` is a {type(quantity).__name__}, but must be a Total of a tensor and a count, or Rows",
+            f"metric `{name}` is a {type(quantity).__name__}, but must be a Total of a tensor and a count, or "
+            "SampleColumns",
             hints=[_TOTAL],
         )
     else:
@@ -185,17 +186,20 @@ def _check_rows(name: object, rows: SampleColumns) -> None:
         parts = column if isinstance(column, list) and column else [column]
         if not all(isinstance(part, Tensor) and part.ndim for part in parts):
             raise PluginError(
-                f"metric `{name}` has Rows of {described(column)}, not of tensors with rows", hints=[_ROWS]
+                f"metric `{name}` has SampleColumns of {described(column)}, not of tensors with rows", hints=[_ROWS]
             )
         if len({part.shape[1:] for part in parts if isinstance(part, Tensor)}) > 1:
             shapes = ", ".join(sorted({described(part) for part in parts}))
             raise PluginError(
-                f"metric `{name}` has Rows with a list of tensors that differ in more than their first size: {shapes}",
+                f"metric `{name}` has SampleColumns with a list of tensors that differ in more than their first size: "
+                f"{shapes}",
                 hints=["only the first size may differ between samples: [n, …]"],
             )
     if len({len(column) for column in rows.newest}) != 1:
         lengths = ", ".join(str(len(column)) for column in rows.newest) or "none"
-        raise PluginError(f"metric `{name}` has Rows with columns of different lengths: {lengths}", hints=[_ROWS])
+        raise PluginError(
+            f"metric `{name}` has SampleColumns with columns of different lengths: {lengths}", hints=[_ROWS]
+        )
 
 
 def _wrong(sum: Any, count: Any) -> str | None:
@@ -214,7 +218,7 @@ _DERIVATIVES = (
     "`with torch.enable_grad():`, for inputs that require gradients: `x = x.clone().requires_grad_()`"
 )
 _FORWARD = "write a method `forward` in the class that [model] names, or a task that calls parts of the model"
-_ROWS = "return a row for each sample: Rows(scores, targets)"
+_ROWS = "return a row for each sample: SampleColumns(scores, targets)"
 _TEXT = "the batch holds text; if the model receives it, make tensors of it in the dataset or its `collate(samples)`"
 _TOTAL = "return Total(values.sum(), len(values)): means are taken once, over all batches and ranks"
 

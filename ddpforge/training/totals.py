@@ -96,4 +96,4 @@ def _shapes(quantity: Total | SampleColumns) -> list[torch.Size]:
 
 def _described(quantity: Total | SampleColumns) -> str:
     shapes = ", ".join(str(list(shape)) for shape in _shapes(quantity))
-    return f"a Total of shape {shapes}" if isinstance(quantity, Total) else f"Rows of shape {shapes}"
+    return f"a Total of shape {shapes}" if isinstance(quantity, Total) else f"SampleColumns of shape {shapes}"

@@ -50,7 +50,7 @@ def test_no_sample_of_a_random_split_without_a_seed_is_trained_and_evaluated_on(
     built = staged(recipe).stage.data
     assert numbers(built["train"]) | numbers(built["eval"]) == set(range(31))
 
-    ddpforge.train(recipe)
+    ddpforge.train(recipe, fresh=True)
     loaded = ddpforge.load("runs/split")
     assert numbers(loaded.data("eval")) == numbers(built["eval"])
     assert numbers(loaded.data("train")) == numbers(built["train"])

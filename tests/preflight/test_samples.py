@@ -68,11 +68,14 @@ def test_batches_that_are_not_columns_of_tensors_are_evaluated(
         (["task={use='./mine.py:Odd', how='wide'}"], "metric `it` is not a single number: it has the shape [3], []"),
         (["task={use='./mine.py:Odd', how='list'}"], "metrics returns a list (a float), not a dict of totals"),
         (["task={use='./mine.py:Odd', how='mean'}"], "returns a mean over the batch"),
-        (["task={use='./mine.py:Odd', how='rows'}"], "metric `it` returns Rows, but no Metric finishes it"),
-        (["task={use='./mine.py:Odd', how='listed'}"], "metric `it` has Rows of a list of 8, the first a float"),
+        (["task={use='./mine.py:Odd', how='rows'}"], "metric `it` returns SampleColumns, but no Metric finishes it"),
+        (
+            ["task={use='./mine.py:Odd', how='listed'}"],
+            "metric `it` has SampleColumns of a list of 8, the first a float",
+        ),
         (
             ["task={use='./mine.py:Odd', how='by turns'}"],
-            "metric `it` is Rows of shape [] for one batch and a Total of shape [] for another",
+            "metric `it` is SampleColumns of shape [] for one batch and a Total of shape [] for another",
         ),
     ],
 )
@@ -93,8 +96,8 @@ def test_invalid_batches_outputs_and_losses_are_described_in_words(
         ("alone", "not a pair"),
         ("floats", "must be a Total"),
         ("rows", "no Metric finishes it"),
-        ("listed", "has Rows of a list"),
-        ("by turns", "is Rows of shape [] for one batch and a Total"),
+        ("listed", "has SampleColumns of a list"),
+        ("by turns", "is SampleColumns of shape [] for one batch and a Total"),
         ("sum", ""),
     ],
 )

@@ -186,15 +186,15 @@ def test_totals_of_different_shapes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (0.5, "is a float, but must be a Total of a tensor and a count, or Rows"),
+        (0.5, "is a float, but must be a Total of a tensor and a count, or SampleColumns"),
         (torch.tensor(0.5), "is a Tensor, but must be"),
         (Total(0.5, 1), "is a Total with a float for its sum"),  # type: ignore[arg-type]
         (
             Total(torch.zeros(3), torch.ones(2)),
             r"is a Total with float32 \[2\] for its count, and float32 \[3\] for its sum",
         ),
-        (SampleColumns(torch.zeros(3), torch.ones(2)), "has Rows with columns of different lengths: 3, 2"),
-        (SampleColumns(), "has Rows with columns of different lengths: none"),
+        (SampleColumns(torch.zeros(3), torch.ones(2)), "has SampleColumns with columns of different lengths: 3, 2"),
+        (SampleColumns(), "has SampleColumns with columns of different lengths: none"),
     ],
 )
 def test_a_metric_that_is_not_a_total_is_refused(wrong: Any, told: str) -> None:

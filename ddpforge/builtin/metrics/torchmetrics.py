@@ -74,7 +74,7 @@ class TorchMetric(Metric):
             raise UsageError(
                 f"{type(metric).__name__} of torchmetrics has the states {', '.join(odd)}, which cannot be combined "
                 "exactly over ranks",
-                hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
+                hints=["write a Metric that returns SampleColumns(outputs, targets), and compute it in `finish`"],
             )
 
     def __call__(self, outputs: Any, targets: Any) -> Total | SampleColumns:
@@ -129,7 +129,7 @@ class TorchMetric(Metric):
         if not all(isinstance(one, Tensor) and one.ndim for one in state):
             raise UsageError(
                 f"{self.name} of torchmetrics keeps {name} in a form that ranks cannot add up",
-                hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
+                hints=["write a Metric that returns SampleColumns(outputs, targets), and compute it in `finish`"],
             )
         return [*state] or None
 
@@ -140,7 +140,7 @@ class TorchMetric(Metric):
         if len({len(column) for column in columns}) > 1:
             raise PluginError(
                 f"{self.name}: the states {', '.join(self._reductions)} of torchmetrics are lists of different lengths",
-                hints=["write a Metric that returns Rows(outputs, targets), and compute it in `finish`"],
+                hints=["write a Metric that returns SampleColumns(outputs, targets), and compute it in `finish`"],
             )
         return SampleColumns(*columns)
 

@@ -244,7 +244,9 @@ def _additive(
     """Raises Breach if the totals of a batch are not the sum of the totals of its pieces, for each cut."""
     for name, value in whole.items():
         if not isinstance(value, Total | SampleColumns):
-            raise Breach("totals: Total(sum, count), or Rows", f"{name} is a {type(value).__name__}", where=where)
+            raise Breach(
+                "totals: Total(sum, count), or SampleColumns", f"{name} is a {type(value).__name__}", where=where
+            )
         if isinstance(value, Total) and not float(torch.as_tensor(value.count).sum()) > 0:
             raise Breach("a count of the items in a batch", f"{name} counts {value.count}", where=where)
     for pieces in cuts:
