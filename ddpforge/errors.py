@@ -64,7 +64,7 @@ class ForgeError(Exception):
         self._added: list[str] = []
 
     @property
-    def __notes__(self) -> list[str]:
+    def __notes__(self) -> list[str]:  # type: ignore[override]  # hints may still change
         """Returns the place and the hints, which Python and notebooks print below the message of an exception."""
         return [*_notes(self.place, self.hints), *self._added]
 
@@ -159,7 +159,7 @@ class RecipeError(UsageError):
         self.problems = tuple(problems)
 
     @property
-    def __notes__(self) -> list[str]:
+    def __notes__(self) -> list[str]:  # type: ignore[override]  # hints may still change
         """Returns the place and the hints of each problem, below its message if there are several."""
         lines: list[str] = []
         for problem in self.problems:

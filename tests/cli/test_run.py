@@ -137,20 +137,25 @@ def test_a_length_before_the_current_step_is_refused(ddpforge: Callable[..., Ran
 
 
 FAILS = """\
-class Fails:
-    random = False
+from ddpforge.builtin.datasets.digits import Digits
 
-    def __len__(self) -> int:
-        return 16
 
-    def __getitem__(self, index: int) -> None:
-        raise OSError("no such disk")
+class Fails(Digits):
+    given = 0
+
+    def __getitem__(self, index: int) -> object:
+        self.given += 1
+        if self.given > 8:
+            raise OSError("no such disk")
+        return super().__getitem__(index)
+
+    __getitems__ = None
 """
 
 
 def test_a_run_without_a_checkpoint_accepts_any_new_recipe(folder: Path, ddpforge: Callable[..., Ranks]) -> None:
     Path("fails.py").write_text(FAILS)
-    Path("broken.toml").write_text(RECIPE.replace('use = "digits", split = "test"', 'use = "./fails.py:Fails"'))
+    Path("broken.toml").write_text(RECIPE.replace('use = "digits"', 'use = "./fails.py:Fails"'))
     ddpforge("run", "broken.toml", "--set", "train.seed=1", fails=True)
     assert status()["state"] == "failed"
     mended = ddpforge("run", "tiny.toml")

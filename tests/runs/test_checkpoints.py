@@ -207,7 +207,7 @@ def test_a_folder_without_a_run_has_no_best_and_the_error_lists_its_steps() -> N
         "at most three broken checkpoints are listed"
     )
     (paths[4] / "COMMIT").unlink()
-    with pytest.raises(UsageError, match=r"alone has no checkpoint$") as caught:
+    with pytest.raises(UsageError, match=r"(?m)alone has no checkpoint$") as caught:
         place.choose()
     assert caught.value.hints[0] == "it has checkpoints of step none"
 
