@@ -149,6 +149,11 @@ def sparse_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor.indices(), tensor.values()] if tensor.is_coalesced() else []
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True for the module that `torch.compile(module)` returns, which has the original one inside."""
+    return hasattr(module, "_orig_mod")  # of torch._dynamo.eval_frame.OptimizedModule
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Returns True if a parameter has hooks on its gradient, which FSDP would not copy to its own parameters.
 

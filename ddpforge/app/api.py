@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -65,11 +65,13 @@ def launch(
     The default `nproc` is the number of GPUs, or 1. The processes are new, so `objects` (see `ddpforge.train`) must be
     classes or functions that they can import; the recipe sets their options. For the other arguments see
     `ddpforge.run`. A failed run also returns an outcome: its `exit_code` is not 0 and `status["error"]` is the cause.
+    The processes import the modules of the objects from the same folders as this one.
     Raises ForgeError if the run ended before training; the ranks print the cause on stderr.
     """
     if nproc is not None and nproc < 1:
         raise UsageError(f"nproc={nproc}: expected 1 process or more", hints=["omit it for one process per GPU"])
-    by_reference = GivenObjects.of(objects).references()
+    given = GivenObjects.of(objects)
+    by_reference = given.references()
     with _recipe_file(recipe) as file:
         start = prepare_launch(
             file,
@@ -81,6 +83,9 @@ def launch(
             max_time=max_time,
             profile=profile,
         )
+        if folders := given.import_folders():
+            paths = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+            start = replace(start, variables={**start.variables, "PYTHONPATH": paths})
         before = start.folder.status_version()
         started = start.run()
     if started.unreported and not started.folder.exists():
@@ -412,6 +417,10 @@ class TrainedRun:
         own = self._left_out(model, held) if omits_frozen(reader.metadata.loop) else {}
         if missing := sorted(name for name, kept in wanted.items() if kept not in held and name not in own):
             raise CheckpointError(f"{self.checkpoint} is of another model: it lacks {', '.join(missing[:5])}")
+        if unused := sorted(set(held) - set(wanted.values())):
+            raise CheckpointError(
+                f"{self.checkpoint} is of another model: it has {', '.join(unused[:5])}, which the model lacks"
+            )
         return {name: held[kept].fetch() if kept in held else own[name] for name, kept in wanted.items()}
 
     def _left_out(self, model: nn.Module, held: Collection[str]) -> dict[str, Tensor]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypedDict
+from weakref import WeakKeyDictionary
 
 from ddpforge.components.kinds import KINDS
 from ddpforge.components.registry import OBJECT, Registry
 from ddpforge.errors import UsageError
 from ddpforge.recipe.toml import Table
+from ddpforge.runs.folder import RunFolder
 
 __all__ = ["GivenObjects", "Objects", "name_of"]
 
@@ -98,6 +104,46 @@ class GivenObjects:
         Raises UsageError for an object that another process cannot import.
         """
         return [f"{'.'.join((*path, 'use'))}={_reference(path, *given)}" for path, given in self.given.items()]
+
+    def import_folders(self) -> list[str]:
+        """Returns the folders outside of this Python from which the modules of the objects were imported."""
+        found: dict[str, None] = {}
+        for _, value in self.given.values():
+            root = sys.modules.get(value.__module__.partition(".")[0])
+            file = getattr(root, "__file__", None)
+            if file and not _is_installed(file):
+                folder = Path(file).absolute().parent
+                found[str(folder.parent if hasattr(root, "__path__") else folder)] = None
+        return list(found)
+
+    def sources(self) -> dict[str, bytes]:
+        """Returns the code and the settings of the objects by the name of a file, to compare them at a resume.
+
+        Code of installed packages is not included.
+        """
+        return {
+            f"code/objects/{'.'.join(path)}.txt": _source(value).encode() for path, (_, value) in self.given.items()
+        }
+
+    @contextmanager
+    def training(self, folder: RunFolder, *, fresh: bool) -> Iterator[None]:
+        """Refuses a model that an attempt without a checkpoint has changed: the run would begin with other weights."""
+        from torch import nn
+
+        _, model = self.given.get(("model",), ("", None))
+        if not isinstance(model, nn.Module):
+            yield
+            return
+        status = folder.status()
+        begun = bool(status and status["step"]) and not any(folder.checkpoints.glob("step-*"))
+        if _TRAINED.get(model) == folder.path and begun and not fresh:
+            raise UsageError(
+                f"the model was trained by an earlier call, which ended without a checkpoint in {folder.path}: the run "
+                "would begin with changed weights",
+                hints=["build the model again", "or begin with its current weights: --fresh"],
+            )
+        _TRAINED[model] = folder.path
+        yield
 
     def _add(self, argument: str, kind: str, path: tuple[str, ...], value: Any) -> None:
         _check(argument, kind, value)
@@ -217,6 +263,41 @@ def _returning(value: Any) -> Callable[..., Any]:
     component.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     component.__name__ = type(value).__name__
     return component
+
+
+# ---------------------------------------------------------------------------------------------- code
+_TRAINED: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
+"""Models that this process has begun to train, with the folder of the run."""
+
+
+def _is_installed(file: str) -> bool:
+    """True for a file of Python or of a package that pip has installed."""
+    folders = {"site-packages", "dist-packages"}
+    return bool(folders & {*Path(file).parts}) or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _source(value: Any) -> str:
+    """Returns the code of an object's class or function, and its settings as far as they have a text."""
+    from torch import nn
+
+    owner, lines, own = _class_of(value), [], False
+    with suppress(OSError, TypeError):
+        if own := not _is_installed(inspect.getfile(owner)):
+            lines.append(inspect.getsource(owner))
+    if inspect.isfunction(owner):
+        cells = inspect.getclosurevars(owner).nonlocals
+        lines += [f"{name} = {one!r}" for name, one in cells.items() if isinstance(one, _PLAIN)]
+    if isinstance(value, partial):
+        lines.append(f"{value.args!r} {value.keywords!r}")
+    elif isinstance(value, nn.Module):
+        lines.append(repr(value))
+        settings = {} if own else vars(value)  # of a library's loss
+        lines += [f"{name} = {one!r}" for name, one in settings.items() if isinstance(one, int | float | str)]
+        lines += [f"{name} = {one.tolist()!r}" for name, one in value.named_buffers() if not own and one.numel() < 1000]
+    return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
+
+
+_PLAIN = (bool, int, float, str, tuple, list, dict)
 
 
 # ---------------------------------------------------------------------------------------------- mistakes

@@ -97,8 +97,8 @@ def train(
     given = GivenObjects.of(objects)
     registry = given.registry()
     loaded = load_recipe(recipe, sets=sets, registry=registry, objects=given.tables)
-    with loaded.locating():
-        return _run(loaded, registry, out, fresh, allow_change, max_time, profile)
+    with loaded.locating(), given.training(RunFolder.of(loaded.recipe, out), fresh=fresh):
+        return _run(loaded, registry, out, fresh, allow_change, max_time, profile, given.sources())
 
 
 @process_exit.forbid_sys_exit()
@@ -111,8 +111,9 @@ def _run(
     allow_change: Sequence[str],
     max_time: str | None,
     profile: str | None,
+    sources: Mapping[str, bytes] = {},
 ) -> Outcome:
-    """Trains a loaded recipe, see `run`."""
+    """Trains a loaded recipe, see `run`; `sources` is the code of objects of Python, for the run's folder."""
     export_slurm_env()
     reject_text("allow_change", allow_change)
     seconds_of(max_time)  # raises UsageError
@@ -137,6 +138,7 @@ def _run(
         build = partial(build_alike, chosen, world, peers, problems, samples=is_new)
         built = build() if is_new else None  # before the folder: a new run that cannot be built leaves none
         taken = snapshot(chosen.loaded)
+        taken["local_files"].update(sources)
         opened = on_rank_zero(
             world.global_ranks, lambda: open_folder(folder, taken, claims, fresh=fresh, allow_change=allow_change)
         )

@@ -39,6 +39,7 @@ CHECKS: dict[type | str, Sequence[Check]] = {
         ("checkpoint.init_from", "static.check_initial_weights"),
     ),
     "model": (
+        ("", "model.check_compiled"),
         ("", "model.check_uninitialised"),
         ("", "model.check_max_norm"),
         ("", "model.check_forms"),

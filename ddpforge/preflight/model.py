@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddpforge import compat
 from ddpforge.checkpoint.untrusted import DTYPES
 from ddpforge.errors import UsageError
 from ddpforge.training.memory_format import extent, is_dense, repeats
 
-__all__ = ["check_forms", "check_max_norm", "check_overlap", "check_savable", "check_uninitialised"]
+__all__ = ["check_compiled", "check_forms", "check_max_norm", "check_overlap", "check_savable", "check_uninitialised"]
 
 _Named = tuple[str, Tensor]
 
@@ -28,6 +29,20 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _called(name: str) -> str:
     return f"`{name}`" if name else "the model"
+
+
+def check_compiled(model: nn.Module) -> None:
+    """Raises UsageError for a module that `torch.compile` returned: it changes the names of weights in checkpoints."""
+    for owner, module in model.named_modules():
+        if compat.is_compiled(module):
+            name = f"`{owner}`" if owner else "the model"
+            raise UsageError(
+                f"{name} is the result of torch.compile, under which weights have other names in checkpoints",
+                hints=[
+                    'use the bare module, and set train.compile = "default"',
+                    "or compile it in place, which keeps the names: module.compile()",
+                ],
+            )
 
 
 def check_uninitialised(model: nn.Module) -> None:

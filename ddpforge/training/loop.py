@@ -120,7 +120,7 @@ class Trainer:
         )
         self._recipe = recipe
         self._shows = shows or MediaLogger(tracker, is_rank_zero=world.is_rank_zero)
-        self._unsaved = unsaved  # None after its checks
+        self._unsaved, self._looks = unsaved, unsaved is not None  # whether its first two steps are not complete
         self._shown_gradient: int | None = None  # the last step whose gradient callbacks received
         self._ending = {method: may_end(callbacks, method) for method in ("on_step", "on_eval")}
         self._reads_gradients = reads_gradients(callbacks)
@@ -369,8 +369,8 @@ class Trainer:
                 raise PluginError(
                     f"{kind} promises that callbacks can read gradients, but its step did not call `on_gradient`"
                 )
-            if self._unsaved and not self._unsaved.look():
-                self._unsaved = None
+            if self._looks:
+                self._looks = self._unsaved is not None and self._unsaved.look()
         self.progress.step = step
         for first in self._drawn:
             self._read.note(first)
@@ -586,6 +586,8 @@ class Trainer:
             return
         self.rows.stopwatch.pause()
         self.saving.wait_for_pending()
+        if self._unsaved:
+            self._unsaved.compare()
         self.progress.seconds = time.monotonic() - self._began
         self.saving.save(self.progress, self._metrics_of(self.progress.step), last=last)
         self.rows.stopwatch.resume()

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +135,9 @@ def _reject_hidden(model: nn.Module) -> None:
 
 # ---------------------------------------------------------------------------------------------- lost by a resume
 class Unsaved:
-    """Search for values that training changes and no checkpoint holds; compares them after a process's first two steps.
+    """Search for values that training changes and no checkpoint holds.
+
+    It compares them after a process's first step with those after the second one, and at every save.
 
     It compares tensors, numbers, collections and generators in attributes of the task, and of modules that do not
     belong to a library; and the non-persistent buffers of all modules. Values that the first step creates (a cache) do
@@ -153,21 +155,33 @@ class Unsaved:
     ) -> None:
         self._task, self._model, self._beside, self._state = task, model, beside, state
         self._is_rank_zero = is_rank_zero
-        self._before: dict[str, _Value] | None = None  # after the first step
+        self._before: dict[str, Any] = {}  # after the first step
+        self._begun = False
 
     def look(self) -> bool:
-        """Compares the values after a step, on every rank; returns True until the search is complete.
+        """Compares the values after a step, on every rank; returns True until the second step.
 
         Raises UsageError for weights that have a gradient and no optimizer.
         """
-        if self._before is None:
+        if not self._begun:
+            self._begun = True
             check_no_parameters(self._task, self._model, self._beside.values())
             _reject_hidden(self._model)
             self._before = dict(islice(self._values(), _MOST))
             return True
-        before, kept = self._before, self._state.state() if self._state else {}
+        self.compare()
+        return False
+
+    def compare(self) -> None:
+        """Logs a warning for values that differ from those after the first step, once for each. Collective."""
+        if not self._begun:  # before the first step
+            return
+        before = self._before
+        kept = self._state.state() if self._state else {}
         found = islice(self._values(), _MOST)
-        changed = [name for name, value in found if name in before and not before[name].equals(value)]
+        changed = [name for name, value in found if name in before and before[name] != value]
+        for name in changed:
+            del before[name]
         if lost := [name for name in changed if not self._is_kept(name, kept)]:
             few = ", ".join(f"`{name}`" for name in lost[:8]) + (" …" if len(lost) > 8 else "")
             log.log(
@@ -176,10 +190,8 @@ class Unsaved:
                 "return it from the task's `state()`, or make it a persistent buffer of the model",
                 few,
             )
-        self._before = None
-        return False
 
-    def _values(self) -> Iterator[tuple[str, _Value]]:
+    def _values(self) -> Iterator[tuple[str, Any]]:
         """Yields the values by name: "task.mean", "model.blocks.0.calls"."""
         placed = [one.module for one in self._beside.values()]
         seen = {id(module) for root in (self._model, *placed) for module in root.modules()}
@@ -190,11 +202,11 @@ class Unsaved:
                 name = f"{root}.{owner}".rstrip(".")
                 for key, buffer in each.named_buffers(recurse=False, remove_duplicate=False):
                     if id(buffer) not in kept:
-                        yield f"{name}.{key}", _Value.of(buffer)
+                        yield f"{name}.{key}", _mark(buffer)
                 for path, value in _plain(name, each, seen):
-                    yield path, _Value.of(value)
+                    yield path, _mark(value)
         for name, value in _inside(self._task, "task", seen):
-            yield name, _Value.of(value)
+            yield name, _mark(value)
 
     def _is_kept(self, name: str, kept: Mapping[str, Any]) -> bool:
         """True if the task's state has the value: under a part of its name, or as an equal value."""
@@ -204,27 +216,16 @@ class Unsaved:
         return any(part in kept for part in name.split(".")) or any(_same(now, value) for value in kept.values())
 
 
-class _Value(NamedTuple):
-    """Value at one moment: a copy of it or, for a large tensor, its identity and its version counter."""
-
-    key: Any
-    copy: Any
-
-    @classmethod
-    def of(cls, value: Any) -> _Value:
-        if not isinstance(value, Tensor | np.ndarray):
-            return cls(value, None)
-        form = (str(value.dtype), tuple(value.shape))
-        if isinstance(value, np.ndarray):
-            return cls(form, value.copy()) if value.size <= _SMALL else cls((*form, id(value)), None)
-        if value.numel() <= _SMALL and not value.is_meta:
-            return cls(form, value.detach().clone())
-        return cls((*form, id(value), compat.version(value)), None)
-
-    def equals(self, other: _Value) -> bool:
-        if self.key != other.key:
-            return bool(self.key != self.key and other.key != other.key)  # both NaN
-        return _same(self.copy, other.copy)
+def _mark(value: Any) -> Any:
+    """Returns a mark that changes with the value: a digest or, for a large tensor, its identity and version counter."""
+    if not isinstance(value, Tensor | np.ndarray):
+        return "NaN" if value != value else value
+    form = (str(value.dtype), tuple(value.shape))
+    if isinstance(value, np.ndarray):
+        return (*form, digest(value) if value.size <= _SMALL else id(value))
+    if value.numel() <= _SMALL and not value.is_meta:
+        return (*form, digest(value))
+    return (*form, id(value), compat.version(value))
 
 
 def _same(one: Any, other: Any) -> bool:

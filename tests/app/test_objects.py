@@ -1,6 +1,7 @@
 """ddpforge.train: components as objects of Python, recipes as dicts; how such a run is resumed, loaded, evaluated."""
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ddpforge
 from ddpforge.app.objects import GivenObjects
 from ddpforge.errors import ForgeError, RecipeError, UsageError
-from ddpforge.interfaces import Callback, Task
+from ddpforge.interfaces import Callback, StepInfo, Task
 
 INPUTS = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(INPUTS, INPUTS[:, :3].argmax(1))
@@ -338,3 +339,109 @@ def test_other_objects_than_those_of_the_run_are_refused(call: Callable[[], Any]
 def test_names_of_objects_do_not_depend_on_the_others() -> None:
     both = GivenObjects.of({"train_data": DATA, "eval_data": DATA}).tables
     assert both["data"]["eval"] == GivenObjects.of({"eval_data": DATA}).tables["data"]["eval"]
+
+
+# ---------------------------------------------------------------------------------------------- doors that are strict
+class Wide(Net):
+    """Net with another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns logits."""
+        return super().forward(inputs) + self.extra(inputs)
+
+
+def test_weights_of_a_checkpoint_that_the_class_lacks_are_refused_by_load() -> None:
+    ddpforge.train(RECIPE, model=Wide(), train_data=DATA)
+    edited = type("Wide", (Net,), {"__module__": Wide.__module__, "__qualname__": Wide.__qualname__})
+    with pytest.raises(ForgeError, match=r"it has extra\.bias, extra\.weight, which the model lacks"):
+        ddpforge.load("runs/mine", model=edited).model()
+    assert sorted(ddpforge.load("runs/mine", model=Wide).model().state_dict())[0] == "extra.bias"
+
+
+@pytest.mark.parametrize("part", ["model", "layer"])
+def test_a_compiled_module_is_refused_because_its_weights_have_other_names(part: str) -> None:
+    model = Net()
+    if part == "layer":
+        model.layers[0] = torch.compile(model.layers[0], backend="eager")  # type: ignore[assignment]
+    given = model if part == "layer" else torch.compile(model, backend="eager")
+    with pytest.raises(RecipeError, match=r"(the model|`layers.0`) is the result of torch.compile"):
+        ddpforge.train(RECIPE, model=given, train_data=DATA)
+
+
+def test_a_module_that_is_compiled_in_place_keeps_the_names_of_its_weights() -> None:
+    model = Net()
+    model.layers[0].compile(backend="eager")
+    ddpforge.train(RECIPE, model=model, train_data=DATA)
+    assert sorted(ddpforge.load("runs/mine", model=Net).model().state_dict()) == sorted(Net().state_dict())
+
+
+class Interrupts(Callback):
+    """Ends a run after its second step."""
+
+    def on_step(self, info: StepInfo) -> None:
+        """Raises KeyboardInterrupt."""
+        if info.step == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_model_that_an_interrupted_call_has_changed_is_refused() -> None:
+    model = Net()
+    with pytest.raises(KeyboardInterrupt):
+        ddpforge.train(RECIPE, model=model, train_data=DATA, callbacks=[Interrupts()])
+    with pytest.raises(UsageError, match="the run would begin with changed weights"):
+        ddpforge.train(RECIPE, model=model, train_data=DATA)
+    ddpforge.train(RECIPE, model=Net(), train_data=DATA)
+    ddpforge.train(RECIPE, model=model, train_data=DATA, fresh=True)
+
+
+def test_a_changed_class_or_loss_is_named_when_a_run_resumes(capfd: pytest.CaptureFixture[str]) -> None:
+    def constant(step: int) -> float:
+        return factor
+
+    factor, plain = 1.0, nn.CrossEntropyLoss()
+    data: dict[str, Any] = {"model": Net(), "train_data": DATA, "schedule": constant}
+    recipe = {key: value for key, value in RECIPE.items() if key != "task"}
+    ddpforge.train(recipe, task=plain, **data)
+    ddpforge.train(recipe, sets=["train.length=3ep"], task=plain, **data)
+    assert "the code in" not in capfd.readouterr().err
+    factor = 0.5
+    ddpforge.train(recipe, sets=["train.length=4ep"], task=plain, **data)
+    assert capfd.readouterr().err.count("changed since the last attempt: the code in schedule.txt") == 1
+    with pytest.raises(UsageError, match=r"is finished, with another recipe:\n  the code in model.txt"):
+        ddpforge.train(recipe, sets=["train.length=4ep"], task=plain, **data | {"model": Wider()})
+
+
+class Wider(Net):
+    """Net with another layer in its text, and the same name in the recipe."""
+
+
+Wider.__qualname__ = "Net"
+
+
+def test_settings_of_a_loss_belong_to_its_code() -> None:
+    texts = {
+        smoothing: GivenObjects.of({"task": nn.CrossEntropyLoss(label_smoothing=smoothing)}).sources()
+        for smoothing in (0.0, 0.25)
+    }
+    assert list(texts[0.0]) == ["code/objects/task.txt"]
+    assert texts[0.0] != texts[0.25]
+    assert texts[0.0] == GivenObjects.of({"task": nn.CrossEntropyLoss()}).sources()
+
+
+def test_ranks_import_a_given_class_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `python ../a/train.py` trained the class of a file with the same name in the current folder."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, width in ((here, 3), (there, 5)):
+        folder.mkdir()
+        text = f"from torch import nn\nclass Net(nn.Linear):\n    width = {width}\n"
+        (folder / "some_parts.py").write_text(text)
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(str(there))
+    given = GivenObjects.of({"model": importlib.import_module("some_parts").Net})
+    assert given.references() == ['model.use="some_parts:Net"']
+    assert given.import_folders() == [str(there)]
+    monkeypatch.delitem(sys.modules, "some_parts")

@@ -208,6 +208,22 @@ def test_unsaved_state_that_training_changes_is_logged(
     assert len(caplog.messages) == bool(named)
 
 
+def test_unsaved_state_that_changes_after_the_second_step_is_logged_once_at_a_save(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = Net(lambda net: setattr(net, "calls", net.calls + (net.steps > 2)))
+    net.steps = 0
+    unsaved = Unsaved(Plainly({}), net, {}, None, is_rank_zero=True)
+    for net.steps in (1, 2):
+        net(torch.ones(2)).sum().backward()
+        unsaved.look()
+    assert "`model.calls`" not in caplog.text
+    for net.steps in (3, 4):
+        net(torch.ones(2))
+        unsaved.compare()
+    assert caplog.text.count("`model.calls`") == 1
+
+
 def test_saved_state_of_a_task_is_not_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "one", 3, 'use = "single"', 1)
     assert "no checkpoint holds" not in capfd.readouterr().err
