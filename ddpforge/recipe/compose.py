@@ -17,7 +17,7 @@ from ddpforge.recipe.bundled import bundled, require_file
 from ddpforge.recipe.layers import Layers, inside, paths
 from ddpforge.recipe.report import KeyPath, did_you_mean, dotted, kind_of, printable
 from ddpforge.recipe.schema import VERSION
-from ddpforge.recipe.toml import Origin, Source, Table, parse, read
+from ddpforge.recipe.toml import Origin, Source, Table, parse, read, toml_value
 from ddpforge.recipe.upgrade import RESOLVED, is_old, upgraded_or_same
 
 _TOML_FOR_SURE = re.compile(r"[\"'\[{]|[-+]?\d+$")  # a --set value that cannot be a bare word
@@ -233,6 +233,6 @@ def _bare_word(key: str, value: str) -> Table | None:
     if _TOML_FOR_SURE.match(value):
         return None
     try:
-        return tomllib.loads(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+        return tomllib.loads(f"{key} = {toml_value(value)}")
     except ValueError:  # the key is wrong
         return None

@@ -311,3 +311,19 @@ def _syntax_hints(line: str, error: str) -> Iterator[str]:
         yield "a string must end on the same line: is its closing quote missing?"
     elif "end of document" in error or "Unclosed" in error:
         yield "is a closing bracket or quote missing?"
+
+
+def toml_value(value: object) -> str:
+    """Returns a number, a boolean, a text, or a list or mapping of them, as TOML on one line."""
+    import tomlkit
+    from tomlkit.items import InlineTable, Item
+
+    def item(one: object) -> Item:
+        if not isinstance(one, dict):
+            return tomlkit.item(one)
+        table: InlineTable = tomlkit.inline_table()
+        for key, inner in one.items():
+            table[key] = item(inner)
+        return table
+
+    return item(value).as_string()

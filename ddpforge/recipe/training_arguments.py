@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddpforge.errors import UsageError
+from ddpforge.recipe.report import printable
+from ddpforge.recipe.toml import toml_value
 
 __all__ = ["read_arguments", "recipe_of"]
 
@@ -85,7 +88,7 @@ def recipe_of(arguments: Mapping[str, Any], *, devices: int) -> str:
     per_device, accumulation = a.number("per_device_train_batch_size", 8), a.number("gradient_accumulation_steps", 1)
     lines = [
         "recipe = 2",
-        f"name = {_text(a.get('run_name') or Path(str(a.get('output_dir') or 'run')).name or 'run')}",
+        f"name = {toml_value(str(a.get('run_name') or Path(str(a.get('output_dir') or 'run')).name or 'run'))}",
         "",
         '# Complete these three tables; a subclass of Trainer is a task, too: use = "./train.py:MyTrainer".',
         "[model]",
@@ -139,28 +142,36 @@ class _Arguments:
             raise UsageError(f"`{name}` must be a whole number of 1 or more, not {found!r}")
         return found
 
+    def real(self, name: str, default: float) -> float:
+        """Returns a number; raises UsageError for anything else."""
+        found = self.get(name, default)
+        if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found):
+            raise UsageError(f"`{name}` must be a number, not {found!r}")
+        return found
 
-def _text(value: object) -> str:
-    return json.dumps(str(value), ensure_ascii=False)
+
+def _comment(value: object) -> str:
+    """Returns a value as the text of a comment, on one line."""
+    return printable(str(value))
 
 
 def _smoothing(a: _Arguments) -> str:
-    factor = a.get("label_smoothing_factor", 0.0)
-    return f"\nlabel_smoothing = {factor}" if factor else ""
+    factor = a.real("label_smoothing_factor", 0.0)
+    return f"\nlabel_smoothing = {toml_value(factor)}" if factor else ""
 
 
 def _optimizer(a: _Arguments) -> Iterator[str]:
     name = str(a.get("optim", "adamw_torch"))
     use = _OPTIMIZERS.get(name)
-    betas = [a.get("adam_beta1", 0.9), a.get("adam_beta2", 0.999)]
-    eps, decay = a.get("adam_epsilon", 1e-8), a.get("weight_decay", 0.0)
+    betas = [a.real("adam_beta1", 0.9), a.real("adam_beta2", 0.999)]
+    eps, decay = a.real("adam_epsilon", 1e-8), a.real("weight_decay", 0.0)
     yield "[optimizer]"
-    yield f'use = "{use}"' if use else f'use = "adamw"  # instead of {name}, which ddpforge does not have'
-    yield f"lr = {a.get('learning_rate', 5e-5)}"
+    yield f'use = "{use}"' if use else f'use = "adamw"  # instead of {_comment(name)}, which ddpforge does not have'
+    yield f"lr = {toml_value(a.real('learning_rate', 5e-5))}"
     if use in (None, "adamw"):
-        yield f"betas = {betas}"
-        yield f"eps = {eps}"
-    yield f"weight_decay = {decay}"
+        yield f"betas = {toml_value(betas)}"
+        yield f"eps = {toml_value(eps)}"
+    yield f"weight_decay = {toml_value(decay)}"
     if decay:
         yield 'no_decay = ["bias", "norm"]'
 
@@ -173,8 +184,8 @@ def _schedule(a: _Arguments) -> Iterator[str]:
         yield f"use = {use}" + ("  # falls to 0, in transformers to 1e-7" if kind == "polynomial" else "")
         yield from (f"{one}  # as in lr_scheduler_kwargs" for one in rest)
     else:
-        yield f'use = "constant"  # instead of {kind}: `ddpforge plugins list` has all schedules'
-    steps, ratio = a.get("warmup_steps", 0), a.get("warmup_ratio", 0.0)
+        yield f'use = "constant"  # instead of {_comment(kind)}: `ddpforge plugins list` has all schedules'
+    steps, ratio = a.real("warmup_steps", 0), a.real("warmup_ratio", 0.0)
     if 0 < steps < 1:
         steps, ratio = 0, steps  # transformers 5: below 1 it is a share of the run
     note = "" if kind in _EXACT else "  # its first step has the rate lr / warmup, in transformers 0"
@@ -185,13 +196,13 @@ def _schedule(a: _Arguments) -> Iterator[str]:
 
 
 def _length(a: _Arguments) -> str:
-    steps, epochs = a.get("max_steps", -1), a.get("num_train_epochs", 3.0)
-    return f'"{steps}st"' if steps > 0 else f'"{epochs:g}ep"'
+    steps, epochs = a.real("max_steps", -1), a.real("num_train_epochs", 3.0)
+    return f'"{int(steps)}st"' if steps > 0 else f'"{epochs:g}ep"'
 
 
 def _train(a: _Arguments) -> Iterator[str]:
-    if norm := a.get("max_grad_norm", 1.0):
-        yield f"clip_norm = {norm}"
+    if norm := a.real("max_grad_norm", 1.0):
+        yield f"clip_norm = {toml_value(norm)}"
     precision = "bf16" if a.get("bf16", False) else "fp16" if a.get("fp16", False) else "fp32"
     yield f'precision = "{precision}"'
     if a.get("tf32"):
@@ -201,23 +212,24 @@ def _train(a: _Arguments) -> Iterator[str]:
         yield "activation_checkpointing = true"
     mode = a.get("torch_compile_mode")
     if a.get("torch_compile", False):
-        yield f'compile = "{mode or "default"}"'
-    evaluation, every = a.get("eval_strategy", "no"), a.get("eval_steps")
+        yield f"compile = {toml_value(str(mode or 'default'))}"
+    evaluation = a.get("eval_strategy", "no")
+    a.get("eval_steps")
     if evaluation == "steps":
-        yield f'eval_every = "{_every(every or a.get("logging_steps", 500))}"  # needs [data.eval]'
+        yield f'eval_every = "{_every(a.real("eval_steps", a.real("logging_steps", 500)))}"  # needs [data.eval]'
     elif evaluation == "epoch":
         yield 'eval_every = "1ep"  # needs [data.eval]'
-    if (batch := a.get("per_device_eval_batch_size", 8)) != a.get("per_device_train_batch_size", 8):
+    if (batch := a.number("per_device_eval_batch_size", 8)) != a.get("per_device_train_batch_size", 8):
         yield f"eval_batch = {batch}"
     if a.get("dataloader_drop_last", False):
         yield "drop_last = true"
     if a.get("full_determinism", False):
         yield "deterministic = true"
-    yield f"seed = {a.get('seed', 42)}"
+    yield f"seed = {int(a.real('seed', 42))}"
     if a.get("use_cpu", False):
         yield 'device = "cpu"'
-    if (timeout := a.get("ddp_timeout", 1800)) != 1800:
-        yield f'collective_timeout = "{timeout}s"'
+    if (timeout := a.real("ddp_timeout", 1800)) != 1800:
+        yield f'collective_timeout = "{timeout:g}s"'
 
 
 def _every(number: float) -> str:
@@ -234,38 +246,38 @@ def _strategy(a: _Arguments) -> Iterator[str]:
 
 
 def _checkpoint(a: _Arguments) -> Iterator[str]:
-    when, steps = a.get("save_strategy", "steps"), a.get("save_steps", 500)
+    when, steps = a.get("save_strategy", "steps"), a.real("save_steps", 500)
     if when == "steps":
         yield f'every = "{_every(steps)}"'
     elif when == "no":
         yield '# Training ends with a checkpoint, also with save_strategy = "no".'
-    keep = [f"last = {limit}"] if (limit := a.get("save_total_limit")) else []
+    keep = [f"last = {limit}"] if a.get("save_total_limit") and (limit := a.number("save_total_limit", 1)) else []
     if a.get("load_best_model_at_end", False):
         metric = str(a.get("metric_for_best_model", "loss")).removeprefix("eval_")
         greater = a.get("greater_is_better")
-        keep += ["best = 1", f'monitor = "eval/{metric}"']
+        keep += ["best = 1", f"monitor = {toml_value(f'eval/{metric}')}"]
         keep += [f'mode = "{"max" if greater else "min"}"'] if greater is not None else []
     if keep:
         yield f"keep = {{ {', '.join(keep)} }}"
 
 
 def _track(a: _Arguments) -> Iterator[str]:
-    when, steps = a.get("logging_strategy", "steps"), a.get("logging_steps", 500)
+    when, steps = a.get("logging_strategy", "steps"), a.real("logging_steps", 500)
     yield 'every = "1ep"' if when == "epoch" else f'every = "{_every(steps)}"'
     reports = a.get("report_to", [])
-    for name in [reports] if isinstance(reports, str) else reports:
+    for name in reports if isinstance(reports, list) else [reports]:
         if name in ("wandb", "tensorboard", "mlflow"):
             yield (
-                f"{name} = {{ project = {_text(a.get('project', 'huggingface'))} }}"
+                f"{name} = {{ project = {toml_value(str(a.get('project', 'huggingface')))} }}"
                 if name == "wandb"
                 else f"{name} = {{}}"
             )
         elif name not in ("none", "all"):
-            yield f"# report_to: there is no tracker for {name}"
+            yield f"# report_to: there is no tracker for {_comment(name)}"
 
 
 def _not_read(a: _Arguments) -> Iterator[str]:
     """Yields a comment for each argument that changes the training, is set, and has no key."""
     for name, (neutral, way) in _ELSEWHERE.items():
         if name in a.values and a.values[name] not in neutral:
-            yield f"#   {name} = {json.dumps(a.values[name])}: {way}"
+            yield f"#   {name} = {_comment(json.dumps(a.values[name]))}: {way}"

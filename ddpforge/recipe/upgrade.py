@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -18,7 +17,7 @@ from ddpforge.recipe.layers import NAMED_SLOTS, find
 from ddpforge.recipe.renamed import Names, earlier_defaults
 from ddpforge.recipe.report import KeyPath, dotted, shown
 from ddpforge.recipe.schema import VERSION, Recipe
-from ddpforge.recipe.toml import Source, Table, Value, loads, parse, read
+from ddpforge.recipe.toml import Source, Table, Value, loads, parse, read, toml_value
 
 __all__ = [
     "RESOLVED",
@@ -202,7 +201,7 @@ class _Upgrade:
             return
         start, end = self.source.value(path)
         written = self.source.text[start:end]
-        self._edits[start, end] = _like(written, new) if isinstance(new, str) else json.dumps(new)
+        self._edits[start, end] = _like(written, new) if isinstance(new, str) else toml_value(new)
         names = dotted(path), dotted(self._names.path(path))
         self._changes = [change for change in self._changes if (change.old, change.new) != names]
         self._note(start, f"{dotted(path)} = {shown(old)}", f"{dotted(self._names.path(path))} = {shown(new)}")
@@ -230,8 +229,8 @@ class _Upgrade:
             for option, before in earlier_defaults().get(use.rpartition(":")[2], {}).items():
                 if find(self.tables, (*path[:-1], option)) is None:
                     name = dotted((*path[:-1], option))
-                    self._insert(start, f"{option} = {json.dumps(before)}")
-                    self._note(start, f"{name}, which is absent", f"{name} = {json.dumps(before)}")
+                    self._insert(start, f"{option} = {toml_value(before)}")
+                    self._note(start, f"{name}, which is absent", f"{name} = {toml_value(before)}")
 
     def _insert(self, start: int, text: str) -> None:
         """Inserts a key with its value before the key at `start`, into the same table."""

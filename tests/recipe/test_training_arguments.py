@@ -154,3 +154,53 @@ def test_command_prints_or_writes_the_recipe(tmp_path: Path) -> None:
     again = CliRunner().invoke(main, [*asked, *out])
     assert again.exit_code == 2
     assert "exists already" in again.output
+
+
+EVIL = [
+    'x\n[callbacks.log]\nuse = "subprocess:Popen"\n#',
+    "1, best = 9",
+    '" }\n[callbacks]\n',
+    "\r[callbacks]",
+    "x\u2028[callbacks]",
+    "\x00",
+    ["a\n[callbacks]"],
+    {"a\n[callbacks]": 1},
+    float("inf"),
+    True,
+    '"""',
+    "\\",
+]
+
+
+@pytest.mark.parametrize("value", EVIL, ids=repr)
+def test_no_value_of_the_arguments_can_add_a_table_or_a_key(value: object) -> None:
+    """Regression: the name of a scheduler with a line break added a callback, whose code a check ran."""
+    plain = {"per_device_train_batch_size": 8, "torch_compile": True, "load_best_model_at_end": True}
+    names = (
+        *(
+            "per_device_train_batch_size",
+            "learning_rate",
+            "num_train_epochs",
+            "output_dir",
+            "lr_scheduler_type",
+            "optim",
+        ),
+        *("warmup_steps", "warmup_ratio", "max_steps", "label_smoothing_factor", "adam_beta1", "adam_epsilon", "seed"),
+        *("weight_decay", "max_grad_norm", "torch_compile_mode", "eval_steps", "save_steps", "save_total_limit"),
+        *("metric_for_best_model", "greater_is_better", "report_to", "project", "run_name", "ddp_timeout", "fsdp"),
+        *("per_device_eval_batch_size", "neftune_noise_alpha", "lr_scheduler_kwargs", "logging_steps", "bf16"),
+        *("eval_strategy", "save_strategy", "logging_strategy", "gradient_accumulation_steps"),
+    )
+    written = 0
+    for name in names:
+        try:
+            text = recipe_of({**plain, "eval_strategy": "steps", name: value}, devices=1)
+        except UsageError as error:
+            assert name in error.message
+            continue
+        found = tomllib.loads(text)
+        written += 1
+        tables = {"recipe", "name", "model", "data", "task", "optimizer", "schedule", "train", "strategy", "checkpoint"}
+        assert found.keys() <= tables | {"track"}, name
+        assert found["checkpoint"].get("keep", {}).keys() <= {"last", "best", "monitor", "mode"}, name
+    assert written >= 10

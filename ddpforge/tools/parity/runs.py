@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from ddpforge.launchers import process
 from ddpforge.launchers.torchrun import NO_GPUS, torchrun_command
 from ddpforge.preflight import Problems
 from ddpforge.recipe import Diagnostic, LoadedRecipe, load_recipe
+from ddpforge.recipe.toml import toml_value
 from ddpforge.runs.folder import RunFolder, snapshot
 from ddpforge.runs.metrics import read_metrics
 from ddpforge.tools.parity.compare import TOLERANCES, Point, Quantity, Record, Tolerances, compare, first_drift
@@ -279,14 +279,14 @@ def _overrides(loaded: LoadedRecipe, name: str, steps: int) -> list[str]:
     """Returns the settings of a run in the comparison; none of them changes the computation of a step."""
     key = f"callbacks.{_PROBE}"
     return [
-        f"name={json.dumps(name)}",
+        f"name={toml_value(name)}",
         "track.every=1st",
-        *(f"track.{json.dumps(tracker)}.use=ddpforge.interfaces:Tracker" for tracker in loaded.recipe.track.trackers),
+        *(f"track.{toml_value(tracker)}.use=ddpforge.interfaces:Tracker" for tracker in loaded.recipe.track.trackers),
         *([f"train.eval_every={steps}st"] if loaded.recipe.data.eval else []),
         "checkpoint.at_start=true",
         f"checkpoint.every={steps}st",
         "checkpoint.keep.last=2",
         f"{key}.use=ddpforge.tools.parity.probe:Probe",
         f"{key}.steps={steps}",
-        f"{key}.inherit={json.dumps(loaded.recipe.checkpoint.init_from is not None)}",
+        f"{key}.inherit={toml_value(loaded.recipe.checkpoint.init_from is not None)}",
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ddpforge.errors import Diagnostic, PluginError, RecipeError, SourceSpan
-from ddpforge.recipe.toml import Source
+from ddpforge.recipe.toml import Source, toml_value
 
 if TYPE_CHECKING:
     from ddpforge.components.registry import Registry
@@ -35,7 +34,7 @@ class Spec:
     @property
     def sets(self) -> list[str]:
         """Returns the `--set` arguments for this strategy. If the recipe already uses it, its other options stay."""
-        use = f"strategy.use={json.dumps(self.use, ensure_ascii=False)}"
+        use = f"strategy.use={toml_value(self.use)}"
         return [use, *(f"strategy.{option}" for option in self.options)]
 
     def problem(self, message: str, hints: Iterable[str] = ()) -> Diagnostic:

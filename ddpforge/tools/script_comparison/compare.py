@@ -23,6 +23,7 @@ from ddpforge.errors import StoppedBeforeStart, UsageError
 from ddpforge.ranks import process_exit
 from ddpforge.ranks.backend_flags import restored_backend_flags
 from ddpforge.recipe import load_recipe
+from ddpforge.recipe.toml import toml_value
 from ddpforge.tools.script_comparison.record import (
     INITIAL,
     INPUTS,
@@ -246,10 +247,10 @@ def _overrides(recipe: str | Path, sets: Sequence[str], indices: Path, inputs: P
     loaded = load_recipe(recipe, sets=sets).recipe
     kept = f"{__package__}.replay:RecordedInputs"
     return [
-        *([f"data.train={{use='{kept}',file={json.dumps(str(inputs))}}}"] if inputs else []),
+        *([f"data.train={{use='{kept}',file={toml_value(str(inputs))}}}"] if inputs else []),
         *(["~data.sampler"] if loaded.data.sampler else []),
         "data.sampler.use=ddpforge.tools.script_comparison.replay:Replay",
-        f"data.sampler.indices={json.dumps(str(indices))}",
+        f"data.sampler.indices={toml_value(str(indices))}",
         "track.every=1st",
         *(["~checkpoint.init_from"] if loaded.checkpoint.init_from else []),
     ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ddpforge.errors import SetupError, UsageError, pip_install
+from ddpforge.recipe.toml import toml_value
 from ddpforge.runs.folder import RunFolder
 from ddpforge.runs.summary import summarize
 from ddpforge.tools.sweeps.pruning import PRUNED, STUDY, OptunaPruning, opened_trial, quiet, storage
@@ -97,8 +97,8 @@ class Search:
     def _pruning(self, number: int) -> tuple[str, ...]:
         if not self._prunes:
             return ()
-        journal = json.dumps(str((self._folder / _JOURNAL).absolute()))  # a string in JSON is one in TOML
-        options = f"journal = {journal}, trial = {number}, metric = {json.dumps(self._metric)}"
+        journal = toml_value(str((self._folder / _JOURNAL).absolute()))
+        options = f"journal = {journal}, trial = {number}, metric = {toml_value(self._metric)}"
         return (f"callbacks.pruning={{ use = '{_CALLBACK}', {options} }}",)
 
 
