@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from ddpforge.builtin.datasets.files import InBatches
+from ddpforge.builtin.datasets.files import ClassNames, InBatches, unknown_class
 from ddpforge.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -225,9 +225,13 @@ class TextClasses(InBatches):
     folder; it is split for evaluation as for `text`. A batch is (tokens [B, T], classes [B]), both int64. An incomplete
     last block of a text is not used.
 
+    `class_names` are the names of the files, without their ending, and folders. If other data has texts with some of
+    these names, their classes have the numbers of the names; texts with other names only are numbered by their order.
+
     Raises:
         SetupError: A file or folder does not exist.
         ValueError: A text is too short for a sample, or there is only one text.
+        UsageError: Only some of the texts are in `class_names`.
     """
 
     random = False
@@ -245,6 +249,7 @@ class TextClasses(InBatches):
             float, Field(gt=0, lt=1, description="Fraction of the files, or of a single file, for evaluation.")
         ] = 0.2,
         suffixes: _Suffixes = (),
+        class_names: ClassNames = None,
     ) -> None:
         import torch
 
@@ -257,9 +262,24 @@ class TextClasses(InBatches):
         blocks = [
             self._blocks(path, _part([_bytes(file) for file in files], split, eval_fraction)) for path, files in found
         ]
-        self.classes = len(blocks)
+        own = [path.stem if path.is_file() else path.resolve().name for path, _ in found]
+        numbers = self._numbered(
+            [name if own.count(name) == 1 else str(path) for name, (path, _) in zip(own, found, strict=True)],
+            class_names,
+        )
         self._tokens = torch.cat(blocks)
-        self._classes = torch.cat([torch.full((len(each),), number) for number, each in enumerate(blocks)])
+        self._classes = torch.cat([torch.full((len(each),), n) for n, each in zip(numbers, blocks, strict=True)])
+
+    def _numbered(self, own: Sequence[str], class_names: Sequence[str] | None) -> list[int]:
+        """Sets the names of the classes; returns the class of each text."""
+        self.class_names = list(class_names or own)
+        self.classes = len(self.class_names)
+        known = [name for name in own if name in self.class_names]
+        if not known and len(own) == self.classes:
+            return list(range(len(own)))  # "train/a.txt" and "eval/b.txt" are one class by their places in the list
+        if unknown := [name for name in own if name not in known]:
+            raise UsageError(f"paths: {unknown[0]}: {unknown_class(unknown[0], self.class_names)}", key="paths")
+        return [self.class_names.index(name) for name in own]
 
     def _blocks(self, path: Path, pieces: _Pieces) -> Tensor:
         import numpy as np

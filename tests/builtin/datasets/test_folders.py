@@ -98,7 +98,11 @@ def test_csv_target_of_text_is_a_class(tmp_path: Path) -> None:
         (CSV, {"target": "price"}, r"a\.csv:2: 'flat' in column 'kind' is not a number"),
         (CSV, {"target": "kind", "inputs": ["area"], "target_kind": "number"}, "'flat' in column 'kind'"),
         ("a,a,y\n1,2,3\n", {"target": "y"}, r"a\.csv:1 has several columns 'a'"),
-        (CSV + "1,2\n", {"target": "price"}, r"a\.csv:6 has another number of cells than the 4 columns"),
+        (
+            CSV + "1,2\n",
+            {"target": "price", "inputs": ["area"]},
+            r"a\.csv:6 has another number of cells than the 4 columns",
+        ),
     ],
 )
 def test_csv_errors_name_the_column_and_the_line(
