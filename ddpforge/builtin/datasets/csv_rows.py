@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TextIO
 
@@ -68,10 +69,14 @@ class Rows:
             )
         return cls(path, names, delimiter)
 
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
+
     def place(self, name: str, key: str) -> int:
         """Returns the number of a column; raises UsageError, at the option `key`, if there is none of this name."""
-        if name in self.names:
-            return self.names.index(name)
+        if name in self._places:
+            return self._places[name]
         shown = [repr(one) if one != one.strip() else one for one in self.names[:_SHOWN]]
         hints = [f"{self.path} has {', '.join(shown)}{' …' * (len(self.names) > _SHOWN)}"]
         if not self.names:
@@ -81,7 +86,7 @@ class Rows:
         for written, delimiter in _DELIMITERS.items():
             if delimiter != self.delimiter and name in self.delimiter.join(self.names).split(delimiter):
                 hints.insert(0, f'its columns are separated by "{written}": set delimiter = "{written}"')
-        if key == "target":
+        if key == "target" and len(self.names) > 1:
             hints.append("samples without targets can be predicted: labeled = false")
         raise UsageError(f"{key}: there is no column {name!r} in {self.path}:1", hints=hints, key=key)
 

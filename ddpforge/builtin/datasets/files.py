@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from ddpforge.builtin.datasets.listing import listed
 from ddpforge.errors import SetupError, UsageError, pip_install
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def find_files(path: str, suffix: str) -> list[Path]:
     if "{" in path:
         found = [Path(one) for one in _named(path)]
     elif Path(path).is_dir():
-        found = sorted(Path(path).glob(f"*{suffix}"))
+        found = listed(Path(path), (suffix,), cased=True, deep=False)
     else:
         found = sorted(map(Path, glob(path))) if "*" in path else [Path(path)]
     missing = next((one for one in found if not one.is_file()), None)

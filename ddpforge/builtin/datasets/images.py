@@ -21,6 +21,7 @@ log = logging.getLogger("ddpforge")
 # Pillow detects the format from an image's content, and would run PostScript, which is a program, with Ghostscript.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "TGA")
 
+_MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}  # with 8 bits
 _BITS = 258  # tag of a TIFF: bits of a value
 _PHOTOMETRIC = 262  # tag of a TIFF; 0: zero is white
 _FRAMES = "several frames"  # in the warning, which each process gives once
@@ -53,6 +54,8 @@ def open_image(source: Path | bytes, *, name: object, key: str, mode: str = "RGB
             image = library("PIL.ImageOps", "images").exif_transpose(opened) if upright else opened
             if (most := _most(opened)) is not None:
                 return _scaled(image, most, opened.mode)
+            if opened.mode not in _MODES:
+                raise ValueError(f"the mode {opened.mode} cannot be turned into colors; write it as RGB")
             found: Image = image.convert(mode)
             return found
     except UsageError:

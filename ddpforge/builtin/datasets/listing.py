@@ -10,12 +10,21 @@ from pathlib import Path
 
 from ddpforge.errors import SetupError
 
-__all__ = ["LeftOut", "files_below", "is_leftover", "listed"]
+__all__ = ["BINARY", "LeftOut", "files_below", "is_leftover", "listed", "without_mark"]
 
 log = logging.getLogger("ddpforge")
 
+# Endings of files that are no text.
+BINARY = (
+    *(".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar", ".tar", ".tgz", ".jar", ".whl"),
+    *(".npy", ".npz", ".bin", ".idx", ".pt", ".pth", ".pkl", ".safetensors", ".onnx", ".h5", ".hdf5"),
+    *(".parquet", ".arrow", ".feather", ".orc", ".avro", ".db", ".sqlite", ".xls", ".xlsx", ".doc", ".docx", ".pdf"),
+    *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ico", ".heic", ".mp3", ".wav", ".mp4"),
+    *(".pyc", ".o", ".a", ".so", ".dll", ".exe", ".class", ".woff", ".woff2", ".ttf"),
+)
 _NAMES = {"__macosx", "__pycache__", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 _ENDINGS = ("~", ".swp", ".swo", ".tmp", ".bak", ".orig", ".part", ".crdownload")
+_MARK = b"\xef\xbb\xbf"  # the byte order mark of UTF-8
 _SHOWN = 3  # names in a warning, for each reason
 
 
@@ -47,7 +56,13 @@ class LeftOut:
 
 
 def files_below(
-    folder: Path, endings: Sequence[str] = (), *, left: LeftOut, cased: bool = False, deep: bool = True
+    folder: Path,
+    endings: Sequence[str] = (),
+    *,
+    left: LeftOut,
+    cased: bool = False,
+    deep: bool = True,
+    but: Sequence[str] = (),
 ) -> list[Path]:
     """Returns the regular files of a folder that count as data, in the order of their paths.
 
@@ -59,6 +74,7 @@ def files_below(
         left: receives the entries that do not count.
         cased: whether capitals matter in `endings`.
         deep: whether files in folders below count.
+        but: endings of names that do not count, in small letters.
 
     Raises SetupError if a folder cannot be read.
     """
@@ -79,6 +95,8 @@ def files_below(
                         left.add("not regular files", path)
                     elif wanted and not (entry.name if cased else entry.name.lower()).endswith(wanted):
                         left.add("with other endings", path)
+                    elif entry.name.lower().endswith(tuple(but)):
+                        left.add("of a kind that is not read", path)
                     else:
                         found.append(path)
         except OSError as error:
@@ -86,9 +104,16 @@ def files_below(
     return sorted(found)
 
 
-def listed(folder: Path, endings: Sequence[str] = (), *, cased: bool = False, deep: bool = True) -> list[Path]:
+def listed(
+    folder: Path, endings: Sequence[str] = (), *, cased: bool = False, deep: bool = True, but: Sequence[str] = ()
+) -> list[Path]:
     """Returns the files of a folder as `files_below` does, and logs a warning for the entries that are left out."""
     left = LeftOut(folder)
-    found = files_below(folder, endings, left=left, cased=cased, deep=deep)
+    found = files_below(folder, endings, left=left, cased=cased, deep=deep, but=but)
     left.warn()
     return found
+
+
+def without_mark(content: bytes) -> bytes:
+    """Returns the content of a text file without the byte order mark, which is no text."""
+    return content.removeprefix(_MARK)

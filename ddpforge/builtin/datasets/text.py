@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import ClassNames, InBatches, unknown_class
+from ddpforge.builtin.datasets.listing import BINARY, listed, without_mark
 from ddpforge.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 _BlockSize = Annotated[int, Field(ge=1, le=2**24, description="Tokens per sample.")]
 _Suffixes = Annotated[
     Sequence[str],
-    Field(description='Read only files of a folder with these name endings, e.g. [".txt"]; empty: all files.'),
+    Field(
+        description='Read only files of a folder with these name endings, e.g. [".txt"]; empty: all but binary files.'
+    ),
 ]
 _Pieces: TypeAlias = "list[NDArray[np.integer]]"
 
@@ -176,7 +179,7 @@ class StreamedText:
         self._shuffle_files = shuffle_files
         self._epoch = 0
 
-        size = sum(file.stat().st_size for file in self._files)
+        size = sum(file.stat().st_size - _begin(file) for file in self._files)
         if size <= block_size:
             raise ValueError(f"{path} has {size} bytes; one sample of block_size = {block_size} needs {block_size + 1}")
 
@@ -214,6 +217,7 @@ class StreamedText:
             random.Random(self._epoch).shuffle(files)
         for file in files:
             with file.open("rb") as stream:
+                stream.seek(_begin(file))
                 while chunk := stream.read(_CHUNK):
                     yield chunk
 
@@ -318,7 +322,7 @@ def _text_files(path: Path | None, suffixes: Sequence[str]) -> Sequence[Path]:
     if not path.is_dir():
         raise SetupError(f"no such file or folder: {path}", hints=[f"looked in {Path.cwd()}"])
 
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(tuple(suffixes) or "")]
+    files = listed(path, suffixes, cased=True, but=() if suffixes else BINARY)
     if not files:
         raise ValueError(f"the folder {path} has no files" + (f" ending in {list(suffixes)}" if suffixes else ""))
     return files
@@ -339,7 +343,14 @@ def _standard_library() -> Sequence[Path]:
 def _bytes(file: Path) -> NDArray[np.integer]:
     import numpy as np
 
-    return np.frombuffer(file.read_bytes(), dtype=np.uint8)
+    return np.frombuffer(without_mark(file.read_bytes()), dtype=np.uint8)
+
+
+def _begin(file: Path) -> int:
+    """Returns the number of bytes of a byte order mark at the beginning of a file."""
+    with file.open("rb") as stream:
+        begin = stream.read(3)
+    return len(begin) - len(without_mark(begin))
 
 
 def _characters(file: Path) -> NDArray[np.integer]:
@@ -347,7 +358,7 @@ def _characters(file: Path) -> NDArray[np.integer]:
     import numpy as np
 
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = without_mark(file.read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f'{file} is not UTF-8: {error}; level = "bytes" reads any file') from error
     return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
