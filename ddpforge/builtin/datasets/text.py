@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from ddpforge.builtin.datasets.files import ClassNames, InBatches, unknown_class
-from ddpforge.builtin.datasets.listing import BINARY, listed, without_mark
+from ddpforge.builtin.datasets.listing import listed, without_mark
 from ddpforge.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 _BlockSize = Annotated[int, Field(ge=1, le=2**24, description="Tokens per sample.")]
 _Suffixes = Annotated[
     Sequence[str],
-    Field(
-        description='Read only files of a folder with these name endings, e.g. [".txt"]; empty: all but binary files.'
-    ),
+    Field(description='Read only files of a folder with these name endings, e.g. [".txt"]; empty: all files.'),
 ]
 _Pieces: TypeAlias = "list[NDArray[np.integer]]"
 
@@ -322,7 +320,7 @@ def _text_files(path: Path | None, suffixes: Sequence[str]) -> Sequence[Path]:
     if not path.is_dir():
         raise SetupError(f"no such file or folder: {path}", hints=[f"looked in {Path.cwd()}"])
 
-    files = listed(path, suffixes, cased=True, but=() if suffixes else BINARY)
+    files = listed(path, suffixes, cased=True)
     if not files:
         raise ValueError(f"the folder {path} has no files" + (f" ending in {list(suffixes)}" if suffixes else ""))
     return files
