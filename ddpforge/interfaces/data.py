@@ -102,6 +102,16 @@ class ShardedDataset(ABC):
             yield from self.iter_shard(part, epoch=0, skip=0)
 
 
+def _names(value: Any) -> list[str]:
+    """Returns names in the order of their numbers, from a list, an array or {number: name}; empty for other values."""
+    if isinstance(value, Mapping):
+        value = [value.get(number) for number in range(len(value))]
+    elif hasattr(value, "tolist"):
+        value = value.tolist()
+    named = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return list(value) if named else []
+
+
 def class_names_of(data: Any) -> list[str]:
     """Returns the names of a dataset's classes in the order of their numbers; empty if they are not known.
 
@@ -109,9 +119,9 @@ def class_names_of(data: Any) -> list[str]:
     `Subset` or `ConcatDataset` of torch has the names of its datasets, a table of Hugging Face those of its only column
     of classes. Raises UsageError if the parts of a `ConcatDataset` have different names.
     """
-    for found in (getattr(data, "class_names", None), getattr(data, "classes", None)):
-        if isinstance(found, list | tuple) and found and all(isinstance(name, str) for name in found):
-            return list(found)
+    for value in (getattr(data, "class_names", None), getattr(data, "classes", None)):
+        if found := _names(value):
+            return found
     if isinstance(features := getattr(data, "features", None), Mapping):
         columns = [one.names for one in features.values() if isinstance(getattr(one, "names", None), list)]
         return list(columns[0]) if len(columns) == 1 else []

@@ -219,6 +219,9 @@ def test_class_names_of_torch_and_hugging_face_objects() -> None:
     torchvision_like = Named()
     torchvision_like.classes = ["a", "b"]  # type: ignore[attr-defined]
     assert class_names_of(torchvision_like) == ["a", "b"]
+    for form in (np.array(["a", "b"]), ("a", "b"), {1: "b", 0: "a"}):
+        one.class_names = form  # type: ignore[assignment]
+        assert class_names_of(one) == ["a", "b"]
     assert class_names_of([1, 2]) == []
 
 

@@ -194,6 +194,7 @@ PLAIN = "x,y\n1,2\n3,4\n"
         (PLAIN.encode() + b"5,\0\n", ":4 has zero bytes"),
         (PLAIN.encode() + b"5,6\n" * 2**15 + b"\0\n", ":32772 has a zero byte"),
     ],
+    ids=["utf-16", "utf-32", "utf-16-le", "latin-1", "gzip", "zip", "zero", "later zero"],
 )
 def test_csv_of_another_encoding_or_kind_is_refused_by_its_name(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(content)

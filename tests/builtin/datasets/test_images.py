@@ -152,7 +152,7 @@ def turned(orientation: int) -> bytes:
     return encoded(Image.fromarray(values), "png", exif=exif)
 
 
-# Where the first stored pixel is shown, as row and column of an image of 2 x 4 or 4 x 2.
+# The place of the first stored pixel, as row and column of an image of 2 x 4 or 4 x 2.
 CORNERS = {1: (0, 0), 2: (0, 3), 3: (1, 3), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (3, 1), 8: (3, 0)}
 
 
