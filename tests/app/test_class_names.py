@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from support.stages import dealt, staged
 from torch.utils.data import ConcatDataset, Subset
@@ -17,6 +18,7 @@ from ddpforge.builtin.datasets.coco import CocoDetection
 from ddpforge.builtin.datasets.folders import CSVTable, ImageFolder
 from ddpforge.builtin.datasets.text import TextClasses
 from ddpforge.builtin.datasets.views import Mixed, Part, TwoViews
+from ddpforge.cli import main
 from ddpforge.errors import ForgeError, RecipeError, UsageError
 from ddpforge.interfaces import class_names_of
 from ddpforge.training.data_names import DataNames
@@ -312,6 +314,20 @@ def test_images_without_class_folders_are_predicted_with_names(here: Path) -> No
     rows = [json.loads(line) for line in (here / "p.jsonl").read_text().splitlines()]
     assert [row["class_name"] for row in rows] == ["black", "white"]
     assert len(ImageFolder(path=here / "new", size=4, labeled=False)) == 2
+
+
+def test_data_show_has_the_names_of_the_classes(here: Path) -> None:
+    (here / "r.toml").write_text(
+        'recipe = 2\nname = "named"\nmodel = { use = "mlp", inputs = 2, outputs = 3 }\n'
+        'data.train = { use = "csv", path = "train.csv", target = "label" }\n'
+        'data.eval = { use = "csv", path = "few.csv", target = "label" }\n'
+        'task.use = "classification"\noptimizer = { use = "sgd", lr = 0.1 }\n'
+        'train = { length = "1st", global_batch = 4, device = "cpu" }\n'
+    )
+    shown = CliRunner().invoke(main, ["data", "show", "r.toml", "--split", "eval"])
+    assert shown.output.startswith("3 classes: 0: cat, 1: dog, 2: owl\neval, batch 1: 4 samples\n")
+    as_json = CliRunner().invoke(main, ["data", "show", "r.toml", "--split", "eval", "--json"])
+    assert json.loads(as_json.output)["class_names"] == ["cat", "dog", "owl"]
 
 
 def test_checkpoint_without_names_is_evaluated_with_a_warning(
